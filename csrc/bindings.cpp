@@ -1,0 +1,12 @@
+// proxsparse._C: names only.
+#include <torch/csrc/utils/pybind.h>
+
+#include "ops.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "The compiled CPU kernels of proxsparse; csrc/ops.h documents them.";
+  const auto without_gil = py::call_guard<py::gil_scoped_release>();
+  module.def("prox_n4_", &proxsparse::prox_n4_, py::arg("weight"), py::arg("reg_lambda"), py::arg("n"),
+             py::arg("scale") = py::none(), without_gil);
+  module.def("mask_n4", &proxsparse::mask_n4, py::arg("score"), py::arg("n"), py::arg("mask"), without_gil);
+}

@@ -1,0 +1,141 @@
+"""What a run leaves behind: masks on disk, and an output folder in which nothing half-written looks whole."""
+
+import hashlib
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from proxsparse.errors import InputError
+from proxsparse.patterns import NMPattern, PatternLike
+
+MASK_FORMAT = "proxsparse-masks-1"
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """bool [rows, columns] -> uint8 [rows, ceil(columns / 8)], column j in bit j % 8 of byte j // 8."""
+    return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little"))
+
+
+def unpack_mask(packed: Tensor, columns: int) -> Tensor:
+    """The inverse of `pack_mask`."""
+    bits = np.unpackbits(packed.cpu().numpy(), axis=-1, bitorder="little", count=columns)
+    return torch.from_numpy(bits.astype(bool))
+
+
+def save_masks(path: Path, masks: dict[str, Tensor], pattern: PatternLike, base_model: str) -> None:
+    """Writes masks.safetensors.
+
+    Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
+    bitorder="little"). Metadata: format, pattern, bitorder, base_model, and in_features of every layer as JSON.
+    """
+    from safetensors.torch import save_file
+
+    metadata = {
+        "format": MASK_FORMAT,
+        "pattern": str(NMPattern.parse(pattern)),
+        "bitorder": "little",
+        "base_model": base_model,
+        "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
+    }
+    save_file({name: pack_mask(mask) for name, mask in masks.items()}, path, metadata)
+
+
+def masks_sha256(masks: dict[str, Tensor]) -> str:
+    """Digest of the names and packed bits in the order of the names; the file's own bytes differ from run to run."""
+    digest = hashlib.sha256()
+    for name in sorted(masks):
+        digest.update(name.encode() + pack_mask(masks[name]).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def load_masks(path: Path | str) -> dict[str, Tensor]:
+    """masks.safetensors -> layer name -> bool [out_features, in_features], True = kept; every block is checked.
+
+    Raises:
+        InputError: the file is absent, malformed, or a mask does not keep exactly n of every m weights.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            packed = {name: file.get_tensor(name) for name in list(file.keys())}
+        if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
+            raise InputError(f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r})")
+        columns = json.loads(metadata["in_features"])
+        pattern = NMPattern.parse(metadata["pattern"])
+        masks = {name: unpack_mask(tensor, columns[name]) for name, tensor in packed.items()}
+    except FileNotFoundError as error:
+        raise InputError(f"mask file {str(path)!r}: there is no such file") from error
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
+    for name, mask in masks.items():
+        if not (pattern.blocks(mask).sum(-1) == pattern.n).all():
+            raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in every block")
+    return masks
+
+
+def prepare_output_dir(folder: Path, overwrite: bool) -> None:
+    """Creates the output folder, and fails now rather than after hours if it cannot be written.
+
+    Raises:
+        InputError: the path is a file, cannot be written, or holds an earlier run and `overwrite` is off.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output_dir {str(folder)!r} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise InputError(f"--output_dir {str(folder)!r} is not empty; choose another or add --overwrite_output_dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".write-test"
+        probe.write_bytes(b"proxsparse")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); choose another"
+        ) from error
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Raises InputError if the disk under `folder` has less than `needed_bytes` free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise InputError(
+            f"the disk of --output_dir {str(folder)!r} has {free / 2**20:.0f} MiB free, the result needs about "
+            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
+        )
+
+
+@contextmanager
+def staged(folder: Path):
+    """Yields a scratch folder inside `folder`; on success its files are moved up, on any error they are removed.
+
+    So an output folder either has all files of a save or none of them.
+    """
+    scratch = folder / ".incomplete"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+        mode = folder.stat().st_mode & 0o666  # safetensors are written readable by their owner alone
+        for file in sorted(scratch.iterdir()):
+            file.chmod(mode)
+            os.replace(file, folder / file.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all: beside it first, then renamed."""
+    beside = path.with_name(f".{path.name}.incomplete")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,302 @@
+"""Text sources, and the calibration batches that masks are learned on.
+
+Every reader yields (where, row): `where` is what an error message names, `row` a text or an object with a text field.
+"""
+
+import gzip
+import json
+import os
+import random
+import re
+import textwrap
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from proxsparse.errors import InputError
+
+Rows = Iterator[tuple[str, object]]
+
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
+BUILTIN_DOCUMENT_CHARACTERS = 1200  # a document ends with the paragraph that crosses it; gives over 200 to train on
+BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... by name are the validation split
+
+
+def load_texts(source: str, split: str, text_field: str = "text", limit: int | None = None) -> list[str]:
+    """The documents of a source, in its own order.
+
+    Args:
+        source: "builtin": the language reference that Python's `pydoc` carries (no network; it differs between Python
+            versions). "c4": allenai/c4, streamed. "wikitext2": Salesforce/wikitext. An existing path, or a name that
+            starts with ".", "/" or "~" or ends in a suffix of `FILE_READERS` (".gz" may follow): a file, or all such
+            files of a folder in sorted order. Anything else: a hub data set "NAME" or "NAME:CONFIG", streamed.
+        split: "train", "validation" or what the hub data set has; local files have no splits and ignore it.
+        text_field: the field of an object row that holds the text.
+        limit: stop after this many documents with text; None reads all, which for "c4" is the whole corpus.
+    Returns:
+        One text a row. Blank rows stay: WikiText's rows are joined with two newlines, and that convention counts them.
+    Raises:
+        InputError: a source that is absent, empty, damaged or has no text; names the file, the line and the remedy.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit={limit}: at least one document is needed; give a limit >= 1, or none")
+    texts, documents = [], 0
+    for where, row in open_source(source, split):
+        texts.append(text_of(row, where, text_field))
+        documents += bool(texts[-1].strip())
+        if documents == limit:
+            break
+    if not documents:
+        raise InputError(f"{source}: no document with text in it; choose another file or data set")
+    return texts
+
+
+def open_source(source: str, split: str) -> Rows:
+    """The rows of a source; a name of `NAMED_SOURCES` wins over a file of that name ("./c4" is the file)."""
+    if source in NAMED_SOURCES:
+        return NAMED_SOURCES[source](split)
+    path = Path(os.path.expanduser(source))
+    if source and path.exists():
+        return read_path(path)
+    if not source or source.startswith((".", "/", "~")) or suffix_of(path) in FILE_READERS:
+        raise InputError(f"{source!r}: no such file; check the path, or use the source builtin")
+    name, _, config = source.partition(":")
+    return read_hub(name, config or None, split)
+
+
+def text_of(row: object, where: str, text_field: str) -> str:
+    """The text of one row: the row itself if it is a string, else its field `text_field`."""
+    if isinstance(row, dict):
+        if text_field not in row:
+            fields = ", ".join(map(str, row)) or "none"
+            raise InputError(f"{where}: no field {text_field!r}; name the field with the text, this row has: {fields}")
+        row = row[text_field]
+    if not isinstance(row, str):
+        raise InputError(f"{where}: {row!r:.60} is not text; a row is a string or an object with a text field")
+    if re.search("[\ud800-\udfff]", row):  # JSON can spell it, no tokenizer takes it
+        raise InputError(f"{where}: holds half a surrogate pair (\\ud800 to \\udfff); mend or drop this row")
+    return row
+
+
+# ---------------------------------------------------------------------------------------------- local files
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that decides the format: "a.JSONL.gz" -> ".jsonl"."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def read_path(path: Path) -> Rows:
+    """The rows of a file, or of all files with a known suffix in a folder, sorted by name."""
+    known = ", ".join(FILE_READERS)
+    files = sorted(f for f in path.iterdir() if suffix_of(f) in FILE_READERS) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path}: no text file in this folder; put files of {known} there")
+    for file in files:
+        if suffix_of(file) not in FILE_READERS:
+            raise InputError(f"{file}: unknown format {suffix_of(file)!r}; convert it to one of {known}")
+        if file.is_file() and file.stat().st_size == 0:
+            raise InputError(f"{file}: the file is empty; choose a file with text")
+        yield from FILE_READERS[suffix_of(file)](file)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number, line with its end) of a UTF-8 file, gzip or plain; decoded line by line to name the bad one."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}, after line {number}: cannot be read ({error}); repair or replace it") from error
+
+
+def parse_json(text: str, path: Path, first_line: int) -> object:
+    """json.loads whose error names the file and the line; `text` begins at line `first_line`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        raise InputError(
+            f"{path}, line {line}: malformed JSON ({error.msg}); use one list, or one row a line"
+        ) from error
+
+
+def read_json(path: Path) -> Rows:
+    """One list of rows, or one row a line."""
+    lines = read_lines(path)
+    for number, line in lines:
+        if line.lstrip().startswith("["):
+            whole = line + "".join(rest for _, rest in lines)
+            yield from ((f"{path}, row {i}", row) for i, row in enumerate(parse_json(whole, path, number), 1))
+        elif line.strip():
+            yield f"{path}, line {number}", parse_json(line.rstrip(), path, number)
+
+
+def read_document(path: Path) -> Rows:
+    """The whole file is one document."""
+    yield str(path), "".join(line for _, line in read_lines(path))
+
+
+def read_wikitext(path: Path) -> Rows:
+    """WikiText's raw format as the hub serves it: a row is a line with its end, a blank line is the row ""."""
+    return ((f"{path}, line {number}", line if line.strip() else "") for number, line in read_lines(path))
+
+
+def read_parquet(path: Path) -> Rows:
+    """The rows of a Parquet file."""
+    import pyarrow.parquet
+
+    try:
+        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"{path}, row {i}", row) for i, row in enumerate(rows, 1))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a readable Parquet file ({error}); repair or replace it") from error
+
+
+FILE_READERS = {
+    ".jsonl": read_json,
+    ".json": read_json,
+    ".txt": read_document,
+    ".md": read_document,
+    ".raw": read_wikitext,
+    ".parquet": read_parquet,
+}
+
+
+# ---------------------------------------------------------------------------------------------- named sources
+
+
+def read_hub(name: str, config: str | None, split: str, streaming: bool = True) -> Rows:
+    """The rows of a data set of the Hugging Face hub."""
+    import datasets
+
+    what = f"{name}{f', config {config}' if config else ''}, split {split}"
+    try:
+        rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        yield from ((f"{what}, row {i}", row) for i, row in enumerate(rows, 1))
+    except Exception as error:  # the hub's clients raise errors of many families: HTTP, OS, Arrow, their own
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise InputError(
+            f"{what}: cannot be loaded from the Hugging Face hub ({reason}); check the name (NAME or NAME:CONFIG), "
+            "the split and the network, or use a local file or the source builtin"
+        ) from error
+
+
+def read_builtin(split: str) -> Rows:
+    """Python's language reference, cut into documents of whole paragraphs; no paragraph occurs twice."""
+    if split not in ("train", "validation"):
+        raise InputError(f"builtin has no split {split!r}; choose train or validation")
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise InputError("builtin: this Python has no pydoc_data.topics; use a local text file instead") from error
+    seen = set()
+    for index, name in enumerate(sorted(topics)):
+        documents = [""]
+        prose = re.sub(r"^[^\w\s]{4,}\n", "", topics[name], flags=re.MULTILINE)  # no underlines, no table borders
+        for paragraph in re.split(r"\n\s*?\n", prose):
+            key = " ".join(paragraph.split())  # topics quote each other, at other indentations
+            if key and key not in seen:
+                documents[-1] += paragraph.strip("\n") + "\n\n"
+                if len(documents[-1]) >= BUILTIN_DOCUMENT_CHARACTERS:
+                    documents.append("")
+            seen.add(key)
+        if (index % BUILTIN_HELD_OUT_EVERY == 0) == (split == "validation"):
+            yield from ((f"builtin, topic {name}", document.strip()) for document in documents if document)
+
+
+NAMED_SOURCES = {
+    "builtin": read_builtin,
+    "c4": partial(read_hub, "allenai/c4", "en"),
+    # small, so downloaded whole: the second run needs no network
+    "wikitext2": partial(read_hub, "Salesforce/wikitext", "wikitext-2-raw-v1", streaming=False),
+}
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def calibration_batches(
+    texts: list[str],
+    tokenizer,
+    num_samples: int,
+    seq_len: int,
+    batch_size: int = 1,
+    packing: bool = False,
+    seed: int = 42,
+) -> list[dict[str, Tensor]]:
+    """Batches for a causal language model; the same arguments give the same batches.
+
+    The documents are taken in the order `random.Random(seed).shuffle` gives their indices and tokenised as needed;
+    blank ones and those of fewer than 2 tokens are skipped. One sample is one document cut after `seq_len` tokens (the
+    form of the ProxSparse paper), or, with `packing`, one window of exactly `seq_len` tokens of all documents in a
+    row, with the eos token between them.
+
+    Args:
+        num_samples: how many samples to make; fewer, with a warning, if the texts do not suffice.
+        seq_len: tokens a sample at most.
+        batch_size: samples a batch; the last batch may hold fewer.
+    Returns:
+        Dicts of int64 [B, T], T <= seq_len: input_ids, padded on the right; attention_mask, 1 on tokens and 0 on
+        padding; labels, the input_ids with -100 on padding (not shifted: the model does that).
+    Raises:
+        InputError: for a number out of range, or if not one sample can be made.
+    """
+    for name, value, minimum in (
+        ("num_samples", num_samples, 1),
+        ("seq_len", seq_len, 2),
+        ("batch_size", batch_size, 1),
+    ):
+        if value < minimum:
+            raise InputError(f"{name}={value}: must be at least {minimum}; raise {name}")
+    order = list(range(len(texts)))
+    random.Random(seed).shuffle(order)
+    documents = (texts[index] for index in order if texts[index].strip())
+    if packing:
+        samples = packed_samples(documents, tokenizer, num_samples, seq_len)
+    else:
+        tokenised = (tokenizer(text, truncation=True, max_length=seq_len)["input_ids"] for text in documents)
+        samples = list(islice((tokens for tokens in tokenised if len(tokens) >= 2), num_samples))
+    if not samples:
+        needed = f"{seq_len} tokens in all; add text or lower seq_len" if packing else "2 tokens; add text"
+        raise InputError(f"{len(texts)} texts make no sample: it takes at least {needed}")
+    if len(samples) < num_samples:
+        short = f"{len(texts)} texts make only {len(samples)} samples of seq_len={seq_len}; going on with these"
+        warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
+    padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]
+
+
+def packed_samples(documents: Iterable[str], tokenizer, num_samples: int, seq_len: int) -> list[list[int]]:
+    """At most `num_samples` windows of exactly `seq_len` tokens of document, eos, document, eos, ..."""
+    stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id
+    for document in documents:
+        if len(stream) >= wanted:
+            break
+        # truncation costs no token that a window would hold, and spares the tokenizer's warning about long texts
+        tokens = tokenizer(document, truncation=True, max_length=wanted - len(stream) + 1)["input_ids"]
+        if len(tokens) >= 2:
+            stream += tokens if not stream or eos in (None, stream[-1]) else [eos, *tokens]
+    return [stream[i : i + seq_len] for i in range(0, min(len(stream), wanted) - seq_len + 1, seq_len)]
+
+
+def collate(samples: list[list[int]], padding_id: int) -> dict[str, Tensor]:
+    """Samples of T_i tokens -> {input_ids, attention_mask, labels}, each int64 [B, max T_i]."""
+    tokens = [torch.tensor(sample, dtype=torch.int64) for sample in samples]
+    pad = partial(pad_sequence, batch_first=True)
+    return {
+        "input_ids": pad(tokens, padding_value=padding_id),
+        "attention_mask": pad([torch.ones_like(sample) for sample in tokens], padding_value=0),
+        "labels": pad(tokens, padding_value=IGNORED_LABEL),
+    }

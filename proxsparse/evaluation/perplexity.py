@@ -1,0 +1,65 @@
+"""Perplexity, by the convention of the pruning papers: joined text, windows that do not overlap, an explicit length."""
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """exp of the mean loss, and what it was measured on: windows, and tokens in them."""
+
+    value: float
+    windows: int
+    tokens: int
+
+
+def evaluation_tokens(texts: list[str], tokenizer) -> Tensor:
+    """The rows joined by two newlines, tokenised as one text: int64 [N]."""
+    return torch.tensor(tokenizer("\n\n".join(texts), verbose=False)["input_ids"], dtype=torch.int64)
+
+
+@torch.no_grad()
+def perplexity(
+    model: nn.Module,
+    token_ids: Tensor,
+    seq_len: int,
+    max_windows: int | None = None,
+    autocast_dtype: torch.dtype | None = None,
+) -> Perplexity:
+    """exp(mean over windows of -1/(L-1) sum_{t>=2} log p(x_t | x_<t)), windows of L = seq_len tokens, the rest dropped.
+
+    Args:
+        token_ids: int64 [N], from `evaluation_tokens`.
+        seq_len: L >= 2, stated by the caller and never taken from the model's configuration.
+        max_windows: only the first windows; None means all.
+        autocast_dtype: compute in this dtype under autocast; None computes in the weights' own.
+    Raises:
+        InputError: seq_len below 2, or a text shorter than one window.
+    """
+    if seq_len < 2:
+        raise InputError(f"seq_len={seq_len} must be at least 2: the first token of a window is not predicted")
+    windows = len(token_ids) // seq_len
+    if windows == 0:
+        raise InputError(
+            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of {seq_len}; choose a shorter one"
+        )
+    windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows
+    device = next(model.parameters()).device
+    autocast = torch.autocast(device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+    training = model.training
+    model.eval()
+    total = 0.0
+    for window in token_ids[: windows * seq_len].view(windows, 1, seq_len):
+        window = window.to(device)
+        with autocast:
+            logits = model(input_ids=window, use_cache=False).logits
+        total += nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]).item()
+    model.train(training)
+    mean = total / windows
+    return Perplexity(math.exp(mean) if mean < 700 else math.inf, windows, windows * seq_len)

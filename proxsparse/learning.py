@@ -1,0 +1,158 @@
+"""What Algorithm 1 takes for granted: device, precision, optimizer, step sizes, order of the samples, how to stop."""
+
+import contextlib
+import math
+import random
+import signal
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.config import TrainConfig
+from proxsparse.errors import InputError
+from proxsparse.optim import ProxOptimizer
+from proxsparse.optim.schedules import linear_ramp
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises InputError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"--device {name}: not usable here ({str(error).splitlines()[0]}); try --device cpu"
+        ) from error
+    return device
+
+
+def bf16_is_fast(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 matrices in hardware."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
+    """--precision -> (dtype of the weights, dtype of autocast or None)."""
+    if precision == "auto":
+        precision = "mixed" if bf16_is_fast(device) else "fp32"
+    return {
+        "fp32": (torch.float32, None),
+        "mixed": (torch.float32, torch.bfloat16),
+        "bf16": (torch.bfloat16, None),
+    }[precision]
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None):
+    """torch.autocast to `dtype`, or nothing."""
+    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+
+
+def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
+    """lambda_1 of a layer: absolute, or R / mean|w| (in the activation metric mean|c * w| is 1)."""
+    if config.reg_lambda is not None:
+        return config.reg_lambda
+    if config.metric == "activation":
+        return config.reg_lambda_rel
+    mean = weight.detach().float().abs().mean().item()
+    return config.reg_lambda_rel / mean if mean > 0 else 0.0
+
+
+def prox_adamw(
+    model: nn.Module, layers: dict[str, nn.Linear], metric: dict[str, Tensor], config: TrainConfig, steps: int
+) -> ProxOptimizer:
+    """AdamW with the prox on the layers' weights; also says which parameters learn (requires_grad).
+
+    Args:
+        metric: layer name -> c; {} is the paper's form. With a metric every weight that is not pruned steps in units
+            of its own mean magnitude, so that one dimensionless learning rate fits all.
+    """
+    prunable = {id(layer.weight): name for name, layer in layers.items()}
+    groups = []
+    for parameter in model.parameters():
+        name = prunable.get(id(parameter))
+        parameter.requires_grad_(name is not None or config.update == "all")
+        group = {"params": [parameter], "lr": config.learning_rate, "reg_lambda": 0.0, "frozen_lambda": 0.0}
+        if name is not None:
+            group |= {"reg_lambda": layer_lambda(parameter, config), "frozen_lambda": config.frozen_lambda}
+        elif metric:
+            group["lr"] *= parameter.detach().abs().mean().item()
+        if parameter.requires_grad:
+            groups.append(group)
+    base = torch.optim.AdamW(
+        groups,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    schedule = REG_SCHEDULES[config.reg_schedule](steps)
+    optimizer = ProxOptimizer(base, 0.0, config.pattern, frozen_eps=config.frozen_eps, reg_schedule=schedule)
+    for name, scale in metric.items():
+        optimizer.set_metric(layers[name].weight, scale)
+    return optimizer
+
+
+REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}
+DECAYS = {  # share of the steps after the warm-up that is done -> factor of the learning rate
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "constant": lambda done: 1.0,
+}
+
+
+def lr_factor(step: int, steps: int, config: TrainConfig) -> float:
+    """Factor of the learning rate at `step`, from 0: linear warm-up, then the decay; never 0 before the last step."""
+    warmup = int(config.warmup_ratio * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    return DECAYS[config.lr_scheduler_type]((step - warmup) / max(1, steps - warmup))
+
+
+def step_count(batches: int, config: TrainConfig) -> int:
+    """Optimizer steps of the run: --max_steps, or what the epochs give; at least 1."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return max(1, int(batches * config.num_train_epochs) // config.gradient_accumulation_steps)
+
+
+def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[str, Tensor]]:
+    """The batches in their own order, then again and again, shuffled anew with the seed in every later pass."""
+    order, generator = list(range(len(batches))), random.Random(seed)
+    while True:
+        yield from (batches[index] for index in order)
+        generator.shuffle(order)
+
+
+def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
+    """Training mode, with or without recomputing activations."""
+    model.train()
+    if gradient_checkpointing:
+        # renamed in transformers 5.2x; the old name is deprecated there
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+
+
+class StopSignal:
+    """Within the block, SIGINT and SIGTERM only set `.number`; a second SIGINT interrupts at once."""
+
+    def __init__(self):
+        self.number: int | None = None
+
+    def __enter__(self):
+        self.previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_exception):
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number, _frame):
+        if self.number is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number

@@ -1,0 +1,71 @@
+"""Where a run's figures go: metrics.jsonl, a progress bar, and the tracker of --report_to."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from proxsparse.errors import InputError
+
+
+class RunLog:
+    """One row a step into metrics.jsonl (flushed: a killed run keeps its rows), the bar, and a tracker."""
+
+    def __init__(self, run_dir: Path, steps: int, report_to: str = "none"):
+        self.file = (run_dir / "metrics.jsonl").open("w", encoding="utf-8")
+        self.bar = tqdm(total=steps, desc="learning masks", unit="step", file=sys.stderr, dynamic_ncols=True)
+        self.tracker = TRACKERS[report_to](run_dir)
+
+    def step(self, row: dict) -> None:
+        """Records one step; `row` holds "step" and numbers."""
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        self.bar.set_postfix_str(
+            f"loss {row['loss']:.3f} lr {row['learning_rate']:.1e} "
+            f"N:M {row['feasible_share']:.1%} changed {row['mask_change']:.2%}",
+            refresh=False,
+        )
+        self.bar.update()
+        self.tracker(row)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.bar.close()
+        self.file.close()
+
+
+def _no_tracker(_run_dir: Path):
+    return lambda row: None
+
+
+def _tensorboard(run_dir: Path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(run_dir / "tensorboard")
+
+    def track(row: dict) -> None:
+        for name, value in row.items():
+            if name != "step":
+                writer.add_scalar(name, value, row["step"])
+
+    return track
+
+
+def _wandb(run_dir: Path):
+    import wandb
+
+    run = wandb.init(project="proxsparse", dir=run_dir, name=run_dir.name)
+    return lambda row: run.log(row, step=row["step"])
+
+
+TRACKERS = {"none": _no_tracker, "tensorboard": _tensorboard, "wandb": _wandb}
+
+
+def check_tracker(report_to: str) -> None:
+    """Raises InputError, before anything is loaded, if the package of --report_to is missing."""
+    if report_to != "none" and importlib.util.find_spec(report_to) is None:
+        raise InputError(f"--report_to {report_to}: the package is not installed; run: pip install {report_to}")

@@ -1,0 +1,11 @@
+"""Pruning methods, one file each: every module of this folder is imported here, so that it can register itself."""
+
+import importlib
+import pkgutil
+
+from proxsparse.methods.base import Method, method, methods, prune_, register_method
+
+__all__ = ["Method", "method", "methods", "prune_", "register_method"]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

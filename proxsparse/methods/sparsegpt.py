@@ -1,0 +1,95 @@
+"""SparseGPT: column by column, what a pruned weight did is taken over by the columns to its right."""
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+from proxsparse.methods.base import register_method
+from proxsparse.ops.mask import nm_mask
+from proxsparse.patterns import NMPattern
+
+
+class InputGram:
+    """X X^T of a layer's calibration inputs, [in_features, in_features]."""
+
+    def __init__(self, layer: nn.Linear):
+        size = layer.in_features
+        self.tokens = 0
+        self.sums = layer.weight.new_zeros(size, size, dtype=torch.promote_types(layer.weight.dtype, torch.float32))
+
+    def add(self, inputs: Tensor) -> None:
+        """inputs: [tokens, in_features]"""
+        self.tokens += len(inputs)
+        inputs = inputs.to(self.sums.dtype)
+        self.sums.addmm_(inputs.T, inputs)
+
+    def hessian(self) -> Tensor:
+        """H = 2/n X X^T, of the layer's squared output error; n = tokens."""
+        return self.sums * (2 / self.tokens)
+
+
+@register_method(
+    "sparsegpt",
+    needs_data=True,
+    updates_weights=True,
+    paper="Frantar and Alistarh 2023, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot",
+    statistics=InputGram,
+)
+def prune_sparsegpt(
+    weight: Tensor, statistics: InputGram, pattern: NMPattern, damping: float = 0.01, chunk: int = 128
+) -> tuple[Tensor, Tensor]:
+    """For every column j in order, with U^T U = H^-1 (U upper triangular) and q_j = w_j where kept, else 0:
+
+        e = (w_j - q_j) / U_jj;   w_k <- w_k - e U_jk for all k > j
+
+    At the first column of a block its n largest w_k^2 / U_kk^2 are kept, w as updated so far.
+
+    Args:
+        weight: [out_features, in_features].
+        damping: added to the diagonal of H, in units of its mean.
+        chunk: columns after which the updates reach the rest of the matrix: speed only, the result is the same.
+    Returns:
+        mask, bool, and the updated weight in the dtype of the arithmetic; both the shape of `weight`.
+    Raises:
+        InputError: H is not positive definite.
+    """
+    hessian = statistics.hessian()
+    updated = weight.to(hessian.dtype, copy=True)
+    dead = hessian.diagonal() == 0  # a feature that was 0 in every token
+    updated[:, dead] = 0
+    hessian.diagonal()[dead] = 1
+    factor = inverse_factor(hessian, damping)
+    mask = torch.zeros_like(updated, dtype=torch.bool)
+    chunk = max(chunk - chunk % pattern.m, pattern.m)  # whole blocks
+    for start in range(0, updated.shape[1], chunk):
+        columns = slice(start, start + chunk)
+        mask[:, columns], errors = prune_chunk_(updated[:, columns], factor[columns, columns], pattern)
+        updated[:, start + chunk :] -= errors @ factor[columns, start + chunk :]
+    return mask, updated
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """U, upper triangular with U^T U = (H + damping * mean(diag H) * I)^-1."""
+    hessian.diagonal().add_(damping * hessian.diagonal().mean())
+    try:
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+        return torch.linalg.cholesky(inverse, upper=True)
+    except torch.linalg.LinAlgError as error:
+        raise InputError(
+            f"the Hessian of its inputs is not positive definite at damping={damping}; "
+            "take more calibration samples or a larger damping"
+        ) from error
+
+
+def prune_chunk_(weight: Tensor, factor: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+    """The column loop over `weight` [out_features, c], updated in place -> (mask, errors e), both [out_features, c]."""
+    mask, errors = torch.zeros_like(weight, dtype=torch.bool), torch.zeros_like(weight)
+    for j in range(weight.shape[1]):
+        if j % pattern.m == 0:
+            block = slice(j, j + pattern.m)
+            mask[:, block] = nm_mask((weight[:, block] / factor.diagonal()[block]).square(), pattern)
+        pruned = torch.where(mask[:, j], 0.0, weight[:, j])
+        errors[:, j] = pruned / factor[j, j]
+        weight[:, j] -= pruned
+        weight[:, j + 1 :] -= torch.outer(errors[:, j], factor[j, j + 1 :])
+    return mask, errors

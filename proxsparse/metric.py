@@ -1,0 +1,56 @@
+"""The activation metric: every weight in the unit in which it matters, so that one lambda and one step fit all."""
+
+import torch
+from torch import Tensor, nn
+
+# A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
+DEAD_FEATURE = 1e-4
+
+
+@torch.no_grad()
+def activation_metric(
+    model: nn.Module, layers: dict[str, nn.Linear], batches: list[dict[str, Tensor]], samples: int
+) -> dict[str, Tensor]:
+    """c_j = ||X_j||_2 / mean_{i,k}(|W0_ik| ||X_k||_2) for every input feature j of every layer; mean |c * W0| is 1.
+
+    X are the layer's inputs over the first `samples` calibration samples in the dense model. v = c * w is Wanda's score
+    with the sign, normalised: learning v with a step that ignores the gradient's scale (AdamW) and the prox on v
+    decide by effect on the output instead of by magnitude, with dimensionless lambda and learning rate.
+
+    Returns:
+        layer name -> c, fp32 [in_features], positive, on the layer's device.
+    """
+    squares = {name: torch.zeros(layer.in_features, device=layer.weight.device) for name, layer in layers.items()}
+
+    def accumulate(name: str):
+        def hook(_module, inputs):
+            squares[name] += inputs[0].detach().float().reshape(-1, squares[name].numel()).square().sum(0)
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
+    try:
+        for ids in single_samples(batches, samples):
+            model(input_ids=ids.to(model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: normalised_metric(layers[name].weight, square.sqrt()) for name, square in squares.items()}
+
+
+def single_samples(batches: list[dict[str, Tensor]], samples: int):
+    """The first samples one at a time, [1, T] without padding."""
+    rows = (
+        ids[mask.bool()][None]
+        for batch in batches
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    )
+    for _, ids in zip(range(samples), rows, strict=False):
+        yield ids
+
+
+def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:
+    """norms / mean(|W| * norms), with dead features lifted to a small share of the mean norm; [in_features]."""
+    norms = norms.clamp_min(DEAD_FEATURE * norms.mean())
+    scale = norms / (weight.float().abs() * norms).mean()
+    return torch.where(scale.isfinite() & (scale > 0), scale, torch.ones_like(scale))

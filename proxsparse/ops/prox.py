@@ -1,0 +1,93 @@
+"""The op `proxsparse::prox_nm_`: the proximal operator of the N:M regulariser, in place, on the best backend."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from proxsparse import reference
+from proxsparse.ops.registry import register_kernel, select
+from proxsparse.patterns import NMPattern, PatternLike
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+torch.library.define(
+    "proxsparse::prox_nm_", "(Tensor(a!) weight, float reg_lambda, int n, int m, Tensor? scale=None) -> ()"
+)
+
+
+@torch.library.impl("proxsparse::prox_nm_", "CompositeExplicitAutograd")
+def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None = None) -> None:
+    if reg_lambda == 0 or weight.numel() == 0:
+        return
+    dense = weight.contiguous()  # kernels see [..., in_features] without gaps; a copy only for odd strides
+    kernel = select("prox_nm_", dense, reg_lambda, n, m, scale)
+    kernel.run(dense, reg_lambda, n, m, scale)
+    if dense is not weight:
+        weight.copy_(dense)
+
+
+@torch.library.register_fake("proxsparse::prox_nm_")
+def _prox_nm_fake(weight, reg_lambda, n, m, scale=None):
+    return None
+
+
+@register_kernel("prox_nm_", "reference", supports=lambda *args: None)
+def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
+    weight.copy_(reference.prox_nm(weight, reg_lambda, NMPattern(n, m), scale))
+
+
+def check_reg_lambda(reg_lambda: float) -> float:
+    """Raises ValueError unless lambda is a finite number >= 0."""
+    value = float(reg_lambda)
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"reg_lambda={reg_lambda!r} must be a finite number >= 0 (0 is the identity)")
+    return value
+
+
+def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike, scale: Tensor | None) -> NMPattern:
+    """Raises ValueError, with the value and the remedy, for what no backend can serve."""
+    pattern = NMPattern.parse(pattern)
+    if weight.dtype not in FLOAT_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+        raise ValueError(f"weight has dtype {weight.dtype}: the prox takes {names}; convert it first")
+    pattern.check_blocks(weight.shape)
+    check_reg_lambda(reg_lambda)
+    if scale is None:
+        return pattern
+    if scale.shape != weight.shape[-1:] or not scale.is_floating_point() or scale.device != weight.device:
+        raise ValueError(
+            f"scale is {scale.dtype} {list(scale.shape)} on {scale.device}: it must hold one floating-point number "
+            f"for each of the {weight.shape[-1]} input features, on {weight.device}"
+        )
+    return pattern
+
+
+@torch.no_grad()
+def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
+    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimiser for 2:4 and 1:M.
+
+    Reg_{N:M}(V) sums e_{N+1}(|v|), the elementary symmetric polynomial, over blocks of M weights along the last
+    dimension (paper, equations 4 and 7). With `scale` = c the prox acts on c * W and the result is divided back.
+    Weights the prox does not change keep their bits; zeros are +0.0; a block with a NaN or an infinity stays as it is.
+
+    Args:
+        weight: [..., in_features], float32, float64, bfloat16 or float16, any strides; arithmetic is fp64 for float64
+            and fp32 otherwise. Changed in place.
+        reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by any learning rate. 0: identity.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+        scale: c, [in_features], positive, the metric of the input features; None means 1.
+    Returns:
+        `weight`.
+    Raises:
+        ValueError: in_features is no multiple of M, a dtype that is not floating point, a negative or non-finite
+            lambda, a scale of the wrong shape.
+    """
+    pattern = check_prox_arguments(weight, reg_lambda, pattern, scale)
+    torch.ops.proxsparse.prox_nm_(weight, float(reg_lambda), pattern.n, pattern.m, scale)
+    return weight
+
+
+def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
+    """`prox_nm_` on a copy: the input is left as it is. Same arguments and errors; not differentiable."""
+    return prox_nm_(weight.detach().clone(memory_format=torch.contiguous_format), reg_lambda, pattern, scale)

@@ -1,0 +1,111 @@
+"""One op, many backends: a table of kernels per op, fastest first, and the rule that picks one.
+
+The dispatcher of torch holds one kernel per dispatch key, so every op registers ONE selector (`select`) that looks
+into the table. Automatic choice falls back to the next kernel, aloud; an explicit choice never does.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+# Fastest first. A name here without a kernel for an op is simply not in that op's row.
+BACKENDS = ("triton", "cuda", "cpp", "reference")
+# Where falling past a backend is worth a warning: the user could have had it on this device.
+EXPECTED = {"cpu": "cpp", "cuda": "triton"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one backend offers for one op: `supports(*args)` is None, or the reason why not; `run(*args)` computes."""
+
+    backend: str
+    run: Callable
+    supports: Callable[..., str | None]
+
+
+_kernels: dict[str, dict[str, Kernel]] = {}
+_chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
+_announced: set[tuple[str, str, str]] = set()
+
+
+def register_kernel(op: str, backend: str, supports: Callable[..., str | None]):
+    """Decorator: add a kernel to the table of `op`; `supports` stands beside it and takes the same arguments."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+
+    def add(run: Callable) -> Callable:
+        _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports)
+        return run
+
+    return add
+
+
+def kernels(op: str) -> list[Kernel]:
+    """The kernels of `op`, fastest first."""
+    return [_kernels[op][backend] for backend in BACKENDS if backend in _kernels[op]]
+
+
+def ops() -> list[str]:
+    """The names of all registered ops."""
+    return sorted(_kernels)
+
+
+@contextlib.contextmanager
+def use_backend(backend: str | None) -> Iterator[None]:
+    """Within the block every op runs on `backend` or raises; None returns to the automatic choice.
+
+    Raises:
+        ValueError: if there is no such backend.
+    """
+    token = _chosen.set(None if backend is None else _checked(backend, "use_backend"))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def chosen_backend() -> str | None:
+    """The explicit choice in force: `use_backend`, else the environment's PROXSPARSE_BACKEND, else None."""
+    from_environment = os.environ.get("PROXSPARSE_BACKEND") or None
+    return _chosen.get() or (from_environment and _checked(from_environment, "PROXSPARSE_BACKEND"))
+
+
+def _checked(backend: str, source: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"{source}={backend!r}: no such backend; choose from {', '.join(BACKENDS)}")
+    return backend
+
+
+def select(op: str, tensor, *args) -> Kernel:
+    """The kernel that serves `op` for these arguments (`tensor` first, its device decides what is expected).
+
+    Raises:
+        RuntimeError: if the explicitly chosen backend does not support them; it names the reason and the remedy.
+    """
+    explicit = chosen_backend()
+    if explicit is not None:
+        kernel = _kernels[op].get(explicit)
+        reason = "it has no kernel for this op" if kernel is None else kernel.supports(tensor, *args)
+        if reason is None:
+            return kernel
+        raise RuntimeError(
+            f"{op}: backend {explicit!r} was chosen explicitly but cannot serve this call: {reason}; "
+            "unset PROXSPARSE_BACKEND or use_backend to let proxsparse choose"
+        )
+    expected = EXPECTED.get(tensor.device.type)
+    for kernel in kernels(op):
+        reason = kernel.supports(tensor, *args)
+        if reason is None:
+            return kernel
+        if kernel.backend == expected:
+            _announce(op, kernel.backend, reason)
+    raise RuntimeError(f"{op}: no backend supports a {tensor.dtype} tensor on {tensor.device}")
+
+
+def _announce(op: str, backend: str, reason: str) -> None:
+    if (op, backend, reason) not in _announced:
+        _announced.add((op, backend, reason))
+        warnings.warn(f"{op}: not on the {backend} backend, a slower one is used: {reason}", stacklevel=2)

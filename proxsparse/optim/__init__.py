@@ -1,0 +1,5 @@
+"""Optimizers with a prox step."""
+
+from proxsparse.optim.prox_optimizer import ProxOptimizer
+
+__all__ = ["ProxOptimizer"]

@@ -1,0 +1,150 @@
+"""What a param group says about the prox: its settings, who is pruned, and the metric. Plain functions on groups.
+
+Next to the base optimizer's keys a group holds `SETTINGS`: plain values, so that they pass through `state_dict` and
+distributed checkpoints. `prox_scale` is None or a list beside `params` (one metric or None each). It is not in `state`,
+because torch's optimizers and distributed checkpointing take any entry there for "already initialised".
+"""
+
+import math
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from proxsparse.ops import prox_nm_
+from proxsparse.patterns import NMPattern
+from proxsparse.reference import frozen_penalty_grad
+
+SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_scale", "prox_step")
+
+
+def check_group(group: dict) -> None:
+    """Stores `pattern` as text; raises ValueError for a setting or a parameter that the prox cannot serve."""
+    for key in ("reg_lambda", "frozen_lambda"):
+        if not (math.isfinite(group[key]) and group[key] >= 0):
+            raise ValueError(f"{key}={group[key]!r} must be a finite number >= 0 (0 turns it off)")
+    if not (math.isfinite(group["frozen_eps"]) and group["frozen_eps"] > 0):
+        raise ValueError(f"frozen_eps={group['frozen_eps']!r} must be a finite number > 0, such as 0.1")
+    group["pattern"] = str(NMPattern.parse(group["pattern"]))
+    for parameter, scale in pruned_parameters(group):
+        if scale is not None:
+            check_scale(local(parameter), scale)
+
+
+def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """(parameter, metric or None) for every parameter of two or more dimensions; none of them if reg_lambda is 0.
+
+    Raises:
+        ValueError: for a parameter whose weights here do not form whole blocks.
+    """
+    if group["reg_lambda"] == 0:
+        return
+    pattern = NMPattern.parse(group["pattern"])
+    scales = group["prox_scale"] or [None] * len(group["params"])
+    for parameter, scale in zip(group["params"], scales, strict=True):
+        if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+            raise ValueError(
+                f"parameter of shape {list(parameter.shape)} belongs to a flat parameter of FSDP1 "
+                "(FullyShardedDataParallel), which cuts blocks; shard with FSDP2's fully_shard instead"
+            )
+        if parameter.ndim >= 2:
+            check_blocks(parameter, pattern)
+            yield parameter, scale
+
+
+def trained_parameters(group: dict) -> list[tuple[Tensor, Tensor | None]]:
+    """Those of `pruned_parameters` that have a gradient: torch's optimizers leave the others alone, and so do we."""
+    return [(parameter, scale) for parameter, scale in pruned_parameters(group) if parameter.grad is not None]
+
+
+def check_blocks(parameter: Tensor, pattern: NMPattern) -> None:
+    """Raises ValueError if the parameter, or a shard of it, does not consist of whole blocks."""
+    shape, last = list(parameter.shape), parameter.ndim - 1
+    if shape[last] % pattern.m:
+        raise ValueError(
+            f"parameter of shape {shape}: the last dimension (in_features) must be a multiple of {pattern.m} for "
+            f"{pattern} blocks; put it into a param group with reg_lambda=0, or choose another pattern"
+        )
+    placements = getattr(parameter, "placements", ())
+    along = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) in (last, -1)]
+    shards = math.prod(parameter.device_mesh.size(i) for i in along)
+    if shards > 1 and math.ceil(shape[last] / shards) % pattern.m:
+        raise ValueError(
+            f"parameter of shape {shape}: {shards} shards along the last dimension cut its {pattern} blocks "
+            f"(placements {placements}); shard another dimension, as fully_shard does, or use fewer shards"
+        )
+
+
+def check_scale(weight: Tensor, scale: Tensor) -> None:
+    """Raises ValueError unless the metric holds one positive finite number for each input feature held here."""
+    if scale.shape != weight.shape[-1:] or not scale.is_floating_point():
+        raise ValueError(
+            f"metric of shape {list(scale.shape)} and dtype {scale.dtype}: a weight with {weight.shape[-1]} input "
+            "features on this device takes one floating-point number for each of them"
+        )
+    if not (scale.isfinite() & (scale > 0)).all():
+        raise ValueError(
+            f"metric with values from {scale.min().item()} to {scale.max().item()}: every input feature needs a finite "
+            "number > 0; raise those of features that are never active to a small one"
+        )
+
+
+def learns(group: dict) -> bool:
+    """False at lr = 0, where a step must not move the weights: distributed checkpointing runs one to create the state.
+
+    A learning rate held on an accelerator counts as nonzero: to read it would stall the device.
+    """
+    lr = group.get("lr")
+    on_accelerator = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    return lr is None or on_accelerator or bool(lr != 0)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this process holds, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def add_frozen_gradients(group: dict, pretrained: dict[Tensor, Tensor], grad_scale: Tensor | None) -> None:
+    """grad += lambda_2 * dReg_W0/dW (paper, section 3.1), times grad_scale where a GradScaler left that in `.grad`."""
+    for parameter, _ in trained_parameters(group):
+        term = frozen_penalty_grad(local(parameter), local(pretrained[parameter]), group["frozen_eps"])
+        term = term if grad_scale is None else term * grad_scale
+        local(parameter.grad).add_(term, alpha=group["frozen_lambda"])
+
+
+def enter_metric(group: dict) -> list[tuple[Tensor, Tensor, bool]]:
+    """w <- c * w and g <- g / c for every parameter with a metric c; returns what `leave_metric` needs.
+
+    At lr = 0 the weights keep their bits and only the gradient changes, for the sake of the base's moments.
+    """
+    entered = []
+    for parameter, scale in trained_parameters(group):
+        if scale is not None:
+            scale = scale.to(parameter.device)
+            local(parameter.grad).div_(scale)
+            if learns(group):
+                local(parameter).mul_(scale)
+            entered.append((parameter, scale, learns(group)))
+    return entered
+
+
+def leave_metric(entered: list[tuple[Tensor, Tensor, bool]]) -> None:
+    """Undoes `enter_metric` and empties the list."""
+    while entered:
+        parameter, scale, moved = entered.pop()
+        local(parameter.grad).mul_(scale)
+        if moved:
+            local(parameter).div_(scale)
+
+
+def prox_step(group: dict, factor: float) -> None:
+    """W <- prox_{factor * lambda_1 Reg_{N:M}}(W) for every trained parameter of the group; counts the step."""
+    for parameter, _ in trained_parameters(group):
+        prox_nm_(local(parameter), factor * group["reg_lambda"], group["pattern"])
+    group["prox_step"] += 1
+
+
+def describe(group: dict) -> str:
+    """One line for `repr`."""
+    shown = [f"{key}={group[key]}" for key in ("lr", *SETTINGS) if key in group and key != "prox_scale"]
+    metrics = sum(scale is not None for scale in group["prox_scale"] or ())
+    return ", ".join([f"{len(group['params'])} parameters", *shown, f"metrics={metrics}"])

@@ -1,0 +1,74 @@
+"""The N:M sparsity pattern: a value object, and the one place that knows how a weight is cut into blocks."""
+
+import re
+from dataclasses import dataclass
+from typing import Union
+
+import torch
+
+# 64 weights a block is far beyond any hardware format and keeps the general reference's cost bounded.
+MAX_M = 64
+
+
+@dataclass(frozen=True)
+class NMPattern:
+    """At most `n` nonzero weights in every block of `m` consecutive weights along in_features.
+
+    `n` counts the weights that are KEPT (Wanda's and SparseGPT's `prune_n` count the pruned ones).
+
+    Raises:
+        ValueError: unless 1 <= n < m <= 64.
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self):
+        if not 1 <= self.n < self.m <= MAX_M:
+            raise ValueError(f"pattern {self.n}:{self.m}: needs 1 <= n < m <= {MAX_M} (n of every m weights are kept)")
+
+    @classmethod
+    def parse(cls, pattern: "PatternLike") -> "NMPattern":
+        """`"2:4"` -> `NMPattern(2, 4)`; a pattern is returned as it is.
+
+        Raises:
+            ValueError: for any other text.
+        """
+        if isinstance(pattern, cls):
+            return pattern
+        match = re.fullmatch(r"\s*(\d{1,3})\s*:\s*(\d{1,3})\s*", pattern) if isinstance(pattern, str) else None
+        if match is None:
+            raise ValueError(f'pattern {pattern!r} is not of the form "N:M", such as "2:4"')
+        return cls(int(match[1]), int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}"
+
+    @property
+    def density(self) -> float:
+        """Share of the weights that are kept, n / m."""
+        return self.n / self.m
+
+    def check_blocks(self, shape: torch.Size, what: str = "weight") -> None:
+        """Raises ValueError unless the last dimension of `shape` splits into whole blocks."""
+        if len(shape) == 0 or shape[-1] % self.m:
+            raise ValueError(
+                f"{what} of shape {list(shape)}: the last dimension (in_features) must be a multiple of {self.m} "
+                f"for {self} blocks; exclude this layer or choose another pattern"
+            )
+
+    def blocks(self, weight: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., in_features / m, m], a view where strides allow one."""
+        self.check_blocks(weight.shape)
+        return weight.unflatten(-1, (weight.shape[-1] // self.m, self.m))
+
+    def feasible_blocks(self, weight: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> bool [..., in_features / m]: which blocks hold at most n nonzeros."""
+        return (self.blocks(weight) != 0).sum(-1) <= self.n
+
+    def is_feasible(self, weight: torch.Tensor) -> bool:
+        """Whether every block holds at most n nonzeros."""
+        return bool(self.feasible_blocks(weight).all())
+
+
+PatternLike = Union[str, NMPattern]

@@ -1,0 +1,139 @@
+"""`python -m proxsparse.train`: learn the N:M mask of a pretrained language model (the paper's Algorithm 1)."""
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse import learning, run
+from proxsparse.checkpoint import masks_sha256
+from proxsparse.config import TrainConfig, parse_config
+from proxsparse.data import calibration_batches, load_texts
+from proxsparse.errors import InputError, run_command
+from proxsparse.log import RunLog
+from proxsparse.metric import activation_metric
+from proxsparse.models import cast_parameters_, copy_weights, load_model, prunable_layers, snap_
+from proxsparse.monitor import MaskMonitor, agreement, feasible_share
+from proxsparse.ops import nm_mask
+from proxsparse.patterns import NMPattern
+from proxsparse.report import write_report
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Load, learn, snap, save, evaluate, report. Returns 0, or 128 + the signal that ended the learning early."""
+    started = time.monotonic()
+    config = parse_config(sys.argv[1:] if arguments is None else arguments)
+    pattern = NMPattern.parse(config.pattern)
+    run_dir = run.open_run_dir(config)
+    device = learning.choose_device(config.device)
+    weight_dtype, compute_dtype = learning.choose_precision(config.precision, device)
+    torch.manual_seed(config.seed)
+
+    model, tokenizer = load_model(config.model)
+    layers = prunable_layers(model, pattern, config.include, config.exclude)
+    run.require_space_for(model, run_dir)
+    texts = load_texts(config.data, "train", config.text_field, run.TEXT_POOL)
+    size, packing = config.per_device_train_batch_size, config.packing
+    batches = calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, packing, config.seed)
+    evaluate = run.perplexity_of(config, tokenizer, compute_dtype)
+    pretrained = copy_weights(model)
+    magnitude_masks = {name: nm_mask(layer.weight.abs(), pattern) for name, layer in layers.items()}
+
+    model.to(device)
+    scores = {"dense": evaluate(model)}
+    metric = {}
+    if config.metric == "activation":
+        with learning.autocast(device, compute_dtype):
+            metric = activation_metric(model, layers, batches, config.metric_samples)
+
+    cast_parameters_(model, weight_dtype)
+    steps = learning.step_count(len(batches), config)
+    monitor = MaskMonitor(layers, pattern, metric, steps)
+    optimizer = learning.prox_adamw(model, layers, metric, config, steps)
+    lambdas = [group["reg_lambda"] for group in optimizer.param_groups if group["reg_lambda"] > 0]
+    samples = learning.sample_stream(batches, config.seed)
+    with RunLog(run_dir, steps, config.report_to) as log, learning.StopSignal() as stop:
+        for row in learn_masks(model, optimizer, samples, steps, compute_dtype, config):
+            log.step(row | monitor.observe(row["step"]))
+            if stop.number:
+                break
+
+    masks = {name: nm_mask((layer.weight * metric.get(name, 1)).abs(), pattern) for name, layer in layers.items()}
+    decided = feasible_share(layers, pattern)
+    snap_(model, pretrained, masks)
+    run.save_checkpoint(run_dir, model, tokenizer, masks, config)
+    scores["proxsparse"] = evaluate(model)
+    snap_(model, pretrained, magnitude_masks)
+    scores["magnitude"] = evaluate(model)
+
+    table = run.perplexity_table(scores, config)
+    figures = {
+        "status": "interrupted" if stop.number else "complete",
+        "layers": len(layers),
+        "weights": sum(layer.weight.numel() for layer in layers.values()),
+        "steps": row["step"],
+        "tokens": row["tokens"],
+        "seconds": time.monotonic() - started,
+        "reg_lambda": {"min": min(lambdas, default=0.0), "max": max(lambdas, default=0.0)},
+        "feasible_share": decided,
+        "magnitude_agreement": agreement(masks, magnitude_masks),
+        "mask_similarity": monitor.similarity(),
+        "masks_sha256": masks_sha256(masks),
+        "perplexity": table,
+        "warnings": run.warnings_for(table, decided, config),
+    }
+    result = run.save_result(run_dir, config, figures)
+    write_report(run_dir)
+    print(run.summary(result, run_dir))
+    return 128 + stop.number if stop.number else 0
+
+
+def learn_masks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: Iterator[dict[str, Tensor]],
+    steps: int,
+    compute_dtype: torch.dtype | None,
+    config: TrainConfig,
+) -> Iterator[dict[str, float]]:
+    """Algorithm 1: gradient of the calibration loss, base step, prox. Yields the figures of every step.
+
+    Raises:
+        InputError: the loss is not finite; the weights are those of the step before.
+    """
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning.lr_factor(step, steps, config))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    learning.start_training(model, config.gradient_checkpointing)
+    started, tokens = time.monotonic(), 0
+    for step in range(1, steps + 1):
+        loss = 0.0
+        for batch in itertools.islice(samples, config.gradient_accumulation_steps):
+            with learning.autocast(model.device, compute_dtype):
+                batch_loss = model(**{name: t.to(model.device) for name, t in batch.items()}, use_cache=False).loss
+            (batch_loss / config.gradient_accumulation_steps).backward()
+            loss += batch_loss.item() / config.gradient_accumulation_steps
+            tokens += int(batch["attention_mask"].sum())
+        if not math.isfinite(loss):
+            raise InputError(f"step {step}: the loss is {loss}; lower --learning_rate or use --precision fp32")
+        grad_norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf).item()
+        factor = optimizer.reg_schedule(step - 1) if optimizer.reg_schedule else 1.0
+        optimizer.step()  # the base step, then the prox
+        schedule.step()
+        optimizer.zero_grad()
+        yield {
+            "step": step,
+            "loss": loss,
+            "learning_rate": config.learning_rate * learning.lr_factor(step - 1, steps, config),
+            "reg_lambda_factor": factor,
+            "grad_norm": grad_norm,
+            "tokens": tokens,
+            "seconds": time.monotonic() - started,
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

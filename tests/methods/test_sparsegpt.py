@@ -1,0 +1,110 @@
+"""SparseGPT against a textbook OBS loop, and against the masks of the other methods."""
+
+import pytest
+import torch
+from torch import nn
+
+from proxsparse import NMPattern
+from proxsparse.errors import InputError
+from proxsparse.methods import method, prune_
+from proxsparse.methods.sparsegpt import InputGram, prune_sparsegpt
+
+
+def correlated_inputs(tokens, features, dtype=torch.float64, seed=0):
+    """[tokens, features] from a few common factors plus noise, with feature scales that differ."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.randn(tokens, features // 4, generator=generator, dtype=torch.float64)
+    loading = torch.randn(features // 4, features, generator=generator, dtype=torch.float64)
+    noise = torch.randn(tokens, features, generator=generator, dtype=torch.float64)
+    scale = torch.rand(features, generator=generator, dtype=torch.float64) + 0.2
+    return ((factors @ loading + noise) * scale).to(dtype)
+
+
+def layer_and_statistics(statistics, inputs, out_features=6):
+    torch.manual_seed(3)
+    layer = nn.Linear(inputs.shape[1], out_features, bias=False, dtype=inputs.dtype).requires_grad_(False)
+    collected = statistics(layer)
+    for part in inputs.split(100):
+        collected.add(part)
+    return layer, collected
+
+
+def textbook_obs(weight, hessian, n, m):
+    """Optimal brain surgery, one column at a time, the inverse of the remaining Hessian computed anew each time."""
+    weight, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
+    columns = weight.shape[1]
+    inverse_diagonal = torch.stack([torch.linalg.inv(hessian[j:, j:])[0, 0] for j in range(columns)])
+    for j in range(columns):
+        if j % m == 0:
+            score = weight[:, j : j + m].square() / inverse_diagonal[j : j + m]
+            for row in range(weight.shape[0]):
+                mask[row, j + score[row].argsort()[: m - n]] = False
+        inverse = torch.linalg.inv(hessian[j:, j:])
+        error = torch.where(mask[:, j], 0.0, weight[:, j]) / inverse[0, 0]
+        weight[:, j:] -= error[:, None] * inverse[0]
+        weight[:, j][~mask[:, j]] = 0
+    return mask, weight
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8"])
+@pytest.mark.parametrize("chunk", [8, 12, 128])
+def test_equals_the_textbook_loop(pattern, chunk):
+    layer, gram = layer_and_statistics(InputGram, correlated_inputs(300, 40))
+    pattern = NMPattern.parse(pattern)
+    hessian = gram.hessian()
+    hessian.diagonal().add_(0.01 * hessian.diagonal().mean())
+    expected_mask, expected = textbook_obs(layer.weight, hessian, pattern.n, pattern.m)
+    mask, updated = prune_sparsegpt(layer.weight, gram, pattern, chunk=chunk)
+    assert torch.equal(mask, expected_mask)
+    torch.testing.assert_close(torch.where(mask, updated, 0.0), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_hessian_is_that_of_the_mean_squared_error():
+    inputs = correlated_inputs(300, 8)
+    _, gram = layer_and_statistics(InputGram, inputs)
+    weight = torch.zeros(8, dtype=torch.float64)
+    expected = torch.func.hessian(lambda w: (inputs @ w).square().mean())(weight)
+    torch.testing.assert_close(gram.hessian(), expected)
+
+
+@pytest.mark.parametrize("features", [128, 200])
+def test_chunks_do_not_change_the_result(features):
+    layer, gram = layer_and_statistics(InputGram, correlated_inputs(600, features))
+    whole_mask, whole = prune_sparsegpt(layer.weight, gram, NMPattern(2, 4), chunk=features)
+    mask, updated = prune_sparsegpt(layer.weight, gram, NMPattern(2, 4))
+    assert torch.equal(mask, whole_mask)
+    torch.testing.assert_close(updated, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smaller_output_error_than_frozen_weights(dtype):
+    inputs = correlated_inputs(500, 64, dtype)
+    error = {}
+    for name in ("magnitude", "wanda", "sparsegpt"):
+        chosen = method(name)
+        layer, statistics = layer_and_statistics(chosen.statistics or InputGram, inputs, out_features=32)
+        mask, updated = chosen.prune(layer.weight, statistics, NMPattern(2, 4))
+        pruned = torch.where(mask, layer.weight if updated is None else updated.to(dtype), 0.0)
+        error[name] = ((layer.weight - pruned).double() @ inputs.double().T).norm().item()
+    assert error["sparsegpt"] < 0.8 * error["wanda"]
+    assert error["wanda"] < error["magnitude"]
+
+
+def test_a_dead_feature_is_pruned_first():
+    inputs = correlated_inputs(300, 16)
+    inputs[:, [1, 6, 7]] = 0
+    layer, gram = layer_and_statistics(InputGram, inputs)
+    mask, updated = prune_sparsegpt(layer.weight, gram, NMPattern(2, 4))
+    assert not mask[:, [1, 6, 7]].any()
+    assert updated.isfinite().all()
+
+
+def test_a_singular_hessian_names_the_layer_and_the_remedy(tiny_model, batches):
+    with pytest.raises(
+        InputError, match=r"model\.layers\.0\.self_attn\.q_proj: .*more calibration samples or a larger"
+    ):
+        prune_(tiny_model(), "sparsegpt", [one_token(batches[0])], damping=0.0)
+
+
+def one_token(batch):
+    return {name: tensor[:, :1] for name, tensor in batch.items()}

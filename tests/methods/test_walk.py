@@ -1,0 +1,116 @@
+"""The layer-by-layer walk sees what the model itself computes."""
+
+import pytest
+import torch
+from tiny_models import MODELS
+from torch import nn
+
+from proxsparse.methods import prune_
+from proxsparse.methods.base import blocks_differ, walk
+from proxsparse.methods.wanda import FeatureNorms
+from proxsparse.models import decoder_blocks, prunable_layers
+from proxsparse.reference import nm_mask
+
+
+class Inputs:
+    """Statistics that keep every input row."""
+
+    def __init__(self, layer):
+        self.rows = []
+
+    def add(self, inputs):
+        self.rows.append(inputs.clone())
+
+
+def hooked_inputs(model, batches):
+    """Layer name -> one [tokens, in_features] a batch, by plain hooks on plain forward passes."""
+    seen = {name: [] for name in prunable_layers(model)}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0][0]))
+        for name, layer in prunable_layers(model).items()
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_an_unpruned_model_is_replayed_exactly(family, tiny_model, batches):
+    model, walked = tiny_model(family), {}
+    walk(model, prunable_layers(model), batches, Inputs, walked.update, progress=False)
+    expected = hooked_inputs(model, batches)
+    assert walked.keys() == expected.keys()
+    for name, rows in expected.items():
+        for own, replayed in zip(rows, walked[name].rows, strict=True):
+            assert torch.equal(own, replayed), name
+
+
+def test_mixed_models_are_recognised(tiny_model):
+    differ = {name: blocks_differ(tiny_model(name), decoder_blocks(tiny_model(name))) for name in MODELS}
+    assert differ == {name: name.endswith("-mixed") for name in MODELS}
+
+
+def test_later_blocks_see_the_pruned_ones(tiny_model, batches):
+    """The second block's statistics are those of a model whose first block is pruned already."""
+    model, seen = tiny_model(), {}
+
+    def halve(statistics):
+        seen.update(statistics)
+        for name in statistics:
+            model.get_submodule(name).weight.data.mul_(0.5)
+
+    layers = prunable_layers(model)
+    walk(model, layers, batches, Inputs, halve, progress=False)
+    first_pruned = tiny_model()
+    for name, layer in prunable_layers(first_pruned).items():
+        layer.weight.data.mul_(0.5 if ".0." in name else 1.0)
+    for name, rows in hooked_inputs(first_pruned, batches).items():
+        if ".1." in name:
+            assert all(torch.equal(a, b) for a, b in zip(rows, seen[name].rows, strict=True)), name
+
+
+def test_blocks_that_return_tuples(tiny_model, batches):
+    """Older decoder blocks return (hidden states, ...) and take their hidden states by keyword."""
+
+    class Tupled(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, hidden_states, **kwargs):
+            return self.block(hidden_states, **kwargs), None
+
+    plain, tupled = tiny_model(), tiny_model()
+    tupled.model.layers = nn.ModuleList(Tupled(block) for block in tupled.model.layers)
+
+    def forward(input_ids, attention_mask, use_cache):
+        hidden = tupled.model.embed_tokens(input_ids)
+        position_ids = torch.arange(input_ids.shape[1])[None]
+        for block in tupled.model.layers:
+            rotary = tupled.model.rotary_emb(hidden, position_ids=position_ids)
+            hidden, _ = block(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)
+
+    tupled.forward = forward
+    masks = prune_(plain, "wanda", batches)
+    tupled_masks = prune_(tupled, "wanda", batches)
+    for (name, mask), other in zip(masks.items(), tupled_masks.values(), strict=True):
+        assert torch.equal(mask, other), name
+
+
+def test_wanda_scores_of_the_first_block(tiny_model, batches):
+    """||X_j||_2 over all tokens of all documents, and the mask that |W_ij| * ||X_j||_2 gives."""
+    model, collected = tiny_model(), {}
+    rows = hooked_inputs(model, batches)
+    walk(model, prunable_layers(model), batches, FeatureNorms, collected.update, progress=False)
+    masks = prune_(tiny_model(), "wanda", batches)
+    first = [name for name in masks if ".0." in name]
+    assert len(first) == 7
+    for name in first:
+        norms = torch.cat(rows[name]).double().square().sum(0).sqrt()
+        assert collected[name].tokens == 17 + 9 + 12
+        torch.testing.assert_close(collected[name].norms().double(), norms, rtol=1e-5, atol=0)
+        score = model.get_submodule(name).weight.double().abs() * norms
+        assert torch.equal(masks[name], nm_mask(score)), name

@@ -1,0 +1,57 @@
+"""Compiles Triton kernels for a GPU that need not be there, and reads what came out.
+
+Only in a process without TRITON_INTERPRET: interpreted functions cannot be compiled.
+"""
+
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The machine code of a kernel: how often every instruction occurs, and its registers and stack bytes a thread."""
+
+    instructions: Counter
+    registers: int
+    stack: int
+
+    def starting_with(self, *prefixes: str) -> set[str]:
+        """The different instructions whose name starts with one of `prefixes`."""
+        return {name for name in self.instructions if name.startswith(prefixes)}
+
+
+def compile_kernel(kernel, arguments: dict[str, str], constants: dict, capability: int, num_warps: int, folder: Path):
+    """Compile as a launch would with 16-byte aligned pointers and integers that are multiples of 16.
+
+    Args:
+        arguments: name -> Triton type, such as "*bf16", "i32" or "fp64", for all that are no constants.
+        constants: name -> value, None for a pointer that is not given.
+        capability: 80, 90, 100.
+        folder: takes the cubin.
+    """
+    signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
+    divisible = [i for i, type in enumerate(signature.values()) if type.startswith(("*", "i"))]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    return disassembled(cubin)
+
+
+def disassembled(cubin: Path) -> Compiled:
+    """What cuobjdump says about the one kernel in `cubin`."""
+    command = [CUOBJDUMP, "-res-usage", "-sass", cubin]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.MULTILINE)
+    registers, stack = (int(re.search(rf"{what}:(\d+)", text)[1]) for what in ("REG", "STACK"))
+    return Compiled(Counter(names), registers, stack)

@@ -1,0 +1,41 @@
+"""The Triton prox without a GPU: interpreted on the CPU, and compiled ahead of time for three generations of GPUs.
+
+Both need a process of their own: triton decides at its import whether it interprets.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+FOLDER = Path(__file__).parent
+
+
+def run_in_own_process(file: str, cache: Path, **environment: str):
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(FOLDER / file)],
+        env=inherited | {"TRITON_CACHE_DIR": str(cache)} | environment,
+        cwd=FOLDER.parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.returncode == 0, f"{file} failed:\n{process.stdout[-6000:]}"
+
+
+def test_interpreted(tmp_path):
+    run_in_own_process("triton_prox_cases.py", tmp_path, TRITON_INTERPRET="1")
+
+
+def test_compiled_ahead_of_time(tmp_path):
+    run_in_own_process("triton_compiled_prox.py", tmp_path)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu(tmp_path):
+    run_in_own_process("triton_prox_cases.py", tmp_path)

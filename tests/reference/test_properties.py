@@ -1,0 +1,211 @@
+"""Laws that the prox, the penalties and the mask obey for every input, searched for counterexamples by hypothesis."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops.blocks import random_blocks
+from reference.ground_truth import objective, relative_gap
+
+from proxsparse import NMPattern
+from proxsparse.reference import frozen_penalty, frozen_penalty_grad, nm_mask, prox_nm, reg_nm
+
+PATTERNS = ("2:4", "1:4")  # the general solver is iterative, too slow for this many calls
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
+settings.load_profile("repeatable")
+
+# Comparable numbers, repeated ones and exact zeros are where a prox goes wrong; sizes far apart come last.
+members = st.one_of(
+    st.sampled_from([0.0, 1.0, -1.0, 0.5, 1.05, 1.2071067811865475]),
+    st.floats(-1.5, 1.5).map(lambda x: x if abs(x) > 1e-8 else 0.0),  # no product of them underflows
+    st.floats(1e-8, 1e3),
+)
+lambdas = st.one_of(st.floats(0.3, 1.3), st.floats(1e-4, 1e3))
+
+
+@st.composite
+def problems(draw, patterns=PATTERNS):
+    """(weight of two blocks, lambda, pattern)."""
+    pattern = NMPattern.parse(draw(st.sampled_from(patterns)))
+    size = 2 * pattern.m
+    weight = draw(st.lists(members, min_size=size, max_size=size))
+    return torch.tensor(weight, dtype=torch.float64), draw(lambdas), pattern
+
+
+def same_objective(w, other, weight, reg_lambda, pattern, tolerance=1e-12):
+    blocks = [pattern.blocks(tensor) for tensor in (w, other, weight)]
+    return relative_gap(*blocks, reg_lambda, pattern.n).abs().max() <= tolerance
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_a_permutation_of_a_block_permutes_its_prox(problem, random):
+    weight, reg_lambda, pattern = problem
+    order = random.sample(range(pattern.m), pattern.m)
+    straight = pattern.blocks(prox_nm(weight, reg_lambda, pattern))
+    permuted = pattern.blocks(prox_nm(pattern.blocks(weight)[:, order].flatten(), reg_lambda, pattern))
+    for block, one, other in zip(pattern.blocks(weight), straight, permuted, strict=True):
+        # Of equal weights the first survives, so compare as sets of pairs (magnitude before, magnitude after).
+        before, after = block.abs().tolist(), one.abs().tolist()
+        before_permuted, after_permuted = block[order].abs().tolist(), other.abs().tolist()
+        pairs = sorted(zip(before, after, strict=True))
+        assert sorted(zip(before_permuted, after_permuted, strict=True)) == pairs
+
+
+@given(problems(), st.integers(0, 255))
+def test_a_sign_goes_through_the_prox(problem, bits):
+    weight, reg_lambda, pattern = problem
+    sign = torch.tensor([1.0 - 2 * (bits >> i % 8 & 1) for i in range(len(weight))], dtype=torch.float64)
+    assert torch.equal(prox_nm(weight * sign, reg_lambda, pattern), prox_nm(weight, reg_lambda, pattern) * sign)
+
+
+@given(problems(), st.floats(1e-3, 1e3))
+def test_scaling_the_weights_is_scaling_lambda(problem, factor):
+    """prox_lambda(s z) = s * prox_{lambda s^(n-1)}(z)."""
+    weight, reg_lambda, pattern = problem
+    scaled = prox_nm(factor * weight, reg_lambda, pattern)
+    rescaled = factor * prox_nm(weight, reg_lambda * factor ** (pattern.n - 1), pattern)
+    assert same_objective(scaled, rescaled, factor * weight, reg_lambda, pattern)
+
+
+@given(problems())
+def test_the_prox_only_shrinks(problem):
+    weight, reg_lambda, pattern = problem
+    result = prox_nm(weight, reg_lambda, pattern)
+    assert (result.abs() <= weight.abs()).all()
+    assert (result * weight >= 0).all()
+
+
+@given(problems())
+def test_the_prox_is_no_worse_than_staying_or_pruning(problem):
+    weight, reg_lambda, pattern = problem
+    result = prox_nm(weight, reg_lambda, pattern)
+    height = objective(pattern.blocks(result), pattern.blocks(weight), reg_lambda, pattern.n)
+    pruned = torch.where(nm_mask(weight.abs(), pattern), weight, 0.0)
+    for other in (weight, pruned, torch.zeros_like(weight)):
+        bound = objective(pattern.blocks(other), pattern.blocks(weight), reg_lambda, pattern.n)
+        assert (height <= bound * (1 + 1e-14)).all()
+
+
+@given(problems(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+def test_a_feasible_block_keeps_its_bits(problem, dtype):
+    weight, reg_lambda, pattern = problem
+    feasible = torch.where(nm_mask(weight.abs(), pattern), weight, 0.0).to(dtype)
+    assert torch.equal(prox_nm(feasible, reg_lambda, pattern), feasible)
+
+
+@given(problems())
+def test_lambda_zero_is_the_identity(problem):
+    weight, _, pattern = problem
+    result = prox_nm(weight, 0.0, pattern)
+    assert torch.equal(result, weight)
+    assert result is not weight
+
+
+@given(problems(), st.integers(0, 2**32 - 1))
+def test_a_scale_is_the_metric_of_the_problem(problem, seed):
+    """prox with scale c: the minimiser over V of 1/2 |V - c W|^2 + lambda * Reg(V), divided back by c."""
+    weight, reg_lambda, pattern = problem
+    scale = 0.1 + 2 * torch.rand(len(weight), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    metric = scale * weight
+    result = prox_nm(weight, reg_lambda, pattern, scale)
+    assert same_objective(scale * result, prox_nm(metric, reg_lambda, pattern), metric, reg_lambda, pattern)
+    binary = 2.0 ** scale.log2().round()  # powers of two: no rounding anywhere
+    assert torch.equal(
+        prox_nm(weight, reg_lambda, pattern, binary), prox_nm(binary * weight, reg_lambda, pattern) / binary
+    )
+
+
+@pytest.mark.parametrize("pattern", ["2:6", "4:8"])
+def test_the_general_solver_obeys_the_same_laws(pattern):
+    pattern, reg_lambda = NMPattern.parse(pattern), 0.7
+    weight = random_blocks(90, reg_lambda, m=pattern.m, n=pattern.n, seed=14)
+    result = prox_nm(weight, reg_lambda, pattern)
+    pruned = torch.where(nm_mask(weight.abs(), pattern), weight, 0.0)
+    assert torch.equal(prox_nm(-weight, reg_lambda, pattern), -result)
+    assert (result.abs() <= weight.abs()).all()
+    assert torch.equal(prox_nm(pruned, reg_lambda, pattern), pruned)
+    height = objective(result, weight, reg_lambda, pattern.n)
+    for other in (weight, pruned):
+        assert (height <= objective(other, weight, reg_lambda, pattern.n) * (1 + 1e-14)).all()
+
+
+# ------------------------------------------------------------------------------------------ penalties
+
+
+@given(problems(("2:4", "1:4", "2:6", "4:8")))
+def test_reg_is_the_sum_over_subsets(problem):
+    """Reg_{N:M} = sum over blocks, over all subsets of n + 1 members, of the product of their magnitudes."""
+    weight, _, pattern = problem
+    expected = sum(
+        abs(torch.tensor(subset, dtype=torch.float64).prod().item())
+        for block in pattern.blocks(weight).tolist()
+        for subset in itertools.combinations(block, pattern.n + 1)
+    )
+    assert reg_nm(weight, pattern).item() == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@given(problems())
+def test_reg_vanishes_exactly_on_feasible_weights(problem):
+    weight, _, pattern = problem
+    assert (reg_nm(weight, pattern) == 0) == pattern.is_feasible(weight)
+    assert reg_nm(torch.where(nm_mask(weight.abs(), pattern), weight, 0.0), pattern) == 0
+
+
+@pytest.mark.parametrize("eps", [0.5, 0.1, 1e-3])
+def test_frozen_penalty_gradient_is_that_of_autograd(eps):
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(1000, generator=generator, dtype=torch.float64)
+    pretrained = torch.randn(1000, generator=generator, dtype=torch.float64)
+    pretrained[:50], pretrained[50:100] = 0.0, -0.0
+    weight[100:150] = pretrained[100:150]
+    weight[150:200] = 0
+    leaf = weight.clone().requires_grad_()
+    frozen_penalty(leaf, pretrained, eps).backward()
+    gradient = frozen_penalty_grad(weight, pretrained, eps)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-13)
+    assert (gradient[100:200] == 0).all()
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_frozen_penalty_takes_the_sign_of_zero_as_positive(zero):
+    """sign(0) = 1, for -0.0 too: (w / eps * w)^2, and no division by zero."""
+    weight, pretrained = torch.tensor([3.0], dtype=torch.float64), torch.tensor([zero], dtype=torch.float64)
+    assert frozen_penalty(weight, pretrained, 0.5).item() == pytest.approx((3 / 0.5 * 3) ** 2)
+
+
+def test_frozen_penalty_by_hand():
+    """W = (1, -1), W0 = (2, -2), eps = 0.5: (1 / 2.5 * -1)^2 + (-1 / -2.5 * 1)^2."""
+    weight, pretrained = torch.tensor([1.0, -1.0]), torch.tensor([2.0, -2.0])
+    assert frozen_penalty(weight, pretrained, 0.5).item() == pytest.approx(2 * (1 / 2.5) ** 2)
+
+
+# ------------------------------------------------------------------------------------------ masks
+
+
+@given(problems(("2:4", "1:4", "2:6", "4:8")))
+def test_a_mask_keeps_n_of_the_largest(problem):
+    score, _, pattern = problem
+    mask = pattern.blocks(nm_mask(score, pattern))
+    assert (mask.sum(-1) == pattern.n).all()
+    for block, kept in zip(pattern.blocks(score), mask, strict=True):
+        assert block[kept].min() >= block[~kept].max()
+        in_order = sorted(range(pattern.m), key=lambda i, block=block: (-block[i], i))
+        assert set(in_order[: pattern.n]) == set(kept.nonzero().flatten().tolist())
+
+
+def test_a_nan_score_is_the_largest_and_ties_go_to_the_lower_index():
+    nan, inf = float("nan"), float("inf")
+    cases = {
+        (1, 1, 1, 1): [True, True, False, False],
+        (0, 2, 1, 2): [False, True, False, True],
+        (5, nan, 1, 7): [False, True, False, True],
+        (nan, nan, nan, nan): [True, True, False, False],
+        (-inf, -inf, -inf, -inf): [True, True, False, False],
+        (-inf, 1, -inf, -2): [False, True, False, True],
+        (1, 2, inf, nan): [False, False, True, True],
+        (0.0, -0.0, 0.0, -0.0): [True, True, False, False],
+    }
+    for score, expected in cases.items():
+        assert nm_mask(torch.tensor(score, dtype=torch.float32)).tolist() == expected, score

@@ -1,0 +1,363 @@
+"""Text sources and calibration batches: every format, every refusal, and the batches' exact contents."""
+
+import gzip
+import json
+import logging
+import random
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from proxsparse import data
+from proxsparse.data import calibration_batches, load_texts
+from proxsparse.errors import InputError
+
+TEXTS = ["alpha beta", "", "gamma\u2028delta"]  # U+2028 ends a line for str.splitlines, not for a file
+OBJECTS = [{"text": text, "url": "u"} for text in TEXTS]
+JSON_LINES = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in OBJECTS) + "\r\n\r\n"
+WORDS = 60
+
+
+def make_tokenizer(**special) -> PreTrainedTokenizerFast:
+    """Words w0 ... w59 with ids 10 ... 69; 0 unknown, 1 eos, 2 pad, 3 bos."""
+    vocabulary = {"<unk>": 0, "</s>": 1, "<pad>": 2, "<s>": 3} | {f"w{i}": 10 + i for i in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if "bos_token" in special:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=8, **special)
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer(eos_token="</s>", pad_token="<pad>")
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(f"w{i}" for i in range(first, first + count))
+
+
+def write(path, content: str | bytes):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+# ---------------------------------------------------------------------------------------------- formats
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", JSON_LINES, TEXTS),
+        ("a.JSONL.gz", gzip.compress(JSON_LINES.encode()), TEXTS),
+        ("a.json.gz", gzip.compress(JSON_LINES.encode()), TEXTS),
+        ("objects.json", json.dumps(OBJECTS, indent=2), TEXTS),
+        ("strings.json", "\n " + json.dumps(TEXTS, indent=2), TEXTS),
+        ("lines.json", JSON_LINES, TEXTS),
+        ("marked.jsonl", b"\xef\xbb\xbf" + JSON_LINES.encode(), TEXTS),
+        ("a.txt", "one\r\n\r\ntwo\n", ["one\n\ntwo\n"]),
+        ("a.md", "# one\n\ntwo", ["# one\n\ntwo"]),
+        ("a.raw", " \n = Title = \n \n Some text \n", ["", " = Title = \n", "", " Some text \n"]),
+    ],
+)
+def test_text_formats(tmp_path, name, content, expected):
+    assert load_texts(write(tmp_path / name, content), "any split") == expected
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"url": ["u"] * 3, "body": TEXTS}), tmp_path / "a.parquet")
+    assert load_texts(str(tmp_path / "a.parquet"), "train", text_field="body") == TEXTS
+    with pytest.raises(InputError, match=r"a\.parquet, row 1: no field 'text'.*url, body"):
+        load_texts(str(tmp_path / "a.parquet"), "train")
+
+
+def test_folder_is_read_in_sorted_order(tmp_path):
+    for name in "dbfaec":
+        write(tmp_path / f"{name}.txt", name)
+    write(tmp_path / "b.jsonl", '{"text": "b, JSON"}')
+    write(tmp_path / "c.bin", b"\xff")
+    assert load_texts(str(tmp_path), "train") == ["a", "b, JSON", "b", "c", "d", "e", "f"]
+
+
+def test_home_and_named_sources(tmp_path, monkeypatch):
+    write(tmp_path / "builtin", "not a source of text")
+    write(tmp_path / "a.txt", "home")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert load_texts("~/a.txt", "train") == ["home"]
+    assert len(load_texts("builtin", "train")) > 1
+    with pytest.raises(InputError, match="unknown format"):
+        load_texts("./builtin", "train")
+
+
+def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
+    path = write(tmp_path / "a.jsonl", '"one"\n""\n"two"\nnot JSON\n')
+    assert load_texts(path, "train", limit=2) == ["one", "", "two"]
+    with pytest.raises(InputError, match=r"limit=0.*limit >= 1"):
+        load_texts(path, "train", limit=0)
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", r"a\.txt: the file is empty; choose"),
+        ("a.raw", " \n\n", r"a\.raw: no document with text"),
+        ("a.json", "[]", r"a\.json: no document with text"),
+        ("a.jsonl", '"ok"\n{"text": "cut\n', r"a\.jsonl, line 2: malformed JSON .*; use one list"),
+        ("a.json", '\n[{"text": "ok"},\n{"text" "no"}]', r"a\.json, line 3: malformed JSON"),
+        ("a.jsonl", '{"body": "b", "url": "u"}', r"a\.jsonl, line 1: no field 'text'.*body, url"),
+        ("a.json", '[{"text": "ok"}, {}]', r"a\.json, row 2: no field 'text'.*none"),
+        ("a.jsonl", '{"text": null}', r"a\.jsonl, line 1: None is not text"),
+        ("a.jsonl", "\n17\n", r"a\.jsonl, line 2: 17 is not text"),
+        ("a.jsonl", r'"\ud800"', r"a\.jsonl, line 1: holds half a surrogate pair.*drop"),
+        ("a.txt", b"fine\n\xe9t\xe9\n", r"a\.txt, line 2: not UTF-8.*convert"),
+        ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: not UTF-8"),
+        ("a.jsonl.gz", b'{"text": "plain"}', r"a\.jsonl\.gz, after line 0: cannot be read \(Not a gzipped.*replace"),
+        ("a.txt.gz", gzip.compress(b"line\n" * 9)[:-6], r"a\.txt\.gz, after line \d: cannot be read .*replace"),
+        ("a.txt.gz", gzip.compress(b"x")[:10] + b"\xff" * 20, r"a\.txt\.gz, after line 0: cannot be read"),
+        ("a.parquet", "not Parquet at all", r"a\.parquet: not a readable Parquet file.*replace"),
+        ("a.csv", "text\nhello\n", r"a\.csv: unknown format '\.csv'; convert it to one of \.jsonl, "),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message):
+    path = write(tmp_path / name, content)
+    with pytest.raises(InputError, match=message):
+        load_texts(path, "train")
+
+
+@pytest.mark.parametrize("source", ["absent.jsonl", "absent.json.gz", "./absent", "/absent/x", "~/absent", ""])
+def test_absent_files_are_not_looked_up_on_the_hub(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data, "read_hub", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(InputError, match="no such file; check the path"):
+        load_texts(source, "train")
+
+
+def test_folder_without_text_files(tmp_path):
+    write(tmp_path / "a.bin", b"x")
+    with pytest.raises(InputError, match="no text file in this folder"):
+        load_texts(str(tmp_path), "train")
+
+
+# ---------------------------------------------------------------------------------------------- the hub
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        ("c4", ("allenai/c4", "en", True)),
+        ("wikitext2", ("Salesforce/wikitext", "wikitext-2-raw-v1", False)),
+        ("someone/set", ("someone/set", None, True)),
+        ("someone/set:part", ("someone/set", "part", True)),
+    ],
+)
+def test_hub_sets_are_streamed_up_to_the_limit(monkeypatch, source, arguments):
+    datasets = pytest.importorskip("datasets")
+    served = []
+
+    def load_dataset(name, config, split, streaming):
+        assert (name, config, streaming) == arguments
+        assert split == "validation"
+        return (served.append(i) or {"text": f"row {i}"} for i in range(1000))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_texts(source, "validation", limit=3) == ["row 0", "row 1", "row 2"]
+    assert served == [0, 1, 2]
+    with pytest.raises(InputError, match=r"split validation, row 1: no field 'body'.*text"):
+        load_texts(source, "validation", text_field="body")
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("no route\nto host"), ValueError("Bad split"), RuntimeError("closed")]
+)
+@pytest.mark.parametrize("when", ["opening", "reading"])
+def test_hub_failure_is_one_line_with_the_remedy(monkeypatch, error, when):
+    datasets = pytest.importorskip("datasets")
+
+    def fail():
+        yield {"text": "first"}
+        raise error
+
+    def load_dataset(*_, **__):
+        if when == "opening":
+            raise error
+        return fail()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        InputError, match=r"someone/set, split train: cannot be loaded.*network.*local file.*builtin"
+    ) as caught:
+        load_texts("someone/set", "train")
+    assert type(error).__name__ in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_module_imports_no_optional_package():
+    code = "import sys, proxsparse.data; print([m for m in ('datasets', 'pyarrow') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- builtin
+
+
+def test_builtin_is_deterministic_large_and_disjoint():
+    train, validation = load_texts("builtin", "train"), load_texts("builtin", "validation")
+    assert train == load_texts("builtin", "train")
+    assert len(train) >= 200
+    assert len(validation) >= 20
+    assert min(map(len, train + validation)) > 0
+    paragraphs = [" ".join(part.split()) for text in train + validation for part in text.split("\n\n")]
+    assert len(paragraphs) == len(set(paragraphs))
+
+
+def test_builtin_refuses_other_splits_and_a_stripped_python(monkeypatch):
+    with pytest.raises(InputError, match="no split 'test'; choose train or validation"):
+        load_texts("builtin", "test")
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(InputError, match=r"no pydoc_data\.topics; use a local text file"):
+        load_texts("builtin", "train")
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def test_one_truncated_document_a_sample_in_the_documented_order(tokenizer):
+    texts = [words(10 * i, 3 + i) for i in range(5)]
+    batches = calibration_batches(texts, tokenizer, num_samples=5, seq_len=5, seed=7)
+    order = list(range(5))
+    random.Random(7).shuffle(order)
+    expected = [[10 + 10 * i + j for j in range(min(3 + i, 5))] for i in order]
+    assert [batch["input_ids"].tolist() for batch in batches] == [[row] for row in expected]
+
+
+def test_only_the_seed_decides_the_order(tokenizer):
+    texts = [words(i, 4) for i in range(40)]
+
+    def first(seed):
+        (batch,) = calibration_batches(texts, tokenizer, num_samples=6, seq_len=4, batch_size=6, seed=seed)
+        return batch["input_ids"].tolist()
+
+    once, state = first(1), random.getstate()
+    random.random()
+    assert first(1) == once
+    assert first(2) != once
+    random.setstate(state)
+    first(3)
+    assert random.getstate() == state
+
+
+def test_blank_and_one_token_documents_are_skipped(tokenizer):
+    texts = ["", " \n", "w1", "w2 w3", "\n\n", "w4 w5 w6"]
+    batches = calibration_batches(texts, tokenizer, num_samples=2, seq_len=8)
+    assert sorted(batch["input_ids"].shape[1] for batch in batches) == [2, 3]
+
+
+def test_padding_mask_and_labels(tokenizer):
+    texts = [words(0, 2), words(10, 4), words(20, 3)]
+    batches = calibration_batches(texts, tokenizer, num_samples=3, seq_len=8, batch_size=2)
+    assert [len(batch["input_ids"]) for batch in batches] == [2, 1]
+    for batch in batches:
+        assert {key: value.dtype for key, value in batch.items()} == dict.fromkeys(
+            ("input_ids", "attention_mask", "labels"), torch.int64
+        )
+        mask = batch["attention_mask"]
+        assert torch.equal(mask, mask.sort(dim=1, descending=True).values)
+        assert mask.sum(1).max() == mask.shape[1]
+        assert torch.equal(batch["input_ids"] == 2, mask == 0)
+        assert torch.equal(batch["labels"], batch["input_ids"].where(mask == 1, -100))
+
+
+@pytest.mark.parametrize(
+    ("special", "padding_id"), [({"eos_token": "</s>", "pad_token": "<pad>"}, 2), ({"eos_token": "</s>"}, 1), ({}, 0)]
+)
+def test_padding_id_falls_back_to_eos_then_zero(special, padding_id):
+    texts = ["w1 w2", "w3 w4 </s>"]
+    (batch,) = calibration_batches(texts, make_tokenizer(**special), num_samples=2, seq_len=4, batch_size=2)
+    short = batch["attention_mask"].sum(1).argmin()
+    assert batch["input_ids"][short, 2] == padding_id
+    assert (batch["labels"] == -100).sum() == 1  # a true eos at the end of a document stays a target
+
+
+@pytest.mark.parametrize("special", [{"eos_token": "</s>"}, {}, {"eos_token": "</s>", "bos_token": "<s>"}])
+@pytest.mark.parametrize("num_samples", [1, 3, 4])
+def test_packing_cuts_exact_windows(special, num_samples):
+    texts = [words(0, 9), "", words(9, 7), "w59", words(16, 20)]
+    order = list(range(5))
+    random.Random(42).shuffle(order)
+    stream = []
+    for index in order:
+        tokens = [10 + int(word[1:]) for word in texts[index].split()]
+        tokens = [3, *tokens] if "bos_token" in special and tokens else tokens
+        if len(tokens) >= 2:
+            stream += [1, *tokens] if stream and special else tokens
+    batches = calibration_batches(texts, make_tokenizer(**special), num_samples, seq_len=8, batch_size=8, packing=True)
+    assert batches[0]["input_ids"].tolist() == [stream[8 * i : 8 * i + 8] for i in range(num_samples)]
+    assert batches[0]["attention_mask"].all()
+    assert torch.equal(batches[0]["labels"], batches[0]["input_ids"])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_only_the_documents_needed_are_tokenised(tokenizer, packing):
+    calls = []
+
+    class Counting:
+        pad_token_id, eos_token_id = 2, 1
+
+        def __call__(self, text, **arguments):
+            calls.append(text)
+            return tokenizer(text, **arguments)
+
+    calibration_batches([words(0, 6)] * 100, Counting(), num_samples=3, seq_len=6, packing=packing)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_long_documents_do_not_alarm_the_tokenizer(tokenizer, packing, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    calibration_batches([words(0, 60)], tokenizer, num_samples=1, seq_len=20, packing=packing)
+    assert not caplog.records
+    tokenizer(words(0, 60))
+    assert "longer than the specified maximum" in caplog.text  # so the log above was being listened to
+
+
+@pytest.mark.parametrize(("packing", "made"), [(False, 2), (True, 3)])
+def test_too_little_text_warns_with_both_numbers(tokenizer, packing, made):
+    texts = [words(0, 12), words(20, 12), "w1"]
+    with pytest.warns(UserWarning, match=f"num_samples=9, but 3 texts make only {made} samples of seq_len=8"):
+        batches = calibration_batches(texts, tokenizer, num_samples=9, seq_len=8, packing=packing)
+    assert len(batches) == made
+
+
+def test_enough_text_does_not_warn(tokenizer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibration_batches([words(0, 12)] * 2, tokenizer, num_samples=2, seq_len=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_samples": 0}, "num_samples=0: must be at least 1; raise num_samples"),
+        ({"seq_len": 1}, "seq_len=1: must be at least 2"),
+        ({"batch_size": -1}, "batch_size=-1: must be at least 1"),
+        ({"texts": []}, "0 texts make no sample: it takes at least 2 tokens; add text"),
+        ({"texts": ["w1", " "]}, "2 texts make no sample"),
+        ({"packing": True, "seq_len": 99}, "1 texts make no sample: it takes at least 99 tokens.*lower seq_len"),
+    ],
+)
+def test_bad_arguments(tokenizer, arguments, message):
+    usable = {"texts": ["w1 w2 w3"], "num_samples": 1, "seq_len": 8}
+    with pytest.raises(InputError, match=message):
+        calibration_batches(tokenizer=tokenizer, **(usable | arguments))

@@ -1,0 +1,313 @@
+"""Synthetic run directories in, report.md, plots and model card out."""
+
+import json
+import math
+import sys
+
+import numpy
+import pytest
+import torch
+import yaml
+from safetensors.numpy import save_file
+
+from proxsparse.errors import InputError, run_command
+from proxsparse.report import main, number, table, write_report
+
+PLOTS = {"loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"}
+
+
+@pytest.fixture
+def matplotlib():
+    return pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(autouse=True)
+def text_only(request, monkeypatch):
+    """Drawing takes most of a report's time: only the tests that ask for matplotlib have it."""
+    if "matplotlib" not in request.fixturenames:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+def rows(steps=60):
+    return [
+        {
+            **{
+                "step": step,
+                "loss": 3 + math.sin(step),
+                "learning_rate": 1e-4,
+                "reg_lambda_factor": 1.0,
+                "grad_norm": 1.0,
+            },
+            **{"tokens": 64 * step, "feasible_share": step / steps, "mask_change": 0.01, "norm_gap": 0.001 * step},
+            "seconds": 1.5 * step,
+        }
+        for step in range(1, steps + 1)
+    ]
+
+
+def result(**changes):
+    return {
+        **{"status": "complete", "version": "0.1.0", "model": "owner/tiny-1b", "data": "wikitext", "pattern": "2:4"},
+        **{"metric": "magnitude", "command": "python -m proxsparse.train --model owner/tiny-1b", "layers": 12},
+        **{"config": {"learning_rate": 1e-4, "output_dir": "/home/jane/out"}, "weights": 1234567, "steps": 60},
+        **{"tokens": 3840, "seconds": 3725.0, "reg_lambda": {"min": 0.1, "max": 0.1}, "feasible_share": 0.9876},
+        **{"magnitude_agreement": 0.8125, "masks_sha256": "ab12" * 16, "warnings": [], "peak_memory_bytes": 3 << 30},
+        "mask_similarity": [{"step": 0, "to_final": 0.8}, {"step": 60, "to_final": 1.0}],
+        "perplexity": perplexity(),
+        "environment": {"python": "3.11.0", "torch": "2.13.0", "transformers": "5.23", "device": "cpu", "threads": 1},
+    } | changes
+
+
+def perplexity(**changes):
+    scores = {"data": "wikitext test", "seq_len": 2048, "windows": 12, "tokens": 24564}
+    return {**scores, "dense": 20.684, "magnitude": 3015.3, "proxsparse": 66.21} | changes
+
+
+def make_run(folder, metrics, outcome=None):
+    folder.mkdir(exist_ok=True)
+    text = metrics if isinstance(metrics, str) else "".join(json.dumps(row) + "\n" for row in metrics)
+    (folder / "metrics.jsonl").write_text(text)
+    if outcome is not None:
+        (folder / "result.json").write_text(outcome if isinstance(outcome, str) else json.dumps(outcome))
+    return folder
+
+
+def written(folder):
+    """Rebuilds the report of `folder`: (report.md, README.md or None)."""
+    write_report(folder)
+    card = folder / "README.md"
+    return (folder / "report.md").read_text(), card.read_text() if card.exists() else None
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, matplotlib):
+    report, card = written(make_run(tmp_path, rows(), result()))
+    assert names(tmp_path) == {"metrics.jsonl", "result.json", "report.md", "README.md", *PLOTS}
+    for text in (report, card):
+        assert "**Held-out perplexity 66.21, against 3,015 for the magnitude mask and 20.68 dense.**" in text
+        assert "wikitext test; 12 windows of 2,048 tokens" in text
+        assert "| magnitude mask | 3,015 |" in text
+        assert "| `learning_rate` | 0.0001 |" in text
+        assert "ab12" * 16 in text
+        assert "Warning" not in text
+        assert "/home/jane" not in text
+    for figure in (
+        "| weights in these layers | 1,234,567 |",
+        "| 1:02:05 |",
+        "98.7600 %",
+        "81.2500 %",
+        "3.00 GiB",
+        "python -m proxsparse.train",
+    ):
+        assert figure in report
+    for plot in PLOTS:
+        assert f"]({plot})" in report
+        png = (tmp_path / plot).read_bytes()
+        assert png.startswith(b"\x89PNG")
+        assert len(png) < 150_000
+
+
+def test_card_front_matter_names_the_base_model_only_from_the_hub(tmp_path, monkeypatch):
+    def front_matter(model):
+        _, card = written(make_run(tmp_path, rows(), result(model=model)))
+        return yaml.safe_load(card.split("---\n")[1]), card
+
+    head, card = front_matter("owner/tiny-1b")
+    assert head == {
+        "base_model": "owner/tiny-1b",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["2:4", "semi-structured-sparsity", "pruned", "proxsparse"],
+    }
+    assert "# tiny-1b, pruned to 2:4" in card
+    assert "+0.0" in card
+    assert "from_pretrained" in card
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for local in ("/data/jane/tiny", "./models/tiny", "models/tiny", "tiny"):
+        head, card = front_matter(local)
+        assert "base_model" not in head
+        assert "/data/jane" not in card
+
+
+def test_running_run_says_so_and_gets_no_card(tmp_path, matplotlib):
+    report, card = written(make_run(tmp_path, rows(5)))
+    assert "no result.json" in report.split("## ")[0]
+    assert "5 finished steps" in report
+    assert card is None
+    assert names(tmp_path) == {"metrics.jsonl", "report.md", *PLOTS - {"mask_similarity.png"}}
+
+
+def test_run_before_its_first_step_has_a_report_without_plots(tmp_path, matplotlib):
+    report, _ = written(make_run(tmp_path, ""))
+    assert "0 finished steps" in report
+    assert names(tmp_path) == {"metrics.jsonl", "report.md"}
+
+
+def test_interrupted_run_says_so_in_both_files(tmp_path):
+    for text in written(make_run(tmp_path, rows(), result(status="interrupted"))):
+        assert "The run was interrupted after 60 steps" in text.split("## ")[0]
+
+
+def test_own_warnings_are_at_the_top_of_both_files(tmp_path):
+    for text in written(make_run(tmp_path, rows(), result(warnings=["loss rose", "few\nblocks"]))):
+        assert "> **Warning:** loss rose\n>\n> **Warning:** few blocks\n" in text.split("## ")[0]
+
+
+@pytest.mark.parametrize(
+    ("learned", "magnitude", "word"),
+    [
+        (40.0, 30.0, "worse"),
+        (math.nan, 30.0, "worse"),
+        (math.inf, 30.0, "worse"),
+        (None, 30.0, "worse"),
+        (30.0, 30.0, "no better"),
+        (math.nan, math.nan, "no better"),
+        (30.0, math.nan, None),
+        (30.0, math.inf, None),
+        (30.0, 40.0, None),
+    ],
+)
+def test_mask_no_better_than_magnitude_is_said_at_the_top_of_both(tmp_path, learned, magnitude, word):
+    outcome = result(perplexity=perplexity(proxsparse=learned, magnitude=magnitude))
+    for text in written(make_run(tmp_path, rows(), outcome)):
+        top = text.split("## ")[0]
+        assert ("do not use it" in top) == (word is not None)
+        assert word is None or f"The learned mask is {word} than the magnitude mask" in top
+
+
+def test_a_worse_mask_that_the_run_warned_of_is_said_once(tmp_path):
+    said = "the learned mask is worse than the magnitude mask: take more steps"
+    outcome = result(perplexity=perplexity(proxsparse=4000.0), warnings=[said])
+    for text in written(make_run(tmp_path, rows(), outcome)):
+        assert text.count("worse than the magnitude mask") == 1
+        assert said in text.split("## ")[0]
+
+
+def test_run_without_perplexity(tmp_path):
+    for text in written(make_run(tmp_path, rows(), result(perplexity=None))):
+        assert "Held-out perplexity was not measured." in text
+        assert "do not use it" not in text
+
+
+def test_values_that_are_not_finite_are_drawn_and_written(tmp_path, matplotlib):
+    metrics = rows()
+    metrics[10]["loss"], metrics[11]["loss"], metrics[12]["loss"] = math.nan, None, math.inf
+    outcome = result(feasible_share=None, magnitude_agreement=None, peak_memory_bytes=None, mask_similarity=[])
+    report, _ = written(make_run(tmp_path, metrics, outcome))
+    assert "| peak memory | n/a |" in report
+    assert PLOTS - names(tmp_path) == {"mask_similarity.png"}
+
+
+def test_without_matplotlib_the_report_says_how_to_get_the_plots(tmp_path):
+    report, card = written(make_run(tmp_path, rows(), result()))
+    assert "pip install matplotlib" in report
+    assert ".png" not in report.replace("*.png", "")
+    assert card is not None
+    assert not names(tmp_path) & PLOTS
+
+
+@pytest.mark.parametrize("tail", ['{"step": 61, "lo', "{", '{"step": 61}\n'])
+def test_unfinished_last_line_is_left_out(tmp_path, tail):
+    text = "".join(json.dumps(row) + "\n" for row in rows(5)) + tail
+    report, _ = written(make_run(tmp_path, text))
+    assert "5 finished steps" in report
+
+
+@pytest.mark.parametrize("broken", ["{", "[1]", "7", '{"step": 2}', "\udcff", "", '{"step": 2, "loss": "x"}'])
+def test_broken_line_in_the_middle_is_named(tmp_path, broken):
+    first, last = (json.dumps(row) for row in rows(2))
+    make_run(tmp_path, "")
+    (tmp_path / "metrics.jsonl").write_bytes(f"{first}\n{broken}\n{last}\n".encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: "):
+        write_report(tmp_path)
+    assert names(tmp_path) == {"metrics.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "named"),
+    [
+        ('{\n"status": ', "line 2"),
+        ("[]", "expected a JSON object"),
+        ({key: value for key, value in result().items() if key != "layers"}, "layers"),
+        (result(steps="many"), "steps"),
+        (result(perplexity={"dense": 1.0}), "proxsparse"),
+        (result(reg_lambda={"min": 1.0}), "max"),
+        (result(mask_similarity=[{"step": 1}]), "to_final"),
+    ],
+)
+def test_malformed_result_is_named(tmp_path, outcome, named):
+    make_run(tmp_path, rows(2), outcome)
+    with pytest.raises(InputError, match=rf"result\.json.*{named}"):
+        write_report(tmp_path)
+
+
+def test_absent_folder_and_absent_metrics_name_the_remedy(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(InputError, match="--output_dir"):
+            write_report(folder)
+
+
+def test_rebuilding_changes_nothing_and_leaves_no_other_file(tmp_path, matplotlib):
+    first = written(make_run(tmp_path, rows(), result()))
+    before = names(tmp_path)
+    assert written(tmp_path) == first
+    assert names(tmp_path) == before
+
+
+def test_a_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
+    old, _ = written(make_run(tmp_path, rows(2)))
+
+    def fail(source, target):
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    make_run(tmp_path, rows(3))
+    with pytest.raises(OSError, match="no space"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.md").read_text() == old
+    assert names(tmp_path) == {"metrics.jsonl", "report.md"}
+
+
+def test_the_lines_that_apply_the_masks_work(tmp_path, monkeypatch):
+    mask = torch.tensor([[1, 0, 0, 1] * 3, [0, 1, 1, 0] * 3], dtype=torch.bool)
+    save_file({"0": numpy.packbits(mask.numpy(), axis=-1, bitorder="little")}, tmp_path / "masks.safetensors")
+    report, _ = written(make_run(tmp_path, rows(2), result()))
+    assert "| `masks.safetensors` |" in report
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Sequential(torch.nn.Linear(12, 2, dtype=dtype))
+        torch.nn.init.constant_(model[0].weight, -2.0)
+        monkeypatch.chdir(tmp_path)
+        exec(report.split("```python\n")[1].split("```")[0], {"model": model})
+        weight = model[0].weight
+        assert weight.dtype == dtype
+        assert torch.equal(weight != 0, mask)
+        assert not torch.signbit(weight[~mask]).any()
+
+
+def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    assert run_command(main) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+    make_run(tmp_path, rows(2), result())
+    assert run_command(main) == 0
+    assert (tmp_path / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *[(66.2134, "66.21"), (3015.3, "3,015"), (1e-4, "0.0001"), (0, "0"), (60, "60"), (1e30, "1e+30")],
+        *[(None, "n/a"), (math.nan, "NaN"), (math.inf, "infinite")],
+    ],
+)
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_table_cells_stay_in_their_cell():
+    assert table(("a", "b"), ("x|y", "one\ntwo")) == "| a | b |\n| --- | --- |\n| x\\|y | one two |"
