@@ -8,6 +8,7 @@ PROXSPARSE_EXTENSION decides what happens without a working C++ compiler:
 
 import glob
 import os
+import subprocess
 import sys
 
 from setuptools import find_packages, setup
@@ -15,6 +16,8 @@ from setuptools.errors import BaseError
 from torch.utils.cpp_extension import BuildExtension, CppExtension
 
 MODES = ("auto", "0", "1")
+# What setuptools and torch raise without a compiler, without Python.h, or with a compiler that is too old.
+BUILD_ERRORS = (BaseError, OSError, RuntimeError, subprocess.CalledProcessError)
 WARNING = """
 ==================================================================================================
 WARNING: proxsparse is installed WITHOUT its compiled CPU kernels: the build failed.
@@ -39,7 +42,7 @@ class BuildKernels(BuildExtension):
     def build_extensions(self) -> None:
         try:
             super().build_extensions()
-        except (BaseError, OSError, RuntimeError) as error:  # no compiler, no Python.h, a compiler too old
+        except BUILD_ERRORS as error:
             if build_mode() == "1":
                 raise
             cause = str(error).strip().partition("\n")[0]
@@ -61,10 +64,13 @@ def cpu_kernels() -> CppExtension:
 
 
 setup(
-    # The bare name triton_kernels belongs to another project: installed, ours is a subpackage.
-    packages=[*find_packages(include=["proxsparse", "proxsparse.*"]), "proxsparse.triton_kernels"],
+    packages=[
+        *find_packages(include=["proxsparse", "proxsparse.*"]),
+        "proxsparse.recipes",  # data only
+        "proxsparse.triton_kernels",  # the bare name belongs to another project: installed, ours is a subpackage
+    ],
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
-    package_data={"proxsparse": ["recipes/*.yaml"]},
+    package_data={"proxsparse.recipes": ["*.yaml"]},
     ext_modules=[] if build_mode() == "0" else [cpu_kernels()],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -26,7 +26,7 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.methods import method, methods, prune_
 from proxsparse.models import load_model
-from proxsparse.run import CALIBRATION_POOL
+from proxsparse.run import TEXT_POOL
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results" / "compare_methods.jsonl"
@@ -98,7 +98,7 @@ def one_shot(name: str, args: argparse.Namespace) -> Contender:
 
 def calibration(args: argparse.Namespace, tokenizer: object) -> list[dict[str, Tensor]]:
     """The samples that proxsparse.train takes for the same flags."""
-    texts = load_texts(args.data, "train", limit=CALIBRATION_POOL)
+    texts = load_texts(args.data, "train", limit=TEXT_POOL)
     return calibration_batches(texts, tokenizer, args.num_samples, args.seq_len, packing=args.packing, seed=args.seed)
 
 
@@ -153,7 +153,7 @@ def measure(contender: Contender, args: argparse.Namespace) -> dict:
     """Prunes a fresh model and measures it; `seconds` are those of the pruning, calibration included."""
     model, tokenizer = load_model(args.model, args.dtype)
     model.to(args.device)
-    tokens = evaluation_tokens(load_texts(args.eval_data, args.eval_split), tokenizer)
+    tokens = evaluation_tokens(load_texts(args.eval_data, args.eval_split, limit=TEXT_POOL), tokenizer)
     start = time.perf_counter()
     contender.prune_(model, tokenizer)
     seconds = time.perf_counter() - start

@@ -22,9 +22,10 @@ EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs")
 # Dimensionless in the activation metric (FINDINGS: SmolLM2-135M, one pass over 400 documents); the paper's otherwise.
 DEFAULT_LEARNING_RATE = {"activation": 5e-3, "none": 1e-4}
 DEFAULT_REG_LAMBDA_REL = {"activation": 2e-3, "none": 3e-3}
+DEFAULT_UPDATE = {"activation": "prunable", "none": "all"}
 
 
-def choice(*values: str, default: str, help: str):
+def choice(*values: str, default: str | None, help: str):
     """A text flag with a fixed set of values."""
     return field(default=default, metadata={"help": help, "choices": list(values)})
 
@@ -78,7 +79,12 @@ class TrainConfig:
     frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term")
     include: list[str] | None = flag(None, "regular expressions: prune only layers whose name matches one")
     exclude: list[str] | None = flag(None, "regular expressions: leave layers whose name matches one")
-    update: str = choice("all", "prunable", default="all", help="which weights the gradient moves while learning")
+    update: str | None = choice(
+        "all",
+        "prunable",
+        default=None,
+        help="which weights the gradient moves while learning; default: prunable in the activation metric, else all",
+    )
 
     learning_rate: float | None = flag(None, "default 5e-3 (dimensionless) in the activation metric, 1e-4 otherwise")
     lr_scheduler_type: str = choice("linear", "cosine", "constant", default="linear", help="after the warm-up")
@@ -105,6 +111,8 @@ class TrainConfig:
     def __post_init__(self):
         if self.learning_rate is None:
             self.learning_rate = DEFAULT_LEARNING_RATE[self.metric]
+        if self.update is None:
+            self.update = DEFAULT_UPDATE[self.metric]
         if self.reg_lambda is None and self.reg_lambda_rel is None:
             self.reg_lambda_rel = DEFAULT_REG_LAMBDA_REL[self.metric]
 

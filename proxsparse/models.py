@@ -178,5 +178,5 @@ def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tens
         weight = pretrained[name]
         mask = masks.get(name.removesuffix(".weight"))
         if mask is not None:
-            weight = torch.where(mask.cpu(), weight, 0.0)
+            weight = torch.where(mask.cpu() & (weight != 0), weight, 0.0)  # a kept -0.0 becomes +0.0 too
         parameter.data = weight.to(parameter.device, copy=True)

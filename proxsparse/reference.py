@@ -71,7 +71,7 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
     """argmin_V 1/2 ||V - c * W||_F^2 + reg_lambda * Reg_{N:M}(V), divided back by c; a global minimiser.
 
     Every backend follows the conventions fixed here: arithmetic in fp64 for fp64 and in fp32 otherwise; a weight that
-    the prox does not change keeps its bits; a block with a NaN or an infinity is returned as it is; zeros are +0.0.
+    the prox does not change keeps its bits; a block with a NaN or an infinity is returned as it is; new zeros are +0.0.
 
     Args:
         weight: [..., in_features], any float dtype.
@@ -91,8 +91,9 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
     sorted_prox = solver_for(pattern)(magnitude, reg_lambda)
     shrunk = torch.empty_like(v).scatter_(-1, order, sorted_prox)
     unchanged = (shrunk == v.abs()) | ~v.isfinite().all(-1, keepdim=True)
-    new = torch.where(shrunk > 0, shrunk.copysign(v), 0.0).view(weight.shape) / metric
-    return torch.where(unchanged.view(weight.shape), weight, new.to(weight.dtype))
+    new = (shrunk.copysign(v).view(weight.shape) / metric).to(weight.dtype)
+    new = torch.where(new == 0, 0.0, new)  # +0.0, also where a small negative number was rounded to zero
+    return torch.where(unchanged.view(weight.shape), weight, new)
 
 
 def solver_for(pattern: NMPattern):

@@ -1,10 +1,13 @@
-"""What every test gets: fixed seeds, and memory in which a forgotten write shows."""
+"""What every test gets: fixed seeds, and memory in which a forgotten write shows; and the choice of a backend."""
 
 import random
+from contextlib import ExitStack
 
 import numpy
 import pytest
 import torch
+
+from proxsparse.ops import registry
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +28,24 @@ def unwritten_memory_shows():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def on_backend():
+    """on_backend(op, name, *arguments) -> the device to test on, with `name` chosen explicitly until the test ends.
+
+    Skips the test if that backend does not support (a tensor, *arguments) on this machine, with its own reason.
+    """
+    with ExitStack() as stack:
+
+        def choose(op: str, name: str, *arguments) -> torch.device:
+            on_gpu = name in ("triton", "cuda") and torch.cuda.is_available()
+            device = torch.device("cuda" if on_gpu else "cpu")
+            (kernel,) = (kernel for kernel in registry.kernels(op) if kernel.backend == name)
+            reason = kernel.supports(torch.zeros(1, 4, device=device), *arguments)
+            if reason is not None:
+                pytest.skip(f"{name}: {reason}")
+            stack.enter_context(registry.use_backend(name))
+            return device
+
+        yield choose

@@ -1,7 +1,6 @@
 // The n largest of every four scores on the CPU.
 #include <ATen/Parallel.h>
 
-#include <cmath>
 #include <limits>
 
 #include "../ops.h"
@@ -24,9 +23,9 @@ PROXSPARSE_INLINE void mask_blocks(const typename Format::Storage* score, int64_
   };
 #pragma omp simd
   for (int64_t b = begin; b < end; ++b) {
-    const Ranks<T> rank = rank_descending<T>(
-        {comparable(Format::load(score[4 * b])), comparable(Format::load(score[4 * b + 1])),
-         comparable(Format::load(score[4 * b + 2])), comparable(Format::load(score[4 * b + 3]))});
+    const Ranks<T> rank =
+        rank_descending<T>({comparable(Format::load(score[4 * b])), comparable(Format::load(score[4 * b + 1])),
+                            comparable(Format::load(score[4 * b + 2])), comparable(Format::load(score[4 * b + 3]))});
     mask[4 * b] = rank.r1 < first_dropped;
     mask[4 * b + 1] = rank.r2 < first_dropped;
     mask[4 * b + 2] = rank.r3 < first_dropped;

@@ -90,11 +90,12 @@ def test_smaller_output_error_than_frozen_weights(dtype):
     assert error["wanda"] < error["magnitude"]
 
 
-def test_a_dead_feature_is_pruned_first():
+@pytest.mark.parametrize("damping", [0.01, 0.0])
+def test_a_dead_feature_is_pruned_first(damping):
     inputs = correlated_inputs(300, 16)
     inputs[:, [1, 6, 7]] = 0
     layer, gram = layer_and_statistics(InputGram, inputs)
-    mask, updated = prune_sparsegpt(layer.weight, gram, NMPattern(2, 4))
+    mask, updated = prune_sparsegpt(layer.weight, gram, NMPattern(2, 4), damping=damping)
     assert not mask[:, [1, 6, 7]].any()
     assert updated.isfinite().all()
 

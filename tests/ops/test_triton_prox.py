@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
@@ -37,5 +38,6 @@ def test_compiled_ahead_of_time(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_the_gpu(tmp_path):
     run_in_own_process("triton_prox_cases.py", tmp_path)

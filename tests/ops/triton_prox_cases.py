@@ -17,7 +17,7 @@ LAMBDA = 0.7  # not a float32 number: a rounded one would show in float64
 
 # Units of z_1^2 and of z_1: the objective above the optimum, and the error of a weight where the optimum is unique.
 GAP = {torch.float64: 1e-11, torch.float32: 2e-6}
-ERROR = {torch.float64: 1e-13, torch.float32: 1e-6}
+ERROR = {torch.float64: 1e-13, torch.float32: 4e-6}
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 DTYPES = list(BITS)
 
@@ -61,13 +61,13 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("dtype", GAP, ids=str)
 def test_the_objective_is_optimal_for_blocks_of_all_kinds(dtype):
-    weight = random_blocks(150_000, LAMBDA).to(dtype)
+    weight = random_blocks(80_000, LAMBDA).to(dtype)
     assert gap(result(weight), weight).max() <= GAP[dtype]
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 def test_the_weights_are_those_of_the_reference_where_the_optimum_is_unique(dtype):
-    weight = random_blocks(60_000, LAMBDA).to(dtype)
+    weight = random_blocks(30_000, LAMBDA).to(dtype)
     strength = LAMBDA * largest(weight)
     unique = (strength < 1 / 6) | (strength > 1.3)  # strictly convex; or always 2-sparse
     assert error(result(weight), weight)[unique].max() <= ERROR[dtype]
@@ -110,7 +110,7 @@ def test_ties_go_to_the_lower_index():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", [1, 2])
 def test_half_precision_is_float32_rounded_once(n, dtype):
-    weight = random_blocks(50_000, LAMBDA).to(dtype) + 0.0
+    weight = random_blocks(30_000, LAMBDA).to(dtype) + 0.0
     assert same_bits(result(weight, n=n), result(weight.float(), n=n).to(dtype) + 0.0)
 
 

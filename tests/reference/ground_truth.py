@@ -49,7 +49,7 @@ def descend(w: Tensor, z: Tensor, reg_lambda: float, n: int, sweeps: int) -> Ten
 # ------------------------------------------------------------------------------------------ without any theorem
 
 
-def search(weight: Tensor, reg_lambda: float, n: int, sweeps: int = 200, finalists: int = 6) -> Tensor:
+def search(weight: Tensor, reg_lambda: float, n: int, finalists: int = 6) -> Tensor:
     """The best point that many starts lead to: every support with three heights, random points, for 2:4 also a grid.
 
     [blocks, m] -> [blocks, m], signed like `weight`.
@@ -62,11 +62,11 @@ def search(weight: Tensor, reg_lambda: float, n: int, sweeps: int = 200, finalis
     starts = torch.cat([supports, supports * 0.6, supports * 0.25, anywhere]) * z[:, None]
     if (n, m) == (2, 4):
         starts = torch.cat([starts, grid(z, reg_lambda)], dim=1)
-    points = descend(starts, z[:, None], reg_lambda, n, sweeps)
+    points = descend(starts, z[:, None], reg_lambda, n, sweeps=40)
     height = objective(points, z[:, None], reg_lambda, n)
     order = height.topk(min(finalists, height.shape[1]), largest=False).indices
     points = points.gather(1, order[..., None].expand(-1, -1, m))
-    points = descend(points, z[:, None], reg_lambda, n, 10 * sweeps)
+    points = descend(points, z[:, None], reg_lambda, n, sweeps=1000)
     winner = objective(points, z[:, None], reg_lambda, n).argmin(1)
     return points[torch.arange(len(z)), winner].copysign(weight.double())
 

@@ -1,0 +1,53 @@
+"""What the README tells a newcomer to type works, and its two ways to write the training loop agree bit for bit."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from proxsparse import NMPattern
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+WRAPPED, PLAIN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
+ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the one line\n"
+
+
+def tiny_model_and_batches():
+    """A random Llama with weights large enough for lambda = 0.25 to prune, and three batches."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, initializer_range=1.0))
+    tokens = torch.randint(0, 50, (3, 1, 12))
+    return model, [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+def run(code: str) -> list[torch.Tensor]:
+    """Executes a piece of the README and returns the weights it leaves."""
+    model, batches = tiny_model_and_batches()
+    names = {"model": model, "batches": batches}
+    exec(code, names)
+    return names["weights"]
+
+
+def test_the_wrapper_prunes():
+    assert all(NMPattern(2, 4).is_feasible(weight) for weight in run(WRAPPED))
+
+
+def test_both_loops_agree():
+    setup, loop_and_end = WRAPPED.split(ONE_LINE)
+    loop, _ = loop_and_end.split("with torch.no_grad()")
+    for wrapped, plain in zip(run(setup + ONE_LINE + loop), run(setup + PLAIN), strict=True):
+        assert torch.equal(wrapped, plain)
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\((\S+?\.(?:py|md|png))\)", README))
+def test_links_lead_somewhere(path):
+    assert (Path(__file__).parent.parent / path).exists()
