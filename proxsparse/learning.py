@@ -49,8 +49,8 @@ def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype,
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None):
-    """torch.autocast to `dtype`, or nothing."""
-    return torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+    """torch.autocast to `dtype`, or nothing. No weight is cached: inside the block a method may change it."""
+    return torch.autocast(device.type, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 
 
 def layer_lambda(weight: Tensor, config: TrainConfig) -> float:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import save_tiny_model
+from tiny_models import save_tiny_model
 
 from proxsparse import checkpoint, evaluate, train
 from proxsparse.errors import run_command
@@ -82,7 +82,7 @@ def test_train_refuses_a_config_file_with_an_unknown_flag(flags, capsys, tmp_pat
 
 
 def test_train_refuses_pickled_weights(flags, capsys, tmp_path):
-    model = save_tiny_model("Llama", tmp_path / "pickled")
+    model = save_tiny_model("llama", tmp_path / "pickled")
     (model / "model.safetensors").rename(model / "pytorch_model.bin")
     fails(capsys, train.main, [*flags, "--model", model], "pickled", "convert")
 

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import save_tiny_model
 from safetensors.torch import load_file
+from tiny_models import save_tiny_model
 
 from proxsparse import NMPattern
 from proxsparse.checkpoint import load_masks
@@ -44,7 +44,7 @@ def check_pruned(before_folder, run_dir, pattern="2:4"):
     return masks
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_whole_job(family, text_file, tmp_path):
     model = save_tiny_model(family, tmp_path / "model")
     result = train(model, text_file, tmp_path / "run")
@@ -116,7 +116,7 @@ def test_sigterm_saves_what_there_is(tiny_llama, text_file, tmp_path):
 
 
 def test_non_finite_loss_stops_the_run(text_file, tmp_path, monkeypatch):
-    model = save_tiny_model("Llama", tmp_path / "model")
+    model = save_tiny_model("llama", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"].fill_(float("nan"))
     from safetensors.torch import save_file

@@ -1,23 +1,14 @@
 """Tiny random language models, and calibration batches of one document each."""
 
 import pytest
+import tiny_models
 import torch
-from tiny_models import COMMON, MODELS
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture
 def tiny_model():
-    """name of MODELS -> the model with random weights; the same name gives the same weights."""
-
-    def make(name: str = "llama", dtype: torch.dtype = torch.float32):
-        model_type, settings = MODELS[name]
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **settings})
-        return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
-
-    return make
+    """name of MODELS -> the model with random weights."""
+    return lambda name="llama", dtype=torch.float32: tiny_models.tiny_model(name, dtype)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def device(request, on_backend):
     return on_backend("prox_nm_", request.param, 1.0, 2, 4, None)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def judged(dtype: torch.dtype) -> list[tuple[float, torch.Tensor, torch.Tensor]]:
     """[(lambda, blocks, their exact prox in float64)]: a million blocks for float64 and float32."""
     cases = []

@@ -1,0 +1,59 @@
+"""Tiny random language models of several families, in memory or as Hugging Face folders with a byte-level tokenizer."""
+
+from pathlib import Path
+
+import torch
+
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 260,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# name -> (transformers model type, what differs from COMMON); the last two call their blocks with different arguments
+MODELS = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 8, "head_dim": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "qwen2-mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "gemma3-mixed": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+
+
+def tiny_model(name: str, dtype: torch.dtype = torch.float32):
+    """The model `name` of MODELS with random weights; the same name gives the same weights."""
+    import transformers
+
+    model_type, settings = MODELS[name]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **settings})
+    return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+def byte_tokenizer():
+    """One token a byte, plus an end-of-text token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def save_tiny_model(name: str, folder: Path) -> Path:
+    """The model in bfloat16 and the tokenizer as a folder for `from_pretrained`."""
+    tiny_model(name, torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
