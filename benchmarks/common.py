@@ -1,7 +1,6 @@
 """What the benchmarks share: timing, where a result was measured, result files and tables."""
 
 import json
-import platform
 import statistics
 import subprocess
 import time
@@ -9,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+
+from proxsparse.device import environment
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -57,37 +58,35 @@ def cuda_milliseconds(run: Callable[[], object]) -> float:
 
 
 def provenance(device: torch.device) -> dict[str, object]:
-    """Where and of what a result was measured: device name, threads, driver or machine, torch, commit."""
-    common = {"torch": torch.__version__, "commit": commit()}
-    if device.type == "cuda":
-        return {"device": torch.cuda.get_device_name(device), "cuda": torch.version.cuda, **common}
-    return {"device": cpu_name(), "machine": platform.machine(), "threads": torch.get_num_threads(), **common}
-
-
-def cpu_name() -> str:
-    """The model name the kernel reports, or what Python knows."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    """Where and of what a result was measured: device, threads, versions, commit."""
+    return environment(device) | {"commit": commit()}
 
 
 def commit() -> str:
-    """The short hash of the commit, "-dirty" if files differ from it, "unknown" outside a checkout."""
-    command = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty", "--exclude=*"]
+    """The commit of the code, "-dirty" behind it if files other than results differ; "unknown" outside a checkout."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("-dirty" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def save_rows(benchmark: str, rows: Iterable[dict[str, object]]) -> Path:
-    """Appends each row as a line of JSON to results/<benchmark>.jsonl."""
-    file = FOLDER / "results" / f"{benchmark}.jsonl"
-    file.parent.mkdir(exist_ok=True)
-    with file.open("a") as lines:
+def git(*arguments: str) -> str:
+    """What git says about this checkout."""
+    command = ["git", "-C", str(FOLDER.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def results_file(benchmark: str) -> Path:
+    """Where the rows of a benchmark are kept."""
+    return FOLDER / "results" / f"{benchmark}.jsonl"
+
+
+def append_rows(file: Path, rows: Iterable[dict[str, object]]) -> None:
+    """Each row as a line of JSON at the end of the file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
-    return file
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

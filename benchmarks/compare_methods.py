@@ -9,29 +9,26 @@ with the same settings and commit is not measured again.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import common
 import torch
 from torch import Tensor, nn
 
 from proxsparse.checkpoint import load_masks, masks_sha256
-from proxsparse.data import calibration_batches, load_texts
+from proxsparse.data import calibration_batches, evaluation_split, load_texts, read_limit
+from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
-from proxsparse.learning import autocast, choose_device, choose_precision
 from proxsparse.methods import method, methods, prune_
 from proxsparse.models import load_model
-from proxsparse.run import TEXT_POOL
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results" / "compare_methods.jsonl"
 # What makes two rows the same measurement.
-IDENTITY = ("method", "model", "data", "seq_len", "settings", "commit")
+IDENTITY = ("method", "model", "data", "seq_len", "settings", "device", "commit")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Contender:
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    commit = current_commit()
+    commit = common.commit()
     contenders = [one_shot(name, args) for name in args.methods] + [learned(text) for text in args.masks]
     if not contenders:
         raise InputError("nothing to compare: name some --methods or --masks")
@@ -69,11 +66,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--packing", action="store_true", help="full windows; default: one document a sample")
     parser.add_argument("--seed", type=int, default=42, help="of the choice of calibration documents")
     parser.add_argument("--eval_data", required=True, help="text of the perplexity")
-    parser.add_argument("--eval_split", default="validation", help="of an --eval_data that has splits")
     parser.add_argument("--eval_seq_len", type=int, default=2048)
     parser.add_argument("--eval_max_windows", type=int, help="only the first windows; default: all")
     parser.add_argument("--again", action="store_true", help="measure rows that are there already, too")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of rows")
+    parser.add_argument("--results", type=Path, default=common.results_file("compare_methods"), help="the file of rows")
     return parser.parse_args(arguments)
 
 
@@ -98,7 +94,7 @@ def one_shot(name: str, args: argparse.Namespace) -> Contender:
 
 def calibration(args: argparse.Namespace, tokenizer: object) -> list[dict[str, Tensor]]:
     """The samples that proxsparse.train takes for the same flags."""
-    texts = load_texts(args.data, "train", limit=TEXT_POOL)
+    texts = load_texts(args.data, "train", limit=read_limit(args.data))
     return calibration_batches(texts, tokenizer, args.num_samples, args.seq_len, packing=args.packing, seed=args.seed)
 
 
@@ -128,46 +124,43 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
 
 def measure_or_find(contender: Contender, args: argparse.Namespace, commit: str) -> dict:
     """The contender's row: from the results file if the same measurement is in it, else measured and appended."""
+    device = choose_device(args.device)
+    weight_dtype, compute_dtype = choose_precision(args.precision, device)
+    where = common.provenance(device)
     identity = {
         "method": contender.name,
         "model": label(args.model),
         "data": label(args.eval_data),
         "seq_len": args.eval_seq_len,
         "settings": contender.settings
-        | {"weights": contender.weights, "precision": args.precision, "device": args.device}
-        | {"eval_split": args.eval_split, "eval_max_windows": args.eval_max_windows},
+        | {"weights": contender.weights, "dtypes": f"{weight_dtype}, autocast {compute_dtype}"}
+        | {"eval_max_windows": args.eval_max_windows},
+        "device": where["device"],
         "commit": commit,
     }
     for row in read_rows(args.results):
         if not args.again and is_committed(commit) and all(row[key] == identity[key] for key in IDENTITY):
             print(f"{contender.name}: already in {args.results.name}; --again measures it anew", file=sys.stderr)
             return row
-    row = identity | measure(contender, args)
-    args.results.parent.mkdir(parents=True, exist_ok=True)
-    with args.results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    row = where | identity | measure(contender, args, device, weight_dtype, compute_dtype)
+    common.append_rows(args.results, [row])
     return row
 
 
-def measure(contender: Contender, args: argparse.Namespace) -> dict:
+def measure(contender: Contender, args, device: torch.device, weight_dtype, compute_dtype) -> dict:
     """Prunes a fresh model and measures it; `seconds` are those of the pruning, calibration included."""
-    device = choose_device(args.device)
-    weight_dtype, compute_dtype = choose_precision(args.precision, device)
     model, tokenizer = load_model(args.model, weight_dtype)
     model.to(device)
-    tokens = evaluation_tokens(load_texts(args.eval_data, args.eval_split, limit=TEXT_POOL), tokenizer)
+    tokens = evaluation_tokens(
+        load_texts(args.eval_data, evaluation_split(args.eval_data), limit=read_limit(args.eval_data)), tokenizer
+    )
     start = time.perf_counter()
     with autocast(device, compute_dtype):
         contender.prune_(model, tokenizer)
     seconds = time.perf_counter() - start
     result = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
     print(f"{contender.name}: perplexity {result.value:.2f} on {result.windows} windows", file=sys.stderr)
-    return {
-        "perplexity": result.value,
-        "windows": result.windows,
-        "torch": torch.__version__,
-        "seconds": round(seconds, 1),
-    }
+    return {"perplexity": result.value, "windows": result.windows, "seconds": round(seconds, 1)}
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -181,18 +174,14 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows in Markdown."""
+    """The rows in Markdown, under a line that says what was measured."""
     first = rows[0]
-    lines = [
-        f"{first['model']}, perplexity on {first['windows']} windows of {first['seq_len']} tokens of {first['data']}:",
-        "",
-        "| method | weights | perplexity | seconds to prune |",
-        "|---|---|---:|---:|",
+    where = f"{first['windows']} windows of {first['seq_len']} tokens of {first['data']}"
+    cells = [
+        [row["method"], row["settings"]["weights"], f"{row['perplexity']:.2f}", f"{row['seconds']:.1f}"] for row in rows
     ]
-    for row in rows:
-        weights = row["settings"]["weights"]
-        lines.append(f"| {row['method']} | {weights} | {row['perplexity']:.2f} | {row['seconds']:.1f} |")
-    return "\n".join(lines)
+    header = ["method", "weights", "perplexity", "seconds to prune"]
+    return f"{first['model']}, perplexity on {where}:\n\n{common.table(header, cells)}"
 
 
 # ---------------------------------------------------------------------------------------------- provenance
@@ -202,22 +191,6 @@ def label(source: str) -> str:
     """A local path's last part, so that rows say nothing about the machine; any other name as it is."""
     path = Path(source).expanduser()
     return path.resolve().name if path.exists() else source
-
-
-def current_commit() -> str:
-    """The commit of the code, with "-dirty" if files other than results have changed since; else "unknown"."""
-    try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        return commit + ("-dirty" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def git(*arguments: str) -> str:
-    """What git says about this checkout."""
-    return subprocess.run(
-        ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 def is_committed(commit: str) -> bool:

@@ -12,7 +12,7 @@ import argparse
 from functools import partial
 
 import torch
-from common import measure, provenance, save_rows, table
+from common import append_rows, measure, provenance, results_file, table
 
 from proxsparse import reference
 from proxsparse.ops import prox_nm_, use_backend
@@ -33,7 +33,8 @@ def main() -> None:
                 rows += [where | row for row in benchmark(source, reg_lambda, args.repetitions)]
     print(table(HEADER, [cells(row) for row in rows]))
     if not args.no_save:
-        print(f"appended to {save_rows('prox_speed', rows)}")
+        append_rows(results_file("prox_speed"), rows)
+        print(f"appended to {results_file('prox_speed')}")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -4,6 +4,7 @@
     python examples/hf_trainer.py --model NAME --text FILE         # your model, your text
 
 All that Trainer needs is another `create_optimizer`; mixed precision, accumulation and checkpoints stay its business.
+The snap takes every weight back to its pretrained value, or to zero where the mask prunes it.
 The tiny model's "pretrained" weights are random: it shows the mechanics, its quality after the snap means nothing.
 For the whole method (calibration data, metric, reports) use `python -m proxsparse.train`.
 """
@@ -16,21 +17,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
 
 from proxsparse import NMPattern, ProxOptimizer, nm_mask
+from proxsparse.models import copy_weights, prunable_layers, snap_
+from proxsparse.monitor import feasible_share
 
 PATTERN = NMPattern.parse("2:4")
 
 
-def prunable_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of all Linear layers inside the decoder blocks: no embeddings, no lm_head, no norms."""
-    return {
-        name: layer.weight
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and ".layers." in name
-    }
-
-
 class ProxTrainer(Trainer):
-    """Trainer whose optimizer ends every step with the prox on `prunable_weights`."""
+    """Trainer whose optimizer ends every step with the prox on the model's `prunable_layers`."""
 
     def __init__(self, *args, reg_lambda: float, **kwargs):
         super().__init__(*args, **kwargs)
@@ -39,7 +33,7 @@ class ProxTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Trainer's own optimizer, with the parameters that are not pruned moved to groups with reg_lambda = 0."""
         base = super().create_optimizer(model)
-        pruned = set(prunable_weights(self.model).values())
+        pruned = {layer.weight for layer in prunable_layers(self.model, PATTERN).values()}
         for group in list(base.param_groups):
             others = [parameter for parameter in group["params"] if parameter not in pruned]
             group["params"] = [parameter for parameter in group["params"] if parameter in pruned]
@@ -82,21 +76,6 @@ def as_dataset(ids: torch.Tensor) -> list[dict]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-@torch.no_grad()
-def feasible_share(weights: dict[str, nn.Parameter]) -> float:
-    """Share of all blocks that are 2:4 sparse."""
-    blocks = torch.cat([PATTERN.feasible_blocks(weight).flatten() for weight in weights.values()])
-    return blocks.float().mean().item()
-
-
-@torch.no_grad()
-def snap(weights: dict[str, nn.Parameter], pretrained: dict[str, torch.Tensor]) -> None:
-    """W <- W0 where the learned |W| is among the two largest of its block, +0 elsewhere."""
-    for name, weight in weights.items():
-        mask = nm_mask(weight.abs(), PATTERN)
-        weight.copy_(torch.where(mask, pretrained[name].to(weight), 0.0))
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Learn a 2:4 mask with transformers.Trainer and ProxOptimizer.",
@@ -123,8 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         model, samples = tiny_llama(), counting_samples()
 
-    weights = prunable_weights(model)
-    pretrained = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+    layers, pretrained = prunable_layers(model, PATTERN), copy_weights(model)
     with tempfile.TemporaryDirectory() as scratch:
         training = TrainingArguments(
             output_dir=scratch,
@@ -138,10 +116,9 @@ def main(argv: list[str] | None = None) -> None:
         trainer = ProxTrainer(model=model, args=training, train_dataset=samples, reg_lambda=arguments.reg_lambda)
         trainer.train()
 
-    weights = prunable_weights(model)  # asked again: Trainer may have moved or replaced the parameters
-    print(f"2:4 blocks after training: {feasible_share(weights):.1%}")
-    snap(weights, pretrained)
-    print(f"2:4 blocks after the snap: {feasible_share(weights):.1%}")
+    print(f"2:4 blocks after training: {feasible_share(layers, PATTERN):.1%}")
+    snap_(model, pretrained, {name: nm_mask(layer.weight.detach().abs(), PATTERN) for name, layer in layers.items()})
+    print(f"2:4 blocks after the snap: {feasible_share(layers, PATTERN):.1%}")
     if arguments.output_dir:
         model.save_pretrained(arguments.output_dir)
         print(f"saved to {arguments.output_dir}")

@@ -89,7 +89,7 @@ def prepare_output_dir(folder: Path, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {str(folder)!r} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+    if not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise InputError(f"--output_dir {str(folder)!r} is not empty; choose another or add --overwrite_output_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,9 +114,9 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def staged(folder: Path):
-    """Yields a scratch folder inside `folder`; on success its files are moved up, on any error they are removed.
+    """Yields a scratch folder inside `folder`; on success all in it is moved up, on any error it is removed.
 
-    So an output folder either has all files of a save or none of them.
+    The move is a few renames on one disk, the weights last: whoever finds weights finds the rest of the save too.
     """
     scratch = folder / ".incomplete"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -124,18 +124,22 @@ def staged(folder: Path):
     try:
         yield scratch
         mode = folder.stat().st_mode & 0o666  # safetensors are written readable by their owner alone
-        for file in sorted(scratch.iterdir()):
-            file.chmod(mode)
-            os.replace(file, folder / file.name)
+        for entry in sorted(scratch.iterdir(), key=lambda entry: (entry.suffix == ".safetensors", entry.name)):
+            target = folder / entry.name
+            if entry.is_file():
+                entry.chmod(mode)
+            elif target.is_dir():
+                shutil.rmtree(target)
+            os.replace(entry, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all: beside it first, then renamed."""
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a small file whole or not at all: beside it first, then renamed, so that no reader sees half of it."""
     beside = path.with_name(f".{path.name}.incomplete")
     try:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_bytes(content)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ Precedence: a flag on the command line beats the --config file, that beats the -
 import argparse
 import dataclasses
 import math
-import re
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,13 +16,17 @@ from proxsparse.errors import InputError
 from proxsparse.patterns import NMPattern
 
 RECIPES = Path(__file__).parent / "recipes"
+RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DEFAULT_RECIPE = "demo"
-# A source that sets one of these takes back what a weaker source said in the other.
+# What a flag is where nobody sets it; a source that changes the metric takes back what a weaker one said of these.
+# activation: dimensionless, measured on SmolLM2-135M (README, "Results"). none: the paper's step and all weights.
+METRIC_DEFAULTS = {
+    "activation": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3, "update": "prunable"},
+    "none": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all"},
+}
+# A source that sets one of these takes back what a weaker source said of the other.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
-# Dimensionless in the activation metric (FINDINGS: SmolLM2-135M, one pass over 400 documents); the paper's otherwise.
-DEFAULT_LEARNING_RATE = {"activation": 5e-3, "none": 1e-4}
-DEFAULT_REG_LAMBDA_REL = {"activation": 2e-3, "none": 3e-3}
-DEFAULT_UPDATE = {"activation": "prunable", "none": "all"}
+NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir")  # flags of one run, not of its repetition
 
 
 def choice(*values: str, default: str | None, help: str):
@@ -46,9 +50,7 @@ class TrainConfig:
     text_field: str = flag("text", "the field of a row that holds the text")
     output_dir: str | None = flag(None, "where the run goes; default: runs/<model>-<date>-<time>")
     overwrite_output_dir: bool = flag(False, "write into a folder that is not empty")
-    recipe: str | None = flag(
-        None, f"named settings; one of: {', '.join(sorted(p.stem for p in RECIPES.glob('*.yaml')))}"
-    )
+    recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}")
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run")
 
     num_samples: int = flag(400, "calibration samples")
@@ -108,53 +110,58 @@ class TrainConfig:
     eval_max_windows: int = flag(8, "windows of the perplexity; -1: all")
     report_to: str = choice("none", "tensorboard", "wandb", default="none", help="also log to")
 
-    def __post_init__(self):
-        if self.learning_rate is None:
-            self.learning_rate = DEFAULT_LEARNING_RATE[self.metric]
-        if self.update is None:
-            self.update = DEFAULT_UPDATE[self.metric]
-        if self.reg_lambda is None and self.reg_lambda_rel is None:
-            self.reg_lambda_rel = DEFAULT_REG_LAMBDA_REL[self.metric]
-
     def check(self) -> "TrainConfig":
-        """Returns itself.
+        """Fills in what depends on the metric and returns itself.
 
         Raises:
             InputError: naming the flag, its value and what it must be.
         """
+        for field_ in dataclasses.fields(self):
+            value, allowed = getattr(self, field_.name), field_.metadata.get("choices")
+            if allowed and value is not None and value not in allowed:
+                raise InputError(f"--{field_.name} {value}: must be one of {', '.join(allowed)}")
+        defaults = METRIC_DEFAULTS[self.metric]
+        for name in ("learning_rate", "update") if self.reg_lambda is not None else defaults:
+            if getattr(self, name) is None:
+                setattr(self, name, defaults[name])
         try:
             NMPattern.parse(self.pattern)
         except ValueError as error:
             raise InputError(f"--pattern: {error}") from error
-        for names, least, words in BOUNDS:
+        for names, holds, words in RANGES:
             for name in names:
                 value = getattr(self, name)
-                if value is not None and not (math.isfinite(value) and value >= least):
+                if value is not None and not (math.isfinite(value) and holds(value)):
                     raise InputError(f"--{name} {value}: must be {words}")
-        if self.learning_rate == 0:
-            raise InputError("--learning_rate 0: must be above 0, nothing would be learned")
         if self.reg_lambda is not None and self.reg_lambda_rel is not None:
             raise InputError("--reg_lambda and --reg_lambda_rel exclude each other: give one of them")
-        if self.reg_lambda is not None and self.metric == "activation" and self.reg_lambda > 0.1:
+        if self.metric == "activation" and (self.reg_lambda or 0) > 0.1:
             raise InputError(
                 f"--reg_lambda {self.reg_lambda}: in the activation metric mean|w| is 1 and lambda_1 near 0.002; "
                 "the paper's values need --metric none"
             )
         if self.metric == "activation" and 0 in (self.reg_lambda, self.reg_lambda_rel):
             raise InputError(
-                "--metric activation needs a lambda above 0: it is the metric of the prox; use --metric none"
+                "--metric activation needs a lambda above 0: it is the metric of the prox; or --metric none"
             )
-        if self.max_steps == 0 or self.max_steps < -1:
-            raise InputError(f"--max_steps {self.max_steps}: must be at least 1, or -1 for whole epochs")
         return self
 
 
-BOUNDS = (
-    (("num_samples", "per_device_train_batch_size", "gradient_accumulation_steps", "metric_samples"), 1, "at least 1"),
-    (("seq_len", "eval_seq_len"), 2, "at least 2 tokens: the first one is not predicted"),
-    (("reg_lambda", "reg_lambda_rel", "frozen_lambda", "frozen_eps"), 0, "a finite number >= 0"),
-    (("learning_rate", "warmup_ratio", "weight_decay", "max_grad_norm", "num_train_epochs"), 0, "a finite number >= 0"),
-    (("adam_beta1", "adam_beta2", "adam_epsilon", "seed"), 0, "at least 0"),
+COUNTS = ("num_samples", "per_device_train_batch_size", "gradient_accumulation_steps", "metric_samples")
+RANGES = (  # flags, what must hold, in words
+    (COUNTS, lambda value: value >= 1, "at least 1"),
+    (("max_steps", "eval_max_windows"), lambda value: value == -1 or value >= 1, "at least 1, or -1 for no bound"),
+    (("seq_len", "eval_seq_len"), lambda value: value >= 2, "at least 2 tokens: the first one is not predicted"),
+    (("reg_lambda", "reg_lambda_rel", "frozen_lambda"), lambda value: value >= 0, "a finite number >= 0"),
+    (("weight_decay", "max_grad_norm"), lambda value: value >= 0, "a finite number >= 0"),
+    (
+        ("learning_rate", "num_train_epochs", "frozen_eps", "adam_epsilon"),
+        lambda value: value > 0,
+        "a finite number > 0",
+    ),
+    (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "in [0, 1)"),
+    (("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1"),
+    (("seed",), lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1"),
 )
 
 
@@ -162,51 +169,63 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     """The command line, with its --recipe and --config, as a checked TrainConfig; nothing named: the demo recipe.
 
     Raises:
-        InputError: an unknown recipe, an absent or malformed file, a value that makes no sense.
+        InputError: an unknown flag or recipe, an absent or malformed file, a value that makes no sense.
     """
-    given = explicit_flags(arguments)
-    recipe = given.get("recipe") or (None if {"model", "config", "data"} & given.keys() else DEFAULT_RECIPE)
+    given = command_line(arguments)
+    from_file = read_settings(Path(given["config"]), "--config") if "config" in given else {}
+    recipe = given.get("recipe") or from_file.get("recipe")
+    if not recipe and not {"model", "config", "data"} & given.keys():
+        recipe = DEFAULT_RECIPE
+    from_recipe = read_settings(recipe_path(recipe), "recipe") if recipe else {}
     merged: dict = {}
-    for source in (
-        read_settings(recipe_path(recipe), "recipe") if recipe else {},
-        read_settings(Path(given["config"]), "--config") if "config" in given else {},
-        given,
-    ):
-        for first, second in EXCLUSIVE:
-            if source.get(first) is not None:
-                merged.pop(second, None)
-            if source.get(second) is not None:
-                merged.pop(first, None)
+    for source in (from_recipe, from_file, given):
+        if source.get("metric", merged.get("metric")) != merged.get("metric"):
+            for name in METRIC_DEFAULTS["none"]:
+                merged.pop(name, None)
+        for pair in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
+            if source.get(pair[0]) is not None:
+                merged.pop(pair[1], None)
         merged.update(source)
     return TrainConfig(**{**merged, "recipe": recipe}).check()
 
 
-def explicit_flags(arguments: list[str]) -> dict:
-    """Only what the command line says, parsed to the field's types."""
-    from transformers import HfArgumentParser
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are one line."""
 
-    parser = HfArgumentParser(
-        TrainConfig,
+    def error(self, message: str):
+        raise InputError(f"{message}; --help lists the flags")
+
+
+def command_line(arguments: list[str]) -> dict:
+    """Only what the command line says, in the fields' types; --help prints and exits."""
+    parser = Parser(
         prog="python -m proxsparse.train",
+        usage="%(prog)s [--flag VALUE ...]",
         description="Learn an N:M sparsity mask of a pretrained language model (ProxSparse, Algorithm 1).",
         epilog="With no arguments a 135M-parameter model is pruned on text that comes with Python: no network needed.",
         allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    if not {"-h", "--help"} & set(arguments):
-        for action in parser._actions:
-            action.default = argparse.SUPPRESS
-    return vars(parser.parse_args(arguments))
+    types = typing.get_type_hints(TrainConfig)
+    for field_ in dataclasses.fields(TrainConfig):
+        help_text = field_.metadata["help"] + (f" (default: {field_.default})" if field_.default is not None else "")
+        choices, wanted = field_.metadata.get("choices"), types[field_.name]
+        shape = {"nargs": "?", "const": "true"} if wanted is bool else {"nargs": "+"} if wanted == LIST else {}
+        parser.add_argument(
+            f"--{field_.name}",
+            default=argparse.SUPPRESS,
+            help=help_text.replace("%", "%%"),
+            metavar="|".join(choices) if choices else field_.name.rpartition("_")[2].upper(),
+            **shape,
+        )
+    given = vars(parser.parse_args(arguments))
+    return {name: converted(f"--{name}", value, types[name]) for name, value in given.items()}
 
 
 def recipe_path(name: str) -> Path:
     """The file of a recipe. Raises InputError, listing the recipes, if there is none of that name."""
-    path = RECIPES / f"{name}.yaml"
-    if not re.fullmatch(r"[\w.-]+", name) or not path.is_file():
-        raise InputError(
-            f"--recipe {name}: no such recipe; choose from {', '.join(sorted(p.stem for p in RECIPES.glob('*.yaml')))}"
-        )
-    return path
+    if name not in RECIPE_NAMES:
+        raise InputError(f"--recipe {name}: no such recipe; choose from {', '.join(RECIPE_NAMES)}")
+    return RECIPES / f"{name}.yaml"
 
 
 def read_settings(path: Path, what: str) -> dict:
@@ -214,22 +233,62 @@ def read_settings(path: Path, what: str) -> dict:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
-        raise InputError(f"{what} {path}: cannot be read ({error.strerror})") from error
+        raise InputError(f"{what} {path}: cannot be read ({error.strerror}); check the path") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{what} {path}: is not YAML: {error}") from error
+        raise InputError(f"{what} {path}: is not YAML ({' '.join(str(error).split())}); mend the file") from error
     if not isinstance(settings, dict):
-        raise InputError(f"{what} {path}: must be a mapping of flags to values")
-    types = {f.name: f.type for f in dataclasses.fields(TrainConfig)}
-    for name, value in settings.items():
-        if name not in types or name == "config":
-            raise InputError(f"{what} {path}: there is no flag --{name}")
-        if not has_type(value, types[name]):
-            raise InputError(f"{what} {path}: {name}: {value!r} is not of type {types[name]}")
-    return settings
+        raise InputError(f"{what} {path}: must be a mapping of flags to values, such as seq_len: 512")
+    types = typing.get_type_hints(TrainConfig)
+    for name in settings:
+        if name not in types or name in NOT_REPEATED:
+            raise InputError(f"{what} {path}: there is no flag --{name} for a file; --help lists the flags")
+    return {name: converted(f"{what} {path}: {name}", value, types[name]) for name, value in settings.items()}
 
 
-def has_type(value, wanted) -> bool:
-    """Whether a YAML value suits a field: whole numbers suit float fields, lists of text suit list fields."""
-    if wanted == (list[str] | None):
-        return value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-    return isinstance(value, wanted) or (type(value) is int and wanted in (float, float | None))
+LIST = list[str] | None
+
+
+def converted(what: str, value, wanted):
+    """A value of the command line or of YAML in the type of its field.
+
+    Raises:
+        InputError: it is of another type; `what` names the flag.
+    """
+    if value is None and type(None) in typing.get_args(wanted):
+        return None
+    plain = next((kind for kind in (bool, int, float, str) if wanted in (kind, kind | None)), list)
+    try:
+        return CONVERSIONS[plain](value)
+    except (TypeError, ValueError, KeyError) as error:
+        raise InputError(f"{what} {value}: is not {NAMES[plain]}") from error
+
+
+def _list(value) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TypeError
+    return value
+
+
+def _text(value) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _number(kind: type):
+    def convert(value):
+        if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+            raise TypeError
+        return kind(value)
+
+    return convert
+
+
+CONVERSIONS = {
+    bool: lambda value: {"true": True, "false": False}[str(value).lower()],
+    int: _number(int),
+    float: _number(float),  # also of text: YAML takes 1e-4 for text
+    str: _text,
+    list: _list,
+}
+NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list of texts"}

@@ -25,7 +25,8 @@ from proxsparse.errors import InputError
 Rows = Iterator[tuple[str, object]]
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
-BUILTIN_DOCUMENT_CHARACTERS = 1200  # a document ends with the paragraph that crosses it; gives over 200 to train on
+DOCUMENTS_OF_A_DATA_SET = 10_000  # the samples are drawn from them
+DOCUMENT_CHARACTERS = 1200  # of a document cut from prose; builtin then has over 200 to train on
 BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... by name are the validation split
 
 
@@ -58,12 +59,27 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
     return texts
 
 
+def evaluation_split(source: str) -> str:
+    """The split that pruning papers measure perplexity on: WikiText-2's test, else validation."""
+    return EVALUATION_SPLITS.get(source, "validation")
+
+
+def read_limit(source: str) -> int | None:
+    """How many documents a run reads of a source: all of a file, a bounded part of a data set, which may be endless."""
+    return None if is_local(source) else DOCUMENTS_OF_A_DATA_SET
+
+
+def is_local(source: str) -> bool:
+    """Whether the source is a file or folder that is there; a name of `NAMED_SOURCES` is not ("./c4" is the file)."""
+    return bool(source) and source not in NAMED_SOURCES and Path(os.path.expanduser(source)).exists()
+
+
 def open_source(source: str, split: str) -> Rows:
     """The rows of a source; a name of `NAMED_SOURCES` wins over a file of that name ("./c4" is the file)."""
     if source in NAMED_SOURCES:
         return NAMED_SOURCES[source](split)
     path = Path(os.path.expanduser(source))
-    if source and path.exists():
+    if is_local(source):
         return read_path(path)
     if not source or source.startswith((".", "/", "~")) or suffix_of(path) in FILE_READERS:
         raise InputError(f"{source!r}: no such file; check the path, or use the source builtin")
@@ -142,9 +158,22 @@ def read_json(path: Path) -> Rows:
             yield f"{path}, line {number}", parse_json(line.rstrip(), path, number)
 
 
-def read_document(path: Path) -> Rows:
-    """The whole file is one document."""
-    yield str(path), "".join(line for _, line in read_lines(path))
+def read_prose(path: Path) -> Rows:
+    """Documents of whole paragraphs, which blank lines separate."""
+    prose = "".join(line for _, line in read_lines(path))
+    yield from ((str(path), document) for document in cut_documents(re.split(r"\n\s*?\n", prose)))
+
+
+def cut_documents(paragraphs: Iterable[str]) -> Iterator[str]:
+    """Paragraphs joined into documents; one ends with the paragraph that brings it over the length."""
+    document = []
+    for paragraph in paragraphs:
+        document.append(paragraph.strip("\n"))
+        if sum(map(len, document)) >= DOCUMENT_CHARACTERS:
+            yield "\n\n".join(document)
+            document = []
+    if any(paragraph.strip() for paragraph in document):
+        yield "\n\n".join(document)
 
 
 def read_wikitext(path: Path) -> Rows:
@@ -167,8 +196,8 @@ def read_parquet(path: Path) -> Rows:
 FILE_READERS = {
     ".jsonl": read_json,
     ".json": read_json,
-    ".txt": read_document,
-    ".md": read_document,
+    ".txt": read_prose,
+    ".md": read_prose,
     ".raw": read_wikitext,
     ".parquet": read_parquet,
 }
@@ -203,17 +232,15 @@ def read_builtin(split: str) -> Rows:
         raise InputError("builtin: this Python has no pydoc_data.topics; use a local text file instead") from error
     seen = set()
     for index, name in enumerate(sorted(topics)):
-        documents = [""]
+        paragraphs = []
         prose = re.sub(r"^[^\w\s]{4,}\n", "", topics[name], flags=re.MULTILINE)  # no underlines, no table borders
         for paragraph in re.split(r"\n\s*?\n", prose):
             key = " ".join(paragraph.split())  # topics quote each other, at other indentations
             if key and key not in seen:
-                documents[-1] += paragraph.strip("\n") + "\n\n"
-                if len(documents[-1]) >= BUILTIN_DOCUMENT_CHARACTERS:
-                    documents.append("")
+                paragraphs.append(paragraph)
             seen.add(key)
         if (index % BUILTIN_HELD_OUT_EVERY == 0) == (split == "validation"):
-            yield from ((f"builtin, topic {name}", document.strip()) for document in documents if document)
+            yield from ((f"builtin, topic {name}", document) for document in cut_documents(paragraphs))
 
 
 NAMED_SOURCES = {
@@ -222,6 +249,7 @@ NAMED_SOURCES = {
     # small, so downloaded whole: the second run needs no network
     "wikitext2": partial(read_hub, "Salesforce/wikitext", "wikitext-2-raw-v1", streaming=False),
 }
+EVALUATION_SPLITS = {"wikitext2": "test"}
 
 
 # ---------------------------------------------------------------------------------------------- batches

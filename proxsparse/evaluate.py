@@ -4,12 +4,12 @@ import argparse
 import json
 import sys
 
-from proxsparse import learning
-from proxsparse.data import load_texts
-from proxsparse.errors import run_command
+from proxsparse.data import evaluation_split, load_texts, read_limit
+from proxsparse.device import choose_device, choose_precision
+from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
-from proxsparse.models import load_model
-from proxsparse.run import TEXT_POOL
+from proxsparse.models import check_length, load_model
+from proxsparse.run import finite
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--data", default="builtin", help="a file (.raw .txt .jsonl ...), wikitext2, c4, a Hub data set, or builtin"
     )
-    parser.add_argument("--split", default="validation", help="split of a data set that has splits")
+    parser.add_argument(
+        "--split", help="split of a data set; default: that of the papers (wikitext2 test, c4 validation)"
+    )
     parser.add_argument("--text_field", default="text", help="the field of a row that holds the text")
     parser.add_argument("--seq_len", type=int, default=2048, help="window in tokens; never taken from the model")
     parser.add_argument("--max_windows", type=int, default=-1, help="only the first windows; -1: all")
@@ -35,15 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a sentence")
     options = parser.parse_args(arguments)
 
-    device = learning.choose_device(options.device)
-    weight_dtype, compute_dtype = learning.choose_precision(options.precision, device)
-    texts = load_texts(options.data, options.split, options.text_field, TEXT_POOL)
+    if options.max_windows == 0 or options.max_windows < -1:
+        raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
+    device = choose_device(options.device)
+    weight_dtype, compute_dtype = choose_precision(options.precision, device)
+    split = options.split or evaluation_split(options.data)
+    texts = load_texts(options.data, split, options.text_field, read_limit(options.data))
     model, tokenizer = load_model(options.model, weight_dtype)
+    check_length(model, options.seq_len, "seq_len")
     tokens = evaluation_tokens(texts, tokenizer)
     score = perplexity(model.to(device), tokens, options.seq_len, options.max_windows, compute_dtype)
     figures = {
         "model": options.model,
         "data": options.data,
+        "split": split,
         "perplexity": score.value,
         "seq_len": options.seq_len,
         "windows": score.windows,
@@ -51,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         "precision": options.precision,
     }
     if options.json:
-        print(json.dumps(figures))
+        print(json.dumps(finite(figures)))
     else:
         print(f"perplexity {score.value:.3f} on {options.data}: {score.windows} windows of {options.seq_len} tokens")
     return 0

@@ -1,6 +1,5 @@
-"""What Algorithm 1 takes for granted: device, precision, optimizer, step sizes, order of the samples, how to stop."""
+"""What Algorithm 1 takes for granted: its optimizer, step sizes, the order of the samples, how to stop."""
 
-import contextlib
 import math
 import random
 import signal
@@ -13,44 +12,6 @@ from proxsparse.config import TrainConfig
 from proxsparse.errors import InputError
 from proxsparse.optim import ProxOptimizer
 from proxsparse.optim.schedules import linear_ramp
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one. Raises InputError for a device that is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"--device {name}: not usable here ({str(error).splitlines()[0]}); try --device cpu"
-        ) from error
-    return device
-
-
-def bf16_is_fast(device: torch.device) -> bool:
-    """Whether the device multiplies bf16 matrices in hardware."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
-    """--precision -> (dtype of the weights, dtype of autocast or None)."""
-    if precision == "auto":
-        precision = "mixed" if bf16_is_fast(device) else "fp32"
-    return {
-        "fp32": (torch.float32, None),
-        "mixed": (torch.float32, torch.bfloat16),
-        "bf16": (torch.bfloat16, None),
-    }[precision]
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None):
-    """torch.autocast to `dtype`, or nothing. No weight is cached: inside the block a method may change it."""
-    return torch.autocast(device.type, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 
 
 def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
@@ -129,6 +90,18 @@ def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[
         generator.shuffle(order)
 
 
+@torch.no_grad()
+def score(layer: nn.Linear, scale: Tensor | None) -> Tensor:
+    """|c * w|, what the final projection ranks; c = 1 without a metric.
+
+    Raises:
+        InputError: a weight is not finite, so the run has diverged.
+    """
+    if not layer.weight.isfinite().all():
+        raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
+    return (layer.weight if scale is None else layer.weight * scale).abs()
+
+
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
     """Training mode, with or without recomputing activations."""
     model.train()
@@ -139,20 +112,18 @@ def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
 
 
 class StopSignal:
-    """Within the block, SIGINT and SIGTERM only set `.number`; a second SIGINT interrupts at once."""
+    """Within the block, SIGINT and SIGTERM only set `.number`: a step, and then a save, are never cut in two."""
 
     def __init__(self):
         self.number: int | None = None
 
-    def __enter__(self):
+    def __enter__(self) -> "StopSignal":
         self.previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
-    def __exit__(self, *_exception):
+    def __exit__(self, *_exception) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def _stop(self, number, _frame):
-        if self.number is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+    def _stop(self, number, _frame) -> None:
         self.number = number

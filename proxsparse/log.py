@@ -13,10 +13,11 @@ from proxsparse.errors import InputError
 class RunLog:
     """One row a step into metrics.jsonl (flushed: a killed run keeps its rows), the bar, and a tracker."""
 
-    def __init__(self, run_dir: Path, steps: int, report_to: str = "none"):
+    def __init__(self, run_dir: Path, steps: int, pattern: str, report_to: str = "none"):
+        self.pattern = pattern
         self.file = (run_dir / "metrics.jsonl").open("w", encoding="utf-8")
         self.bar = tqdm(total=steps, desc="learning masks", unit="step", file=sys.stderr, dynamic_ncols=True)
-        self.tracker = TRACKERS[report_to](run_dir)
+        self.track, self.close_tracker = TRACKERS[report_to](run_dir)
 
     def step(self, row: dict) -> None:
         """Records one step; `row` holds "step" and numbers."""
@@ -24,11 +25,11 @@ class RunLog:
         self.file.flush()
         self.bar.set_postfix_str(
             f"loss {row['loss']:.3f} lr {row['learning_rate']:.1e} "
-            f"N:M {row['feasible_share']:.1%} changed {row['mask_change']:.2%}",
+            f"{self.pattern} {row['feasible_share']:.1%} changed {row['mask_change']:.2%}",
             refresh=False,
         )
         self.bar.update()
-        self.tracker(row)
+        self.track(row)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -36,10 +37,14 @@ class RunLog:
     def __exit__(self, *_exception) -> None:
         self.bar.close()
         self.file.close()
+        self.close_tracker()
+
+
+# A tracker is (what records a row, what ends it).
 
 
 def _no_tracker(_run_dir: Path):
-    return lambda row: None
+    return lambda row: None, lambda: None
 
 
 def _tensorboard(run_dir: Path):
@@ -52,14 +57,14 @@ def _tensorboard(run_dir: Path):
             if name != "step":
                 writer.add_scalar(name, value, row["step"])
 
-    return track
+    return track, writer.close
 
 
 def _wandb(run_dir: Path):
     import wandb
 
     run = wandb.init(project="proxsparse", dir=run_dir, name=run_dir.name)
-    return lambda row: run.log(row, step=row["step"])
+    return lambda row: run.log(row, step=row["step"]), run.finish
 
 
 TRACKERS = {"none": _no_tracker, "tensorboard": _tensorboard, "wandb": _wandb}

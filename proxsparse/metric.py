@@ -53,4 +53,7 @@ def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:
     """norms / mean(|W| * norms), with dead features lifted to a small share of the mean norm; [in_features]."""
     norms = norms.clamp_min(DEAD_FEATURE * norms.mean())
     scale = norms / (weight.float().abs() * norms).mean()
-    return torch.where(scale.isfinite() & (scale > 0), scale, torch.ones_like(scale))
+    if bool((scale.isfinite() & (scale > 0)).all()):
+        return scale
+    # No token reached the layer (an idle expert) or its weights are zero: all features count the same.
+    return torch.full_like(norms, 1.0) / weight.float().abs().mean().clamp_min(torch.finfo(torch.float32).tiny)

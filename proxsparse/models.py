@@ -6,6 +6,7 @@ The only file that imports transformers' models. A model name is a Hub id, a fol
 
 import importlib.util
 import re
+import textwrap
 from pathlib import Path
 
 import torch
@@ -34,13 +35,22 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
         dtype = torch.float32  # what the quantised tensors are unpacked to
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **keywords)
+        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, output_loading_info=True, **keywords
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, **({"gguf_file": gguf_file} if gguf_file else {})
         )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"cannot load model {name!r}: {reason}") from error
+    except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, the hub's client
+        reason = textwrap.shorten(str(error), 300) or type(error).__name__
+        raise InputError(
+            f"cannot load model {name!r}: {reason}; check the name, the files of the folder, and the network"
+        ) from error
+    if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
+        raise InputError(
+            f"model {name!r} lacks {len(incomplete)} tensors, the first is {sorted(map(str, incomplete))[0]}: "
+            "they would be random; get the whole checkpoint"
+        )
     if gguf_file:
         forget_quantization(model)
     return model.eval(), tokenizer
@@ -99,7 +109,7 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
         InputError: if the model has no list of num_hidden_layers blocks.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    count = model.config.get_text_config().num_hidden_layers
     for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
@@ -136,13 +146,21 @@ def prunable_layers(
             f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none left by "
             f"--include {include} --exclude {exclude}"
         )
-    for name, layer in layers.items():
-        if layer.in_features % pattern.m:
-            raise InputError(
-                f"{name}: in_features={layer.in_features} is not a multiple of {pattern.m}; "
-                f"exclude this layer with --exclude '{re.escape(name)}'"
-            )
+    unfit = [name for name, layer in layers.items() if layer.in_features % pattern.m]
+    if unfit:
+        others = f" (and {len(unfit) - 1} more layers)" if len(unfit) > 1 else ""
+        raise InputError(
+            f"{unfit[0]}{others}: in_features={layers[unfit[0]].in_features} is not a multiple of {pattern.m}; "
+            f"exclude with --exclude {unfit[0].rpartition('.')[2]}, or choose another --pattern"
+        )
     return layers
+
+
+def check_length(model: nn.Module, tokens: int, flag: str) -> None:
+    """Raises InputError if the model has fewer positions than `tokens`."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise InputError(f"--{flag} {tokens}: the model has {positions} positions; lower --{flag}")
 
 
 def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:

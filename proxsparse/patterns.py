@@ -2,12 +2,19 @@
 
 import re
 from dataclasses import dataclass
-from typing import Union
 
 import torch
 
 # 64 weights a block is far beyond any hardware format and keeps the general reference's cost bounded.
 MAX_M = 64
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_dtype(tensor: torch.Tensor, what: str) -> None:
+    """Raises ValueError unless the tensor has one of the four dtypes that all functions take."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
+        raise ValueError(f"{what} has dtype {tensor.dtype}: it must be one of {names}; convert it first")
 
 
 @dataclass(frozen=True)
@@ -71,4 +78,4 @@ class NMPattern:
         return bool(self.feasible_blocks(weight).all())
 
 
-PatternLike = Union[str, NMPattern]
+PatternLike = str | NMPattern

@@ -8,7 +8,6 @@ import fnmatch
 import io
 import json
 import math
-import os
 import re
 import statistics
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import yaml
 
+from proxsparse.checkpoint import write_file
 from proxsparse.errors import InputError, run_command
 
 NUMBER = (int, float, type(None))  # a writer of strict JSON turns NaN and infinity into null
@@ -75,11 +75,11 @@ def write_report(run_dir: Path) -> None:
     rows, result = read_metrics(run_dir), read_result(run_dir)
     plots = draw_plots(rows, result)
     for name, png in (plots or {}).items():
-        replace_file(run_dir / name, png)
+        write_file(run_dir / name, png)
     if result is not None:
-        replace_file(run_dir / "README.md", card_text(result).encode())
+        write_file(run_dir / "README.md", card_text(result).encode())
     names = {path.name for path in run_dir.iterdir()} | {"report.md"}
-    replace_file(run_dir / "report.md", report_text(rows, result, plots, names).encode())
+    write_file(run_dir / "report.md", report_text(rows, result, plots, names).encode())
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
@@ -129,16 +129,6 @@ def checked(record: object, schema: dict, where: str) -> dict:
     if wrong:
         raise InputError(f"{where}: {wrong} missing or of the wrong type; use the proxsparse version that wrote it")
     return record
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes beside `path` and renames, so that a reader never sees half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def number(value: float | None) -> str:

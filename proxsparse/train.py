@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from proxsparse import learning, run
 from proxsparse.checkpoint import masks_sha256
 from proxsparse.config import TrainConfig, parse_config
-from proxsparse.data import calibration_batches, load_texts
+from proxsparse.data import calibration_batches, load_texts, read_limit
+from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError, run_command
 from proxsparse.log import RunLog
 from proxsparse.metric import activation_metric
-from proxsparse.models import cast_parameters_, copy_weights, load_model, prunable_layers, snap_
+from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, agreement, feasible_share
 from proxsparse.ops import nm_mask
 from proxsparse.patterns import NMPattern
@@ -29,48 +30,53 @@ def main(arguments: list[str] | None = None) -> int:
     config = parse_config(sys.argv[1:] if arguments is None else arguments)
     pattern = NMPattern.parse(config.pattern)
     run_dir = run.open_run_dir(config)
-    device = learning.choose_device(config.device)
-    weight_dtype, compute_dtype = learning.choose_precision(config.precision, device)
+    device = choose_device(config.device)
+    weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)
 
     model, tokenizer = load_model(config.model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
+    check_length(model, config.seq_len, "seq_len")
     run.require_space_for(model, run_dir)
-    texts = load_texts(config.data, "train", config.text_field, run.TEXT_POOL)
+    texts = load_texts(config.data, "train", config.text_field, read_limit(config.data))
     size, packing = config.per_device_train_batch_size, config.packing
     batches = calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, packing, config.seed)
     evaluate = run.perplexity_of(config, tokenizer, compute_dtype)
     pretrained = copy_weights(model)
     magnitude_masks = {name: nm_mask(layer.weight.abs(), pattern) for name, layer in layers.items()}
 
-    model.to(device)
+    cast_parameters_(model.to(device), weight_dtype)
     scores = {"dense": evaluate(model)}
     metric = {}
     if config.metric == "activation":
-        with learning.autocast(device, compute_dtype):
+        with autocast(device, compute_dtype):
             metric = activation_metric(model, layers, batches, config.metric_samples)
 
-    cast_parameters_(model, weight_dtype)
+    run.start_run(run_dir, config)
     steps = learning.step_count(len(batches), config)
     monitor = MaskMonitor(layers, pattern, metric, steps)
     optimizer = learning.prox_adamw(model, layers, metric, config, steps)
     lambdas = [group["reg_lambda"] for group in optimizer.param_groups if group["reg_lambda"] > 0]
     samples = learning.sample_stream(batches, config.seed)
-    with RunLog(run_dir, steps, config.report_to) as log, learning.StopSignal() as stop:
-        for row in learn_masks(model, optimizer, samples, steps, compute_dtype, config):
-            log.step(row | monitor.observe(row["step"]))
-            if stop.number:
-                break
+    with learning.StopSignal() as stop:
+        with RunLog(run_dir, steps, config.pattern, config.report_to) as log:
+            for row in learn_masks(model, optimizer, samples, steps, compute_dtype, config):
+                log.step(row | monitor.observe(row["step"]))
+                if stop.number:
+                    break
+        masks = {
+            name: nm_mask(learning.score(layer, metric.get(name)), pattern).cpu() for name, layer in layers.items()
+        }
+        decided = feasible_share(layers, pattern)
+        snap_(model, pretrained, masks)
+        run.save_checkpoint(run_dir, model, tokenizer, masks, config)
 
-    masks = {name: nm_mask((layer.weight * metric.get(name, 1)).abs(), pattern) for name, layer in layers.items()}
-    decided = feasible_share(layers, pattern)
-    snap_(model, pretrained, masks)
-    run.save_checkpoint(run_dir, model, tokenizer, masks, config)
-    scores["proxsparse"] = evaluate(model)
-    snap_(model, pretrained, magnitude_masks)
-    scores["magnitude"] = evaluate(model)
-
-    table = run.perplexity_table(scores, config)
+    if not stop.number:
+        for name, weights in (("proxsparse", masks), ("magnitude", magnitude_masks)):
+            snap_(model, pretrained, weights)
+            cast_parameters_(model, weight_dtype)
+            scores[name] = evaluate(model)
+    table = None if stop.number else run.perplexity_table(scores, config)
     figures = {
         "status": "interrupted" if stop.number else "complete",
         "layers": len(layers),
@@ -84,9 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
         "mask_similarity": monitor.similarity(),
         "masks_sha256": masks_sha256(masks),
         "perplexity": table,
-        "warnings": run.warnings_for(table, decided, config),
+        "warnings": run.warnings_for(table, decided, sum(len(b["input_ids"]) for b in batches), config),
     }
-    result = run.save_result(run_dir, config, figures)
+    result = run.save_result(run_dir, config, device, figures)
     write_report(run_dir)
     print(run.summary(result, run_dir))
     return 128 + stop.number if stop.number else 0
@@ -103,7 +109,7 @@ def learn_masks(
     """Algorithm 1: gradient of the calibration loss, base step, prox. Yields the figures of every step.
 
     Raises:
-        InputError: the loss is not finite; the weights are those of the step before.
+        InputError: the loss or its gradient is not finite; the weights are those of the step before.
     """
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning.lr_factor(step, steps, config))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -112,14 +118,17 @@ def learn_masks(
     for step in range(1, steps + 1):
         loss = 0.0
         for batch in itertools.islice(samples, config.gradient_accumulation_steps):
-            with learning.autocast(model.device, compute_dtype):
+            with autocast(model.device, compute_dtype):
                 batch_loss = model(**{name: t.to(model.device) for name, t in batch.items()}, use_cache=False).loss
             (batch_loss / config.gradient_accumulation_steps).backward()
             loss += batch_loss.item() / config.gradient_accumulation_steps
             tokens += int(batch["attention_mask"].sum())
-        if not math.isfinite(loss):
-            raise InputError(f"step {step}: the loss is {loss}; lower --learning_rate or use --precision fp32")
         grad_norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf).item()
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise InputError(
+                f"step {step}: the loss is {loss}, the gradient's norm {grad_norm}; lower --learning_rate, or raise "
+                "--precision if it is not fp32"
+            )
         factor = optimizer.reg_schedule(step - 1) if optimizer.reg_schedule else 1.0
         optimizer.step()  # the base step, then the prox
         schedule.step()

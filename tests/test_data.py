@@ -60,7 +60,7 @@ def write(path, content: str | bytes):
         ("strings.json", "\n " + json.dumps(TEXTS, indent=2), TEXTS),
         ("lines.json", JSON_LINES, TEXTS),
         ("marked.jsonl", b"\xef\xbb\xbf" + JSON_LINES.encode(), TEXTS),
-        ("a.txt", "one\r\n\r\ntwo\n", ["one\n\ntwo\n"]),
+        ("a.txt", "one\r\n\r\ntwo\n", ["one\n\ntwo"]),
         ("a.md", "# one\n\ntwo", ["# one\n\ntwo"]),
         ("a.raw", " \n = Title = \n \n Some text \n", ["", " = Title = \n", "", " Some text \n"]),
     ],

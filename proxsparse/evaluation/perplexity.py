@@ -1,12 +1,12 @@
 """Perplexity, by the convention of the pruning papers: joined text, windows that do not overlap, an explicit length."""
 
-import contextlib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from proxsparse.device import autocast
 from proxsparse.errors import InputError
 
 
@@ -47,17 +47,17 @@ def perplexity(
     windows = len(token_ids) // seq_len
     if windows == 0:
         raise InputError(
-            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of {seq_len}; choose a shorter one"
+            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of {seq_len}; shorten it or "
+            "give more text"
         )
     windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows
     device = next(model.parameters()).device
-    autocast = torch.autocast(device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext()
     training = model.training
     model.eval()
     total = 0.0
     for window in token_ids[: windows * seq_len].view(windows, 1, seq_len):
         window = window.to(device)
-        with autocast:
+        with autocast(device, autocast_dtype):
             logits = model(input_ids=window, use_cache=False).logits
         total += nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]).item()
     model.train(training)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from proxsparse import reference
 from proxsparse.ops.registry import register_kernel, select
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
 torch.library.define("proxsparse::nm_mask", "(Tensor score, int n, int m) -> Tensor")
 
@@ -40,7 +40,6 @@ def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
         ValueError: in_features is no multiple of m, or the dtype is not floating point.
     """
     pattern = NMPattern.parse(pattern)
-    if not score.is_floating_point():
-        raise ValueError(f"score has dtype {score.dtype}: a mask ranks floating-point scores; convert it first")
+    check_dtype(score, "score")
     pattern.check_blocks(score.shape, "score")
     return torch.ops.proxsparse.nm_mask(score, pattern.n, pattern.m)

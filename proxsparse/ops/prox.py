@@ -7,9 +7,7 @@ from torch import Tensor
 
 from proxsparse import reference
 from proxsparse.ops.registry import register_kernel, select
-from proxsparse.patterns import NMPattern, PatternLike
-
-FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
 torch.library.define(
     "proxsparse::prox_nm_", "(Tensor(a!) weight, float reg_lambda, int n, int m, Tensor? scale=None) -> ()"
@@ -23,7 +21,9 @@ def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor |
     dense = weight.contiguous()  # kernels see [..., in_features] without gaps; a copy only for odd strides
     kernel = select("prox_nm_", dense, reg_lambda, n, m, scale)
     kernel.run(dense, reg_lambda, n, m, scale)
-    if dense is not weight:
+    if dense is weight:
+        torch.autograd.graph.increment_version(weight)  # kernels write raw memory, which autograd does not see
+    else:
         weight.copy_(dense)
 
 
@@ -37,20 +37,16 @@ def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor 
     weight.copy_(reference.prox_nm(weight, reg_lambda, NMPattern(n, m), scale))
 
 
-def check_reg_lambda(reg_lambda: float) -> float:
+def check_reg_lambda(reg_lambda: float) -> None:
     """Raises ValueError unless lambda is a finite number >= 0."""
-    value = float(reg_lambda)
-    if not math.isfinite(value) or value < 0:
+    if not isinstance(reg_lambda, int | float) or not math.isfinite(reg_lambda) or reg_lambda < 0:
         raise ValueError(f"reg_lambda={reg_lambda!r} must be a finite number >= 0 (0 is the identity)")
-    return value
 
 
 def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike, scale: Tensor | None) -> NMPattern:
     """Raises ValueError, with the value and the remedy, for what no backend can serve."""
     pattern = NMPattern.parse(pattern)
-    if weight.dtype not in FLOAT_DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-        raise ValueError(f"weight has dtype {weight.dtype}: the prox takes {names}; convert it first")
+    check_dtype(weight, "weight")
     pattern.check_blocks(weight.shape)
     check_reg_lambda(reg_lambda)
     if scale is None:
@@ -76,12 +72,13 @@ def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sc
             and fp32 otherwise. Changed in place.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by any learning rate. 0: identity.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        scale: c, [in_features], positive, the metric of the input features; None means 1.
+        scale: c, [in_features], the metric of the input features, positive (only its magnitude counts; 0 and values
+            that are not finite are the caller's to avoid: a check would stall a GPU); None means 1.
     Returns:
         `weight`.
     Raises:
-        ValueError: in_features is no multiple of M, a dtype that is not floating point, a negative or non-finite
-            lambda, a scale of the wrong shape.
+        ValueError: in_features is no multiple of M, another dtype, a negative or non-finite lambda, a scale of the
+            wrong shape, dtype or device.
     """
     pattern = check_prox_arguments(weight, reg_lambda, pattern, scale)
     torch.ops.proxsparse.prox_nm_(weight, float(reg_lambda), pattern.n, pattern.m, scale)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-# Fastest first. A name here without a kernel for an op is simply not in that op's row.
-BACKENDS = ("triton", "cuda", "cpp", "reference")
-# Where falling past a backend is worth a warning: the user could have had it on this device.
-EXPECTED = {"cpu": "cpp", "cuda": "triton"}
+BACKENDS = ("triton", "cpp", "reference")
+# What the automatic choice tries on a device, fastest first; anywhere else the reference serves. Only an explicit
+# choice runs Triton's interpreter on a CPU.
+AUTOMATIC = {"cpu": ("cpp", "reference"), "cuda": ("triton", "reference")}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Kernel:
 
 _kernels: dict[str, dict[str, Kernel]] = {}
 _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
-_announced: set[tuple[str, str, str]] = set()
+_announced: set[tuple[str, str]] = set()
 
 
 def register_kernel(op: str, backend: str, supports: Callable[..., str | None]):
@@ -44,7 +44,7 @@ def register_kernel(op: str, backend: str, supports: Callable[..., str | None]):
 
 
 def kernels(op: str) -> list[Kernel]:
-    """The kernels of `op`, fastest first."""
+    """The kernels of `op`, in the order of BACKENDS."""
     return [_kernels[op][backend] for backend in BACKENDS if backend in _kernels[op]]
 
 
@@ -55,7 +55,7 @@ def ops() -> list[str]:
 
 @contextlib.contextmanager
 def use_backend(backend: str | None) -> Iterator[None]:
-    """Within the block every op runs on `backend` or raises; None returns to the automatic choice.
+    """Within the block every op of this thread runs on `backend` or raises; None returns to the automatic choice.
 
     Raises:
         ValueError: if there is no such backend.
@@ -95,17 +95,18 @@ def select(op: str, tensor, *args) -> Kernel:
             f"{op}: backend {explicit!r} was chosen explicitly but cannot serve this call: {reason}; "
             "unset PROXSPARSE_BACKEND or use_backend to let proxsparse choose"
         )
-    expected = EXPECTED.get(tensor.device.type)
-    for kernel in kernels(op):
-        reason = kernel.supports(tensor, *args)
-        if reason is None:
-            return kernel
-        if kernel.backend == expected:
-            _announce(op, kernel.backend, reason)
+    for backend in AUTOMATIC.get(tensor.device.type, ("reference",)):
+        if backend in _kernels[op]:
+            kernel = _kernels[op][backend]
+            reason = kernel.supports(tensor, *args)
+            if reason is None:
+                return kernel
+            _announce(op, backend, reason)
     raise RuntimeError(f"{op}: no backend supports a {tensor.dtype} tensor on {tensor.device}")
 
 
 def _announce(op: str, backend: str, reason: str) -> None:
-    if (op, backend, reason) not in _announced:
-        _announced.add((op, backend, reason))
-        warnings.warn(f"{op}: not on the {backend} backend, a slower one is used: {reason}", stacklevel=2)
+    """One warning for each reason, whichever op met it first."""
+    if (backend, reason) not in _announced:
+        _announced.add((backend, reason))
+        warnings.warn(f"{op}: not on the {backend} backend, a slower one serves: {reason}", stacklevel=3)

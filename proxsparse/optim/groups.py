@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from proxsparse.ops import prox_nm_
+from proxsparse.ops.prox import check_reg_lambda, prox_nm_
+from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import frozen_penalty_grad
 
@@ -19,15 +21,30 @@ SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_scale"
 
 def check_group(group: dict) -> None:
     """Stores `pattern` as text; raises ValueError for a setting or a parameter that the prox cannot serve."""
-    for key in ("reg_lambda", "frozen_lambda"):
-        if not (math.isfinite(group[key]) and group[key] >= 0):
-            raise ValueError(f"{key}={group[key]!r} must be a finite number >= 0 (0 turns it off)")
-    if not (math.isfinite(group["frozen_eps"]) and group["frozen_eps"] > 0):
+    check_reg_lambda(group["reg_lambda"])
+    if not 0 <= group["frozen_lambda"] < math.inf:
+        raise ValueError(f"frozen_lambda={group['frozen_lambda']!r} must be a finite number >= 0 (0 turns it off)")
+    if not 0 < group["frozen_eps"] < math.inf:
         raise ValueError(f"frozen_eps={group['frozen_eps']!r} must be a finite number > 0, such as 0.1")
     group["pattern"] = str(NMPattern.parse(group["pattern"]))
     for parameter, scale in pruned_parameters(group):
         if scale is not None:
             check_scale(local(parameter), scale)
+
+
+def complete_state(optimizer: Optimizer, state_dict: dict) -> dict:
+    """The state dict, with the settings that the state of a plain optimizer lacks taken from the present groups.
+
+    Raises:
+        ValueError: for a setting that `check_group` refuses, before anything is loaded.
+    """
+    saved = list(state_dict["param_groups"])
+    for i, group in enumerate(optimizer.param_groups[: len(saved)]):
+        if len(saved[i]["params"]) == len(group["params"]):  # else the base refuses it, with a message of its own
+            checked = {key: group[key] for key in SETTINGS} | saved[i] | {"params": group["params"]}
+            check_group(checked)
+            saved[i] = checked | {"params": saved[i]["params"]}
+    return state_dict | {"param_groups": saved}
 
 
 def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -52,18 +69,25 @@ def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def trained_parameters(group: dict) -> list[tuple[Tensor, Tensor | None]]:
-    """Those of `pruned_parameters` that have a gradient: torch's optimizers leave the others alone, and so do we."""
-    return [(parameter, scale) for parameter, scale in pruned_parameters(group) if parameter.grad is not None]
+    """Those of `pruned_parameters` that have a gradient: torch's optimizers leave the others alone, and so do we.
+
+    Raises:
+        ValueError: for a sparse gradient that would have to take a dense term or a metric.
+    """
+    trained = [(parameter, scale) for parameter, scale in pruned_parameters(group) if parameter.grad is not None]
+    for parameter, scale in trained:
+        if parameter.grad.is_sparse and (scale is not None or group["frozen_lambda"] > 0):
+            raise ValueError(
+                f"parameter of shape {list(parameter.shape)} has a sparse gradient, which takes no frozen-weight term "
+                "and no metric: make its layer with sparse=False, or put it into a param group with reg_lambda=0"
+            )
+    return trained
 
 
 def check_blocks(parameter: Tensor, pattern: NMPattern) -> None:
     """Raises ValueError if the parameter, or a shard of it, does not consist of whole blocks."""
     shape, last = list(parameter.shape), parameter.ndim - 1
-    if shape[last] % pattern.m:
-        raise ValueError(
-            f"parameter of shape {shape}: the last dimension (in_features) must be a multiple of {pattern.m} for "
-            f"{pattern} blocks; put it into a param group with reg_lambda=0, or choose another pattern"
-        )
+    pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,")
     placements = getattr(parameter, "placements", ())
     along = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) in (last, -1)]
     shards = math.prod(parameter.device_mesh.size(i) for i in along)
@@ -111,12 +135,11 @@ def add_frozen_gradients(group: dict, pretrained: dict[Tensor, Tensor], grad_sca
         local(parameter.grad).add_(term, alpha=group["frozen_lambda"])
 
 
-def enter_metric(group: dict) -> list[tuple[Tensor, Tensor, bool]]:
-    """w <- c * w and g <- g / c for every parameter with a metric c; returns what `leave_metric` needs.
+def enter_metric(group: dict, entered: list[tuple[Tensor, Tensor, bool]]) -> None:
+    """w <- c * w and g <- g / c for every parameter with a metric c; notes each in `entered`, for `leave_metric`.
 
     At lr = 0 the weights keep their bits and only the gradient changes, for the sake of the base's moments.
     """
-    entered = []
     for parameter, scale in trained_parameters(group):
         if scale is not None:
             scale = scale.to(parameter.device)
@@ -124,7 +147,6 @@ def enter_metric(group: dict) -> list[tuple[Tensor, Tensor, bool]]:
             if learns(group):
                 local(parameter).mul_(scale)
             entered.append((parameter, scale, learns(group)))
-    return entered
 
 
 def leave_metric(entered: list[tuple[Tensor, Tensor, bool]]) -> None:
@@ -136,10 +158,22 @@ def leave_metric(entered: list[tuple[Tensor, Tensor, bool]]) -> None:
             local(parameter).div_(scale)
 
 
-def prox_step(group: dict, factor: float) -> None:
-    """W <- prox_{factor * lambda_1 Reg_{N:M}}(W) for every trained parameter of the group; counts the step."""
+def reg_lambda_now(group: dict, schedule: Schedule | None) -> float:
+    """lambda_1 of the group's next step; raises ValueError for a factor of the schedule that the prox cannot take."""
+    factor = schedule(group["prox_step"]) if schedule else 1.0
+    value = float(factor * group["reg_lambda"])
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"reg_schedule({group['prox_step']}) is {factor!r} and makes reg_lambda {value}: it must return factors "
+            "that keep reg_lambda finite and >= 0"
+        )
+    return value
+
+
+def prox_step(group: dict, reg_lambda: float) -> None:
+    """W <- prox_{lambda_1 Reg_{N:M}}(W) for every trained parameter of the group; counts the step."""
     for parameter, _ in trained_parameters(group):
-        prox_nm_(local(parameter), factor * group["reg_lambda"], group["pattern"])
+        prox_nm_(local(parameter), reg_lambda, group["pattern"])
     group["prox_step"] += 1
 
 

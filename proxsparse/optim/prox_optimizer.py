@@ -49,7 +49,8 @@ class ProxOptimizer(Optimizer):
             code, it is not part of the state: resume with the same one.
     Raises:
         TypeError: base_optimizer is no torch optimizer, or a ProxOptimizer already.
-        ValueError: a setting out of range; a parameter or shard without whole blocks; nothing to prune.
+        ValueError: a setting out of range; a parameter or shard without whole blocks; nothing to prune; a base that
+            is wrapped already. The base is left as it was.
     """
 
     param_groups = _of_base("param_groups")
@@ -71,6 +72,8 @@ class ProxOptimizer(Optimizer):
     ):
         if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
             raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}: pass a plain torch.optim.Optimizer")
+        if "prox_step" in base_optimizer.defaults:
+            raise ValueError("this optimizer is wrapped already; make a new one, or change its param_groups")
         settings = {
             "reg_lambda": reg_lambda,
             "pattern": str(NMPattern.parse(pattern)),
@@ -79,18 +82,19 @@ class ProxOptimizer(Optimizer):
             "prox_scale": None,
             "prox_step": 0,
         }
-        groups.check_group(settings | {"params": []})
-        self.__setstate__({"base_optimizer": base_optimizer, "reg_schedule": reg_schedule})
-        self.defaults.update(settings)  # from here the base hands them to groups that are added later
-        for group in self.param_groups:
-            group.update(settings | group)
+        completed = [settings | group for group in base_optimizer.param_groups]
+        for group in [settings | {"params": []}, *completed]:
             groups.check_group(group)
-        active = [group for group in self.param_groups if group["reg_lambda"] > 0]
+        active = [group for group in completed if group["reg_lambda"] > 0]
         if active and not any(list(groups.pruned_parameters(group)) for group in active):
             raise ValueError(
                 "there is nothing to prune: no parameter with reg_lambda > 0 has two or more dimensions (frameworks "
                 "that flatten parameters, such as DeepSpeed ZeRO, are not supported: shard with FSDP2's fully_shard)"
             )
+        self.__setstate__({"base_optimizer": base_optimizer, "reg_schedule": reg_schedule})
+        self.defaults.update(settings)  # from here the base hands them to groups that are added later
+        for group, whole in zip(self.param_groups, completed, strict=True):
+            group.update(whole)
 
     def __getstate__(self) -> dict:
         return {"base_optimizer": self.base_optimizer, "reg_schedule": self.reg_schedule}
@@ -99,6 +103,7 @@ class ProxOptimizer(Optimizer):
         self.__dict__.update(state)
         for name in HOOKS:  # one set for both: a hook fires once, whichever of the two it was registered on
             setattr(self, name, getattr(self.base_optimizer, name))
+        self.base_optimizer.register_load_state_dict_pre_hook(groups.complete_state)
         super().__setstate__({})
 
     def __repr__(self) -> str:
@@ -124,13 +129,13 @@ class ProxOptimizer(Optimizer):
         return self.base_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As the base's; settings that the state of a plain optimizer lacks stay as they are."""
-        saved = list(state_dict["param_groups"])
-        for i, group in enumerate(self.param_groups[: len(saved)]):
-            saved[i] = {key: group[key] for key in groups.SETTINGS} | saved[i]
-        self.base_optimizer.load_state_dict(state_dict | {"param_groups": saved})
-        for group in self.param_groups:
-            groups.check_group(group)
+        """As the base's; settings that the state of a plain optimizer lacks stay as they are.
+
+        Raises:
+            ValueError: a setting out of range, or a state of other groups; nothing is loaded then.
+        """
+        # here as well as in the hook: some bases load without calling hooks
+        self.base_optimizer.load_state_dict(groups.complete_state(self, state_dict))
 
     def set_metric(self, parameter: Tensor, scale: Tensor | None) -> None:
         """From now on the whole step of `parameter` acts on v = c * w: base step with g / c, prox, then w = v / c.
@@ -163,6 +168,8 @@ class ProxOptimizer(Optimizer):
         """Frozen-weight gradient, base step, prox. Returns the loss, if there is a closure."""
         if getattr(self, "found_inf", None):
             return self._base_step(closure)
+        learning = list(filter(groups.learns, self.param_groups))
+        lambdas = [groups.reg_lambda_now(group, self.reg_schedule) for group in learning]
         first_values, entered = {}, []
 
         def before_base():
@@ -170,7 +177,7 @@ class ProxOptimizer(Optimizer):
                 if group["frozen_lambda"] > 0:
                     pretrained = self._pretrained(group, first_values)
                     groups.add_frozen_gradients(group, pretrained, getattr(self, "grad_scale", None))
-                entered.extend(groups.enter_metric(group))
+                groups.enter_metric(group, entered)
 
         @torch.no_grad()
         def evaluate():
@@ -184,9 +191,8 @@ class ProxOptimizer(Optimizer):
             if closure is None:
                 before_base()
             loss = self._base_step(closure and evaluate)
-            for group in filter(groups.learns, self.param_groups):
-                factor = self.reg_schedule(group["prox_step"]) if self.reg_schedule else 1.0
-                groups.prox_step(group, factor)
+            for group, reg_lambda in zip(learning, lambdas, strict=True):
+                groups.prox_step(group, reg_lambda)
         finally:
             groups.leave_metric(entered)
         for parameter, value in first_values.items():  # only now: the base initialises a state that it finds empty

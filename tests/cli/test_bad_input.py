@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
 from proxsparse import checkpoint, evaluate, train
@@ -46,6 +48,15 @@ def flags(tiny_llama, text_file, tmp_path):
         (["--pattern", "4:2"], ["--pattern", "4:2"]),
         (["--pattern", "2/4"], ["--pattern", "2/4"]),
         (["--pattern", "2:5"], ["q_proj", "in_features=32", "--exclude"]),
+        (["--metric", "wanda"], ["--metric wanda", "activation"]),
+        (["--precision", "fp16"], ["--precision fp16", "bf16"]),
+        (["--frozen_eps", "0"], ["--frozen_eps"]),
+        (["--adam_beta1", "1.5"], ["--adam_beta1 1.5"]),
+        (["--warmup_ratio", "5"], ["--warmup_ratio"]),
+        (["--num_samples", "many"], ["--num_samples many", "whole number"]),
+        (["--packing", "maybe"], ["--packing maybe", "true or false"]),
+        (["--lerning_rate", "1"], ["--lerning_rate", "--help"]),
+        (["--seq_len", "1000"], ["128 positions", "lower --seq_len"]),
         (["--include", "nothing"], ["no layer to prune", "nothing"]),
         (["--exclude", "("], ["regular expression"]),
         (["--recipe", "unheard-of"], ["unheard-of", "llama-2-7b"]),
@@ -106,11 +117,34 @@ def test_train_refuses_an_unwritable_output_folder(flags, capsys):
 def test_full_disk_leaves_nothing_half_written(flags, capsys, tmp_path, monkeypatch):
     def no_space(path, *_arguments):
         path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("proxsparse.run.save_masks", no_space)
     fails(capsys, train.main, flags, "disk is full", "--output_dir")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
+
+
+def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
+    fails(capsys, train.main, [*flags, "--model", "./absent"], "./absent")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_train_refuses_to_write_over_its_own_model(tiny_llama, flags, capsys):
+    fails(capsys, train.main, [*flags, "--output_dir", tiny_llama, "--overwrite_output_dir"], "folder of --model")
+
+
+def test_train_refuses_an_incomplete_checkpoint(flags, capsys, tmp_path):
+    model = save_tiny_model("llama", tmp_path / "incomplete")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    fails(capsys, train.main, [*flags, "--model", model], "up_proj", "whole checkpoint")
+
+
+def test_train_refuses_a_damaged_checkpoint(flags, capsys, tmp_path):
+    model = save_tiny_model("llama", tmp_path / "damaged")
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
+    fails(capsys, train.main, [*flags, "--model", model], "cannot load model", "damaged", "check")
 
 
 def test_too_small_a_disk_is_refused_before_learning(flags, capsys, monkeypatch):
@@ -125,7 +159,7 @@ def test_too_small_a_disk_is_refused_before_learning(flags, capsys, monkeypatch)
         (["./absent"], ["./absent"]),
         (["{model}", "--data", "absent.raw"], ["absent.raw"]),
         (["{model}", "--data", "{data}", "--seq_len", "0"], ["seq_len=0"]),
-        (["{model}", "--data", "{data}", "--seq_len", "1000000"], ["1000000", "shorter"]),
+        (["{model}", "--data", "{data}", "--seq_len", "1000000"], ["1000000", "128 positions", "lower --seq_len"]),
     ],
 )
 def test_evaluate_refuses(arguments, words, tiny_llama, text_file, capsys):

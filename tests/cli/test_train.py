@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tiny_models import save_tiny_model
 
 from proxsparse import NMPattern
 from proxsparse.checkpoint import load_masks
+from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.train import main
 
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2", "--max_steps", "4"]
@@ -86,8 +88,37 @@ def test_strong_lambda_decides_every_block(tiny_llama, text_file, tmp_path):
     assert train(tiny_llama, text_file, tmp_path / "run", *flags)["feasible_share"] > 0.99
 
 
+def test_a_useless_mask_is_reported_loudly(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
+    """With lambda far too strong and a wild step the learned mask loses; the run says so and names what to change."""
+    scores = iter([Perplexity(10.0, 2, 64), Perplexity(30.0, 2, 64), Perplexity(20.0, 2, 64)])  # dense, ours, magnitude
+    monkeypatch.setattr("proxsparse.run.perplexity", lambda *arguments: next(scores))
+    result = train(tiny_llama, text_file, tmp_path / "run")
+    (warning, *_) = result["warnings"]
+    assert "no better than the magnitude mask" in warning
+    assert "--learning_rate" in warning
+    assert warning in capsys.readouterr().out
+    assert warning in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_overwriting_leaves_nothing_of_the_earlier_run(tiny_llama, text_file, tmp_path):
+    train(tiny_llama, text_file, tmp_path / "run")
+    with pytest.raises(ValueError, match="no layer to prune"):
+        train(tiny_llama, text_file, tmp_path / "run", "--overwrite_output_dir", "--include", "nothing")
+    assert (tmp_path / "run" / "result.json").exists()  # a run that never began takes nothing away
+    train(tiny_llama, text_file, tmp_path / "run", "--overwrite_output_dir", "--eval_data", "none")
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["perplexity"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_whole_job_on_a_gpu(tiny_llama, text_file, tmp_path):
+    train(tiny_llama, text_file, tmp_path / "run", "--device", "cuda")
+    check_pruned(tiny_llama, tmp_path / "run")
+
+
 def test_include_and_exclude(tiny_llama, text_file, tmp_path):
     train(tiny_llama, text_file, tmp_path / "run", "--include", "mlp", "--exclude", "down_proj")
+    assert main(["--config", str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again")]) == 0
     masks = check_pruned(tiny_llama, tmp_path / "run")
     assert all(name.endswith(("gate_proj", "up_proj")) for name in masks)
     assert len(masks) == 4
@@ -105,9 +136,12 @@ def test_sigterm_saves_what_there_is(tiny_llama, text_file, tmp_path):
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "proxsparse.train", "--model", tiny_llama, "--data", text_file]
     command += ["--eval_data", "none", "--output_dir", run_dir, "--max_steps", "100000", "--seq_len", "32"]
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
     with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
-        while not ((run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").stat().st_size):
-            assert process.poll() is None, process.stderr.read()
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         process.stderr.read()
     assert process.returncode == 128 + signal.SIGTERM
@@ -122,7 +156,7 @@ def test_non_finite_loss_stops_the_run(text_file, tmp_path, monkeypatch):
     from safetensors.torch import save_file
 
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"loss is nan; lower --learning_rate"):
+    with pytest.raises(ValueError, match=r"loss is nan.*lower --learning_rate"):
         train(model, text_file, tmp_path / "run")
     assert not (tmp_path / "run" / "result.json").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()

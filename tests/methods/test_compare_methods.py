@@ -24,7 +24,7 @@ def script(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "compare_methods", module)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "current_commit", lambda: "0123456789ab")
+    monkeypatch.setattr(module.common, "commit", lambda: "0123456789ab")
     return module
 
 
@@ -60,7 +60,11 @@ def test_a_row_for_every_method(script, command, tmp_path, capsys):
     assert "num_samples" not in rows["magnitude"]["settings"]
     assert str(tmp_path) not in (tmp_path / "rows.jsonl").read_text()
     printed = capsys.readouterr().out
-    assert all(f"| {name} | {rows[name]['settings']['weights']} |" in printed for name in rows)
+    printed_rows = {
+        tuple(cell.strip() for cell in line.split("|")[1:4]) for line in printed.splitlines() if "|" in line
+    }
+    for name, row in rows.items():
+        assert (name, row["settings"]["weights"], f"{row['perplexity']:.2f}") in printed_rows
 
 
 def test_rows_are_not_measured_twice(script, command, tmp_path, monkeypatch):
@@ -72,7 +76,7 @@ def test_rows_are_not_measured_twice(script, command, tmp_path, monkeypatch):
     assert [row["method"] for row in rows_of(tmp_path)[2:]] == ["wanda"]
     script.main([*command, "--again"])
     assert len(rows_of(tmp_path)) == 5
-    monkeypatch.setattr(script, "current_commit", lambda: "0123456789ab-dirty")
+    monkeypatch.setattr(script.common, "commit", lambda: "0123456789ab-dirty")
     script.main(command)
     script.main(command)
     assert len(rows_of(tmp_path)) == 9

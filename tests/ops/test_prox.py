@@ -12,8 +12,8 @@ from proxsparse.ops import registry
 
 BACKENDS = [kernel.backend for kernel in registry.kernels("prox_nm_")]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-# The objective's distance from the optimum, in units of z_1^2. fp32 cannot see a difference of a few 1e-7 at first-order
-# ties; a half-precision result has been rounded by eps / 2 a weight, to second order in the objective.
+# The objective's distance from the optimum, in units of z_1^2. fp32 cannot see differences of a few 1e-7 where two
+# minimisers tie; a half-precision result has been rounded by eps / 2 a weight, to second order in the objective.
 GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2 * 2.0**-14, torch.float16: 2e-6 + 2 * 2.0**-20}
 # float16 has no room for lambda * z_1 from 1e-4 to 1e3 at any other lambda.
 LAMBDAS = {torch.float64: (0.02, 0.7, 1.0, 30.0), torch.float32: (0.02, 0.7, 1.0, 30.0)}
@@ -43,8 +43,8 @@ def test_a_million_hard_blocks(dtype, device):
         gap = ground_truth.relative_gap(result, exact, weight, reg_lambda)
         worst = gap.argmax()
         assert gap.max() <= GAP[dtype], (
-            f"lambda={reg_lambda}: {(gap > GAP[dtype]).sum()} of {len(gap)} blocks; the worst is {weight[worst].tolist()} "
-            f"-> {result[worst].tolist()} instead of {exact[worst].tolist()}"
+            f"lambda={reg_lambda}: {(gap > GAP[dtype]).sum()} of {len(gap)} blocks; the worst is "
+            f"{weight[worst].tolist()} -> {result[worst].tolist()} instead of {exact[worst].tolist()}"
         )
         assert gap.min() >= -1e-12, "the result is better than the ground truth: the ground truth is wrong"
 

@@ -68,6 +68,44 @@ def test_the_state_of_a_plain_optimizer_loads_and_the_other_way_round():
         optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
+def test_a_plain_state_loaded_into_the_base_keeps_the_settings_of_every_group():
+    model = tiny_model()
+    split = [{"params": [model[0].weight]}, {"params": [model[2].weight], "reg_lambda": 0}]
+    optimizer = ProxOptimizer(AdamW(split, lr=0.01), reg_lambda=0.6)
+    plain = AdamW([{"params": [model[0].weight]}, {"params": [model[2].weight]}], lr=0.02)
+    twin = copy.deepcopy(optimizer)
+    for wrapped in (optimizer, twin):
+        wrapped.base_optimizer.load_state_dict(plain.state_dict())
+        assert [(group["lr"], group["reg_lambda"]) for group in wrapped.param_groups] == [(0.02, 0.6), (0.02, 0)]
+    train(model, optimizer, 1)
+    assert optimizer.param_groups[0]["prox_step"] == 1
+
+
+@pytest.mark.parametrize("on_base", [False, True], ids=["on the wrapper", "on the base"])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"pattern": "4:2"}, "pattern 4:2"),
+        ({"pattern": "1:3"}, "multiple of 3"),
+        ({"reg_lambda": -1.0}, "reg_lambda=-1.0"),
+        ({"prox_scale": [torch.ones(5)] * 4}, r"metric of shape \[5\]"),
+    ],
+)
+def test_a_state_with_bad_settings_is_refused_before_anything_is_loaded(bad, message, on_base):
+    model = tiny_model()
+    optimizer = make_optimizer(model)
+    saved = optimizer.state_dict()
+    train(model, optimizer, 1)
+    saved["param_groups"][0] |= bad
+    group, state = optimizer.param_groups[0], dict(optimizer.state)
+    before = dict(group)
+    with pytest.raises(ValueError, match=message):
+        (optimizer.base_optimizer if on_base else optimizer).load_state_dict(saved)
+    assert optimizer.param_groups[0] is group
+    assert group == before
+    assert optimizer.state == state
+
+
 def test_repr_is_one_line_a_group():
     lines = repr(make_optimizer(tiny_model())).splitlines()
     assert lines[0].startswith("ProxOptimizer(AdamW")

@@ -11,7 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 14  # blocks at a time: the intermediate results stay in the cache
+CHUNK = 1 << 12  # blocks at a time: the intermediate results stay in the cache
+# Bisection to 1e-7 for the ends of a bracket and to 1e-10 for the root in it: there the objective is flat to third and
+# to second order, and sweeps over the coordinates follow.
+BRACKET_STEPS, ROOT_STEPS = 26, 36
 
 
 def elementary(members: list[Tensor], k: int) -> Tensor:
@@ -72,10 +75,10 @@ def search(weight: Tensor, reg_lambda: float, n: int, finalists: int = 6) -> Ten
 
 
 def grid(z: Tensor, reg_lambda: float, points: int = 33, kept: int = 12) -> Tensor:
-    """The best of a grid over (w_3, w_4) with the exact minimiser over (w_1, w_2) >= 0: [blocks, 4] -> [blocks, kept, 4].
+    """The best of a grid over (w_3, w_4), with the exact minimiser over (w_1, w_2) >= 0 at each of its points.
 
-    For fixed w_3, w_4 that is a quadratic with cross term c = lambda * (w_3 + w_4): its interior stationary point, a
-    minimum where c < 1, or an edge.
+    [blocks, 4] -> [blocks, kept, 4]. For fixed w_3, w_4 that is a quadratic of cross term c = lambda * (w_3 + w_4)
+    and its minimiser the interior stationary point, if c < 1, or on an edge.
     """
     share = (1 - torch.linspace(0, torch.pi, points, dtype=torch.float64).cos()) / 2  # finer at both ends
     w3 = (z[:, 2, None, None] * share[:, None]).expand(-1, points, points).flatten(1)
@@ -93,7 +96,7 @@ def grid(z: Tensor, reg_lambda: float, points: int = 33, kept: int = 12) -> Tens
 # ------------------------------------------------------------------------------------------ with bisection
 
 
-def bisect(rising: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, steps: int = 56) -> Tensor:
+def bisect(rising: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, steps: int) -> Tensor:
     """The root of a function that rises from `low` to `high`, or the end nearest to it."""
     for _ in range(steps):
         middle = (low + high) / 2
@@ -127,19 +130,22 @@ def three_sparse_point(u: Tensor) -> Tensor:
     x_1 + x_2 = (u_1 + u_2) / (1 + t) and x_1 - x_2 = (u_1 - u_2) / (1 - t), so t - u_3 + x_1 x_2 = 0. The left side is
     convex up to its inflection and concave after: a minimum has it rising, between its two extrema.
     """
-    total, difference = u[:, 0] + u[:, 1], u[:, 0] - u[:, 1]
+    u1, u2, u3 = u[:, 0], u[:, 1], u[:, 2].contiguous()
+    total, difference = u1 + u2, u1 - u2
 
     def residual(t):
-        return t - u[:, 2] + (total / (1 + t)).square() / 4 - (difference / (1 - t)).square() / 4
+        return t - u3 + (total / (1 + t)).square() / 4 - (difference / (1 - t)).square() / 4
 
     def slope(t):
         return 1 - total.square() / (2 * (1 + t) ** 3) - difference.square() / (2 * (1 - t) ** 3)
 
     ratio = (difference / total.clamp_min(1e-300)).sqrt()
     inflection = ((1 - ratio) / (1 + ratio)).clamp_max(0.999)
-    lower = bisect(slope, torch.zeros_like(inflection), inflection)
-    upper = bisect(lambda t: -slope(t), inflection, torch.full_like(inflection, 0.999))
-    t = bisect(residual, lower, upper)
+    convex = residual(inflection) >= 0  # the root lies between the lower extremum and the inflection
+    up = torch.where(convex, 1.0, -1.0)
+    left, right = torch.where(convex, 0.0, inflection), torch.where(convex, inflection, 0.999)
+    extremum = bisect(lambda t: up * slope(t), left, right, BRACKET_STEPS)
+    t = bisect(residual, torch.where(convex, extremum, left), torch.where(convex, right, extremum), ROOT_STEPS)
     half_sum, half_difference = total / (1 + t) / 2, difference / (1 - t) / 2
     return torch.stack([half_sum + half_difference, half_sum - half_difference, t, torch.zeros_like(t)], dim=-1)
 
@@ -152,35 +158,35 @@ def dense_point(u: Tensor) -> Tensor:
     v = s, or of v = R_4 where R_4^2 would not be positive at s = 0, the left side is convex: a minimum is its largest
     root.
     """
-    offset = 1 + 4 * u[:, 3:] - 2 * u.sum(-1, keepdim=True)  # R_4^2 = s^2 + offset
+    u = u.T.contiguous()  # [4, blocks]
+    offset = 1 + 4 * u[3] - 2 * u.sum(0)  # R_4^2 - s^2
     signed = offset < 0
-    spread = 4 * (u[:, :3] - u[:, 3:])
-
-    def sum_and_root4(v):
-        other = (v.square() + offset.abs()).sqrt()
-        return torch.where(signed, other, v), torch.where(signed, v, other)
+    spread = 4 * (u - u[3])  # R_i^2 - R_4^2
+    # The left side is own * v - 4 + four roots of v^2 + constant: R_1, R_2, R_3, and s or R_4, which v is not.
+    constants = torch.where(signed, spread, spread + offset)
+    constants[3] = offset.abs()
+    own = torch.where(signed, 1.0, 2.0).double()
+    times = torch.ones_like(u)
+    times[3] = 3 - own
 
     def residual(v):
-        total, root4 = sum_and_root4(v)
-        roots = (torch.where(signed, v.square(), v.square() + offset) + spread).sqrt()
-        return 2 * total - 4 + root4 + roots.sum(-1, keepdim=True)
+        return own * v - 4 + (times * (v.square() + constants).sqrt()).sum(0)
 
     def slope(v):
-        own = torch.where(signed, v.square(), v.square() + offset) + spread
-        other = (v.square() + offset.abs()).sqrt()
-        return torch.where(signed, 1 + 2 * v / other, 2 + v / other) + (v / own.sqrt()).nan_to_num().sum(-1, keepdim=True)
+        return own + (times * v / (v.square() + constants).sqrt().clamp_min(1e-300)).sum(0)
 
     left, right = torch.full_like(offset, -4), torch.full_like(offset, 4)
-    v = bisect(residual, bisect(slope, left, right), right)
-    total, root4 = sum_and_root4(v)
-    roots = torch.cat([(torch.where(signed, v.square(), v.square() + offset) + spread).sqrt(), root4], dim=-1)
-    return (total - 1 + roots) / 2
+    v = bisect(residual, bisect(slope, left, right, BRACKET_STEPS), right, ROOT_STEPS)
+    roots = (v.square() + constants).sqrt()
+    total, roots[3] = torch.where(signed, roots[3], v), torch.where(signed, v, roots[3])
+    return ((total - 1 + roots) / 2).T
 
 
 def exact_one(weight: Tensor, reg_lambda: float) -> Tensor:
-    """The prox of 1:m blocks, [blocks, m] -> float64: for lambda < 1 convex, w_i = max(z_i - lambda * s, 0) / (1 - lambda).
+    """The prox of 1:m blocks, [blocks, m] -> float64 [blocks, m], signed like `weight`.
 
-    The unknown s = sum w is found by bisection; for lambda >= 1 only the largest member stays, the first of equals.
+    For lambda < 1 convex, w_i = max(z_i - lambda * s, 0) / (1 - lambda) with s = sum w found by bisection; for
+    lambda >= 1 only the largest member stays, the first of equals.
     """
     z = weight.double().abs()
     if reg_lambda >= 1:
@@ -191,5 +197,5 @@ def exact_one(weight: Tensor, reg_lambda: float) -> Tensor:
         return (z - reg_lambda * s).clamp_min(0) / (1 - reg_lambda)
 
     most = z.sum(-1, keepdim=True)
-    s = bisect(lambda s: s - shrunk(s).sum(-1, keepdim=True), torch.zeros_like(most), most)
+    s = bisect(lambda s: s - shrunk(s).sum(-1, keepdim=True), torch.zeros_like(most), most, 2 * ROOT_STEPS)
     return shrunk(s).minimum(z).copysign(weight.double())

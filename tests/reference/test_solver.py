@@ -1,4 +1,4 @@
-"""The plain-torch solvers against searches that know none of the theorems behind them, and against hand-worked cases."""
+"""The plain-torch solvers against searches that know no theorem, and against cases worked by hand."""
 
 import math
 

@@ -1,1 +1,5 @@
-"""One file per backend: what it supports and how it is called. Importing a file registers its kernels."""
+"""One file per backend: what it supports and how it is called. Importing them fills the kernel tables of the ops."""
+
+from proxsparse.ops.backends import cpp, triton
+
+__all__ = ["cpp", "triton"]

@@ -5,7 +5,6 @@ import importlib
 import torch
 from torch import Tensor
 
-from proxsparse.ops.prox import FLOAT_DTYPES
 from proxsparse.ops.registry import register_kernel
 
 try:
@@ -22,8 +21,6 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
         return f"it serves the CPU, the tensor is on {tensor.device}"
     if m != 4 or n not in (1, 2):
         return f"it serves the patterns 2:4 and 1:4, not {n}:{m}"
-    if tensor.dtype not in FLOAT_DTYPES:
-        return f"it has no kernel for {tensor.dtype}"
     return None
 
 

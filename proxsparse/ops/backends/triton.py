@@ -5,19 +5,16 @@ import os
 
 from torch import Tensor
 
-from proxsparse.ops.prox import FLOAT_DTYPES
 from proxsparse.ops.registry import register_kernel
 
 
 def _supports(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; remedy: pip install triton"
     if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"it serves CUDA GPUs, the tensor is on {weight.device} (TRITON_INTERPRET=1 runs it on the CPU, slowly)"
     if (n, m) not in ((2, 4), (1, 4)):
         return f"it serves the patterns 2:4 and 1:4, not {n}:{m}"
-    if weight.dtype not in FLOAT_DTYPES:
-        return f"it has no kernel for {weight.dtype}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; remedy: pip install triton"
     return None
 
 

@@ -1,0 +1,84 @@
+"""The machine a run is on: device, precision, and the description of both that goes beside every result."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+
+import torch
+
+from proxsparse.errors import InputError
+
+PRECISIONS = {  # --precision -> dtype of the weights, dtype of autocast or None
+    "fp32": (torch.float32, None),
+    "mixed": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, None),
+}
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the GPU if there is one. Raises InputError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise InputError(f"--device {name}: not usable here ({reason}); try --device cpu") from error
+    return device
+
+
+def bf16_is_fast(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 matrices in hardware."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype, torch.dtype | None]:
+    """--precision -> (dtype of the weights, dtype of autocast or None); auto: mixed where bf16 is fast, else fp32."""
+    if precision == "auto":
+        precision = "mixed" if bf16_is_fast(device) else "fp32"
+    return PRECISIONS[precision]
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None):
+    """torch.autocast to `dtype`, or nothing. No weight is cached: inside the block a method may change it."""
+    return torch.autocast(device.type, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+
+
+def version(package: str) -> str:
+    """The installed version of a package, or "missing"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's and its cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.cpu.get_capabilities().get('cpu_name', platform.processor())}, {os.cpu_count()} cores"
+
+
+def environment(device: torch.device) -> dict:
+    """What a result depends on: versions, device, threads."""
+    return {
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this process held: on the device if it is a GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

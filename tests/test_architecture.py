@@ -1,0 +1,198 @@
+"""The house rules that a machine can check: imports only point down, optional packages have one owner, short files."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (ROOT / folder).rglob("*.py"))
+
+# A new module needs a line here: it says where in the house it lives.
+LAYERS = {
+    "equations": ("proxsparse.patterns", "proxsparse.reference", "proxsparse._version", "proxsparse.errors"),
+    "device code": ("triton_kernels",),
+    "ops": ("proxsparse.ops",),
+    "optim": ("proxsparse.optim",),
+    "public names": ("proxsparse",),
+    "parts": tuple(
+        f"proxsparse.{name}"
+        for name in (
+            "models",
+            "data",
+            "device",
+            "distributed",
+            "checkpoint",
+            "config",
+            "log",
+            "monitor",
+            "metric",
+            "recipes",
+        )
+    ),
+    "methods": tuple(f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "learning")),
+    "inference": ("proxsparse.inference",),
+    "commands": tuple(f"proxsparse.{name}" for name in ("train", "prune", "evaluate", "pack", "env", "run")),
+}
+# Every layer also sees itself; the test for circles keeps that honest.
+SEES = {
+    "equations": (),
+    "device code": (),
+    "ops": ("equations", "device code"),
+    "optim": ("equations", "ops"),
+    "public names": ("equations", "ops", "optim"),
+    "parts": ("equations", "ops"),
+    "methods": ("equations", "ops", "optim", "parts"),
+    "inference": ("equations", "ops"),
+    "commands": ("equations", "ops", "optim", "public names", "parts", "methods", "inference"),
+}
+# What comes with `import proxsparse` has to do with torch alone.
+TORCH_ONLY = ("equations", "ops", "optim", "public names", "inference")
+OWNERS = {
+    "triton": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
+    "triton_kernels": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
+    "proxsparse._C": ("proxsparse/ops/backends/cpp.py", "proxsparse/ops/backends/cuda.py"),
+    "datasets": ("proxsparse/data.py",),
+    "lm_eval": ("proxsparse/evaluation/zero_shot.py",),
+    "transformers": ("proxsparse/models.py", "proxsparse/config.py", "proxsparse/inference/hf_quantizer.py"),
+    "matplotlib": ("proxsparse/report.py",),
+}
+MAX_LINES = 400
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file: proxsparse/ops/__init__.py -> proxsparse.ops."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+OURS = {module_name(path).partition(".")[0] for path in FILES}
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+def imported_names(path: Path) -> set[str]:
+    """The dotted names a file imports, at its top or late: modules where they are ours, else what is written there."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{origin(node, path)}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names |= {node.args[0].value} if isinstance(node.args[0], ast.Constant) else set()
+    return {name.replace("proxsparse.triton_kernels", "triton_kernels") for name in names}
+
+
+def origin(node: ast.ImportFrom, path: Path) -> str:
+    """The X of `from X import y`, absolute."""
+    if not node.level:
+        return node.module
+    parents = path.relative_to(ROOT).parts[: -node.level]
+    return ".".join((*parents, node.module) if node.module else parents)
+
+
+def arrows(path: Path) -> set[str]:
+    """The modules of ours that a file imports: `from proxsparse.ops import prox_nm_` is an arrow to proxsparse.ops."""
+    ours = {name for name in imported_names(path) if name.partition(".")[0] in OURS and name != "proxsparse._C"}
+    targets = {name if name in MODULES else name.rpartition(".")[0] for name in ours}
+    return targets - {module_name(path)}
+
+
+def layer(module: str) -> str | None:
+    """The layer of the longest listed name that is the module or a package around it."""
+    inside = {
+        name: title
+        for title, names in LAYERS.items()
+        for name in names
+        if module == name or (module.startswith(name + ".") and name != "proxsparse")
+    }
+    return inside[max(inside, key=len)] if inside else None
+
+
+def test_the_walk_finds_the_house():
+    """Guards the guards: these imports are known to be there."""
+    assert {"proxsparse.ops", "proxsparse.optim", "proxsparse.reference"} <= arrows(ROOT / "proxsparse/__init__.py")
+    assert "proxsparse._C" in imported_names(ROOT / "proxsparse/ops/backends/cpp.py")
+    assert "triton_kernels" in arrows(ROOT / "proxsparse/ops/backends/triton.py")
+    assert layer("proxsparse.ops.backends.cpp") == "ops"
+    assert layer("proxsparse") == "public names"
+    assert layer("proxsparse.attic") is None
+    assert set(SEES) == set(LAYERS)
+
+
+@each_file
+def test_every_module_has_a_layer(path):
+    assert layer(module_name(path)), f"{module_name(path)} has no layer: give it one in LAYERS of {Path(__file__).name}"
+
+
+@each_file
+def test_imports_only_point_down(path):
+    own = layer(module_name(path))
+    for target in arrows(path):
+        assert target in MODULES, f"{path}: {target} does not exist"
+        assert layer(target) in (own, *SEES[own]), f"{own} must not import {layer(target)}: {target}"
+
+
+def test_imports_make_no_circle():
+    graphlib.TopologicalSorter({name: arrows(path) for name, path in MODULES.items()}).prepare()
+
+
+@each_file
+def test_nothing_imports_tests_or_benchmarks(path):
+    assert not {name.partition(".")[0] for name in imported_names(path)} & {"tests", "benchmarks", "conftest"}
+
+
+@each_file
+def test_an_optional_package_lives_with_its_owner(path):
+    place = path.relative_to(ROOT).as_posix()
+    for name in imported_names(path):
+        for package, owners in OWNERS.items():
+            if f"{name}.".startswith(f"{package}."):
+                assert place.startswith(owners), f"{package} belongs to {', '.join(owners)}"
+
+
+@each_file
+def test_the_core_needs_torch_only(path):
+    own = layer(module_name(path))
+    known = OURS | set(sys.stdlib_module_names) | {"torch"}
+    foreign = {name.partition(".")[0] for name in imported_names(path)} - known
+    if own == "device code":
+        assert foreign <= {"triton"}
+    elif own in TORCH_ONLY:
+        owned = {package for package, owners in OWNERS.items() if path.relative_to(ROOT).as_posix() in owners}
+        assert foreign <= owned
+
+
+def test_import_proxsparse_loads_torch_and_nothing_else():
+    program = (
+        "import sys, torch; before = set(sys.modules); import proxsparse; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["proxsparse"]
+    assert result.stderr == ""
+
+
+@each_file
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@each_file
+def test_no_star_import_and_no_bare_except(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        assert not (isinstance(node, ast.ImportFrom) and node.names[0].name == "*"), f"line {node.lineno}: import *"
+        assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"line {node.lineno}: bare except"
+
+
+@pytest.mark.parametrize(
+    "path",
+    FILES + sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h", ".cu", ".cuh")),
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_a_file_can_be_read_in_one_sitting(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES

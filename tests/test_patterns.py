@@ -1,0 +1,77 @@
+"""The N:M pattern: parsing, its invariants, and how it cuts a weight into blocks."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from proxsparse import NMPattern
+
+
+@pytest.mark.parametrize(("text", "n", "m"), [("2:4", 2, 4), (" 1 : 4 ", 1, 4), ("4:8", 4, 8), ("63:64", 63, 64)])
+def test_parse(text, n, m):
+    pattern = NMPattern.parse(text)
+    assert (pattern.n, pattern.m) == (n, m)
+    assert pattern.density == n / m
+    assert str(pattern) == f"{n}:{m}"
+    assert NMPattern.parse(str(pattern)) == pattern
+    assert NMPattern.parse(pattern) is pattern
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2/4", "2:4:8", "two:four", "-1:4", "2.0:4", "2:", ":4", "1000:2000", None, 24, (2, 4)]
+)
+def test_what_is_no_pattern_is_refused_with_the_form(text):
+    with pytest.raises(ValueError, match='is not of the form "N:M", such as "2:4"'):
+        NMPattern.parse(text)
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 4), (4, 4), (5, 4), (-1, 4), (2, 65), (0, 0)])
+def test_impossible_numbers_are_refused_with_the_rule(n, m):
+    with pytest.raises(ValueError, match=rf"{n}:{m}: needs 1 <= n < m <= 64"):
+        NMPattern(n, m)
+
+
+def test_it_is_a_value():
+    assert len({NMPattern(2, 4), NMPattern.parse("2:4"), NMPattern(1, 4)}) == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NMPattern(2, 4).n = 3
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8), (0, 8), (3, 0)])
+def test_blocks_lie_along_the_last_dimension(shape):
+    weight = torch.arange(torch.Size(shape).numel()).view(shape)
+    blocks = NMPattern(2, 4).blocks(weight)
+    assert blocks.shape == (*shape[:-1], shape[-1] // 4, 4)
+    assert torch.equal(blocks.reshape(shape), weight)
+
+
+def test_blocks_are_a_view_of_the_weight():
+    weight = torch.zeros(3, 8)
+    NMPattern(2, 4).blocks(weight)[1, 1, 2] = 5
+    assert weight[1, 6] == 5
+    columns = torch.zeros(8, 3).T
+    NMPattern(2, 4).blocks(columns)[1, 1, 2] = 5
+    assert columns[1, 6] == 5
+
+
+@pytest.mark.parametrize("shape", [(3, 130), (7,), ()])
+def test_a_width_that_no_blocks_fill_is_refused_with_the_remedy(shape):
+    with pytest.raises(ValueError, match=r"score of shape \[.*\].*must be a multiple of 4.*2:4 blocks; exclude"):
+        NMPattern(2, 4).check_blocks(torch.Size(shape), "score")
+    with pytest.raises(ValueError, match="weight of shape"):
+        NMPattern(2, 4).blocks(torch.zeros(shape))
+
+
+def test_feasible_blocks_hold_at_most_n_nonzeros():
+    weight = torch.tensor([[1.0, 0, -2, 0, 0, 0, 0, 0], [1, 2, 3, 0, 0, -0.0, 4, 5]])
+    assert NMPattern(2, 4).feasible_blocks(weight).tolist() == [[True, True], [False, True]]
+    assert not NMPattern(2, 4).is_feasible(weight)
+    assert NMPattern(2, 4).is_feasible(weight[:1])
+    assert not NMPattern(1, 4).is_feasible(weight[:1])
+    assert NMPattern(4, 8).feasible_blocks(weight).tolist() == [[True], [False]]
+    assert NMPattern(2, 4).is_feasible(weight[:0])
+
+
+def test_a_nan_counts_as_a_nonzero():
+    assert not NMPattern(2, 4).is_feasible(torch.tensor([float("nan"), 1.0, 2.0, 0.0]))
