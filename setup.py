@@ -51,14 +51,15 @@ class BuildKernels(BuildExtension):
 
 def cpu_kernels() -> CppExtension:
     """proxsparse._C, from csrc/bindings.cpp and csrc/cpu."""
+    openmp = [] if sys.platform == "darwin" else ["-fopenmp"]  # Apple clang refuses the flag
     return CppExtension(
         "proxsparse._C",
         sources=["csrc/bindings.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))],
         depends=sorted(glob.glob("csrc/**/*.h", recursive=True)),
         # As PyTorch itself is compiled: without these two promises to libm and the FPU, no loop with a square root
         # or a choice becomes vector code. NaN and infinity keep their meaning.
-        extra_compile_args=["-O3", "-g0", "-std=c++20", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"],
-        extra_link_args=["-fopenmp"],
+        extra_compile_args=["-O3", "-g0", "-std=c++20", *openmp, "-fno-math-errno", "-fno-trapping-math"],
+        extra_link_args=openmp,
         optional=build_mode() != "1",  # setuptools then accepts that the file is missing
     )
 

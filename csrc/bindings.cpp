@@ -8,5 +8,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   module.def("prox_n4_", &proxsparse::prox_n4_, py::arg("weight"), py::arg("reg_lambda"), py::arg("n"),
              py::arg("scale") = py::none(), without_gil);
+  module.def("cpu_capability", &proxsparse::cpu_capability);
   module.def("mask_n4", &proxsparse::mask_n4, py::arg("score"), py::arg("n"), py::arg("mask"), without_gil);
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 namespace proxsparse {
 
@@ -21,5 +22,9 @@ void prox_n4_(const at::Tensor& weight, double reg_lambda, int64_t n, const std:
 //   n      1 or 2
 //   mask   bool, shape of score, contiguous; overwritten
 void mask_n4(const at::Tensor& score, int64_t n, const at::Tensor& mask);
+
+// The instruction set the kernels run with: "default", "avx2" or "avx512"; the widest of this CPU, at most the one that
+// the environment's PROXSPARSE_CPU_CAPABILITY names.
+std::string cpu_capability();
 
 }  // namespace proxsparse

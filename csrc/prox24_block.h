@@ -10,11 +10,11 @@
 
 #include <cmath>
 
+#include "inline.h"
+
 #ifdef __CUDACC__
-#define PROXSPARSE_BLOCK __host__ __device__ __forceinline__
 #define PROXSPARSE_UNROLL _Pragma("unroll")
 #else
-#define PROXSPARSE_BLOCK inline __attribute__((always_inline))
 #define PROXSPARSE_UNROLL _Pragma("GCC unroll 8")
 #endif
 
@@ -39,22 +39,22 @@ constexpr T kTwoSparseFrom = T(1.2071067811865475);
 
 // By value: a conditional between two lvalues would be a conditional address, which no compiler turns into vector code.
 template <typename T>
-PROXSPARSE_BLOCK T select(bool condition, T if_true, T if_false) {
+PROXSPARSE_INLINE T select(bool condition, T if_true, T if_false) {
   return condition ? if_true : if_false;
 }
 
 template <typename T>
-PROXSPARSE_BLOCK T larger(T a, T b) {
+PROXSPARSE_INLINE T larger(T a, T b) {
   return a > b ? a : b;
 }
 
 template <typename T>
-PROXSPARSE_BLOCK T smaller(T a, T b) {
+PROXSPARSE_INLINE T smaller(T a, T b) {
   return a < b ? a : b;
 }
 
 template <typename T>
-PROXSPARSE_BLOCK Ranks<T> rank_descending(Block<T> m) {
+PROXSPARSE_INLINE Ranks<T> rank_descending(Block<T> m) {
   const T after12 = select(m.w1 < m.w2, T(1), T(0)), after13 = select(m.w1 < m.w3, T(1), T(0));
   const T after14 = select(m.w1 < m.w4, T(1), T(0)), after23 = select(m.w2 < m.w3, T(1), T(0));
   const T after24 = select(m.w2 < m.w4, T(1), T(0)), after34 = select(m.w3 < m.w4, T(1), T(0));
@@ -63,7 +63,7 @@ PROXSPARSE_BLOCK Ranks<T> rank_descending(Block<T> m) {
 }
 
 template <typename T>
-PROXSPARSE_BLOCK Block<T> sort_descending(Block<T> m) {
+PROXSPARSE_INLINE Block<T> sort_descending(Block<T> m) {
   const T high12 = larger(m.w1, m.w2), low12 = smaller(m.w1, m.w2);
   const T high34 = larger(m.w3, m.w4), low34 = smaller(m.w3, m.w4);
   const T middle_a = smaller(high12, high34), middle_b = larger(low12, low34);
@@ -72,7 +72,7 @@ PROXSPARSE_BLOCK Block<T> sort_descending(Block<T> m) {
 
 // The member of a sorted block that stands at `rank`.
 template <typename T>
-PROXSPARSE_BLOCK T at_rank(Block<T> sorted, T rank) {
+PROXSPARSE_INLINE T at_rank(Block<T> sorted, T rank) {
   const T upper = select(rank < T(0.5), sorted.w1, sorted.w2);
   const T lower = select(rank < T(2.5), sorted.w3, sorted.w4);
   return select(rank < T(1.5), upper, lower);
@@ -81,14 +81,14 @@ PROXSPARSE_BLOCK T at_rank(Block<T> sorted, T rank) {
 // max(z - lambda * e_2(a, b, latest), 0): the best value of one weight while the three others stay. lambda * a * b is
 // formed so that it cannot overflow, and all but the last two operations can start before `latest` is known.
 template <typename T>
-PROXSPARSE_BLOCK T best_coordinate(T z, T lambda, T a, T b, T latest) {
+PROXSPARSE_INLINE T best_coordinate(T z, T lambda, T a, T b, T latest) {
   const T la = lambda * a, lb = lambda * b;
   return larger((z - la * b) - (la + lb) * latest, T(0));
 }
 
 // One sweep of coordinate descent from the last weight to the first; no order of the magnitudes needed.
 template <typename T>
-PROXSPARSE_BLOCK Block<T> sweep_24(Block<T> z, T lambda, Block<T> w) {
+PROXSPARSE_INLINE Block<T> sweep_24(Block<T> z, T lambda, Block<T> w) {
   w.w4 = best_coordinate(z.w4, lambda, w.w2, w.w3, w.w1);
   w.w3 = best_coordinate(z.w3, lambda, w.w1, w.w2, w.w4);
   w.w2 = best_coordinate(z.w2, lambda, w.w1, w.w4, w.w3);
@@ -98,7 +98,7 @@ PROXSPARSE_BLOCK Block<T> sweep_24(Block<T> z, T lambda, Block<T> w) {
 
 // lambda^2 times the objective: all terms lie within [0, 10] where it is used, whatever the units of the weights.
 template <typename T>
-PROXSPARSE_BLOCK T scaled_objective(Block<T> z, T lambda, Block<T> w) {
+PROXSPARSE_INLINE T scaled_objective(Block<T> z, T lambda, Block<T> w) {
   const T d1 = lambda * (w.w1 - z.w1), d2 = lambda * (w.w2 - z.w2);
   const T d3 = lambda * (w.w3 - z.w3), d4 = lambda * (w.w4 - z.w4);
   const T x1 = lambda * w.w1, x2 = lambda * w.w2, x3 = lambda * w.w3, x4 = lambda * w.w4;
@@ -107,7 +107,7 @@ PROXSPARSE_BLOCK T scaled_objective(Block<T> z, T lambda, Block<T> w) {
 
 // 2f / (f' + sqrt(f'^2 - 2 f f'')): the step to the nearer root of the quadratic Taylor model.
 template <typename T>
-PROXSPARSE_BLOCK T euler_step(T f, T slope, T curvature, T floor) {
+PROXSPARSE_INLINE T euler_step(T f, T slope, T curvature, T floor) {
   const T root = std::sqrt(larger(slope * slope - 2 * f * curvature, T(0)));
   return 2 * f / larger(larger(slope, T(0)) + root, floor);
 }
@@ -119,7 +119,7 @@ constexpr int kEulerSteps = sizeof(T) == 8 ? 5 : 3;
 // The candidate with w4 = 0. With u = lambda * z and w1, w2 eliminated, t = lambda * w3 is the root in [0, 0.75] of
 //   phi(t) = t - u3 + (u1 + u2)^2 / (4 (1 + t)^2) - (u1 - u2)^2 / (4 (1 - t)^2)
 template <typename T>
-PROXSPARSE_BLOCK Block<T> three_sparse_24(Block<T> z, T lambda, T inverse_lambda) {
+PROXSPARSE_INLINE Block<T> three_sparse_24(Block<T> z, T lambda, T inverse_lambda) {
   const T u1 = lambda * z.w1, u2 = lambda * z.w2, u3 = lambda * z.w3;
   const T total = u1 + u2, difference = u1 - u2;
   const T inflection = u2 / (u1 + std::sqrt(total * difference) + T(1e-30));  // phi'' = 0; monotone from here
@@ -149,7 +149,7 @@ struct DenseCandidate {
 
 // x_i of the dense candidate; the first form loses nothing where R_i and e = 1 - s nearly cancel.
 template <typename T>
-PROXSPARSE_BLOCK T dense_member(T u, T q, T root, T e) {
+PROXSPARSE_INLINE T dense_member(T u, T q, T root, T e) {
   const T stable = 2 * (u - q) / (root + e), plain = (root - e) / 2;
   return select(e > 0, select(root > 0, stable, plain), plain);
 }
@@ -158,7 +158,7 @@ PROXSPARSE_BLOCK T dense_member(T u, T q, T root, T e) {
 //   2 s - 4 + R1 + R2 + R3 + R4 = 0,  R_i = sqrt(s^2 + 1 + 4 u_i - 2 (u1 + u2 + u3 + u4))
 // The unknown v is s itself where k4 >= 0 and the signed root R4 where k4 < 0: convex in v either way.
 template <typename T>
-PROXSPARSE_BLOCK DenseCandidate<T> dense_24(Block<T> z, T lambda, T inverse_lambda) {
+PROXSPARSE_INLINE DenseCandidate<T> dense_24(Block<T> z, T lambda, T inverse_lambda) {
   const T u1 = lambda * z.w1, u2 = lambda * z.w2, u3 = lambda * z.w3, u4 = lambda * z.w4;
   const T total = u1 + u2 + u3 + u4, k4 = 1 - 2 * (u1 + u2 + u3 - u4);
   const bool signed_root = k4 < 0;
@@ -189,7 +189,7 @@ PROXSPARSE_BLOCK DenseCandidate<T> dense_24(Block<T> z, T lambda, T inverse_lamb
 
 // Exact prox of a sorted 2:4 block: the best of the 2-sparse, the 3-sparse and the dense candidate. lambda > 0.
 template <typename T>
-PROXSPARSE_BLOCK Block<T> solve_24(Block<T> z, T lambda, T inverse_lambda) {
+PROXSPARSE_INLINE Block<T> solve_24(Block<T> z, T lambda, T inverse_lambda) {
   const Block<T> sparse3 = three_sparse_24(z, lambda, inverse_lambda);
   const DenseCandidate<T> dense = dense_24(z, lambda, inverse_lambda);
 
@@ -211,28 +211,22 @@ PROXSPARSE_BLOCK Block<T> solve_24(Block<T> z, T lambda, T inverse_lambda) {
           select(take4, dense.w.w3, select(take3, sparse3.w3, T(0))), select(take4, dense.w.w4, T(0))};
 }
 
-// Exact prox of a sorted 1:4 block for lambda < 1, where it is convex (from 1 on it is [z1, 0, 0, 0]):
-//   w_i = max(z_i - th_k, 0) / (1 - lambda),  th_k = lambda (z1 + ... + z_k) / (1 + (k - 1) lambda)
-// for the last k with z_k > th_k.
+// Exact prox of a sorted 1:4 block for lambda < 1, where it is convex (from 1 on it is [z1, 0, 0, 0]). With
+//   w_k = ((z1 + ... + z_k) / (1 + (k - 1) lambda) - gain * sum_{j<k} (z_j - z_k)) / k,  gain = 1 / (1 - lambda)
+// the last k with w_k > 0 wins, and w_i = w_k + gain * (z_i - z_k) for i <= k. `gain` has to come from a lambda in
+// double, which may be 1 in T; as only differences are multiplied by it, ties stay exact however close to 1 it is.
 template <typename T>
-PROXSPARSE_BLOCK Block<T> solve_14(Block<T> z, T lambda) {
+PROXSPARSE_INLINE Block<T> solve_14(Block<T> z, T lambda, T gain) {
   const T sum2 = z.w1 + z.w2, sum3 = sum2 + z.w3, sum4 = sum3 + z.w4;
-  T threshold = lambda * z.w1, candidate = lambda * sum2 / (1 + lambda);
-  threshold = select(z.w2 > candidate, candidate, threshold);
-  candidate = lambda * sum3 / (1 + 2 * lambda);
-  threshold = select(z.w3 > candidate, candidate, threshold);
-  candidate = lambda * sum4 / (1 + 3 * lambda);
-  threshold = select(z.w4 > candidate, candidate, threshold);
-  const T stretch = 1 / (1 - lambda);
-  Block<T> w{
-      smaller(larger(z.w1 - threshold, T(0)) * stretch, z.w1), smaller(larger(z.w2 - threshold, T(0)) * stretch, z.w2),
-      smaller(larger(z.w3 - threshold, T(0)) * stretch, z.w3), smaller(larger(z.w4 - threshold, T(0)) * stretch, z.w4)};
-  // One sweep of coordinate descent repairs what the division by a small 1 - lambda has lost.
-  w.w4 = larger(z.w4 - lambda * (w.w1 + w.w2 + w.w3), T(0));
-  w.w3 = larger(z.w3 - lambda * (w.w1 + w.w2 + w.w4), T(0));
-  w.w2 = larger(z.w2 - lambda * (w.w1 + w.w3 + w.w4), T(0));
-  w.w1 = larger(z.w1 - lambda * (w.w2 + w.w3 + w.w4), T(0));
-  return w;
+  const T d12 = gain * (z.w1 - z.w2), d13 = gain * (z.w1 - z.w3), d23 = gain * (z.w2 - z.w3);
+  const T d14 = gain * (z.w1 - z.w4), d24 = gain * (z.w2 - z.w4), d34 = gain * (z.w3 - z.w4);
+  const T last2 = (sum2 / (1 + lambda) - d12) / 2, last3 = (sum3 / (1 + 2 * lambda) - (d13 + d23)) / 3;
+  const T last4 = (sum4 / (1 + 3 * lambda) - (d14 + d24 + d34)) / 4;
+  const bool take2 = last2 > 0, take3 = last3 > 0, take4 = last4 > 0;
+  return {smaller(select(take4, last4 + d14, select(take3, last3 + d13, select(take2, last2 + d12, z.w1))), z.w1),
+          smaller(select(take4, last4 + d24, select(take3, last3 + d23, select(take2, last2, T(0)))), z.w2),
+          smaller(select(take4, last4 + d34, select(take3, last3, T(0))), z.w3),
+          smaller(select(take4, last4, T(0)), z.w4)};
 }
 
 }  // namespace proxsparse

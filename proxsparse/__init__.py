@@ -1,22 +1,22 @@
 """proxsparse: learn N:M sparsity masks of pretrained language models by proximal gradient descent.
 
-`import proxsparse` needs torch only. The command lines are `python -m proxsparse.train`, `.evaluate` and `.env`.
+`import proxsparse` needs torch only. The command lines are `python -m proxsparse.train`, `.evaluate`, `.report` and
+`.env`.
 """
 
 import pathlib
 
 from proxsparse._version import __version__
+from proxsparse.ops import nm_mask, prox_nm, prox_nm_, use_backend
+from proxsparse.optim import ProxOptimizer
+from proxsparse.patterns import NMPattern
+from proxsparse.reference import reg_nm
 
 # Installed, triton_kernels is a subpackage of ours (the bare name belongs to another project). In a source checkout it
 # stands beside this folder: adding that parent to the search path makes `proxsparse.triton_kernels` import both ways.
 _checkout = pathlib.Path(__file__).resolve().parent.parent
 if (_checkout / "triton_kernels").is_dir() and (_checkout / "setup.py").is_file():
     __path__.append(str(_checkout))
-
-from proxsparse.ops import nm_mask, prox_nm, prox_nm_, use_backend  # noqa: E402
-from proxsparse.optim import ProxOptimizer  # noqa: E402
-from proxsparse.patterns import NMPattern  # noqa: E402
-from proxsparse.reference import reg_nm  # noqa: E402
 
 __all__ = [
     "NMPattern",

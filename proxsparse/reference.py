@@ -4,10 +4,15 @@ Sources: "paper" is ProxSparse (ICML 2025). The exact 2:4 solver and the general
 EnumALM, which can miss the optimum, is `enum_alm`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from proxsparse.patterns import NMPattern, PatternLike
+
+# From lambda * z_1 = (1 + sqrt 2) / 2 on a 3-sparse candidate never beats the 2-sparse one; dense ones lose from 1 on.
+TWO_SPARSE_FROM = (1 + math.sqrt(2)) / 2
 
 # ---------------------------------------------------------------------------------------------- regularisers
 
@@ -37,7 +42,7 @@ def reg_nm(weight: Tensor, pattern: PatternLike = "2:4") -> Tensor:
 
 def frozen_denominator(pretrained: Tensor, eps: float) -> Tensor:
     """W0 + eps * sign(W0) with sign(0) = 1, the denominator of the frozen-weight term."""
-    return pretrained + torch.where(pretrained >= 0, eps, -eps).to(pretrained.dtype)
+    return torch.where(pretrained >= 0, pretrained + eps, pretrained - eps)
 
 
 def frozen_penalty(weight: Tensor, pretrained: Tensor, eps: float) -> Tensor:
@@ -84,13 +89,16 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
     if reg_lambda == 0 or weight.numel() == 0:
         return weight.clone()
     arithmetic = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    limits = torch.finfo(arithmetic)
+    reg_lambda = min(max(reg_lambda, limits.tiny), limits.max)  # so that neither lambda nor its inverse is infinite
     exact = weight.to(arithmetic)
     metric = torch.ones_like(exact[..., :1]) if scale is None else scale.to(arithmetic)
     v = pattern.blocks((exact * metric).contiguous())
-    magnitude, order = v.abs().sort(dim=-1, descending=True, stable=True)
+    finite = v.isfinite().all(-1, keepdim=True)
+    magnitude, order = torch.where(finite, v, 0.0).abs().sort(dim=-1, descending=True, stable=True)
     sorted_prox = solver_for(pattern)(magnitude, reg_lambda)
     shrunk = torch.empty_like(v).scatter_(-1, order, sorted_prox)
-    unchanged = (shrunk == v.abs()) | ~v.isfinite().all(-1, keepdim=True)
+    unchanged = (shrunk == v.abs()) | ~finite
     new = (shrunk.copysign(v).view(weight.shape) / metric).to(weight.dtype)
     new = torch.where(new == 0, 0.0, new)  # +0.0, also where a small negative number was rounded to zero
     return torch.where(unchanged.view(weight.shape), weight, new)
@@ -117,19 +125,26 @@ def solve_24(z: Tensor, reg_lambda: float) -> Tensor:
     equation in t = x_3, that of the dense problem the root of one in s = x_1 + x_2 + x_3 + x_4. Both are found by
     cubic (Euler) iterations that converge monotonically from the start chosen. A last coordinate sweep in the original
     units restores the relative accuracy of tiny weights.
+
+    The iterations are one more than those of the kernels (csrc/prox24_block.h: 3 in fp32, 5 in fp64, by measurement):
+    what kernels are judged by must not owe its error to the same truncation.
     """
     sparse3 = three_sparse_candidate(z, reg_lambda)
     dense, dense_valid = dense_candidate(z, reg_lambda)
     sparse2 = torch.cat([z[..., :2], torch.zeros_like(z[..., 2:])], dim=-1)
 
+    # lambda^2 times the objectives, in which the unit of the weights cancels: no square under- or overflows.
+    u = reg_lambda * z
+    undecided = u[..., 0] < TWO_SPARSE_FROM
+    best, best_objective = sparse2, 0.5 * u[..., 2:].square().sum(-1)
+    sparse3_objective = objective(reg_lambda * sparse3, u, 1.0, 2)
+    dense_objective = objective(reg_lambda * dense, u, 1.0, 2)
     # A fp32 objective cannot tell candidates apart near a continuous transition: prefer the denser valid one there.
     tolerance = 1 + 4 * torch.finfo(z.dtype).eps
-    best, best_objective = sparse2, 0.5 * z[..., 2:].square().sum(-1)
-    sparse3_objective = objective(sparse3, z, reg_lambda, 2)
-    take3 = (sparse3[..., 2] > 0) & (sparse3_objective <= best_objective * tolerance)
+    take3 = undecided & (sparse3[..., 2] > 0) & (sparse3_objective <= best_objective * tolerance)
     best = torch.where(take3[..., None], sparse3, best)
     best_objective = torch.where(take3, torch.minimum(sparse3_objective, best_objective), best_objective)
-    take4 = dense_valid & (dense[..., 3] > 0) & (objective(dense, z, reg_lambda, 2) <= best_objective * tolerance)
+    take4 = undecided & dense_valid & (dense[..., 3] > 0) & (dense_objective <= best_objective * tolerance)
     return torch.where(take4[..., None], dense, best)
 
 
@@ -179,7 +194,8 @@ def dense_candidate(z: Tensor, reg_lambda: float) -> tuple[Tensor, Tensor]:
         i4, i = (v.square() + kappa + 1e-30).rsqrt(), (v.square() + k + 1e-30).rsqrt()
         f = alpha * v - 4 + beta * (v.square() + kappa) * i4 + ((v.square() + k) * i).sum(-1, keepdim=True)
         slope = alpha + v * (beta * i4 + i.sum(-1, keepdim=True))
-        curvature = beta * kappa * i4**3 + (k * i**3).sum(-1, keepdim=True)
+        # k first: where v = k = 0, i^3 alone overflows
+        curvature = beta * kappa * i4 * i4 * i4 + (k * i * i * i).sum(-1, keepdim=True)
         v = v - euler_step(f, slope, curvature, 1e-3)
     root, q = (v.square() + k).sqrt(), (v.square() + kappa).sqrt()
     s, root4 = torch.where(signed, q, v), torch.where(signed, v, q)
@@ -190,23 +206,29 @@ def dense_candidate(z: Tensor, reg_lambda: float) -> tuple[Tensor, Tensor]:
     w = list((x.clamp_min(0).minimum(u) / reg_lambda).unbind(-1))
     for i in (3, 2, 1, 0):
         a, b, c = (w[j] for j in range(4) if j != i)
-        w[i] = (z[..., i] - reg_lambda * (a * b + b * c + c * a)).clamp_min(0)
+        # lambda first: a * b alone may overflow
+        w[i] = (z[..., i] - (reg_lambda * a * b + reg_lambda * b * c + reg_lambda * c * a)).clamp_min(0)
     return torch.stack(w, dim=-1), valid
 
 
 def solve_1m(z: Tensor, reg_lambda: float) -> Tensor:
     """Exact prox of sorted 1:M blocks, Reg = sum_{i<j} |w_i w_j|.
 
-    lambda >= 1: [z_1, 0, ...]. lambda < 1 (convex): w_i = max(z_i - th, 0) / (1 - lambda) with
-    th = lambda * Z_k / (1 + (k - 1) lambda), Z_k = z_1 + ... + z_k, for the largest k with z_k > th_k.
+    lambda >= 1: [z_1, 0, ...]. lambda < 1 (convex): the last k with w_k > 0 wins, where with g = 1 / (1 - lambda)
+    w_k = ((z_1 + ... + z_k) / (1 + (k - 1) lambda) - g * sum_{j<k} (z_j - z_k)) / k and w_i = w_k + g * (z_i - z_k) for
+    i <= k. Only differences of weights are multiplied by g, so ties stay exact however close lambda is to 1.
     """
+    best = torch.cat([z[..., :1], torch.zeros_like(z[..., 1:])], dim=-1)
     if reg_lambda >= 1:
-        return torch.cat([z[..., :1], torch.zeros_like(z[..., 1:])], dim=-1)
-    count = torch.arange(z.shape[-1], dtype=z.dtype, device=z.device)  # k - 1
-    threshold = reg_lambda * z.cumsum(-1) / (1 + count * reg_lambda)
-    last = ((z > threshold).sum(-1, keepdim=True) - 1).clamp_min(0)
-    shrunk = ((z - threshold.gather(-1, last)) / (1 - reg_lambda)).clamp_min(0)
-    return torch.minimum(shrunk, z)
+        return best
+    gain = 1 / (1 - reg_lambda)  # in double: an fp32 lambda may be 1
+    for k in range(2, z.shape[-1] + 1):
+        top, smallest = z[..., :k], z[..., k - 1 : k]
+        above = gain * (top - smallest)
+        last = (top.sum(-1, keepdim=True) / (1 + (k - 1) * reg_lambda) - above.sum(-1, keepdim=True)) / k
+        candidate = torch.cat([torch.minimum(last + above, top), torch.zeros_like(z[..., k:])], dim=-1)
+        best = torch.where(last > 0, candidate, best)
+    return best
 
 
 def solve_nm(z: Tensor, reg_lambda: float, n: int, max_sweeps: int = 500) -> Tensor:

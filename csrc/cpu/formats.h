@@ -6,9 +6,9 @@
 #include <bit>
 #include <cstdint>
 
-namespace proxsparse {
+#include "../inline.h"
 
-#define PROXSPARSE_INLINE inline __attribute__((always_inline))
+namespace proxsparse {
 
 template <typename T>
 struct Native {  // float32 and float64 are computed in as they are

@@ -145,11 +145,28 @@ PROXSPARSE_INLINE void solve_sorted(const Lanes<T>& z, Lanes<T>& w, Solve solve)
   }
 }
 
+// lambda and what the solvers need of it.
 template <typename T>
-PROXSPARSE_INLINE void solve_chunk(const Lanes<T>& z, T lambda, T inverse_lambda, int64_t n, Lanes<T>& w) {
+struct Strength {
+  T lambda, inverse;
+  T gain;  // 1 / (1 - lambda), for 1:4; 0 from lambda = 1 on, where the largest weight of a block stays alone
+};
+
+// Clamped so that neither lambda nor its inverse is infinite in T; the gain in double, because in T lambda may be 1.
+template <typename T>
+Strength<T> strength(double reg_lambda) {
+  const T lambda = static_cast<T>(
+      std::clamp(reg_lambda, double{std::numeric_limits<T>::min()}, double{std::numeric_limits<T>::max()}));
+  return {lambda, 1 / lambda, static_cast<T>(reg_lambda < 1 ? 1 / (1 - reg_lambda) : 0)};
+}
+
+template <typename T>
+PROXSPARSE_INLINE void solve_chunk(const Lanes<T>& z, Strength<T> strength, int64_t n, Lanes<T>& w) {
+  const T lambda = strength.lambda, inverse_lambda = strength.inverse, gain = strength.gain;
   if (n == 1) {
-    if (lambda >= 1) return keep_largest(z, 1, w);
-    return solve_sorted(z, w, [=](Block<T> sorted) __attribute__((always_inline)) { return solve_14(sorted, lambda); });
+    if (gain == 0) return keep_largest(z, 1, w);
+    return solve_sorted(z, w,
+                        [=](Block<T> sorted) __attribute__((always_inline)) { return solve_14(sorted, lambda, gain); });
   }
   const Range<T> maxima = range_of_maxima(z);
   if (lambda * maxima.smallest >= kTwoSparseFrom<T>) return keep_largest(z, 2, w);
@@ -164,7 +181,7 @@ struct Task {
   typename Format::Storage* weight;
   int64_t blocks, in_features;
   const typename Format::Arithmetic* scale;
-  double reg_lambda;
+  Strength<typename Format::Arithmetic> strength;
   int64_t n;
 };
 
@@ -184,9 +201,6 @@ PROXSPARSE_INLINE void load_scale(const T* scale, int64_t in_features, int64_t s
 template <typename Format>
 PROXSPARSE_INLINE void prox_chunks(const Task<Format>* task, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;
-  // Clamped so that neither lambda nor its inverse is infinite in T.
-  const T lambda = static_cast<T>(std::min(task->reg_lambda, double{std::numeric_limits<T>::max()}));
-  const T inverse_lambda = 1 / std::max(lambda, std::numeric_limits<T>::min());
   Lanes<T> z, w, metric, unscaled;
   for (int64_t chunk = begin; chunk < end; ++chunk) {
     const int64_t first = chunk * kChunk, count = 4 * std::min<int64_t>(kChunk, task->blocks - first);
@@ -201,7 +215,7 @@ PROXSPARSE_INLINE void prox_chunks(const Task<Format>* task, int64_t begin, int6
       multiply(z, metric);
     }
     clear_unless_finite(z);
-    solve_chunk(z, lambda, inverse_lambda, task->n, w);
+    solve_chunk(z, task->strength, task->n, w);
     if (task->scale != nullptr) divide(w, metric, unscaled);
     store_weights<Format>(z, w, task->scale != nullptr ? unscaled : w, weight);
 
@@ -216,7 +230,7 @@ void prox(const at::Tensor& weight, double reg_lambda, int64_t n, const std::opt
                           weight.numel() / 4,
                           weight.size(-1),
                           scale ? scale->const_data_ptr<T>() : nullptr,
-                          reg_lambda,
+                          strength<T>(reg_lambda),
                           n};
   const int64_t chunks = (task.blocks + kChunk - 1) / kChunk;
   at::parallel_for(0, chunks, kChunksPerTask,

@@ -3,6 +3,17 @@
 
 namespace proxsparse {
 
+// In ascending order. `default` is what every CPU of the architecture has.
+enum class Capability { kDefault, kAvx2, kAvx512 };
+
+constexpr const char* name(Capability capability) {
+  constexpr const char* names[] = {"default", "avx2", "avx512"};
+  return names[static_cast<int>(capability)];
+}
+
+// The widest of this CPU, at most PROXSPARSE_CPU_CAPABILITY=default|avx2|avx512 of the environment, read once.
+Capability capability();
+
 #ifdef __x86_64__
 
 template <auto kernel, typename... Args>
@@ -19,12 +30,13 @@ __attribute__((target("avx2,fma"))) void run_avx2(Args... args) {
 // (The attribute target_clones would be shorter, but GCC selects its arch= clones by the maker of the CPU.)
 template <auto kernel, typename... Args>
 void run_vectorised(Args... args) {
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    run_avx512<kernel>(args...);
-  } else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    run_avx2<kernel>(args...);
-  } else {
-    kernel(args...);
+  switch (capability()) {
+    case Capability::kAvx512:
+      return run_avx512<kernel>(args...);
+    case Capability::kAvx2:
+      return run_avx2<kernel>(args...);
+    case Capability::kDefault:
+      return kernel(args...);
   }
 }
 

@@ -1,14 +1,23 @@
-"""What setup.py does without a working C++ compiler; the kernels themselves are tested against the reference."""
+"""setup.py without a working C++ compiler, the kernels' variants for other CPUs, and the block solver on a GPU."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import setuptools
+import torch
+from ops.blocks import random_blocks
+from reference import ground_truth
+
+from proxsparse.reference import nm_mask
 
 CHECKOUT = Path(__file__).parents[2]
+# The objective's distance from the optimum, over z_1^2; a half-precision result has been rounded by eps / 2 a weight.
+GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2 * 2.0**-14, torch.float16: 2e-6 + 2 * 2.0**-20}
 
 
 @pytest.fixture
@@ -53,3 +62,109 @@ def test_unknown_mode_is_refused_with_the_choices(build):
     process = build("yes")
     assert process.returncode != 0
     assert "PROXSPARSE_EXTENSION='yes': choose one of auto, 0, 1" in process.stderr
+
+
+@pytest.mark.parametrize(("platform", "openmp"), [("linux", True), ("darwin", False)])
+def test_openmp_is_asked_for_where_the_compiler_has_it(platform, openmp, monkeypatch):
+    described = {}
+    monkeypatch.setattr(setuptools, "setup", described.update)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.delenv("PROXSPARSE_EXTENSION", raising=False)
+    monkeypatch.chdir(CHECKOUT)
+    runpy.run_path("setup.py")
+    (extension,) = described["ext_modules"]
+    assert ("-fopenmp" in extension.extra_compile_args) == openmp
+    assert ("-fopenmp" in extension.extra_link_args) == openmp
+
+
+# ------------------------------------------------------------------------------------------ one build, many CPUs
+
+# Prints the instruction set and saves what the kernels make of the blocks in the file.
+VARIANT = """
+import sys
+import torch
+from proxsparse import _C, nm_mask, prox_nm, use_backend
+
+cases, results = torch.load(sys.argv[1]), {}
+with use_backend("cpp"):
+    for name, (weight, pattern, scale) in cases.items():
+        results[name] = prox_nm(weight, 0.7, pattern, scale), nm_mask(weight, pattern)
+torch.save(results, sys.argv[2])
+print(_C.cpu_capability())
+"""
+
+
+def run_variant(capability: str, *arguments: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", VARIANT, *map(str, arguments)],
+        env=os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability},
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_the_kernels_are_exact_with_every_instruction_set(capability, tmp_path):
+    pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
+    blocks = random_blocks(20_003, 0.7, seed=30)
+    scale = 0.5 + torch.rand(4, dtype=torch.float64)
+    cases = {}
+    for dtype in GAP:
+        for pattern in ("2:4", "1:4"):
+            cases[f"{dtype} {pattern}"] = blocks.to(dtype), pattern, None
+            cases[f"{dtype} {pattern} with a scale"] = blocks.to(dtype), pattern, scale
+    torch.save(cases, tmp_path / "cases.pt")
+    process = run_variant(capability, tmp_path / "cases.pt", tmp_path / "results.pt")
+    assert process.returncode == 0, process.stderr
+    if process.stdout.strip() != capability:
+        pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")
+    for name, (result, mask) in torch.load(tmp_path / "results.pt").items():
+        weight, pattern, metric = cases[name]
+        metric = torch.ones(4, dtype=torch.float64) if metric is None else metric
+        n, target = int(pattern[0]), weight.double() * metric
+        exact = (ground_truth.exact if n == 2 else ground_truth.exact_one)(target, 0.7)
+        gap = ground_truth.relative_gap(result.double() * metric, exact, target, 0.7, n)
+        assert gap.max() <= GAP[weight.dtype], name
+        assert torch.equal(mask, nm_mask(weight, pattern)), name
+
+
+def test_an_unknown_instruction_set_is_refused_with_the_choices(tmp_path):
+    pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
+    torch.save({"one": (torch.ones(1, 4), "2:4", None)}, tmp_path / "cases.pt")
+    process = run_variant("sse9", tmp_path / "cases.pt", tmp_path / "results.pt")
+    assert process.returncode != 0
+    assert "ValueError: PROXSPARSE_CPU_CAPABILITY='sse9': choose one of default, avx2, avx512" in process.stderr
+
+
+# ------------------------------------------------------------------------------------------ the block solver on a GPU
+
+DEVICE_CODE = """
+#include "prox24_block.h"
+
+template <typename T>
+__global__ void prox(proxsparse::Block<T>* block, T lambda, T gain) {
+  const proxsparse::Block<T> z = proxsparse::sort_descending(block[threadIdx.x]);
+  block[threadIdx.x] = gain > 0 ? proxsparse::solve_14(z, lambda, gain) : proxsparse::solve_24(z, lambda, 1 / lambda);
+}
+template __global__ void prox(proxsparse::Block<float>*, float, float);
+template __global__ void prox(proxsparse::Block<double>*, double, double);
+"""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_block_solver_compiles_for_the_device(architecture, tmp_path):
+    known = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    if f"sm_{architecture}" not in known:
+        pytest.skip(f"this nvcc does not know sm_{architecture}, only {', '.join(known)}")
+    source = tmp_path / "block.cu"
+    source.write_text(DEVICE_CODE)
+    options = ["-std=c++20", "-O3", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings"]
+    process = subprocess.run(
+        ["nvcc", *options, "-I", CHECKOUT / "csrc", "-o", tmp_path / "block.cubin", source],
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert (tmp_path / "block.cubin").stat().st_size > 0

@@ -22,7 +22,7 @@ MORE_VARIANTS = [
 
 
 def compiled(weight, scale, numel, n, capability, folder):
-    arguments = {"weight_ptr": f"*{weight}", "numel": numel, "in_features": "i32", "reg_lambda": "fp64"}
+    arguments = {"weight_ptr": f"*{weight}", "numel": numel, "in_features": "i32", "reg_lambda": "fp64", "gain": "fp64"}
     constants = {"N": n, "BLOCKS": BLOCKS_PER_PROGRAM}
     if scale is None:
         constants["scale_ptr"] = None
