@@ -189,6 +189,9 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     return TrainConfig(**{**merged, "recipe": recipe}).check()
 
 
+METAVARS = {bool: "true|false", int: "N", float: "X", float | None: "X"}
+
+
 class Parser(argparse.ArgumentParser):
     """argparse whose errors are one line."""
 
@@ -214,7 +217,7 @@ def command_line(arguments: list[str]) -> dict:
             f"--{field_.name}",
             default=argparse.SUPPRESS,
             help=help_text.replace("%", "%%"),
-            metavar="|".join(choices) if choices else field_.name.rpartition("_")[2].upper(),
+            metavar="|".join(choices) if choices else METAVARS.get(wanted, "VALUE"),
             **shape,
         )
     given = vars(parser.parse_args(arguments))

@@ -43,9 +43,10 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
         )
     except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, the hub's client
         reason = textwrap.shorten(str(error), 300) or type(error).__name__
-        raise InputError(
-            f"cannot load model {name!r}: {reason}; check the name, the files of the folder, and the network"
-        ) from error
+        where = (
+            "the files of the folder" if Path(source).is_dir() else "the name (no folder here has it) and the network"
+        )
+        raise InputError(f"cannot load model {name!r}: {reason}; check {where}") from error
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
             f"model {name!r} lacks {len(incomplete)} tensors, the first is {sorted(map(str, incomplete))[0]}: "
