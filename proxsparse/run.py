@@ -21,6 +21,7 @@ from proxsparse.device import environment, peak_memory_bytes
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
 from proxsparse.log import check_tracker
+from proxsparse.models import cast_parameters_, snap_
 
 # Below this share of N:M blocks the final projection, not the learning, makes most decisions.
 FEW_DECIDED = 0.5
@@ -74,6 +75,25 @@ def save_checkpoint(run_dir: Path, model: nn.Module, tokenizer, masks: dict[str,
     with staged(run_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+
+
+def scores_under(
+    contenders: dict[str, dict[str, Tensor]],
+    model: nn.Module,
+    pretrained: dict[str, Tensor],
+    weight_dtype: torch.dtype,
+    evaluate: Callable[[nn.Module], Perplexity | None],
+) -> dict[str, Perplexity | None]:
+    """The perplexity of the pretrained weights under each set of masks; None for those that Ctrl-C cut off."""
+    scores: dict[str, Perplexity | None] = dict.fromkeys(contenders)
+    try:
+        for name, masks in contenders.items():
+            snap_(model, pretrained, masks)
+            cast_parameters_(model, weight_dtype)
+            scores[name] = evaluate(model)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the masks are saved, the perplexity is not measured", file=sys.stderr)
+    return scores
 
 
 def perplexity_table(scores: dict[str, Perplexity | None], config: TrainConfig) -> dict | None:

@@ -72,10 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
         run.save_checkpoint(run_dir, model, tokenizer, masks, config)
 
     if not stop.number:
-        for name, weights in (("proxsparse", masks), ("magnitude", magnitude_masks)):
-            snap_(model, pretrained, weights)
-            cast_parameters_(model, weight_dtype)
-            scores[name] = evaluate(model)
+        contenders = {"proxsparse": masks, "magnitude": magnitude_masks}
+        scores |= run.scores_under(contenders, model, pretrained, weight_dtype, evaluate)
     table = None if stop.number else run.perplexity_table(scores, config)
     figures = {
         "status": "interrupted" if stop.number else "complete",

@@ -100,6 +100,20 @@ def test_a_useless_mask_is_reported_loudly(tiny_llama, text_file, tmp_path, caps
     assert warning in (tmp_path / "run" / "report.md").read_text()
 
 
+def test_ctrl_c_in_the_last_evaluation_loses_nothing(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
+    scores = iter([Perplexity(10.0, 2, 64)])  # the dense model's; the next one is interrupted
+
+    def interrupted(*arguments):
+        for score in scores:
+            return score
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("proxsparse.run.perplexity", interrupted)
+    assert train(tiny_llama, text_file, tmp_path / "run")["perplexity"] is None
+    assert "the masks are saved" in capsys.readouterr().err
+    check_pruned(tiny_llama, tmp_path / "run")
+
+
 def test_overwriting_leaves_nothing_of_the_earlier_run(tiny_llama, text_file, tmp_path):
     train(tiny_llama, text_file, tmp_path / "run")
     with pytest.raises(ValueError, match="no layer to prune"):
