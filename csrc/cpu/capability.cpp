@@ -1,42 +1,56 @@
 // Which instruction set the kernels run with.
-#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 
 #include "../ops.h"
-#include "vectorised.h"
+#include "kernels.h"
 
 namespace proxsparse {
 namespace {
 
-Capability widest() {
-#ifdef __x86_64__
-  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return Capability::kAvx512;
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Capability::kAvx2;
+struct Capability {
+  const char* name;
+  const Kernels* kernels;
+};
+constexpr Capability kCapabilities[] = {
+    // in ascending order
+    {"default", &kDefaultKernels},
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+    {"avx2", &kAvx2Kernels},
+    {"avx512", &kAvx512Kernels},
 #endif
-  return Capability::kDefault;
+};
+
+size_t widest() {
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+  if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return 2;
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+  return 0;
 }
 
-Capability limit() {
+size_t limit() {
   const char* variable = std::getenv("PROXSPARSE_CPU_CAPABILITY");
-  if (variable == nullptr) return Capability::kAvx512;
-  for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {
-    if (std::string(variable) == name(capability)) return capability;
+  constexpr const char* names[] = {"default", "avx2", "avx512"};
+  for (size_t i = 0; i < 3; ++i) {
+    if (variable == nullptr || std::string(variable) == names[2 - i]) return 2 - i;
   }
   throw std::invalid_argument("PROXSPARSE_CPU_CAPABILITY='" + std::string(variable) +
                               "': choose one of default, avx2, avx512");
 }
 
-}  // namespace
-
-Capability capability() {
-  static const Capability chosen = std::min(widest(), limit());
-  return chosen;
+const Capability& capability() {
+  static const size_t chosen = std::min(widest(), limit());
+  return kCapabilities[chosen];
 }
 
-std::string cpu_capability() { return name(capability()); }
+}  // namespace
+
+const Kernels& kernels() { return *capability().kernels; }
+
+std::string cpu_capability() { return capability().name; }
 
 }  // namespace proxsparse

@@ -1,0 +1,344 @@
+// Vec<S, N>: N numbers of type S that are computed on together, with the operators of one number, so that one template
+// serves a single block and N blocks at a time. Built on the vector types of GCC and Clang, PROXSPARSE_VECTOR_BYTES
+// wide; a Vec may span several, so that the CPU computes on one while it waits for another.
+#pragma once
+
+#include "../inline.h"
+#include "standard.h"
+
+namespace proxsparse {
+inline namespace PROXSPARSE_ISA {
+
+// As many numbers as one vector holds.
+template <typename S>
+constexpr int kLanes = PROXSPARSE_VECTOR_BYTES / sizeof(S);
+
+// One vector, or two halves: members, because no compiler keeps an array of vectors in registers.
+template <typename S, int N>
+struct Lanewise {
+  Lanewise<S, N / 2> low, high;
+};
+template <typename S, int N>
+  requires(N == kLanes<S>)
+struct Lanewise<S, N> {
+  typedef S Raw __attribute__((vector_size(PROXSPARSE_VECTOR_BYTES)));
+  Raw raw;
+};
+
+// Result lanes f(lanes, lanes, ...), a vector at a time.
+template <typename S, int N, typename F, typename... Arguments>
+PROXSPARSE_INLINE Lanewise<S, N> lanewise(F f, const Arguments&... arguments) {
+  if constexpr (N == kLanes<S>) {
+    return {f(arguments.raw...)};
+  } else {
+    return {lanewise<S, N / 2>(f, arguments.low...), lanewise<S, N / 2>(f, arguments.high...)};
+  }
+}
+
+// All bits of a lane are set where a condition holds.
+template <typename I, int N>
+struct Mask {
+  Lanewise<I, N> lanes;
+
+  friend PROXSPARSE_INLINE Mask operator&(Mask a, Mask b) {
+    return {lanewise<I, N>([](auto a, auto b) { return a & b; }, a.lanes, b.lanes)};
+  }
+  friend PROXSPARSE_INLINE Mask operator|(Mask a, Mask b) {
+    return {lanewise<I, N>([](auto a, auto b) { return a | b; }, a.lanes, b.lanes)};
+  }
+  friend PROXSPARSE_INLINE Mask operator!(Mask a) {
+    return {lanewise<I, N>([](auto a) { return ~a; }, a.lanes)};
+  }
+};
+
+#define PROXSPARSE_OPERATOR(op)                             \
+  friend PROXSPARSE_INLINE Vec operator op(Vec a, Vec b) {  \
+    return of([](auto a, auto b) { return a op b; }, a, b); \
+  }
+#define PROXSPARSE_COMPARISON(op)                                                           \
+  friend PROXSPARSE_INLINE Condition operator op(Vec a, Vec b) {                            \
+    return {lanewise<Integer, N>([](auto a, auto b) { return a op b; }, a.lanes, b.lanes)}; \
+  }
+
+template <typename S, int N>
+struct Vec {
+  using Raw = typename Lanewise<S, kLanes<S>>::Raw;
+  using Bits = std::conditional_t<sizeof(S) == 8, uint64_t, uint32_t>;
+  using Integer = std::make_signed_t<Bits>;
+  using Condition = Mask<Integer, N>;
+
+  Lanewise<S, N> lanes;
+
+  Vec() = default;
+  PROXSPARSE_INLINE Vec(S value) : lanes(broadcast(value, lanes)) {}
+  template <typename F, typename... Vecs>
+  static PROXSPARSE_INLINE Vec of(F f, Vecs... vecs) {
+    Vec v;
+    v.lanes = lanewise<S, N>(f, vecs.lanes...);
+    return v;
+  }
+  static PROXSPARSE_INLINE Vec load(const void* memory) {
+    Vec v;
+    std::memcpy(&v, memory, sizeof(v));
+    return v;
+  }
+  PROXSPARSE_INLINE void store(void* memory) const { std::memcpy(memory, this, sizeof(*this)); }
+
+  PROXSPARSE_OPERATOR(+)
+  PROXSPARSE_OPERATOR(-)
+  PROXSPARSE_OPERATOR(*)
+  PROXSPARSE_OPERATOR(/)
+  PROXSPARSE_OPERATOR(&)
+  PROXSPARSE_OPERATOR(|)
+  PROXSPARSE_OPERATOR(^)
+  PROXSPARSE_COMPARISON(<)
+  PROXSPARSE_COMPARISON(>)
+  PROXSPARSE_COMPARISON(<=)
+  PROXSPARSE_COMPARISON(>=)
+  PROXSPARSE_COMPARISON(==)
+  PROXSPARSE_COMPARISON(!=)
+  friend PROXSPARSE_INLINE Vec operator<<(Vec a, int count) {
+    return of([=](auto a) { return a << count; }, a);
+  }
+  friend PROXSPARSE_INLINE Vec operator>>(Vec a, int count) {
+    return of([=](auto a) { return a >> count; }, a);
+  }
+  friend PROXSPARSE_INLINE Vec select(Condition condition, Vec if_true, Vec if_false) {
+    return {lanewise<S, N>([](auto c, auto a, auto b) { return c ? a : b; }, condition.lanes, if_true.lanes,
+                           if_false.lanes)};
+  }
+
+ private:
+  template <int M>
+  static PROXSPARSE_INLINE Lanewise<S, M> broadcast(S value, const Lanewise<S, M>&) {
+    if constexpr (M == kLanes<S>) {
+      return {value - Raw{}};  // x - 0 is x, also for -0
+    } else {
+      return {broadcast(value, Lanewise<S, M / 2>{}), broadcast(value, Lanewise<S, M / 2>{})};
+    }
+  }
+  PROXSPARSE_INLINE Vec(Lanewise<S, N> lanes) : lanes(lanes) {}
+};
+
+#undef PROXSPARSE_OPERATOR
+#undef PROXSPARSE_COMPARISON
+
+template <typename S, int N>
+struct ScalarOf<Vec<S, N>> {
+  using Type = S;
+};
+
+template <typename To, typename S, int N>
+PROXSPARSE_INLINE Vec<To, N> bits_as(Vec<S, N> v) {
+  return Vec<To, N>::of([](auto v) { return reinterpret_cast<typename Vec<To, N>::Raw>(v); }, v);
+}
+
+template <typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> magnitude(Vec<S, N> v) {
+  using Bits = typename Vec<S, N>::Bits;
+  return bits_as<S>(bits_as<Bits>(v) & Vec<Bits, N>(~Bits{0} >> 1));
+}
+
+template <typename S, int N>
+PROXSPARSE_INLINE auto sign_bits(Vec<S, N> v) {
+  using Bits = typename Vec<S, N>::Bits;
+  return bits_as<Bits>(v) & Vec<Bits, N>(~(~Bits{0} >> 1));
+}
+
+// ------------------------------------------------------------------------- what x86 does better than a compiler
+
+template <typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> larger(Vec<S, N> a, Vec<S, N> b) {
+  const auto of_vectors = [](auto a, auto b) {
+#if PROXSPARSE_VECTOR_BYTES == 64  // GCC makes two instructions of a maximum with zero
+    if constexpr (std::is_same_v<S, float>) return _mm512_max_ps(a, b);
+    if constexpr (std::is_same_v<S, double>) return _mm512_max_pd(a, b);
+#endif
+    return a > b ? a : b;
+  };
+  return Vec<S, N>::of(of_vectors, a, b);
+}
+
+template <typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> smaller(Vec<S, N> a, Vec<S, N> b) {
+  return Vec<S, N>::of([](auto a, auto b) { return a < b ? a : b; }, a, b);
+}
+
+template <typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> exact_square_root(Vec<S, N> v) {
+  const auto of_vector = [](auto v) {
+    for (int lane = 0; lane < kLanes<S>; ++lane) v[lane] = std::sqrt(v[lane]);
+    return v;
+  };
+  return Vec<S, N>::of(of_vector, v);
+}
+
+// The estimates 1/v and 1/sqrt(v) of the CPU; one Newton step makes them exact up to the last bit or two, in a fraction
+// of the time of a division or a root.
+template <typename S>
+constexpr bool kHasEstimates = std::is_same_v<S, float> && PROXSPARSE_VECTOR_BYTES >= 32;
+
+template <typename V>
+PROXSPARSE_INLINE V estimated_reciprocal(V v) {
+#if PROXSPARSE_VECTOR_BYTES == 64
+  return V::of([](auto v) { return _mm512_rcp14_ps(v); }, v);
+#elif PROXSPARSE_VECTOR_BYTES == 32
+  return V::of([](auto v) { return _mm256_rcp_ps(v); }, v);
+#endif
+}
+
+template <typename V>
+PROXSPARSE_INLINE V estimated_inverse_square_root(V v) {
+#if PROXSPARSE_VECTOR_BYTES == 64
+  return V::of([](auto v) { return _mm512_rsqrt14_ps(v); }, v);
+#elif PROXSPARSE_VECTOR_BYTES == 32
+  return V::of([](auto v) { return _mm256_rsqrt_ps(v); }, v);
+#endif
+}
+
+// 1 / v, for a finite v that is not 0.
+template <typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> reciprocal(Vec<S, N> v) {
+  if constexpr (kHasEstimates<S>) {
+    const Vec<S, N> y = estimated_reciprocal(v);
+    return y + y * (Vec<S, N>(1) - v * y);
+  } else {
+    return Vec<S, N>(1) / v;
+  }
+}
+
+// 1 / sqrt(v), for a finite v > 0.
+template <typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> inverse_square_root(Vec<S, N> v) {
+  if constexpr (kHasEstimates<S>) {
+    const Vec<S, N> y = estimated_inverse_square_root(v), half(S(0.5));
+    return y + y * (half - half * v * y * y);
+  } else {
+    return Vec<S, N>(1) / exact_square_root(v);
+  }
+}
+
+// sqrt(v), for a finite v >= 0.
+template <typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> square_root(Vec<S, N> v) {
+  if constexpr (kHasEstimates<S>) {
+    return v * inverse_square_root(larger(v, Vec<S, N>(S(1e-30))));
+  } else {
+    return exact_square_root(v);
+  }
+}
+
+// Which lanes of a mask are set, one bit each.
+template <typename I, int N>
+PROXSPARSE_INLINE uint32_t lane_bits(const Lanewise<I, N>& mask) {
+  if constexpr (N > kLanes<I>) {
+    return lane_bits(mask.low) | lane_bits(mask.high) << N / 2;
+  } else {
+#if PROXSPARSE_VECTOR_BYTES == 64
+    if constexpr (sizeof(I) == 4) return _mm512_movepi32_mask((__m512i)mask.raw);
+#endif
+    uint32_t bits = 0;
+    for (int lane = 0; lane < N; ++lane) bits |= uint32_t(mask.raw[lane] & 1) << lane;
+    return bits;
+  }
+}
+
+// Writes the lanes named by `bits`, closely packed; up to N numbers behind them may be overwritten.
+template <typename S, int N>
+PROXSPARSE_INLINE void store_packed(const Lanewise<S, N>& v, uint32_t bits, S* memory) {
+  if constexpr (N > kLanes<S>) {
+    const uint32_t low = bits & ((1u << N / 2) - 1);
+    store_packed(v.low, low, memory);
+    store_packed(v.high, bits >> N / 2, memory + std::popcount(low));
+  } else {
+#if PROXSPARSE_VECTOR_BYTES == 64
+    if constexpr (std::is_same_v<S, float>) return _mm512_storeu_ps(memory, _mm512_maskz_compress_ps(bits, v.raw));
+#endif
+    for (int lane = 0; lane < N; ++lane) {
+      *memory = v.raw[lane];
+      memory += bits >> lane & 1;
+    }
+  }
+}
+
+// Replaces the lanes named by `bits`, in order, by the numbers at `memory`; reads up to N of them.
+template <typename S, int N>
+PROXSPARSE_INLINE void load_packed(Lanewise<S, N>& v, uint32_t bits, const S* memory) {
+  if constexpr (N > kLanes<S>) {
+    const uint32_t low = bits & ((1u << N / 2) - 1);
+    load_packed(v.low, low, memory);
+    load_packed(v.high, bits >> N / 2, memory + std::popcount(low));
+  } else {
+#if PROXSPARSE_VECTOR_BYTES == 64
+    if constexpr (std::is_same_v<S, float>) {
+      v.raw = _mm512_mask_expand_ps(v.raw, bits, _mm512_loadu_ps(memory));
+      return;
+    }
+#endif
+    for (int lane = 0; lane < N; ++lane) {
+      if (bits >> lane & 1) v.raw[lane] = *memory++;
+    }
+  }
+}
+
+// ------------------------------------------------------------------------- lanes in another order
+
+// The lanes of(0), of(1), ... of a and b, b's counted from the end of a; each of one vector.
+template <typename Lane, typename S, int N, int... i>
+PROXSPARSE_INLINE Vec<S, N> shuffle(Vec<S, N> a, Vec<S, N> b, std::integer_sequence<int, i...>) {
+  return Vec<S, N>::of([](auto a, auto b) { return __builtin_shufflevector(a, b, Lane::of(i)...); }, a, b);
+}
+template <typename Lane, typename S, int N>
+PROXSPARSE_INLINE Vec<S, N> shuffle(Vec<S, N> a, Vec<S, N> b) {
+  static_assert(N == kLanes<S>);
+  return shuffle<Lane>(a, b, std::make_integer_sequence<int, N>{});
+}
+
+template <int start>
+struct EverySecond {  // of two vectors
+  static constexpr int of(int i) { return 2 * i + start; }
+};
+template <int start, int N>
+struct Alternating {  // half of one vector with half of the other
+  static constexpr int of(int i) { return start * N / 2 + i / 2 + i % 2 * N; }
+};
+template <int distance, int N>
+struct Rotated {
+  static constexpr int of(int i) { return (i + distance) % N; }
+};
+
+// a0 b0 a1 b1 ... in two vectors <-> a0 a1 ..., b0 b1 ...
+template <typename S, int N>
+PROXSPARSE_INLINE void deinterleave2(Vec<S, N>& a, Vec<S, N>& b) {
+  const Vec<S, N> first = a, second = b;
+  a = shuffle<EverySecond<0>>(first, second);
+  b = shuffle<EverySecond<1>>(first, second);
+}
+template <typename S, int N>
+PROXSPARSE_INLINE void interleave2(Vec<S, N>& a, Vec<S, N>& b) {
+  const Vec<S, N> first = a, second = b;
+  a = shuffle<Alternating<0, N>>(first, second);
+  b = shuffle<Alternating<1, N>>(first, second);
+}
+
+// The largest lane, by halving.
+template <int distance, typename S, int N>
+PROXSPARSE_INLINE S largest_lane(Vec<S, N> v) {
+  const Vec<S, N> half = larger(v, shuffle<Rotated<distance, N>>(v, v));
+  if constexpr (distance == 1) {
+    return half.lanes.raw[0];
+  } else {
+    return largest_lane<distance / 2>(half);
+  }
+}
+template <typename S, int N>
+PROXSPARSE_INLINE S largest(Vec<S, N> v) {
+  return largest_lane<N / 2>(v);
+}
+template <typename S, int N>
+PROXSPARSE_INLINE S smallest(Vec<S, N> v) {  // of unsigned integers
+  return ~largest(v ^ Vec<S, N>(~S{0}));
+}
+
+}  // namespace PROXSPARSE_ISA
+}  // namespace proxsparse
