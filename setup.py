@@ -1,9 +1,12 @@
-"""Builds proxsparse._C, the compiled CPU kernels; everything else about the package is in pyproject.toml.
+"""Builds proxsparse._C and proxsparse._C_cuda, the compiled kernels; everything else is in pyproject.toml.
 
 PROXSPARSE_EXTENSION decides what happens without a working C++ compiler:
     auto (default)  the package installs without the kernels, with a warning: all operations still run, slower
     0               the kernels are not built
     1               a failed build is an error
+PROXSPARSE_CUDA decides about the CUDA kernels: auto (default: built where torch is a CUDA build and there is a CUDA
+toolkit), 0 (not built), 1 (built for any torch; no toolkit is an error). TORCH_CUDA_ARCH_LIST names the GPUs to build
+for; default: those of this machine, or 8.0;9.0;10.0+PTX without one.
 """
 
 import glob
@@ -11,57 +14,97 @@ import os
 import subprocess
 import sys
 
+import torch
 from setuptools import find_packages, setup
 from setuptools.errors import BaseError
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils import cpp_extension
 
-MODES = ("auto", "0", "1")
+HEADERS = sorted(glob.glob("csrc/**/*.h", recursive=True))
+NVCC_FLAGS = ["-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-prec-div=false", "-prec-sqrt=false"]
 # What setuptools and torch raise without a compiler, without Python.h, or with a compiler that is too old.
 BUILD_ERRORS = (BaseError, OSError, RuntimeError, subprocess.CalledProcessError)
+# What an extension holds, what serves without it, and what to do about it.
+EXPLAINED = {
+    "proxsparse._C": ("CPU kernels", "slow reference", "apt install g++ python3-dev   (or the like)"),
+    "proxsparse._C_cuda": ("CUDA kernels", "Triton or slow reference", "install the CUDA toolkit of torch's version"),
+}
 WARNING = """
 ==================================================================================================
-WARNING: proxsparse is installed WITHOUT its compiled CPU kernels: the build failed.
-         Everything runs on the slow reference backend instead.
-  cause  {cause}
-  remedy apt install g++ python3-dev   (or the like), then install proxsparse again
+WARNING: proxsparse is installed WITHOUT its compiled {}: the build failed.
+         Everything runs on the {} backend instead.
+  remedy {}, then install proxsparse again
+  cause  {}
 ==================================================================================================
 """
 
 
-def build_mode() -> str:
-    """The environment's PROXSPARSE_EXTENSION: auto, 0 or 1."""
-    mode = os.environ.get("PROXSPARSE_EXTENSION", "auto")
-    if mode not in MODES:
-        raise SystemExit(f"PROXSPARSE_EXTENSION={mode!r}: choose one of {', '.join(MODES)}")
-    return mode
+def mode(variable: str) -> str:
+    """The environment's PROXSPARSE_EXTENSION or PROXSPARSE_CUDA: auto, 0 or 1."""
+    value = os.environ.get(variable, "auto")
+    if value not in ("auto", "0", "1"):
+        raise SystemExit(f"{variable}={value!r}: choose one of auto, 0, 1")
+    return value
 
 
-class BuildKernels(BuildExtension):
-    """Turns a failed build into one warning, unless PROXSPARSE_EXTENSION=1 asks for an error."""
+class BuildKernels(cpp_extension.BuildExtension):
+    """Turns a failed build into one warning for each extension, unless PROXSPARSE_EXTENSION=1 asks for an error."""
 
     def build_extensions(self) -> None:
+        self.attempt("proxsparse._C", super().build_extensions)  # fails as a whole where there is no compiler
+
+    def build_extension(self, extension) -> None:
+        self.attempt(extension.name, super().build_extension, extension)
+
+    def attempt(self, name: str, build, *arguments) -> None:
         try:
-            super().build_extensions()
+            build(*arguments)
         except BUILD_ERRORS as error:
-            if build_mode() == "1":
+            if mode("PROXSPARSE_EXTENSION") == "1":
                 raise
-            cause = str(error).strip().partition("\n")[0]
-            print(WARNING.format(cause=cause), file=sys.stderr)
+            print(WARNING.format(*EXPLAINED[name], str(error).strip().partition("\n")[0]), file=sys.stderr)
 
 
-def cpu_kernels() -> CppExtension:
+def kernels(name: str, sources: list[str], **options) -> cpp_extension.CppExtension:
+    optional = mode("PROXSPARSE_EXTENSION") != "1"  # setuptools then accepts that the file is missing
+    return cpp_extension.CppExtension(name, sorted(sources), depends=HEADERS, optional=optional, **options)
+
+
+def cpu_kernels() -> cpp_extension.CppExtension:
     """proxsparse._C, from csrc/bindings.cpp and csrc/cpu."""
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]  # Apple clang refuses the flag
-    return CppExtension(
-        "proxsparse._C",
-        sources=["csrc/bindings.cpp", *sorted(glob.glob("csrc/cpu/*.cpp"))],
-        depends=sorted(glob.glob("csrc/**/*.h", recursive=True)),
-        # As PyTorch itself is compiled: without these two promises to libm and the FPU, no loop with a square root
-        # or a choice becomes vector code. NaN and infinity keep their meaning.
-        extra_compile_args=["-O3", "-g0", "-std=c++20", *openmp, "-fno-math-errno", "-fno-trapping-math"],
-        extra_link_args=openmp,
-        optional=build_mode() != "1",  # setuptools then accepts that the file is missing
-    )
+    # As PyTorch itself is compiled: without these two promises to libm and the FPU, no loop with a square root or a
+    # choice becomes vector code. NaN and infinity keep their meaning.
+    flags = ["-O3", "-g0", "-std=c++20", *openmp, "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+    sources = ["csrc/bindings.cpp", *glob.glob("csrc/cpu/*.cpp")]
+    return kernels("proxsparse._C", sources, extra_compile_args=flags, extra_link_args=openmp)
+
+
+def cuda_kernels(toolkit: str) -> cpp_extension.CppExtension:
+    """proxsparse._C_cuda, from csrc/cuda: needs neither headers nor libraries of a CUDA build of torch."""
+    cpp_extension.CUDA_HOME = toolkit
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+    libraries = {"library_dirs": [f"{toolkit}/lib64"], "libraries": ["cudart_static", "rt", "dl", "pthread"]}
+    options = {"include_dirs": [f"{toolkit}/include"], **libraries}
+    flags = {"cxx": ["-O3", "-g0", "-std=c++20"], "nvcc": NVCC_FLAGS}
+    return kernels("proxsparse._C_cuda", glob.glob("csrc/cuda/*.c*"), extra_compile_args=flags, **options)
+
+
+def toolkits() -> list[str]:
+    """The CUDA toolkits. The nvcc on PATH may be a script that lies elsewhere: demand the header."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), cpp_extension.CUDA_HOME, "/usr/local/cuda")
+    return [home for home in homes if home and os.path.exists(f"{home}/include/cuda_runtime_api.h")]
+
+
+def extensions() -> list[cpp_extension.CppExtension]:
+    """What the environment asks for and this machine can build."""
+    wanted, found = mode("PROXSPARSE_CUDA"), toolkits()
+    if mode("PROXSPARSE_EXTENSION") == "0":
+        return []
+    if wanted == "1" and not found:
+        raise SystemExit("PROXSPARSE_CUDA=1: there is no CUDA toolkit; remedy: set CUDA_HOME to its folder")
+    with_cuda = found and (wanted == "1" or (wanted == "auto" and torch.version.cuda is not None))
+    return [cpu_kernels(), cuda_kernels(found[0])] if with_cuda else [cpu_kernels()]
 
 
 setup(
@@ -72,6 +115,6 @@ setup(
     ],
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
     package_data={"proxsparse.recipes": ["*.yaml"]},
-    ext_modules=[] if build_mode() == "0" else [cpu_kernels()],
+    ext_modules=extensions(),
     cmdclass={"build_ext": BuildKernels},
 )

@@ -8,6 +8,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   module.def("prox_n4_", &proxsparse::prox_n4_, py::arg("weight"), py::arg("reg_lambda"), py::arg("n"),
              py::arg("scale") = py::none(), without_gil);
+  module.def("adamw_prox_", &proxsparse::adamw_prox_, py::arg("weight"), py::arg("grad"), py::arg("exp_avg"),
+             py::arg("exp_avg_sq"), py::arg("master"), py::arg("pretrained"), py::arg("scale"), py::arg("step"),
+             py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
+             py::arg("reg_lambda"), py::arg("n"), py::arg("frozen_lambda"), py::arg("frozen_eps"), py::arg("seed"),
+             without_gil);
   module.def("cpu_capability", &proxsparse::cpu_capability);
   module.def("mask_n4", &proxsparse::mask_n4, py::arg("score"), py::arg("n"), py::arg("mask"), without_gil);
 }

@@ -17,6 +17,21 @@ namespace proxsparse {
 //   scale       c, [in_features], positive, contiguous; float64 for a float64 weight, float32 otherwise; none means 1
 void prox_n4_(const at::Tensor& weight, double reg_lambda, int64_t n, const std::optional<at::Tensor>& scale);
 
+// One step of AdamW, then the prox, in one pass: proxsparse/reference.py, adamw_prox, has the equations.
+//   weight               as above, but of any shape if reg_lambda is 0; all tensors are contiguous CPU tensors
+//   grad                 as weight; not changed
+//   exp_avg, exp_avg_sq  shape of weight; float64 for a float64 weight, float32 or bfloat16 otherwise
+//   master               float32, for a bfloat16 or float16 weight, or none
+//   pretrained           as weight; none if frozen_lambda is 0
+//   scale                as above
+//   step                 counted from 1
+//   seed                 of the stochastic rounding to bfloat16, all 64 bits of it; none rounds to nearest
+void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Tensor& exp_avg,
+                 const at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& master,
+                 const std::optional<at::Tensor>& pretrained, const std::optional<at::Tensor>& scale, int64_t step,
+                 double lr, double beta1, double beta2, double eps, double weight_decay, double reg_lambda, int64_t n,
+                 double frozen_lambda, double frozen_eps, std::optional<int64_t> seed);
+
 // mask <- true on the n largest scores of every 4; ties go to the lower index, a NaN counts as the largest.
 //   score  [..., in_features], CPU, contiguous; float32, float64, bfloat16 or float16
 //   n      1 or 2

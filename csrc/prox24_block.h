@@ -47,23 +47,40 @@ PROXSPARSE_INLINE T select(bool condition, T if_true, T if_false) {
 
 template <typename T>
 PROXSPARSE_INLINE T larger(T a, T b) {
+#ifdef __CUDA_ARCH__
+  return max(a, b);  // one instruction, but it prefers a number to a NaN
+#endif
   return a > b ? a : b;
 }
 
 template <typename T>
 PROXSPARSE_INLINE T smaller(T a, T b) {
+#ifdef __CUDA_ARCH__
+  return min(a, b);
+#endif
   return a < b ? a : b;
 }
 
+// To 1 or 2 units in the last place in one instruction; a subnormal number counts as zero.
+#define PROXSPARSE_APPROXIMATE(function, v)                          \
+  [](float x) {                                                      \
+    float result;                                                    \
+    asm(function ".approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x)); \
+    return result;                                                   \
+  }(v)
+
 template <typename T>
 PROXSPARSE_INLINE T square_root(T v) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 4) return PROXSPARSE_APPROXIMATE("sqrt", v);
+#endif
   return std::sqrt(v);
 }
 
 template <typename T>
 PROXSPARSE_INLINE T inverse_square_root(T v) {
 #ifdef __CUDA_ARCH__
-  if constexpr (sizeof(T) == 4) return rsqrtf(v);
+  if constexpr (sizeof(T) == 4) return PROXSPARSE_APPROXIMATE("rsqrt", v);
 #endif
   return T(1) / std::sqrt(v);
 }
@@ -71,7 +88,7 @@ PROXSPARSE_INLINE T inverse_square_root(T v) {
 template <typename T>
 PROXSPARSE_INLINE T reciprocal(T v) {
 #ifdef __CUDA_ARCH__
-  if constexpr (sizeof(T) == 4) return __fdividef(1.0f, v);
+  if constexpr (sizeof(T) == 4) return PROXSPARSE_APPROXIMATE("rcp", v);
 #endif
   return T(1) / v;
 }
@@ -213,21 +230,23 @@ struct ThreeSparse {
 template <typename T>
 PROXSPARSE_INLINE ThreeSparse<T> three_sparse_24(Block<T> u) {
   const T one = T(1), zero = T(0), P = T(0.5) * (u.w1 + u.w2), M = T(0.5) * (u.w1 - u.w2);
-  const T inflection = u.w2 / (u.w1 + T(2) * square_root(P * M) + T(1e-30));
-  T t = smaller(smaller(inflection, u.w3), T(0.75));
+  const T inflection = u.w2 * reciprocal(u.w1 + T(2) * square_root(P * M) + T(1e-30));
+  const T start = smaller(smaller(inflection, u.w3), T(0.75));
+  T t = start;
   PROXSPARSE_UNROLL
   for (int step = 0; step < kEulerSteps<T>; ++step) {
-    const T inverse = one / (one - t * t), r1 = inverse - t * inverse, r2 = inverse + t * inverse;
+    const T inverse = reciprocal(one - t * t), r1 = inverse - t * inverse, r2 = inverse + t * inverse;
     const T a = P * r1, b = M * r2, f = t - u.w3 + a * a - b * b;
     const T slope1 = a * a * r1, slope2 = b * b * r2, slope = one - T(2) * (slope1 + slope2);
     if (step == 0) {
-      t = t - f / larger(slope, T(1e-6));
+      t = t - f * reciprocal(larger(slope, T(1e-6)));
     } else {
       t = t - euler_step(f, slope, T(6) * (slope1 * r1 - slope2 * r2), T(1e-6));
     }
-    t = smaller(larger(t, zero), T(0.75));
   }
-  const T inverse = one / (one - t * t), half_sum = P * (inverse - t * inverse), half_gap = M * (inverse + t * inverse);
+  t = smaller(larger(t, zero), start);  // where phi has no root: up to the start x2 > 0, and the gain is a true one
+  const T inverse = reciprocal(one - t * t), half_sum = P * (inverse - t * inverse),
+          half_gap = M * (inverse + t * inverse);
   Block<T> x{half_sum + half_gap, larger(half_sum - half_gap, zero), zero, zero};
   const T gain = T(0.5) * t - u.w3 + P * half_sum - M * half_gap;
   // One sweep restores the relative accuracy of small weights.
@@ -287,7 +306,7 @@ PROXSPARSE_INLINE DenseCandidate<T> dense_24(Block<T> u) {
 // ------------------------------------------------------------------------- 2:4, the choice
 
 template <typename T>
-PROXSPARSE_INLINE Block<T> select(typename Sorted<T>::Condition condition, Block<T> if_true, Block<T> if_false) {
+PROXSPARSE_INLINE Block<T> choose(typename Sorted<T>::Condition condition, Block<T> if_true, Block<T> if_false) {
   return {select(condition, if_true.w1, if_false.w1), select(condition, if_true.w2, if_false.w2),
           select(condition, if_true.w3, if_false.w3), select(condition, if_true.w4, if_false.w4)};
 }
@@ -296,22 +315,7 @@ PROXSPARSE_INLINE Block<T> select(typename Sorted<T>::Condition condition, Block
 template <typename T>
 PROXSPARSE_INLINE Block<T> best_without_fourth_24(Block<T> u) {
   const ThreeSparse<T> three = three_sparse_24(u);
-  return select((u.w3 > u.w1 * u.w2) | (three.gain <= T(0)), three.x, Block<T>{u.w1, u.w2, T(0), T(0)});
-}
-
-// Where true, the dense problem may have a solution although u4 does not grow out of the best x with x4 = 0: F(v) of
-// dense_24, at the v for which x4 = 0, is not yet rising and its quadratic model, a lower bound there, has a root.
-template <typename T>
-PROXSPARSE_INLINE auto dense_apart_24(Block<T> u) {
-  const T one = T(1), s = u.w1 + u.w2 + u.w3 - u.w4, v = one - s, tiny = T(1e-30), four = T(4);
-  const T k1 = four * (u.w1 - u.w4), k2 = four * (u.w2 - u.w4), k3 = four * (u.w3 - u.w4), square = v * v + tiny;
-  const T i1 = inverse_square_root(square + k1), i2 = inverse_square_root(square + k2);
-  const T i3 = inverse_square_root(square + k3), is = one / (s + tiny);
-  const T f = v + T(2) * s - four + (square + k1) * i1 + (square + k2) * i2 + (square + k3) * i3;
-  const T slope = one + v * (T(2) * is + i1 + i2 + i3);
-  const T curvature =
-      T(2) * (T(2) * s - one) * is * is * is + k1 * i1 * i1 * i1 + k2 * i2 * i2 * i2 + k3 * i3 * i3 * i3;
-  return (f < T(1e-5)) | ((slope < T(1e-5)) & (slope * slope >= T(1.9999) * f * curvature));
+  return choose((u.w3 > u.w1 * u.w2) | (three.gain <= T(0)), three.x, Block<T>{u.w1, u.w2, T(0), T(0)});
 }
 
 // Where true, the dense candidate may beat x, the best one with x4 = 0. Up to u1 + u2 = 1 it does so just where u4
@@ -319,7 +323,7 @@ PROXSPARSE_INLINE auto dense_apart_24(Block<T> u) {
 template <typename T>
 PROXSPARSE_INLINE auto dense_may_win_24(Block<T> u, Block<T> x) {
   const T pairs = x.w1 * x.w2 + (x.w1 + x.w2) * x.w3;
-  return (u.w3 > u.w1 * u.w2) & (u.w1 < T(1)) & ((u.w4 > pairs) | ((u.w1 + u.w2 > T(1)) & dense_apart_24(u)));
+  return (u.w3 > u.w1 * u.w2) & (u.w1 < T(1)) & ((u.w4 > pairs) | ((u.w1 + u.w2 > T(1)) & (u.w4 > T(0.9) * pairs)));
 }
 
 // Rounding hides which candidate wins near a continuous transition: the denser valid one is the accurate one there.
@@ -331,15 +335,15 @@ template <typename T>
 PROXSPARSE_INLINE Block<T> best_with_fourth_24(Block<T> u, Block<T> x) {
   const DenseCandidate<T> dense = dense_24(u);
   const auto valid = (dense.x4 > (kIsDouble<T> ? T(-1e-15) : T(-5e-7))) & (dense.x.w4 > T(0));
-  return select(valid & (objective_24(u, dense.x) <= objective_24(u, x) * T(kTie<T>)), dense.x, x);
+  return choose(valid & (objective_24(u, dense.x) <= objective_24(u, x) * T(kTie<T>)), dense.x, x);
 }
 
 // The exact prox of a block with u1 > 0, all of the above in one: for a caller that cannot sort blocks by their needs.
 template <typename T>
 PROXSPARSE_INLINE Block<T> solve_24(Block<T> u) {
   const Block<T> two{u.w1, u.w2, T(0), T(0)};
-  const Block<T> x = select(two_sparse_24(u), two, best_without_fourth_24(u));
-  return select(dense_may_win_24(u, x), best_with_fourth_24(u, x), x);
+  const Block<T> x = choose(two_sparse_24(u), two, best_without_fourth_24(u));
+  return choose(dense_may_win_24(u, x), best_with_fourth_24(u, x), x);
 }
 
 // ------------------------------------------------------------------------- 1:4

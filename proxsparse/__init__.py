@@ -8,7 +8,7 @@ import pathlib
 
 from proxsparse._version import __version__
 from proxsparse.ops import nm_mask, prox_nm, prox_nm_, use_backend
-from proxsparse.optim import ProxOptimizer
+from proxsparse.optim import ProxAdamW, ProxOptimizer
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import reg_nm
 
@@ -20,6 +20,7 @@ if (_checkout / "triton_kernels").is_dir() and (_checkout / "setup.py").is_file(
 
 __all__ = [
     "NMPattern",
+    "ProxAdamW",
     "ProxOptimizer",
     "__version__",
     "nm_mask",

@@ -14,7 +14,12 @@ from proxsparse.ops.registry import BACKENDS, chosen_backend, kernels, ops, sele
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
 # Arguments after the tensor with which each op asks its kernels whether they support it.
-TYPICAL_ARGUMENTS = {"prox_nm_": (0.1, 2, 4, None), "nm_mask": (2, 4)}
+TYPICAL_ARGUMENTS = {
+    "prox_nm_": (0.1, 2, 4, None),
+    "prox_nm_list_": (2, 4),
+    "adamw_prox_": (None,) * 6 + (1, 1e-3, 0.9, 0.999, 1e-8, 0.0, 0.1, 2, 4, 0.0, 0.1, None),
+    "nm_mask": (2, 4),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

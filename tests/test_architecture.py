@@ -13,7 +13,9 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # A new module needs a line here: it says where in the house it lives.
 LAYERS = {
-    "equations": ("proxsparse.patterns", "proxsparse.reference", "proxsparse._version", "proxsparse.errors"),
+    "equations": tuple(
+        f"proxsparse.{name}" for name in ("patterns", "reference", "paper_solvers", "_version", "errors")
+    ),
     "device code": ("triton_kernels",),
     "ops": ("proxsparse.ops",),
     "optim": ("proxsparse.optim",),
@@ -54,12 +56,14 @@ TORCH_ONLY = ("equations", "ops", "optim", "public names", "inference")
 OWNERS = {
     "triton": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
     "triton_kernels": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
-    "proxsparse._C": ("proxsparse/ops/backends/cpp.py", "proxsparse/ops/backends/cuda.py"),
+    "proxsparse._C": ("proxsparse/ops/backends/cpp.py",),
+    "proxsparse._C_cuda": ("proxsparse/ops/backends/cuda.py",),
     "datasets": ("proxsparse/data.py",),
     "lm_eval": ("proxsparse/evaluation/zero_shot.py",),
     "transformers": ("proxsparse/models.py", "proxsparse/config.py", "proxsparse/inference/hf_quantizer.py"),
     "matplotlib": ("proxsparse/report.py",),
 }
+COMPILED = {"proxsparse._C", "proxsparse._C_cuda"}
 MAX_LINES = 400
 
 
@@ -97,7 +101,7 @@ def origin(node: ast.ImportFrom, path: Path) -> str:
 
 def arrows(path: Path) -> set[str]:
     """The modules of ours that a file imports: `from proxsparse.ops import prox_nm_` is an arrow to proxsparse.ops."""
-    ours = {name for name in imported_names(path) if name.partition(".")[0] in OURS and name != "proxsparse._C"}
+    ours = {name for name in imported_names(path) if name.partition(".")[0] in OURS} - COMPILED
     targets = {name if name in MODULES else name.rpartition(".")[0] for name in ours}
     return targets - {module_name(path)}
 

@@ -1,5 +1,6 @@
 """The Triton kernels and their launchers; imports torch and triton only."""
 
-from .prox import prox_n4_
+from .adamw_prox import adamw_prox_n4_
+from .prox import prox_list_n4_, prox_n4_
 
-__all__ = ["prox_n4_"]
+__all__ = ["adamw_prox_n4_", "prox_list_n4_", "prox_n4_"]

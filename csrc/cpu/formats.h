@@ -29,6 +29,7 @@ using Float64 = Native<double>;
 struct BFloat16 {  // the upper half of a float32
   using Storage = uint16_t;
   using Arithmetic = float;
+  static constexpr uint32_t kNaN = 0x7fc00000;
   static constexpr int Sweeps::* kSweepsNeeded = &Sweeps::rounded;
 
   static PROXSPARSE_INLINE float load(uint16_t stored) { return decode<float>(uint32_t{stored} << 16); }
@@ -46,6 +47,7 @@ struct BFloat16 {  // the upper half of a float32
 struct Float16 {  // IEEE half precision
   using Storage = uint16_t;
   using Arithmetic = float;
+  static constexpr uint32_t kNaN = 0x7e000000;
   static constexpr int Sweeps::* kSweepsNeeded = &Sweeps::rounded;
 
   static PROXSPARSE_INLINE float load(uint16_t stored) { return decode<float>(uint32_t{stored} << 16); }

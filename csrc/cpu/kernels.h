@@ -18,6 +18,24 @@ struct ProxArguments {
   int64_t n;
 };
 
+struct AdamWProxArguments {
+  void* weight;            // [numel], in rows of in_features
+  const void* grad;        // as the weight
+  void* exp_avg;           // [numel], in the arithmetic of the weight's dtype or in bfloat16
+  void* exp_avg_sq;        // as exp_avg
+  float* master;           // [numel], or null: the weight is all there is
+  const void* pretrained;  // as the weight, or null: no frozen-weight term
+  const void* scale;       // [in_features] in the arithmetic, or null
+  int64_t numel, in_features;
+  double lr, beta1, beta2, eps, decay;  // decay: what is left of a weight, 1 - lr * weight_decay
+  double correction1, correction2;      // 1 / (1 - beta1^t), 1 / sqrt(1 - beta2^t)
+  double reg_lambda;                    // 0: no prox
+  int64_t n;
+  double frozen_lambda, frozen_eps;
+  bool stochastic;  // how to round to bfloat16
+  uint64_t seed;
+};
+
 struct MaskArguments {
   const void* score;
   bool* mask;
@@ -27,6 +45,8 @@ struct MaskArguments {
 // Each for the chunks, or blocks, from begin to end.
 struct Kernels {
   void (*prox[kDtypes])(const ProxArguments&, int64_t begin, int64_t end);
+  void (*adamw_prox[kDtypes])(const AdamWProxArguments&, int64_t begin, int64_t end);
+  void (*adamw_prox_bfloat16_moments[kDtypes])(const AdamWProxArguments&, int64_t begin, int64_t end);
   void (*mask[kDtypes])(const MaskArguments&, int64_t begin, int64_t end);
 };
 

@@ -1,6 +1,7 @@
 // Defines one table of kernels: included last by a file that has chosen an instruction set.
 #pragma once
 
+#include "adamw_prox_chunks.h"
 #include "mask_blocks.h"
 #include "prox_chunks.h"
 
@@ -9,6 +10,10 @@ inline namespace PROXSPARSE_ISA {
 
 constexpr Kernels kKernels = {
     {prox_chunks<Float32>, prox_chunks<Float64>, prox_chunks<BFloat16>, prox_chunks<Float16>},
+    {adamw_prox_chunks<Float32, Float32>, adamw_prox_chunks<Float64, Float64>, adamw_prox_chunks<BFloat16, Float32>,
+     adamw_prox_chunks<Float16, Float32>},
+    {adamw_prox_chunks<Float32, BFloat16>, nullptr, adamw_prox_chunks<BFloat16, BFloat16>,
+     adamw_prox_chunks<Float16, BFloat16>},
     {mask_blocks<Float32>, mask_blocks<Float64>, mask_blocks<BFloat16>, mask_blocks<Float16>},
 };
 

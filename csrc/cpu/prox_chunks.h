@@ -7,29 +7,6 @@
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// Of the blocks from b on, those with a NaN or an infinity become zeros.
-template <typename Format, typename T = typename Format::Arithmetic>
-void clear_unless_finite(const typename Format::Storage* weight, int b, int count, Lanes<T>& u) {
-  for (const int end = b + count; b < end; ++b) {
-    const auto finite = [=](int i) { return std::isfinite(Format::load(weight[4 * b + i])); };
-    if (finite(0) && finite(1) && finite(2) && finite(3)) continue;
-    for (int i = 0; i < 4; ++i) u.of[i][b] = 0;
-  }
-}
-
-// The weight of magnitude x / unit in place of `stored`, of magnitude u / unit; a new zero is +0.
-template <typename Format, typename Stored, typename V>
-PROXSPARSE_INLINE Stored moved(Stored stored, V u, V x, V inverse_unit) {
-  if constexpr (std::is_same_v<Stored, V>) {
-    // Where little changes, the change is what is converted; where much does, the result: each keeps its accuracy.
-    using T = typename ScalarOf<V>::Type;
-    const V factor = bits_as<T>(sign_bits(stored) | bits_as<typename V::Bits>(inverse_unit));
-    return select(x + x > u, stored + factor * (x - u), factor * x + V(0));  // -0 + 0 = 0
-  } else {
-    return Format::encode(x * inverse_unit, sign_bits(stored));
-  }
-}
-
 // The prox of one whole chunk; metric is that of its weights, or null.
 template <typename Format, bool kMetric, typename T = typename Format::Arithmetic>
 PROXSPARSE_INLINE void prox_chunk(typename Format::Storage* weight, const T* metric, const Strength<T>& strength) {
@@ -39,10 +16,16 @@ PROXSPARSE_INLINE void prox_chunk(typename Format::Storage* weight, const T* met
     return each([](auto stored, V unit) { return magnitude(decoded<Format>(stored)) * unit; },
                 load_stored<Format, N>(weight + 4 * b), units<V>(strength, kMetric ? metric : nullptr, b).unit);
   };
-  const auto clear = [=](int b, int count, Lanes<T>& u) { clear_unless_finite<Format>(weight, b, count, u); };
+  const auto clear = [=](int b, int count, Lanes<T>& u) {
+    clear_unless_finite([=](int b, int i) { return Format::load(weight[4 * b + i]); }, b, count, u);
+  };
   const auto finish = [=](int b, Block<V> u, Block<V> x) {
-    const auto result = [](auto stored, V u, V x, V inverse_unit) {
-      return select(x == u, stored, moved<Format>(stored, u, x, inverse_unit));  // what stays keeps its bits
+    const auto result = [](auto stored, V u, V x, V inverse_unit) {  // what stays keeps its bits
+      if constexpr (std::is_same_v<typename Format::Storage, T>) {
+        return select(x == u, stored, moved(stored, u, x, inverse_unit));
+      } else {
+        return select(x == u, stored, Format::encode(x * inverse_unit, sign_bits(stored)));
+      }
     };
     store_stored<Format>(each(result, load_stored<Format, N>(weight + 4 * b), u, x,
                               units<V>(strength, kMetric ? metric : nullptr, b).inverse),

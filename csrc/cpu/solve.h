@@ -178,6 +178,25 @@ void solve_waiting(const Strength<T>& strength, uint64_t waiting, const Lanes<T>
   }
 }
 
+// The number of magnitude x / unit with the sign of w, whose own magnitude is u / unit; a zero is +0. Where little
+// changes, the change is what is converted; where much does, the result: each keeps its accuracy.
+template <typename V>
+PROXSPARSE_INLINE V moved(V w, V u, V x, V inverse_unit) {
+  using T = typename ScalarOf<V>::Type;
+  const V factor = bits_as<T>(sign_bits(w) | bits_as<typename V::Bits>(inverse_unit));
+  return select(x + x > u, w + factor * (x - u), factor * x + V(0));  // -0 + 0 = 0
+}
+
+// Of the blocks from b on, those with a NaN or an infinity become zeros; number(b, i) is what stands at position i.
+template <typename Number, typename T>
+void clear_unless_finite(Number number, int b, int count, Lanes<T>& u) {
+  for (const int end = b + count; b < end; ++b) {
+    const auto finite = [=](int i) { return std::isfinite(number(b, i)); };
+    if (finite(0) && finite(1) && finite(2) && finite(3)) continue;
+    for (int i = 0; i < 4; ++i) u.of[i][b] = 0;
+  }
+}
+
 // The prox of one chunk of blocks.
 //   load(b)          -> u of the blocks from b on, one lane each; called once for each b, in order
 //   clear(b, count)  makes zeros of u for those blocks from b on that have a NaN or an infinity: zeros stay zeros

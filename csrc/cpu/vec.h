@@ -165,7 +165,7 @@ PROXSPARSE_INLINE Vec<S, N> smaller(Vec<S, N> a, Vec<S, N> b) {
 }
 
 template <typename S, int N>
-PROXSPARSE_INLINE Vec<S, N> exact_square_root(Vec<S, N> v) {
+PROXSPARSE_INLINE Vec<S, N> square_root(Vec<S, N> v) {
   const auto of_vector = [](auto v) {
     for (int lane = 0; lane < kLanes<S>; ++lane) v[lane] = std::sqrt(v[lane]);
     return v;
@@ -173,58 +173,21 @@ PROXSPARSE_INLINE Vec<S, N> exact_square_root(Vec<S, N> v) {
   return Vec<S, N>::of(of_vector, v);
 }
 
-// The estimates 1/v and 1/sqrt(v) of the CPU; one Newton step makes them exact up to the last bit or two, in a fraction
-// of the time of a division or a root.
-template <typename S>
-constexpr bool kHasEstimates = std::is_same_v<S, float> && PROXSPARSE_VECTOR_BYTES >= 32;
-
-template <typename V>
-PROXSPARSE_INLINE V estimated_reciprocal(V v) {
-#if PROXSPARSE_VECTOR_BYTES == 64
-  return V::of([](auto v) { return _mm512_rcp14_ps(v); }, v);
-#elif PROXSPARSE_VECTOR_BYTES == 32
-  return V::of([](auto v) { return _mm256_rcp_ps(v); }, v);
-#endif
-}
-
-template <typename V>
-PROXSPARSE_INLINE V estimated_inverse_square_root(V v) {
-#if PROXSPARSE_VECTOR_BYTES == 64
-  return V::of([](auto v) { return _mm512_rsqrt14_ps(v); }, v);
-#elif PROXSPARSE_VECTOR_BYTES == 32
-  return V::of([](auto v) { return _mm256_rsqrt_ps(v); }, v);
-#endif
-}
-
-// 1 / v, for a finite v that is not 0.
-template <typename S, int N>
-PROXSPARSE_INLINE Vec<S, N> reciprocal(Vec<S, N> v) {
-  if constexpr (kHasEstimates<S>) {
-    const Vec<S, N> y = estimated_reciprocal(v);
-    return y + y * (Vec<S, N>(1) - v * y);
-  } else {
-    return Vec<S, N>(1) / v;
-  }
-}
-
-// 1 / sqrt(v), for a finite v > 0.
+// 1 / sqrt(v), for a finite v > 0; in float from the CPU's estimate and a Newton step, exact up to the last bit or two.
 template <typename S, int N>
 PROXSPARSE_INLINE Vec<S, N> inverse_square_root(Vec<S, N> v) {
-  if constexpr (kHasEstimates<S>) {
-    const Vec<S, N> y = estimated_inverse_square_root(v), half(S(0.5));
+  if constexpr (std::is_same_v<S, float> && PROXSPARSE_VECTOR_BYTES >= 32) {
+#if PROXSPARSE_VECTOR_BYTES == 64
+    const auto y = Vec<S, N>::of([](auto v) { return _mm512_rsqrt14_ps(v); }, v);
+#elif PROXSPARSE_VECTOR_BYTES == 32
+    const auto y = Vec<S, N>::of([](auto v) { return _mm256_rsqrt_ps(v); }, v);
+#else
+    const auto y = v;
+#endif
+    const Vec<S, N> half(S(0.5));
     return y + y * (half - half * v * y * y);
   } else {
-    return Vec<S, N>(1) / exact_square_root(v);
-  }
-}
-
-// sqrt(v), for a finite v >= 0.
-template <typename S, int N>
-PROXSPARSE_INLINE Vec<S, N> square_root(Vec<S, N> v) {
-  if constexpr (kHasEstimates<S>) {
-    return v * inverse_square_root(larger(v, Vec<S, N>(S(1e-30))));
-  } else {
-    return exact_square_root(v);
+    return Vec<S, N>(1) / square_root(v);
   }
 }
 

@@ -1,8 +1,10 @@
 """The operations, each with its schema, fake, reference and public function in one file."""
 
 from proxsparse.ops import backends
+from proxsparse.ops.adamw_prox import adamw_prox_
 from proxsparse.ops.mask import nm_mask
 from proxsparse.ops.prox import prox_nm, prox_nm_
+from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.ops.registry import use_backend
 
-__all__ = ["backends", "nm_mask", "prox_nm", "prox_nm_", "use_backend"]
+__all__ = ["adamw_prox_", "backends", "nm_mask", "prox_nm", "prox_nm_", "prox_nm_list_", "use_backend"]

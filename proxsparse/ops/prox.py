@@ -21,6 +21,11 @@ def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor |
     dense = weight.contiguous()  # kernels see [..., in_features] without gaps; a copy only for odd strides
     kernel = select("prox_nm_", dense, reg_lambda, n, m, scale)
     kernel.run(dense, reg_lambda, n, m, scale)
+    write_back(weight, dense)
+
+
+def write_back(weight: Tensor, dense: Tensor) -> None:
+    """Finish a change in place that a kernel made to `dense`, which is `weight` itself or a copy without gaps."""
     if dense is weight:
         torch.autograd.graph.increment_version(weight)  # kernels write raw memory, which autograd does not see
     else:

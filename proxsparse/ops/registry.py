@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-BACKENDS = ("triton", "cpp", "reference")
+BACKENDS = ("triton", "cuda", "cpp", "reference")
 # What the automatic choice tries on a device, fastest first; anywhere else the reference serves. Only an explicit
 # choice runs Triton's interpreter on a CPU.
-AUTOMATIC = {"cpu": ("cpp", "reference"), "cuda": ("triton", "reference")}
+AUTOMATIC = {"cpu": ("cpp", "reference"), "cuda": ("triton", "cuda", "reference")}
 
 
 @dataclass(frozen=True)

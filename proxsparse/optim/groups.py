@@ -6,43 +6,63 @@ because torch's optimizers and distributed checkpointing take any entry there fo
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from proxsparse.ops.prox import check_reg_lambda, prox_nm_
+from proxsparse.ops.adamw_prox import check_frozen
+from proxsparse.ops.prox import check_reg_lambda
+from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.optim.schedules import Schedule
-from proxsparse.patterns import NMPattern
+from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference import frozen_penalty_grad
 
 SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_scale", "prox_step")
 
 
+def first_settings(reg_lambda: float, pattern: PatternLike, frozen_lambda: float, frozen_eps: float) -> dict:
+    """What a group without settings of its own starts with: a value for each of `SETTINGS`."""
+    values = (reg_lambda, str(NMPattern.parse(pattern)), frozen_lambda, frozen_eps, None, 0)
+    return dict(zip(SETTINGS, values, strict=True))
+
+
 def check_group(group: dict) -> None:
     """Stores `pattern` as text; raises ValueError for a setting or a parameter that the prox cannot serve."""
     check_reg_lambda(group["reg_lambda"])
-    if not 0 <= group["frozen_lambda"] < math.inf:
-        raise ValueError(f"frozen_lambda={group['frozen_lambda']!r} must be a finite number >= 0 (0 turns it off)")
-    if not 0 < group["frozen_eps"] < math.inf:
-        raise ValueError(f"frozen_eps={group['frozen_eps']!r} must be a finite number > 0, such as 0.1")
+    check_frozen(group["frozen_lambda"], group["frozen_eps"])
     group["pattern"] = str(NMPattern.parse(group["pattern"]))
     for parameter, scale in pruned_parameters(group):
         if scale is not None:
             check_scale(local(parameter), scale)
 
 
-def complete_state(optimizer: Optimizer, state_dict: dict) -> dict:
+def check_something_to_prune(param_groups: Iterable[dict]) -> None:
+    """Raises ValueError if groups ask for the prox but no parameter of theirs takes it."""
+    active = [group for group in param_groups if group["reg_lambda"] > 0]
+    if active and not any(list(pruned_parameters(group)) for group in active):
+        raise ValueError(
+            "there is nothing to prune: no parameter with reg_lambda > 0 has two or more dimensions (frameworks "
+            "that flatten parameters, such as DeepSpeed ZeRO, are not supported: shard with FSDP2's fully_shard)"
+        )
+
+
+def complete_state(
+    optimizer: Optimizer,
+    state_dict: dict,
+    keys: Iterable[str] = SETTINGS,
+    check: Callable[[dict], None] = check_group,
+) -> dict:
     """The state dict, with the settings that the state of a plain optimizer lacks taken from the present groups.
 
     Raises:
-        ValueError: for a setting that `check_group` refuses, before anything is loaded.
+        ValueError: for a setting that `check` refuses, before anything is loaded.
     """
     saved = list(state_dict["param_groups"])
     for i, group in enumerate(optimizer.param_groups[: len(saved)]):
         if len(saved[i]["params"]) == len(group["params"]):  # else the base refuses it, with a message of its own
-            checked = {key: group[key] for key in SETTINGS} | saved[i] | {"params": group["params"]}
-            check_group(checked)
+            checked = {key: group[key] for key in keys} | saved[i] | {"params": group["params"]}
+            check(checked)
             saved[i] = checked | {"params": saved[i]["params"]}
     return state_dict | {"param_groups": saved}
 
@@ -112,6 +132,21 @@ def check_scale(weight: Tensor, scale: Tensor) -> None:
         )
 
 
+def set_metric(param_groups: Iterable[dict], parameter: Tensor, scale: Tensor | None) -> None:
+    """Notes the metric, a copy of it, beside its parameter; raises ValueError for what `set_metric` says."""
+    for group in param_groups:
+        if any(parameter is pruned for pruned, _ in pruned_parameters(group)):
+            if scale is not None:
+                check_scale(local(parameter), scale)
+                scale = scale.detach().to(parameter.device, copy=True)
+            old = group["prox_scale"] or [None] * len(group["params"])
+            group["prox_scale"] = [scale if p is parameter else c for p, c in zip(group["params"], old, strict=True)]
+            return
+    raise ValueError(
+        f"parameter of shape {list(parameter.shape)} is not pruned: add it to a group with reg_lambda > 0 first"
+    )
+
+
 def learns(group: dict) -> bool:
     """False at lr = 0, where a step must not move the weights: distributed checkpointing runs one to create the state.
 
@@ -170,11 +205,19 @@ def reg_lambda_now(group: dict, schedule: Schedule | None) -> float:
     return value
 
 
-def prox_step(group: dict, reg_lambda: float) -> None:
-    """W <- prox_{lambda_1 Reg_{N:M}}(W) for every trained parameter of the group; counts the step."""
-    for parameter, _ in trained_parameters(group):
-        prox_nm_(local(parameter), reg_lambda, group["pattern"])
-    group["prox_step"] += 1
+def prox_step(strengths: list[tuple[dict, float]]) -> None:
+    """W <- prox_{lambda_1 Reg_{N:M}}(W) for the trained parameters of every (group, lambda_1); counts the step.
+
+    One call of the op for each pattern: a launch for every weight would take longer than a small weight.
+    """
+    of_pattern: dict[str, dict[Tensor, float]] = {}
+    for group, reg_lambda in strengths:
+        parameters = of_pattern.setdefault(group["pattern"], {})
+        parameters.update((parameter, reg_lambda) for parameter, _ in trained_parameters(group))
+    for pattern, parameters in of_pattern.items():
+        prox_nm_list_([local(parameter) for parameter in parameters], list(parameters.values()), pattern)
+    for group, _ in strengths:
+        group["prox_step"] += 1
 
 
 def describe(group: dict) -> str:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from proxsparse.optim import groups
 from proxsparse.optim.schedules import Schedule
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.patterns import PatternLike
 
 HOOKS = [
     f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
@@ -73,24 +73,15 @@ class ProxOptimizer(Optimizer):
         if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
             raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}: pass a plain torch.optim.Optimizer")
         if "prox_step" in base_optimizer.defaults:
-            raise ValueError("this optimizer is wrapped already; make a new one, or change its param_groups")
-        settings = {
-            "reg_lambda": reg_lambda,
-            "pattern": str(NMPattern.parse(pattern)),
-            "frozen_lambda": frozen_lambda,
-            "frozen_eps": frozen_eps,
-            "prox_scale": None,
-            "prox_step": 0,
-        }
+            raise ValueError(
+                f"this {type(base_optimizer).__name__} has a prox step of its own or is wrapped already; make a new "
+                "one, or change its param_groups"
+            )
+        settings = groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
         completed = [settings | group for group in base_optimizer.param_groups]
         for group in [settings | {"params": []}, *completed]:
             groups.check_group(group)
-        active = [group for group in completed if group["reg_lambda"] > 0]
-        if active and not any(list(groups.pruned_parameters(group)) for group in active):
-            raise ValueError(
-                "there is nothing to prune: no parameter with reg_lambda > 0 has two or more dimensions (frameworks "
-                "that flatten parameters, such as DeepSpeed ZeRO, are not supported: shard with FSDP2's fully_shard)"
-            )
+        groups.check_something_to_prune(completed)
         self.__setstate__({"base_optimizer": base_optimizer, "reg_schedule": reg_schedule})
         self.defaults.update(settings)  # from here the base hands them to groups that are added later
         for group, whole in zip(self.param_groups, completed, strict=True):
@@ -149,19 +140,7 @@ class ProxOptimizer(Optimizer):
         Raises:
             ValueError: a wrong shape or dtype, values that are not positive and finite, a parameter that is not pruned.
         """
-        for group in self.param_groups:
-            if any(parameter is pruned for pruned, _ in groups.pruned_parameters(group)):
-                if scale is not None:
-                    groups.check_scale(groups.local(parameter), scale)
-                    scale = scale.detach().to(parameter.device, copy=True)
-                old = group["prox_scale"] or [None] * len(group["params"])
-                group["prox_scale"] = [
-                    scale if p is parameter else c for p, c in zip(group["params"], old, strict=True)
-                ]
-                return
-        raise ValueError(
-            f"parameter of shape {list(parameter.shape)} is not pruned: add it to a group with reg_lambda > 0 first"
-        )
+        groups.set_metric(self.param_groups, parameter, scale)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -191,8 +170,7 @@ class ProxOptimizer(Optimizer):
             if closure is None:
                 before_base()
             loss = self._base_step(closure and evaluate)
-            for group, reg_lambda in zip(learning, lambdas, strict=True):
-                groups.prox_step(group, reg_lambda)
+            groups.prox_step(list(zip(learning, lambdas, strict=True)))
         finally:
             groups.leave_metric(entered)
         for parameter, value in first_values.items():  # only now: the base initialises a state that it finds empty

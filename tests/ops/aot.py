@@ -18,11 +18,24 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 @dataclass(frozen=True)
 class Compiled:
-    """The machine code of a kernel: how often every instruction occurs, and its registers and stack bytes a thread."""
+    """The machine code of a kernel: how often every instruction occurs, and its registers and stack bytes a thread.
 
-    instructions: Counter
+    `code` is [(address, name, address it jumps to or None)] in order.
+    """
+
+    code: list[tuple[int, str, int | None]]
     registers: int
     stack: int
+
+    @property
+    def instructions(self) -> Counter:
+        """How often every instruction occurs."""
+        return Counter(name for _, name, _ in self.code)
+
+    def loops(self) -> list[Counter]:
+        """The instructions of one turn of every loop (of those inside it: one turn each), in the order they end."""
+        jumps = [(start, end) for end, _, start in self.code if start is not None and start < end]
+        return [Counter(name for address, name, _ in self.code if start <= address <= end) for start, end in jumps]
 
     def starting_with(self, *prefixes: str) -> set[str]:
         """The different instructions whose name starts with one of `prefixes`."""
@@ -52,6 +65,10 @@ def disassembled(cubin: Path) -> Compiled:
     """What cuobjdump says about the one kernel in `cubin`."""
     command = [CUOBJDUMP, "-res-usage", "-sass", cubin]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", text, re.MULTILINE)
+    line = r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);"
+    code = []
+    for address, name, operands in re.findall(line, text, re.MULTILINE):
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if name.startswith("BRA") else None
+        code.append((int(address, 16), name, int(target[1], 16) if target else None))
     registers, stack = (int(re.search(rf"{what}:(\d+)", text)[1]) for what in ("REG", "STACK"))
-    return Compiled(Counter(names), registers, stack)
+    return Compiled(code, registers, stack)

@@ -45,7 +45,7 @@ def test_the_fastest_of_a_device_serves_whatever_the_order_of_registration(table
     assert registry.ops() == ["toy"]
     assert served_by() == "cpp"  # triton only interprets on a CPU: that has to be asked for
     assert served_by(torch.zeros(4, device="meta")) == "reference"
-    assert registry.AUTOMATIC["cuda"] == ("triton", "reference")
+    assert registry.AUTOMATIC["cuda"] == ("triton", "cuda", "reference")
 
 
 def test_reference_is_the_last_resort_of_every_op():

@@ -1,4 +1,4 @@
-"""setup.py without a working C++ compiler, the kernels' variants for other CPUs, and the block solver on a GPU."""
+"""setup.py without a working C++ compiler, what it builds where, and the kernels' variants for other CPUs."""
 
 import os
 import runpy
@@ -12,6 +12,7 @@ import setuptools
 import torch
 from ops.blocks import random_blocks
 from reference import ground_truth
+from torch.utils import cpp_extension
 
 from proxsparse.reference import nm_mask
 
@@ -64,17 +65,78 @@ def test_unknown_mode_is_refused_with_the_choices(build):
     assert "PROXSPARSE_EXTENSION='yes': choose one of auto, 0, 1" in process.stderr
 
 
+@pytest.fixture
+def described(monkeypatch):
+    """described(variable=value, ...): the extensions that setup.py asks for, by name, in that environment."""
+
+    def run(**environment: str) -> dict[str, setuptools.Extension]:
+        asked = {}
+        monkeypatch.setattr(setuptools, "setup", asked.update)
+        monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+        for variable in ("PROXSPARSE_EXTENSION", "PROXSPARSE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_PATH"):
+            monkeypatch.delenv(variable, raising=False)
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        monkeypatch.chdir(CHECKOUT)
+        runpy.run_path("setup.py")
+        return {extension.name: extension for extension in asked["ext_modules"]}
+
+    return run
+
+
 @pytest.mark.parametrize(("platform", "openmp"), [("linux", True), ("darwin", False)])
-def test_openmp_is_asked_for_where_the_compiler_has_it(platform, openmp, monkeypatch):
-    described = {}
-    monkeypatch.setattr(setuptools, "setup", described.update)
+def test_openmp_is_asked_for_where_the_compiler_has_it(platform, openmp, described, monkeypatch):
     monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.delenv("PROXSPARSE_EXTENSION", raising=False)
-    monkeypatch.chdir(CHECKOUT)
-    runpy.run_path("setup.py")
-    (extension,) = described["ext_modules"]
+    extension = described(PROXSPARSE_CUDA="0")["proxsparse._C"]
     assert ("-fopenmp" in extension.extra_compile_args) == openmp
     assert ("-fopenmp" in extension.extra_link_args) == openmp
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    """What setup.py takes for a CUDA toolkit."""
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime_api.h").touch()
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("torch_cuda", [None, "13.0"])
+def test_the_cuda_kernels_are_built_where_torch_is_a_cuda_build(torch_cuda, described, toolkit, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    assert ("proxsparse._C_cuda" in described(CUDA_HOME=toolkit)) == (torch_cuda is not None)
+    assert "proxsparse._C_cuda" not in described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="0")
+    extension = described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="1")["proxsparse._C_cuda"]
+    assert "csrc/cuda/prox.cu" in extension.sources
+    assert f"{toolkit}/include" in extension.include_dirs
+
+
+def test_demanded_cuda_kernels_without_a_toolkit_are_refused_with_the_remedy(described, monkeypatch):
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: "cuda_runtime_api" not in str(path) and exists(path))
+    with pytest.raises(SystemExit, match="no CUDA toolkit; remedy: set CUDA_HOME"):
+        described(PROXSPARSE_CUDA="1")
+
+
+def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, toolkit, capsys, monkeypatch):
+    """One warning that names the remedy; the other extension is built."""
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    monkeypatch.setenv("CUDA_HOME", toolkit)
+    monkeypatch.chdir(CHECKOUT)
+    builder, built = runpy.run_path("setup.py")["BuildKernels"], []
+
+    def build_extension(self, extension):
+        if extension.name == "proxsparse._C_cuda":
+            raise RuntimeError("Error compiling objects for extension")
+        built.append(extension.name)
+
+    monkeypatch.setattr(cpp_extension.BuildExtension, "build_extension", build_extension, raising=False)
+    command = builder(setuptools.Distribution())
+    for extension in described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="1").values():
+        command.build_extension(extension)
+    assert built == ["proxsparse._C"]
+    warning = capsys.readouterr().err
+    assert warning.count("WITHOUT its compiled CUDA kernels") == 1
+    assert "remedy install the CUDA toolkit" in warning
 
 
 # ------------------------------------------------------------------------------------------ one build, many CPUs
@@ -135,36 +197,3 @@ def test_an_unknown_instruction_set_is_refused_with_the_choices(tmp_path):
     process = run_variant("sse9", tmp_path / "cases.pt", tmp_path / "results.pt")
     assert process.returncode != 0
     assert "ValueError: PROXSPARSE_CPU_CAPABILITY='sse9': choose one of default, avx2, avx512" in process.stderr
-
-
-# ------------------------------------------------------------------------------------------ the block solver on a GPU
-
-DEVICE_CODE = """
-#include "prox24_block.h"
-
-template <typename T>
-__global__ void prox(proxsparse::Block<T>* block, T lambda, T gain) {
-  const proxsparse::Block<T> z = proxsparse::sort_descending(block[threadIdx.x]);
-  block[threadIdx.x] = gain > 0 ? proxsparse::solve_14(z, lambda, gain) : proxsparse::solve_24(z, lambda, 1 / lambda);
-}
-template __global__ void prox(proxsparse::Block<float>*, float, float);
-template __global__ void prox(proxsparse::Block<double>*, double, double);
-"""
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("architecture", [80, 90, 100])
-def test_the_block_solver_compiles_for_the_device(architecture, tmp_path):
-    known = subprocess.run(["nvcc", "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
-    if f"sm_{architecture}" not in known:
-        pytest.skip(f"this nvcc does not know sm_{architecture}, only {', '.join(known)}")
-    source = tmp_path / "block.cu"
-    source.write_text(DEVICE_CODE)
-    options = ["-std=c++20", "-O3", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings"]
-    process = subprocess.run(
-        ["nvcc", *options, "-I", CHECKOUT / "csrc", "-o", tmp_path / "block.cubin", source],
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert (tmp_path / "block.cubin").stat().st_size > 0

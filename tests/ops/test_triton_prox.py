@@ -1,4 +1,4 @@
-"""The Triton prox without a GPU: interpreted on the CPU, and compiled ahead of time for three generations of GPUs.
+"""The Triton kernels without a GPU: interpreted on the CPU, and compiled ahead of time for three generations of GPUs.
 
 Both need a process of their own: triton decides at its import whether it interprets.
 """
@@ -29,8 +29,9 @@ def run_in_own_process(file: str, cache: Path, **environment: str):
     assert process.returncode == 0, f"{file} failed:\n{process.stdout[-6000:]}"
 
 
-def test_interpreted(tmp_path):
-    run_in_own_process("triton_prox_cases.py", tmp_path, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("file", ["triton_prox_cases.py", "triton_adamw_cases.py", "test_prox_list.py"])
+def test_interpreted(file, tmp_path):
+    run_in_own_process(file, tmp_path, TRITON_INTERPRET="1")
 
 
 def test_compiled_ahead_of_time(tmp_path):
@@ -39,5 +40,6 @@ def test_compiled_ahead_of_time(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_on_the_gpu(tmp_path):
-    run_in_own_process("triton_prox_cases.py", tmp_path)
+@pytest.mark.parametrize("file", ["triton_prox_cases.py", "triton_adamw_cases.py"])
+def test_on_the_gpu(file, tmp_path):
+    run_in_own_process(file, tmp_path)

@@ -8,7 +8,7 @@ from torch.optim import SGD, Adam, AdamW
 from training import assert_same, loss_of, tiny_model, train, weights
 
 from proxsparse.ops import prox_nm, prox_nm_
-from proxsparse.optim import ProxOptimizer
+from proxsparse.optim import ProxOptimizer, groups
 from proxsparse.optim.schedules import cosine_ramp, linear_ramp
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import frozen_penalty
@@ -87,6 +87,27 @@ def test_groups_override_the_defaults():
         ("2:4", 0),
         ("2:4", 0.2),
     ]
+
+
+def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
+    model, calls = tiny_model(), []
+    before = weights(model)
+    call = groups.prox_nm_list_
+    monkeypatch.setattr(groups, "prox_nm_list_", lambda *arguments: calls.append(arguments) or call(*arguments))
+    other = torch.nn.Parameter(torch.randn(3, 8))
+    other.grad = torch.zeros_like(other)
+    settings = [
+        {"params": [model[0].weight], "reg_lambda": 0.1},
+        {"params": [other], "reg_lambda": 0.3, "pattern": "1:4"},
+        {"params": [model[2].weight], "reg_lambda": 0.2},
+    ]
+    optimizer = ProxOptimizer(SGD(settings, lr=1e-30), reg_lambda=9.0)
+    loss_of(model).backward()
+    optimizer.step()
+    assert [(lambdas, pattern) for _, lambdas, pattern in calls] == [([0.1, 0.2], "2:4"), ([0.3], "1:4")]
+    assert torch.equal(model[0].weight, prox_nm(before[0], 0.1))
+    assert torch.equal(model[2].weight, prox_nm(before[2], 0.2))
+    assert [group["prox_step"] for group in optimizer.param_groups] == [1, 1, 1]
 
 
 def test_schedule_counts_the_steps_of_the_group():

@@ -8,7 +8,8 @@ from ops.blocks import FAMILIES, random_blocks
 from reference import ground_truth
 
 from proxsparse import NMPattern
-from proxsparse.reference import enum_alm, prox_nm
+from proxsparse.paper_solvers import enum_alm
+from proxsparse.reference import prox_nm
 
 
 def block(*members: float) -> torch.Tensor:

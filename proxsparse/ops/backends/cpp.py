@@ -40,3 +40,16 @@ def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     mask = torch.empty(score.shape, dtype=torch.bool)
     _C.mask_n4(score, n, mask)
     return mask
+
+
+def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
+    *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
+    if _C is not None and not hasattr(_C, "adamw_prox_"):
+        return "the compiled extension is older than this op; remedy: install again"
+    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone knows no pattern
+
+
+@register_kernel("adamw_prox_", "cpp", supports=_supports_adamw_prox)
+def _adamw_prox_(*arguments) -> None:
+    *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
+    _C.adamw_prox_(*head, n, frozen_lambda, frozen_eps, seed)

@@ -1,0 +1,45 @@
+// The kernels as plain functions of pointers and sizes: no torch, so that they compile anywhere, in seconds.
+// Every pointer is to the memory of the current device; no function waits for the GPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace proxsparse::gpu {
+
+enum class Type { kFloat32, kFloat64, kBFloat16, kFloat16 };
+
+// W <- argmin_V 1/2 |V - c W|^2 + reg_lambda * Reg_{n:4}(V), divided back by c, in place.
+struct ProxCall {
+  void* weight;         // [size], of `type`; any alignment of its own numbers, 16 bytes are fast
+  int64_t size;         // a multiple of 4
+  int64_t in_features;  // a multiple of 4; used with a scale
+  const void* scale;    // c, [in_features], float64 for a float64 weight, float32 otherwise; null means 1
+  Type type;
+  double reg_lambda;  // > 0
+  int n;              // weights kept of every 4: 1 or 2
+};
+cudaError_t launch_prox(const ProxCall& call, cudaStream_t stream);
+
+// A step of AdamW, then the prox; `adamw_prox` of proxsparse/reference.py holds the equations. A is float64 for a
+// float64 weight and float32 otherwise.
+struct AdamWProxCall {
+  void *weight, *exp_avg, *exp_avg_sq;  // [size]; changed in place
+  void* master;                         // [size] of A, changed in place; null: the weight is all there is
+  const void *grad, *pretrained;        // [size] of `type`; pretrained is needed for frozen_lambda > 0
+  const void* scale;                    // c, [in_features] of A; null means 1
+  int64_t size, in_features;            // multiples of 4 if reg_lambda > 0
+  Type type;                            // of the weight
+  bool moments_bfloat16;                // else they are of A
+  int64_t step;                         // counted from 1
+  double lr, beta1, beta2, eps, weight_decay;
+  double reg_lambda;  // 0: AdamW alone
+  int n;              // weights kept of every 4: 1 or 2
+  double frozen_lambda, frozen_eps;
+  bool stochastic;  // rounding to bfloat16, with the bits of `seed`
+  uint64_t seed;
+};
+cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream);
+
+}  // namespace proxsparse::gpu

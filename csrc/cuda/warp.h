@@ -1,0 +1,110 @@
+// What every kernel here needs: the lanes of a warp, and aligned pieces of memory.
+// One warp works alone: no kernel waits for another warp.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../prox24_block.h"
+
+namespace proxsparse::gpu {
+
+constexpr int kLanes = 32;
+constexpr int kWarps = 4;  // a thread block
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+__device__ inline int lane() { return static_cast<int>(threadIdx.x % kLanes); }
+__device__ inline int warp() { return static_cast<int>(threadIdx.x / kLanes); }
+
+// The order of the bits of numbers >= 0 is their own order, and a NaN is the largest of all.
+__device__ inline uint32_t order(float number) { return __float_as_uint(number); }
+__device__ inline uint32_t order(double number) { return __float_as_uint(__double2float_ru(number)); }
+
+__device__ inline float warp_maximum(uint32_t order) { return __uint_as_float(__reduce_max_sync(kAllLanes, order)); }
+
+// How many lanes before this one say yes; and how many in all.
+struct Count {
+  int before, all;
+};
+__device__ inline Count count_lanes(bool yes) {
+  const unsigned lanes = __ballot_sync(kAllLanes, yes);
+  return {__popc(lanes & ((1u << lane()) - 1)), __popc(lanes)};
+}
+
+// kCount consecutive numbers as registers hold them, two to a register if they have 16 bits; `Words` moves at once.
+template <typename Storage, int kCount>
+struct Piece {
+  using Word = std::conditional_t<sizeof(Storage) == 2, uint32_t, Storage>;
+  static constexpr int kWords = kCount * sizeof(Storage) / sizeof(Word), kBytes = kCount * sizeof(Storage);
+  struct alignas(kBytes < 16 ? kBytes : 16) Words {
+    Word word[kWords];
+  } words;
+};
+
+// The numbers that a warp takes of a tensor: kPieces pieces a lane, neighbouring lanes beside each other.
+template <typename Number, int kPieces, int kPiece>
+struct Share {
+  using Storage = std::remove_const_t<Number>;
+  using Words = typename Piece<Storage, kPiece>::Words;
+  static constexpr int kNumbers = kPieces * kPiece * kLanes;
+
+  Number* tensor;
+  int64_t first, size;  // the first number of the warp; the numbers of the tensor
+  Storage* buffer;      // kNumbers in shared memory, 16-byte aligned
+  bool direct;          // the whole share exists, and is 16-byte aligned: no detour through the buffer
+
+  __device__ Share(Number* tensor, int64_t first, int64_t size, void* buffer)
+      : tensor(tensor), first(first), size(size), buffer(static_cast<Storage*>(buffer)) {
+    direct = reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && first + kNumbers <= size;
+  }
+
+  // Of a piece of this lane in the share.
+  static __device__ int offset(int piece) { return lane() * kPiece + piece * kLanes * kPiece; }
+
+  // Zeros stand for what lies behind the end of the tensor.
+  __device__ void load(Piece<Storage, kPiece> (&pieces)[kPieces]) const {
+    if (direct) return copy(tensor + first, pieces);
+#pragma unroll 1
+    for (int i = lane(); i < kNumbers; i += kLanes) buffer[i] = first + i < size ? tensor[first + i] : Storage(0);
+    __syncwarp();
+    copy(buffer, pieces);
+    __syncwarp();
+  }
+
+  __device__ void store(const Piece<Storage, kPiece> (&pieces)[kPieces]) const {
+    if (direct) return copy(pieces, tensor + first);
+    copy(pieces, buffer);
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane(); i < kNumbers && first + i < size; i += kLanes) tensor[first + i] = buffer[i];
+    __syncwarp();
+  }
+
+ private:
+  static __device__ void copy(const Storage* source, Piece<Storage, kPiece> (&pieces)[kPieces]) {
+    const Words* mine = reinterpret_cast<const Words*>(source) + lane();
+    PROXSPARSE_UNROLL
+    for (int p = 0; p < kPieces; ++p) pieces[p].words = mine[p * kLanes];
+  }
+  static __device__ void copy(const Piece<Storage, kPiece> (&pieces)[kPieces], Storage* target) {
+    Words* mine = reinterpret_cast<Words*>(target) + lane();
+    PROXSPARSE_UNROLL
+    for (int p = 0; p < kPieces; ++p) mine[p * kLanes] = pieces[p].words;
+  }
+};
+
+// Starts as many warps as `size` numbers need.
+template <typename Arguments>
+cudaError_t launch_warps(void (*kernel)(Arguments), int64_t size, int numbers_a_warp, const Arguments& arguments,
+                         cudaStream_t stream) {
+  const int64_t numbers_a_block = int64_t{numbers_a_warp} * kWarps;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((size + numbers_a_block - 1) / numbers_a_block));
+  config.blockDim = dim3(kWarps * kLanes);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments);
+}
+
+}  // namespace proxsparse::gpu

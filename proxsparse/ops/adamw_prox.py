@@ -1,0 +1,191 @@
+"""The op `proxsparse::adamw_prox_`: a step of AdamW and the prox after it, in one pass, in place."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from proxsparse import reference
+from proxsparse.ops.prox import check_reg_lambda, write_back
+from proxsparse.ops.registry import register_kernel, select
+from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike, check_dtype
+
+torch.library.define(
+    "proxsparse::adamw_prox_",
+    "(Tensor(a!) weight, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? master, "
+    "Tensor? pretrained, Tensor? scale, int step, float lr, float beta1, float beta2, float eps, float weight_decay, "
+    "float reg_lambda, int n, int m, float frozen_lambda, float frozen_eps, int? seed) -> ()",
+)
+
+
+@torch.library.impl("proxsparse::adamw_prox_", "CompositeExplicitAutograd")
+def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *settings) -> None:
+    if weight.numel() == 0:
+        return
+    if scale is not None:
+        scale = scale.to(arithmetic_of(weight))
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
+    # kernels see tensors without gaps; a copy only for odd strides
+    dense = {id(tensor): tensor.contiguous() for tensor in tensors if tensor is not None}
+    arguments = [dense.get(id(tensor)) for tensor in tensors]
+    kernel = select("adamw_prox_", *arguments, *settings)
+    kernel.run(*arguments, *settings)
+    for tensor in (weight, exp_avg, exp_avg_sq, master):
+        if tensor is not None:
+            write_back(tensor, dense[id(tensor)])
+
+
+@torch.library.register_fake("proxsparse::adamw_prox_")
+def _adamw_prox_fake(*arguments):
+    return None
+
+
+@register_kernel("adamw_prox_", "reference", supports=lambda *arguments: None)
+def _reference(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *settings) -> None:
+    *head, n, m, frozen_lambda, frozen_eps, seed = settings  # head: step to reg_lambda
+    pattern = NMPattern(n, m) if head[-1] > 0 else None
+    results = reference.adamw_prox(
+        weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *head, pattern, frozen_lambda, frozen_eps, seed
+    )
+    for tensor, result in zip((weight, exp_avg, exp_avg_sq, master), results, strict=True):
+        if tensor is not None:
+            tensor.copy_(result)
+
+
+def arithmetic_of(weight: Tensor) -> torch.dtype:
+    """The dtype a kernel computes in: float64 for a float64 weight, float32 otherwise."""
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def check_tensor(tensor: Tensor, what: str, shape: torch.Size, dtypes: tuple[torch.dtype, ...], weight: Tensor) -> None:
+    """Raises ValueError unless the tensor has the shape, one of the dtypes, and the device of the weight."""
+    if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != weight.device:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(
+            f"{what} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: with a {weight.dtype} weight of shape "
+            f"{list(weight.shape)} it must be {names} {list(shape)} on {weight.device}"
+        )
+
+
+def check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale) -> None:
+    """Raises ValueError for a tensor that does not fit the weight."""
+    check_dtype(weight, "weight")
+    arithmetic = arithmetic_of(weight)
+    check_tensor(grad, "grad", weight.shape, (weight.dtype,), weight)
+    short = (torch.bfloat16,) if arithmetic == torch.float32 else ()
+    check_tensor(exp_avg, "exp_avg", weight.shape, (arithmetic, *short), weight)
+    check_tensor(exp_avg_sq, "exp_avg_sq", weight.shape, (exp_avg.dtype,), weight)
+    if master is not None:
+        if weight.dtype == arithmetic:
+            raise ValueError(f"master weights are for bfloat16 and float16: a {weight.dtype} weight is its own master")
+        check_tensor(master, "master", weight.shape, (torch.float32,), weight)
+    if pretrained is not None:
+        check_tensor(pretrained, "pretrained", weight.shape, (weight.dtype,), weight)
+    if scale is not None:
+        check_tensor(scale, "scale", weight.shape[-1:], FLOAT_DTYPES, weight)
+
+
+def check_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raises ValueError for settings of AdamW that are out of range."""
+    if step < 1:
+        raise ValueError(f"step={step}: steps are counted from 1")
+    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
+
+
+def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
+    """Raises ValueError for settings of the frozen-weight term that are out of range."""
+    if not 0 <= frozen_lambda < math.inf:
+        raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
+    if not 0 < frozen_eps < math.inf:
+        raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
+
+
+@torch.no_grad()
+def adamw_prox_(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    master: Tensor | None = None,
+    pretrained: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    reg_lambda: float = 0.0,
+    pattern: PatternLike = "2:4",
+    frozen_lambda: float = 0.0,
+    frozen_eps: float = 0.1,
+    seed: int | None = None,
+) -> Tensor:
+    """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W), in one pass over weight, gradient and moments, in place.
+
+    The equations are those of `proxsparse.reference.adamw_prox`: the base step with the gradient of the frozen-weight
+    term (paper, section 3.1) and, with `scale` = c, on v = c * w (step lr / c in every column), then the exact prox.
+    The prox leaves a block with a NaN or an infinity as AdamW made it; zeros are +0.0. Arithmetic is fp64 for a float64
+    weight and fp32 otherwise, and only what is stored is rounded.
+
+    Args:
+        weight: [..., in_features], float32, float64, bfloat16 or float16, any strides, as all tensors here; any shape
+            if reg_lambda is 0. Changed in place.
+        grad: as the weight; not changed.
+        exp_avg, exp_avg_sq: the moments of v, float32 or bfloat16 (float64 for a float64 weight). Changed in place.
+        master: the weight in float32, for bfloat16 and float16 weights: it is what is stepped, and the weight becomes
+            its nearest neighbour. Changed in place. None: the weight is all there is.
+        pretrained: W0, as the weight; needed if frozen_lambda > 0.
+        scale: c, [in_features], the metric of the input features, positive; None means 1.
+        step: t, counted from 1.
+        lr, betas, eps, weight_decay: as of torch.optim.AdamW.
+        reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by lr. 0: AdamW alone.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+        frozen_lambda, frozen_eps: lambda_2 >= 0 and the epsilon > 0 of the frozen-weight term.
+        seed: of the stochastic rounding to bfloat16, of the moments and, without a master, of the weight: an integer,
+            taken modulo 2^64. The same seed gives the same bits on every backend. Take numbers that look random: two
+            that differ in their lower 32 bits only give the same bits in another order. None: to nearest even.
+    Returns:
+        `weight`.
+    Raises:
+        ValueError: in_features is no multiple of M; a tensor that does not fit the weight; a number out of range.
+    """
+    check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
+    check_numbers(step, lr, betas, eps, weight_decay)
+    check_reg_lambda(reg_lambda)
+    check_frozen(frozen_lambda, frozen_eps)
+    pattern = NMPattern.parse(pattern)
+    if reg_lambda > 0:
+        pattern.check_blocks(weight.shape)
+    if frozen_lambda > 0 and pretrained is None:
+        raise ValueError(f"frozen_lambda={frozen_lambda} needs the pretrained weights: pass `pretrained`")
+    torch.ops.proxsparse.adamw_prox_(
+        weight,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        master,
+        pretrained if frozen_lambda > 0 else None,
+        scale,
+        step,
+        lr,
+        *betas,
+        eps,
+        weight_decay,
+        reg_lambda,
+        pattern.n,
+        pattern.m,
+        frozen_lambda,
+        frozen_eps,
+        None if seed is None else signed(seed),
+    )
+    return weight
+
+
+def signed(seed: int) -> int:
+    """The seed modulo 2^64 as two's complement: the dispatcher's integers are signed."""
+    return (seed + 2**63) % 2**64 - 2**63

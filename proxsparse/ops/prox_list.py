@@ -1,0 +1,78 @@
+"""The op `proxsparse::prox_nm_list_`: the prox of many weights at once, in as few launches as a backend can."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from proxsparse.ops.prox import check_prox_arguments, write_back
+from proxsparse.ops.registry import BACKENDS, kernels, register_kernel, select
+from proxsparse.patterns import NMPattern, PatternLike
+
+torch.library.define("proxsparse::prox_nm_list_", "(Tensor(a!)[] weights, float[] reg_lambdas, int n, int m) -> ()")
+
+
+@torch.library.impl("proxsparse::prox_nm_list_", "CompositeExplicitAutograd")
+def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
+    groups: dict[tuple, list[tuple[Tensor, Tensor, float]]] = {}
+    for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
+        if reg_lambda != 0 and weight.numel() != 0:
+            group = groups.setdefault((weight.device, weight.dtype), [])
+            group.append((weight, weight.contiguous(), reg_lambda))
+    for group in groups.values():
+        originals, dense, lambdas = zip(*group, strict=True)
+        select("prox_nm_list_", dense[0], n, m).run(dense, lambdas, n, m)
+        for weight, result in zip(originals, dense, strict=True):
+            write_back(weight, result)
+
+
+@torch.library.register_fake("proxsparse::prox_nm_list_")
+def _prox_nm_list_fake(weights, reg_lambdas, n, m):
+    return None
+
+
+def _one_by_one(weights: Sequence[Tensor], reg_lambdas: Sequence[float], n: int, m: int) -> None:
+    for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
+        select("prox_nm_", weight, reg_lambda, n, m, None).run(weight, reg_lambda, n, m, None)
+
+
+def _register_one_by_one(backend: str) -> None:
+    """Serve a list with `backend`'s prox_nm_, if it has one."""
+
+    def supports(weight: Tensor, *pattern: int) -> str | None:
+        found = [kernel for kernel in kernels("prox_nm_") if kernel.backend == backend]
+        return found[0].supports(weight, 1.0, *pattern, None) if found else "it has no kernel for prox_nm_"
+
+    register_kernel("prox_nm_list_", backend, supports=supports)(_one_by_one)
+
+
+for _backend in BACKENDS:
+    if _backend != "triton":  # whose kernel takes the whole list in one launch
+        _register_one_by_one(_backend)
+
+
+@torch.no_grad()
+def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], pattern: PatternLike = "2:4") -> None:
+    """W_i <- argmin_V 1/2 ||V - W_i||_F^2 + lambda_i * Reg_{N:M}(V) for every weight, in place, as `prox_nm_` does.
+
+    One launch serves all weights that share a device and a dtype where the backend can (Triton), otherwise they are
+    served one by one; the results are the same.
+
+    Args:
+        weights: each [..., in_features], any strides, dtypes and devices; they must not overlap. Changed in place.
+        reg_lambdas: one lambda_1 >= 0 a weight, in units of 1 / |w|^(N-1); 0 leaves its weight as it is.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+    Raises:
+        ValueError: not one lambda a weight, the same tensor twice, or what `prox_nm_` refuses, with its position.
+    """
+    pattern = NMPattern.parse(pattern)
+    if len(weights) != len(reg_lambdas):
+        raise ValueError(f"{len(weights)} weights and {len(reg_lambdas)} lambdas: each weight needs one")
+    if len({id(weight) for weight in weights}) != len(weights):
+        raise ValueError("a weight is in the list twice: pass every weight once (of tied weights, one)")
+    for i, (weight, reg_lambda) in enumerate(zip(weights, reg_lambdas, strict=True)):
+        try:
+            check_prox_arguments(weight, reg_lambda, pattern, scale=None)
+        except ValueError as error:
+            raise ValueError(f"weights[{i}]: {error}") from None
+    torch.ops.proxsparse.prox_nm_list_(list(weights), [float(x) for x in reg_lambdas], pattern.n, pattern.m)

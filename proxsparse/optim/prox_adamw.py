@@ -1,0 +1,315 @@
+"""ProxAdamW: AdamW and the prox in one pass over the weights (paper, Algorithm 1 with AdamW as the base step)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from proxsparse.ops.adamw_prox import adamw_prox_, check_numbers
+from proxsparse.optim import groups
+from proxsparse.optim.groups import local
+from proxsparse.optim.schedules import Schedule
+from proxsparse.patterns import PatternLike, check_dtype
+
+# The other keys in the groups of torch's AdamW, so that either loads the state of the other. The first are other
+# methods, which are refused; the second say how torch computes, and are put back to what stands here.
+VARIANTS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
+EXECUTION = {"foreach": None, "capturable": False, "fused": None}
+WITHOUT_PROX = {"reg_lambda": 0.0, "frozen_lambda": 0.0, "scale": None}
+# What belongs to the optimizer as a whole and is not part of the state.
+SETUP = ("reg_schedule", "moment_dtype", "master_weights", "stochastic_rounding")
+
+
+@dataclass(frozen=True)
+class Uncast:
+    """A parameter's part of a state dict that torch's `load_state_dict` hands on as it is.
+
+    It would cast tensors to the dtype of the parameter, and float32 moments of bfloat16 weights would lose digits.
+    """
+
+    state: dict
+
+
+class ProxAdamW(Optimizer):
+    """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W) in one pass over weight, gradient and moments.
+
+    The step of `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), which reads and writes the weights
+    once instead of several times; the equations are those of `proxsparse.reference.adamw_prox`. What ProxOptimizer's
+    docstring says of groups, schedules, lr = 0 and the metric holds here; `.grad` is left as it is. Parameters of fewer
+    than two dimensions and groups with reg_lambda = 0 take the plain AdamW step. Any pattern works; 2:4 and 1:4 have
+    fused kernels.
+
+    `state_dict()` is that of torch.optim.AdamW and of ProxOptimizer(AdamW) plus keys they ignore: each loads the
+    other's. A load keeps the dtypes given here. Resuming is bit-identical, stochastic rounding included.
+
+    Memory a weight next to the weight and its gradient: 8 bytes of moments in float32, 4 in bfloat16; 4 bytes of a
+    master; W0 where frozen_lambda > 0. A prox step of the paper's lambda is 1 to 3 units in the last place of a
+    bfloat16 weight, and much of it is lost in rounding to nearest: give bfloat16 weights a master, or round them
+    stochastically, which is right in the mean and costs no memory.
+
+    Args:
+        params: as of any torch optimizer; groups may carry every number below, lr to frozen_eps and seed, of their own.
+        lr, betas, eps, weight_decay: as of torch.optim.AdamW.
+        reg_lambda: lambda_1 >= 0, in units of 1 / |w|^(N-1). Not multiplied by the learning rate.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+        frozen_lambda: lambda_2 >= 0 of the frozen-weight term. W0, the parameter at its first step, is kept in
+            `state[p]["pretrained"]`; 0 keeps no copy.
+        frozen_eps: the epsilon > 0 of Reg_W0, in the unit of the weights.
+        reg_schedule: step -> factor of reg_lambda; the step is the group's `prox_step`, from 0 (see `schedules`). Like
+            the next three it is not part of the state: resume with the same one.
+        moment_dtype: None for float32, or torch.bfloat16 (float64 weights: always float64): then moments are rounded
+            stochastically, because an average that moves by 1 part in 1000 stands still when rounded to nearest.
+        master_weights: keep and step bfloat16 and float16 weights in float32, in `state[p]["master"]`. To change such
+            a weight by hand, delete its master.
+        stochastic_rounding: round bfloat16 weights stochastically.
+        seed: of all stochastic rounding; saved with the groups. The same in all processes keeps replicas equal.
+    Raises:
+        ValueError: a setting out of range; a parameter or shard without whole blocks; nothing to prune; a way of
+            rounding that does not fit the dtype of a parameter.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        reg_lambda: float,
+        pattern: PatternLike = "2:4",
+        frozen_lambda: float = 0.0,
+        frozen_eps: float = 0.1,
+        reg_schedule: Schedule | None = None,
+        moment_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ):
+        if moment_dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"moment_dtype={moment_dtype} must be torch.bfloat16, or None for float32 (float64 for float64 weights)"
+            )
+        if stochastic_rounding and master_weights:
+            raise ValueError(
+                "stochastic_rounding=True and master_weights=True: weights that have a master need no stochastic "
+                "rounding; choose one of the two"
+            )
+        self.reg_schedule = reg_schedule
+        self.moment_dtype = moment_dtype
+        self.master_weights = master_weights
+        self.stochastic_rounding = stochastic_rounding
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
+        defaults |= VARIANTS | EXECUTION | groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
+        self._check_group(defaults | {"params": []})
+        super().__init__(params, defaults)
+        groups.check_something_to_prune(self.param_groups)
+        held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
+        if stochastic_rounding and torch.bfloat16 not in held:
+            raise ValueError("stochastic_rounding=True is for bfloat16 weights, and there are none: leave it out")
+
+    def __getstate__(self) -> dict:
+        return super().__getstate__() | {name: getattr(self, name) for name in SETUP}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for parameter, entries in self.state.items():
+            if isinstance(entries, Uncast):
+                self.state[parameter] = self._loaded_state(parameter, entries.state)
+
+    def __repr__(self) -> str:
+        lines = [f"ProxAdamW({', '.join(f'{name}={getattr(self, name)}' for name in SETUP)}"]
+        lines += [f"  group {i}: {groups.describe(group)}" for i, group in enumerate(self.param_groups)]
+        return "\n".join(lines) + "\n)"
+
+    def add_param_group(self, param_group: dict) -> None:
+        """As of any optimizer; a group that this step cannot serve raises ValueError and is not added."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """As of any optimizer, from a ProxAdamW, a torch AdamW or a ProxOptimizer(AdamW); keeps the dtypes of this one.
+
+        Raises:
+            ValueError: a setting out of range, or a state of other groups; nothing is loaded then.
+        """
+
+        def prepare(_optimizer, state_dict: dict) -> dict:
+            completed = groups.complete_state(self, state_dict, self.defaults, self._check_group)
+            return completed | {"state": {number: Uncast(state) for number, state in completed["state"].items()}}
+
+        last_hook = self.register_load_state_dict_pre_hook(prepare)  # the user's come before and see plain tensors
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last_hook.remove()
+
+    def set_metric(self, parameter: Tensor, scale: Tensor | None) -> None:
+        """From now on the step of `parameter` is lr / c_j in column j, then the prox on c * w: AdamW on v = c * w.
+
+        See `ProxOptimizer.set_metric`, whose roundings on the way to v and back this one does without.
+
+        Args:
+            scale: c, [in_features], floating point, one positive number per input feature; None means 1.
+        Raises:
+            ValueError: a wrong shape or dtype, values that are not positive and finite, a parameter that is not pruned.
+        """
+        groups.set_metric(self.param_groups, parameter, scale)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """AdamW with the frozen-weight gradient, and the prox. Returns the loss, if there is a closure."""
+        rates = [float(group["lr"]) for group in self.param_groups]
+        lambdas = [
+            groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0
+            for group, lr in zip(self.param_groups, rates, strict=True)
+        ]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                check_gradient(parameter)
+        number = 0
+        for group, lr, reg_lambda in zip(self.param_groups, rates, lambdas, strict=True):
+            pruned = dict(groups.pruned_parameters(group))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    prox = WITHOUT_PROX
+                    if parameter in pruned:
+                        scale, frozen_lambda = pruned[parameter], group["frozen_lambda"]
+                        prox = {"reg_lambda": reg_lambda, "frozen_lambda": frozen_lambda, "scale": scale}
+                    self._step_parameter(parameter, number, group, lr, prox)
+                number += 1
+            group["prox_step"] += 1 if lr else 0
+        return loss
+
+    def _step_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> None:
+        """The fused step on the part of the parameter that this process holds; `number` counts over all groups."""
+        state = self._prepared_state(parameter, prox["frozen_lambda"] > 0)
+        step = int(state["step"]) + 1
+        stochastic = self.stochastic_rounding or self.moment_dtype is not None
+        adamw_prox_(
+            local(parameter),
+            local(parameter.grad),
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"]),
+            **{key: local(state[key]) for key in ("master", "pretrained") if key in state},
+            step=step,
+            lr=lr,
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            pattern=group["pattern"],
+            frozen_eps=group["frozen_eps"],
+            seed=call_seed(group["seed"], number, step) if stochastic else None,
+            **prox | {"scale": None if prox["scale"] is None else prox["scale"].to(parameter.device)},
+        )
+        state["step"] += 1
+
+    def _prepared_state(self, parameter: Tensor, frozen: bool) -> dict:
+        """The state of the parameter; what a first step, or the state of another optimizer, lacks is added."""
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)  # on the CPU, as torch's: read without a stall
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, dtype=self._state_dtype(parameter, key))
+        if self._has_master(parameter) and "master" not in state:
+            state["master"] = parameter.detach().float()
+        if frozen and "pretrained" not in state:
+            state["pretrained"] = parameter.detach().clone()
+        return state
+
+    def _has_master(self, parameter: Tensor) -> bool:
+        return self.master_weights and parameter.dtype in (torch.bfloat16, torch.float16)
+
+    def _state_dtype(self, parameter: Tensor, key: str) -> torch.dtype:
+        """The dtype in which an entry of the state is kept."""
+        if key in ("exp_avg", "exp_avg_sq"):
+            return torch.float64 if parameter.dtype == torch.float64 else self.moment_dtype or torch.float32
+        return torch.float32 if key in ("step", "master") else parameter.dtype
+
+    def _loaded_state(self, parameter: Tensor, saved: dict) -> dict:
+        """The entries of a saved state in the dtypes and on the device of this optimizer."""
+        state = {}
+        for key, value in saved.items():
+            dtype = self._state_dtype(parameter, key)
+            if key == "step":
+                state[key] = torch.tensor(float(value), dtype=dtype)
+            elif key == "master" and (value.dtype != dtype or not self._has_master(parameter)):
+                continue  # one that lost its dtype was left behind in an optimizer that does not know it
+            else:
+                state[key] = value.to(parameter.device, dtype) if isinstance(value, Tensor) else value
+        return state
+
+    def _check_group(self, group: dict) -> None:
+        """Normalises the group; raises ValueError for what this step cannot serve."""
+        groups.check_group(group)
+        check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        for key, value in VARIANTS.items():
+            if group[key] != value:
+                raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
+        group |= EXECUTION
+        if not isinstance(group["seed"], int):
+            raise ValueError(f"seed={group['seed']!r} must be an integer")
+        for parameter in group["params"]:
+            self._check_rounding(parameter)
+
+    def _check_rounding(self, parameter: Tensor) -> None:
+        """Raises ValueError unless there is one way in which the parameter is to be rounded."""
+        shape, dtype = list(parameter.shape), parameter.dtype
+        check_dtype(parameter, f"parameter of shape {shape}")
+        if self.stochastic_rounding and dtype == torch.float16:
+            raise ValueError(
+                f"stochastic_rounding=True rounds to bfloat16, the parameter of shape {shape} is {dtype}: "
+                "convert it, or use master_weights=True"
+            )
+        if self.moment_dtype and dtype == torch.bfloat16 and not (self.stochastic_rounding or self.master_weights):
+            raise ValueError(
+                f"moment_dtype=torch.bfloat16 and the bfloat16 parameter of shape {shape}: say how to round the weight "
+                "as well, with stochastic_rounding=True or with master_weights=True"
+            )
+
+
+def check_gradient(parameter: Tensor) -> None:
+    """Raises ValueError for a gradient that is sparse or sharded in another way than its parameter."""
+    grad = parameter.grad
+    if grad is None:
+        return
+    if grad.layout != torch.strided:
+        raise ValueError(
+            f"parameter of shape {list(parameter.shape)} has a sparse gradient, which AdamW does not take: make its "
+            "layer with sparse=False, or leave it to another optimizer"
+        )
+    here, there = getattr(parameter, "placements", None), getattr(grad, "placements", None)
+    if here != there:
+        raise ValueError(
+            f"parameter of shape {list(parameter.shape)} is placed {here} and its gradient {there}: redistribute the "
+            "gradient before the step"
+        )
+
+
+WORD = 2**64 - 1  # 64 bits
+
+
+def call_seed(seed: int, parameter_number: int, step: int) -> int:
+    """An integer in [0, 2^64) for one parameter in one step: a hash in which every bit depends on all three."""
+    state = 0
+    for word in (seed, parameter_number, step):
+        state = mix(state ^ (word & WORD))
+    return state
+
+
+def mix(x: int) -> int:
+    """A bijection of 64-bit words after which every bit depends on all (the output function of SplitMix64)."""
+    x = (x + 0x9E3779B97F4A7C15) & WORD
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD
+    return x ^ (x >> 31)

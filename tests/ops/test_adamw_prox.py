@@ -1,0 +1,379 @@
+"""The fused step on every backend of this machine: AdamW in float64, then the exact prox, each rounded once."""
+
+import math
+
+import pytest
+import torch
+from ops.blocks import random_blocks
+from reference import ground_truth
+
+from proxsparse import reference
+from proxsparse.ops import adamw_prox_, registry, use_backend
+from proxsparse.patterns import NMPattern
+
+pytestmark = pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
+
+BACKENDS = [kernel.backend for kernel in registry.kernels("adamw_prox_")]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+NUMBERS = {"step": 3, "lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+TENSORS = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale")
+CHANGED = ("weight", "exp_avg", "exp_avg_sq", "master")
+# The objective's distance from the optimum, in units of z_1^2, without the rounding of the weight: as in test_prox.py.
+GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
+
+
+@pytest.fixture(params=BACKENDS)
+def device(request, on_backend):
+    """The device of the backend under test, which serves every call of the test."""
+    zeros = torch.zeros(1, 4)
+    numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, 0.0, 0.1, None)
+    return on_backend("adamw_prox_", request.param, zeros, zeros, zeros, None, None, None, *numbers)
+
+
+def arithmetic(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def problem(shape, dtype, device="cpu", moment=None, parts=(), seed=0) -> dict[str, torch.Tensor | None]:
+    """The tensors of a step in the middle of a training; `parts` of master, pretrained, scale."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(size: float) -> torch.Tensor:
+        return size * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    moment = moment or arithmetic(dtype)
+    weight = normal(1.0)
+    tensors = {
+        "weight": weight.to(dtype),
+        "grad": normal(0.3).to(dtype),
+        "exp_avg": normal(0.2).to(moment),
+        "exp_avg_sq": (0.01 + normal(0.2).square()).to(moment),
+        "master": weight.float() if "master" in parts else None,
+        "pretrained": (weight + normal(0.1)).to(dtype) if "pretrained" in parts else None,
+        "scale": torch.logspace(-0.5, 0.5, shape[-1]).to(arithmetic(dtype)) if "scale" in parts else None,
+    }
+    return {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+
+
+def step_(tensors: dict, **options) -> dict[str, torch.Tensor | None]:
+    """The step, in place; returns the tensors."""
+    settings = NUMBERS | {"frozen_lambda": 0.0 if tensors["pretrained"] is None else 0.3} | options
+    assert adamw_prox_(*(tensors[name] for name in TENSORS), **settings) is tensors["weight"]
+    return tensors
+
+
+def copied(tensors: dict) -> dict:
+    return {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
+
+
+def in_float64(tensors: dict) -> dict[str, torch.Tensor]:
+    """AdamW alone from the same values in float64 on the CPU, where nothing is rounded."""
+    exact = {name: None if tensor is None else tensor.double().cpu().clone() for name, tensor in tensors.items()}
+    exact["weight"], exact["master"] = exact["weight"] if exact["master"] is None else exact["master"], None
+    with use_backend("reference"):
+        return step_(exact, reg_lambda=0.0)
+
+
+def assert_close(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, stochastic=False) -> None:
+    """As computed in `dtype`'s arithmetic and then stored in the dtype of the result."""
+    computed = 16 * torch.finfo(arithmetic(dtype)).eps
+    stored = torch.finfo(result.dtype).eps * (1 if stochastic else 0.5) if result.dtype != arithmetic(dtype) else 0.0
+    error, unit = (result.cpu().double() - exact).abs(), exact.abs().max()
+    tiny = torch.finfo(result.dtype).smallest_normal * torch.finfo(result.dtype).eps
+    assert (error <= stored * 1.01 * exact.abs() + computed * unit + tiny).all()
+
+
+# ------------------------------------------------------------------------------------------ what a step computes
+
+PARTS = {
+    "plain": {},
+    "metric": {"parts": ("scale",)},
+    "frozen": {"parts": ("pretrained",)},
+    "both": {"parts": ("scale", "pretrained")},
+    "bf16 moments": {"moment": torch.bfloat16, "parts": ("scale",)},
+    "master": {"parts": ("master", "scale", "pretrained")},
+    "master, bf16 moments": {"moment": torch.bfloat16, "parts": ("master",)},
+}
+each_dtype_and_part = pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        pytest.param(dtype, options, id=f"{dtype}-{name}")
+        for dtype in DTYPES
+        for name, options in PARTS.items()
+        if "master" not in name or dtype in (torch.bfloat16, torch.float16)
+        if "bf16" not in name or dtype != torch.float64
+    ],
+)
+
+
+@each_dtype_and_part
+@pytest.mark.parametrize("seed", [None, 2**63 + 12345], ids=["nearest", "stochastic"])
+def test_without_the_prox_it_is_adamw(dtype, options, seed, device):
+    tensors = problem((37, 52), dtype, device, **options)
+    exact = in_float64(tensors)
+    step_(tensors, reg_lambda=0.0, seed=seed)
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        bf16 = tensors[name].dtype == torch.bfloat16
+        rounded = seed is not None and bf16 and (name != "weight" or tensors["master"] is None)
+        assert_close(tensors[name], exact[name], dtype, rounded)
+    if tensors["master"] is not None:
+        assert_close(tensors["master"], exact["weight"], torch.float32)
+        assert torch.equal(tensors["weight"], tensors["master"].to(dtype))
+
+
+@each_dtype_and_part
+@pytest.mark.parametrize(("pattern", "reg_lambda"), [("2:4", 0.02), ("2:4", 0.6), ("2:4", 30.0), ("1:4", 0.5)])
+def test_then_comes_the_exact_prox(dtype, options, pattern, reg_lambda, device):
+    """The result in the metric is as good as the exact prox of the exact AdamW step, up to its own rounding."""
+    tensors = problem((61, 52), dtype, device, seed=1, **options)
+    before = tensors["weight"].clone()
+    exact = in_float64(tensors)
+    step_(tensors, reg_lambda=reg_lambda, pattern=pattern)
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert_close(tensors[name], exact[name], dtype)
+    scale = 1.0 if tensors["scale"] is None else tensors["scale"].cpu().double()
+    v = (exact["weight"] * scale).view(-1, 4)
+    w = tensors["weight"] if tensors["master"] is None else tensors["master"]
+    n = NMPattern.parse(pattern).n
+    best = ground_truth.exact(v, reg_lambda) if n == 2 else ground_truth.exact_one(v, reg_lambda)
+    result = (w.cpu().double() * scale).view(-1, 4)
+    stored = 0.0 if w.dtype == arithmetic(w.dtype) else 2 * torch.finfo(w.dtype).eps ** 2
+    strength = 1 + reg_lambda * (v.abs().amax() if n == 2 else 1)  # the curvature that a rounded weight feels
+    gap = ground_truth.relative_gap(result, best, v, reg_lambda, n)
+    assert gap.max() <= GAP[dtype] + stored * strength
+    pruned = (tensors["weight"] == 0) & (before != 0)
+    assert reg_lambda < 0.1 or pruned.any()
+    assert not tensors["weight"][pruned].signbit().any()
+
+
+def test_the_paper_strength_keeps_small_weights(device):
+    """Weights of the size 0.02 and lambda 0.25 as in the paper: lambda * z is small, and the prox a small shrink."""
+    tensors = problem((64, 64), torch.float32, device, seed=2)
+    for name, size in (("weight", 0.02), ("grad", 1e-3), ("exp_avg", 1e-3), ("exp_avg_sq", 1e-6)):
+        tensors[name] *= size
+    exact = in_float64(tensors | {"pretrained": None})
+    v = exact["weight"].view(-1, 4)
+    step_(tensors, reg_lambda=0.25)
+    best = ground_truth.exact(v, 0.25)
+    torch.testing.assert_close(tensors["weight"].cpu().double().view(-1, 4), best, rtol=1e-5, atol=1e-7)
+
+
+def test_a_pattern_without_a_fused_kernel_falls_to_the_reference():
+    tensors = problem((12, 16), torch.float32, parts=("scale",), seed=3)
+    with use_backend("reference"):
+        expected = step_(copied(tensors), reg_lambda=0.0)["weight"]
+    step_(tensors, reg_lambda=0.4, pattern="4:8")
+    assert torch.equal(tensors["weight"], reference.prox_nm(expected, 0.4, "4:8", tensors["scale"]))
+
+
+def test_at_lr_zero_only_the_moments_move(device):
+    for dtype in DTYPES:
+        tensors = problem((8, 24), dtype, device, parts=("scale",), seed=4)
+        exact, before = in_float64(tensors), tensors["weight"].clone()
+        step_(tensors, lr=0.0, reg_lambda=0.0, seed=5)
+        assert torch.equal(tensors["weight"], before)
+        assert_close(tensors["exp_avg"], exact["exp_avg"], dtype)
+
+
+def test_betas_zero_and_late_steps(device):
+    tensors = problem((8, 24), torch.float32, device, seed=5)
+    grad = tensors["grad"].clone()
+    step_(tensors, betas=(0.0, 0.0), step=2**24, reg_lambda=0.0)
+    assert torch.equal(tensors["exp_avg"], grad)
+    torch.testing.assert_close(tensors["exp_avg_sq"], grad.square())
+
+
+# ------------------------------------------------------------------------------------------ layouts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_size_and_shape_without_the_prox(dtype, device):
+    """1 to 41 weights in one row, between guards that must survive, every option on."""
+    for count in range(1, 42):
+        parts = ("pretrained", "scale") if dtype == arithmetic(dtype) else ("pretrained", "scale", "master")
+        moment = None if dtype == torch.float64 else torch.bfloat16
+        expected = problem((count,), dtype, device, moment, parts, seed=count)
+        guarded, tensors = {}, {}
+        for name, tensor in expected.items():
+            if tensor is not None:
+                guarded[name] = torch.full((count + 33,), 7.0, dtype=tensor.dtype, device=device)
+                tensors[name] = guarded[name][16:-17]
+                tensors[name].copy_(tensor)
+        step_(dict.fromkeys(TENSORS) | tensors, reg_lambda=0.0)
+        exact = in_float64(expected)
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
+            assert_close(tensors[name], exact[name], dtype)
+        for name, memory in guarded.items():
+            assert (memory[:16] == 7).all(), (count, name)
+            assert (memory[-17:] == 7).all(), (count, name)
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (1, 44), (5, 12), (2, 3, 8), (1, 1028), (33, 36)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_number_of_blocks(shape, dtype, device):
+    """The same blocks in another shape and at another place give the same."""
+    whole = problem((2048,), dtype, device, seed=6)
+    count = math.prod(shape)
+    part = {name: None if tensor is None else tensor[4 : 4 + count].view(shape) for name, tensor in whole.items()}
+    part = copied(part)
+    step_(whole, reg_lambda=0.6)
+    step_(part, reg_lambda=0.6)
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(
+            part[name].flatten(), whole[name][4 : 4 + count], rtol=2 * torch.finfo(dtype).eps, atol=1e-6
+        )
+
+
+def test_a_number_alone_and_no_number_at_all(device):
+    alone = {name: None if t is None else t[0] for name, t in problem((1,), torch.float32, device).items()}
+    exact = in_float64(alone)
+    step_(alone, reg_lambda=0.0)
+    assert alone["weight"].shape == ()
+    assert_close(alone["weight"], exact["weight"], torch.float32)
+    for shape in ((0, 8), (3, 0), (0,)):
+        assert step_(problem(shape, torch.float32, device), reg_lambda=0.5)["weight"].shape == shape
+
+
+@pytest.mark.parametrize("name", [*CHANGED, "grad", "pretrained", "scale"])
+@pytest.mark.parametrize("layout", ["transposed", "every second column", "every third row"])
+def test_any_strides(name, layout, device):
+    tensors = problem((24, 24), torch.bfloat16, device, parts=("master", "pretrained", "scale"), seed=7)
+    expected = step_(copied(tensors), reg_lambda=0.5)
+    value = tensors[name]
+    if name == "scale":
+        value = torch.stack([value, -value], dim=-1)[:, 0]
+    elif layout == "transposed":
+        value = value.T.contiguous().T
+    elif layout == "every second column":
+        value = torch.stack([value, torch.full_like(value, 7.0)], dim=-1).flatten(1)[:, ::2]
+    else:
+        value = torch.stack([value, *[torch.full_like(value, 7.0)] * 2], dim=1).flatten(0, 1)[::3]
+    assert not value.is_contiguous()
+    base = value._base.clone() if value._base is not None and layout != "transposed" and name != "scale" else None
+    tensors[name] = value
+    step_(tensors, reg_lambda=0.5)
+    for changed in CHANGED:
+        assert torch.equal(tensors[changed], expected[changed]), changed
+    if base is not None:
+        assert ((value._base == 7) == (base == 7)).all(), "what lies between is left alone"
+
+
+# ------------------------------------------------------------------------------------------ single values
+
+
+@pytest.mark.parametrize("where", ["weight", "grad"])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_bad_number_stays_inside_its_block(dtype, poison, where, device):
+    clean = problem((16, 64), dtype, device, seed=8)
+    bad = copied(clean)
+    bad[where][5, 9] = poison
+    adamw = step_(copied(bad), reg_lambda=0.0)
+    step_(clean, reg_lambda=0.6)
+    step_(bad, reg_lambda=0.6)
+    touched = torch.zeros(16, 64, dtype=torch.bool, device=device)
+    touched[5, 8:12] = True
+    assert torch.equal(bad["weight"][~touched], clean["weight"][~touched])
+    torch.testing.assert_close(bad["weight"][touched], adamw["weight"][touched], equal_nan=True)
+    assert not bad["weight"][5, 9].isfinite()
+    here = torch.zeros_like(touched)
+    here[5, 9] = True
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(bad[name][~here], clean[name][~here])
+
+
+def test_a_feasible_block_is_left_to_adamw(device):
+    tensors = problem((50, 16), torch.float32, device, parts=("scale",), seed=9)
+    pruned = torch.arange(16, device=device) % 4 >= 2
+    for name in ("weight", "grad", "exp_avg"):
+        tensors[name][:, pruned] = 0.0
+    expected = step_(copied(tensors), reg_lambda=0.0)
+    step_(tensors, reg_lambda=5.0)
+    assert torch.equal(tensors["weight"], expected["weight"])
+    assert not tensors["weight"][:, pruned].signbit().any()
+
+
+# ------------------------------------------------------------------------------------------ torch around it
+
+
+def test_versions_are_counted_and_leaves_stay_leaves(device):
+    tensors = problem((6, 8), torch.bfloat16, device, parts=("master",))
+    tensors["weight"].requires_grad_()
+    versions = {name: tensors[name]._version for name in (*CHANGED, "grad")}
+    expected = step_({name: None if t is None else t.detach().clone() for name, t in tensors.items()}, reg_lambda=0.6)
+    step_(tensors, reg_lambda=0.6)
+    assert all(tensors[name]._version > versions[name] for name in CHANGED)
+    assert tensors["grad"]._version == versions["grad"]
+    assert tensors["weight"].requires_grad
+    assert tensors["weight"].grad_fn is None
+    assert torch.equal(tensors["weight"].detach(), expected["weight"])
+
+
+def test_opcheck(device):
+    for dtype, parts, seed in ((torch.float32, (), None), (torch.bfloat16, ("master", "pretrained", "scale"), -5)):
+        tensors = problem((6, 8), dtype, device, torch.bfloat16, parts)
+        frozen_lambda = 0.2 if "pretrained" in parts else 0.0
+        numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.6, 2, 4, frozen_lambda, 0.1, seed)
+        torch.library.opcheck(torch.ops.proxsparse.adamw_prox_.default, (*tensors.values(), *numbers))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiles_without_a_graph_break(compiler, device):
+    def train(tensors, w, m, s):
+        moved = w * 2
+        adamw_prox_(moved, tensors["grad"], m, s, reg_lambda=0.6, **NUMBERS)
+        adamw_prox_(w, tensors["grad"], m, s, reg_lambda=0.6, **NUMBERS)
+        return moved + w
+
+    tensors = problem((6, 8), torch.float32, device)
+    names = ("weight", "exp_avg", "exp_avg_sq")
+    plain, compiled = ([tensors[name].clone() for name in names] for _ in range(2))
+    torch.compiler.reset()
+    result = torch.compile(train, fullgraph=True, backend=compiler)(tensors, *compiled)
+    assert torch.equal(result, train(tensors, *plain))
+    assert all(torch.equal(x, y) for x, y in zip(plain, compiled, strict=True))
+
+
+W, HALF, WIDE = torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "message"),
+    [
+        ((W.int(), W, W, W), {}, "int32.*convert"),
+        ((W, torch.zeros(2, 4), W, W), {}, r"grad is torch.float32 \[2, 4\].*must be float32 \[2, 8\]"),
+        ((W, HALF, W, W), {}, "grad is torch.bfloat16.*must be float32"),
+        ((W, W, WIDE, WIDE), {}, "exp_avg is torch.float64.*float32 or bfloat16"),
+        ((WIDE, WIDE, HALF, HALF), {}, "exp_avg is torch.bfloat16.*must be float64"),
+        ((W, W, W, HALF), {}, "exp_avg_sq is torch.bfloat16.*must be float32"),
+        ((W, W, W, W, W), {}, "torch.float32 weight is its own master"),
+        ((HALF, HALF, W, W, WIDE), {}, "master is torch.float64.*must be float32"),
+        ((HALF, HALF, W, W, None, W), {"frozen_lambda": 0.1}, "pretrained is torch.float32.*must be bfloat16"),
+        ((W, W, W, W, None, None, torch.ones(4)), {}, r"scale is .*\[4\].*\[8\]"),
+        ((W, W, W, W), {"frozen_lambda": 0.1}, "frozen_lambda=0.1 needs the pretrained weights"),
+        ((torch.zeros(2, 6),) * 4, {"reg_lambda": 0.1}, r"\[2, 6\].*multiple of 4.*exclude"),
+        ((W,) * 4, {"reg_lambda": -0.1}, "reg_lambda=-0.1"),
+        ((W,) * 4, {"pattern": "4:2"}, "4:2"),
+        ((W,) * 4, {"step": 0}, "step=0.*counted from 1"),
+        ((W,) * 4, {"lr": math.nan}, "lr=nan must be"),
+        ((W,) * 4, {"eps": -1.0}, "eps=-1.0 must be"),
+        ((W,) * 4, {"weight_decay": -1.0}, "weight_decay=-1.0 must be"),
+        ((W,) * 4, {"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\)"),
+        ((W,) * 4, {"frozen_eps": 0.0}, "frozen_eps=0.0"),
+        ((W,) * 4, {"frozen_lambda": -1.0}, "frozen_lambda=-1.0"),
+    ],
+)
+def test_bad_input_is_refused_with_the_value_and_the_remedy(tensors, options, message):
+    tensors = [tensor if tensor is None else tensor.clone() for tensor in tensors]
+    with pytest.raises(ValueError, match=message):
+        adamw_prox_(*tensors, **NUMBERS | {"reg_lambda": 0.0} | options)
+    assert all(tensor is None or not tensor.any() or tensor.shape == (4,) for tensor in tensors)
+
+
+def test_random_blocks_of_every_kind(device):
+    """A step that moves nothing, so that the prox meets the hard blocks themselves."""
+    weight = random_blocks(20_000, 0.7, seed=10).float()
+    tensors = [weight.clone().to(device), *(torch.zeros_like(weight, device=device) for _ in range(3))]
+    adamw_prox_(*tensors, reg_lambda=0.7, **NUMBERS | {"weight_decay": 0.0})
+    gap = ground_truth.relative_gap(tensors[0].cpu(), ground_truth.exact(weight, 0.7), weight, 0.7)
+    assert gap.max() <= GAP[torch.float32]

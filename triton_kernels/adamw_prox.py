@@ -1,0 +1,212 @@
+"""AdamW, the gradient of the frozen-weight term, the metric and the exact prox in one pass over all tensors.
+
+The equations are those of `proxsparse.reference.adamw_prox`; the prox of a block is that of block.py.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from .block import largest_finite, shrink
+from .formats import INTERPRETED, arithmetic_of, is_half, join4, nearest, split4, stochastic, widened
+from .prox import blocks_per_program, check_weight, gain_of
+
+# Two blocks a lane: a step moves 40 to 110 bytes a block, which leaves time for any arithmetic but no registers.
+BLOCKS_PER_PROGRAM, NUM_WARPS = 64, 1
+
+
+@triton.jit
+def mix(x):
+    """A bijection of uint32 words after which every bit depends on all."""
+    x ^= x >> 16
+    x *= tl.full((), 0x7FEB352D, tl.uint32)
+    x ^= x >> 15
+    x *= tl.full((), 0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def first_hash(index, seed_low, seed_high):
+    """32 random bits for each flat position (int64); the next 32 are mix(first_hash)."""
+    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+    return mix(mix(low ^ seed_low.to(tl.uint32, bitcast=True)) ^ high ^ seed_high.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def prox_of(w, c, reg_lambda, gain, N: tl.constexpr, BLOCKS: tl.constexpr, PER_ACCESS: tl.constexpr):
+    """[4 * BLOCKS] -> the prox of c * w divided back by c (None means 1); zeros are +0.0."""
+    v = tl.abs(w if c is None else w * c)
+    v0, v1, v2, v3 = split4(v, BLOCKS)
+    largest = reg_lambda * largest_finite(v0, v1, v2, v3)
+    x0, x1, x2, x3 = shrink(v0, v1, v2, v3, reg_lambda, gain, largest, N, False, PER_ACCESS)
+    shrunk = join4(x0, x1, x2, x3, BLOCKS)
+    new = shrunk if c is None else shrunk / tl.abs(c)
+    return tl.where(shrunk < v, tl.where((w < 0) & (new > 0), -new, new), w)
+
+
+@triton.jit
+def stored(x, bits, dtype: tl.constexpr):
+    """x in `dtype`: to bfloat16 stochastically where there are `bits`, else to nearest even; zeros are +0.0."""
+    return stochastic(x, bits) if bits is not None and dtype == tl.bfloat16 else nearest(x, dtype)
+
+
+@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+def adamw_prox_kernel(
+    weight_ptr,  # [numel], contiguous, as all tensors; changed in place
+    grad_ptr,  # [numel], dtype of the weight
+    exp_avg_ptr,  # [numel], the arithmetic's dtype or bfloat16; changed in place
+    exp_avg_sq_ptr,  # [numel], dtype of exp_avg; changed in place
+    master_ptr,  # [numel], float32, or None; changed in place
+    pretrained_ptr,  # [numel], dtype of the weight, or None
+    scale_ptr,  # c, [columns], the arithmetic's dtype, or None
+    columns,  # in_features; without a scale all of the weight is one row
+    pieces,  # programs a row
+    decay: tl.float64,  # 1 - lr * weight_decay; the annotations keep Triton from passing fp32
+    rate: tl.float64,  # lr / (1 - beta1^t)
+    root_factor: tl.float64,  # 1 / sqrt(1 - beta2^t)
+    beta1: tl.float64,
+    beta2: tl.float64,
+    eps: tl.float64,
+    reg_lambda: tl.float64,  # > 0 unless N = 0
+    gain: tl.float64,  # 1 / (1 - reg_lambda), or 0 from 1 on
+    frozen_lambda: tl.float64,
+    frozen_eps: tl.float64,
+    seed_low,  # the halves of the seed, int32, or None: round to nearest
+    seed_high,
+    N: tl.constexpr,  # weights kept of every 4: 1 or 2; 0: no prox
+    BLOCKS: tl.constexpr,  # blocks a program, all of one row
+):
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    moment: tl.constexpr = exp_avg_ptr.dtype.element_ty
+    arithmetic: tl.constexpr = arithmetic_of(dtype)
+
+    one_minus_beta1, one_minus_beta2 = tl.full((), 1 - beta1, arithmetic), tl.full((), 1 - beta2, arithmetic)
+    beta1, beta2, eps = tl.full((), beta1, arithmetic), tl.full((), beta2, arithmetic), tl.full((), eps, arithmetic)
+    decay, rate = tl.full((), decay, arithmetic), tl.full((), rate, arithmetic)
+    root_factor = tl.full((), root_factor, arithmetic)
+    reg_lambda, gain = tl.full((), reg_lambda, arithmetic), tl.full((), gain, arithmetic)
+    frozen_lambda, frozen_eps = tl.full((), frozen_lambda, arithmetic), tl.full((), frozen_eps, arithmetic)
+
+    piece = tl.program_id(0)
+    row = 0
+    if scale_ptr is not None:
+        row = piece // pieces
+        piece -= row * pieces
+    column = piece.to(tl.int64) * (4 * BLOCKS) + tl.arange(0, 4 * BLOCKS)
+    inside = column < columns
+    index = column + (row + tl.zeros((), tl.int64)) * columns  # a weight may have more than 2^31 elements
+
+    old = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
+    g = widened(tl.load(grad_ptr + index, mask=inside, other=0.0), arithmetic)
+    mean = widened(tl.load(exp_avg_ptr + index, mask=inside, other=0.0), arithmetic)
+    square = widened(tl.load(exp_avg_sq_ptr + index, mask=inside, other=0.0), arithmetic)
+    w = old
+    if master_ptr is not None:
+        w = tl.load(master_ptr + index, mask=inside, other=0.0)
+    c = None
+    if scale_ptr is not None:
+        c = tl.load(scale_ptr + column, mask=inside, other=1.0)
+
+    if pretrained_ptr is not None:
+        w0 = widened(tl.load(pretrained_ptr + index, mask=inside, other=1.0), arithmetic)
+        span = tl.where(w0 >= 0, w0 + frozen_eps, w0 - frozen_eps)
+        g += frozen_lambda * (2 * w * (w - w0) * (2 * w - w0) / (span * span))
+    if c is not None:
+        g = g / c
+    mean = beta1 * mean + one_minus_beta1 * g
+    square = beta2 * square + one_minus_beta2 * g * g
+    step = rate * mean / (tl.sqrt(square) * root_factor + eps)
+    if c is not None:
+        step = step / c
+    w = w * decay - step
+    if N:
+        PER_ACCESS: tl.constexpr = 2 if is_half(dtype) else 1
+        w = prox_of(w, c, reg_lambda, gain, N, BLOCKS, PER_ACCESS)
+
+    weight_bits, mean_bits, square_bits = None, None, None
+    if seed_low is not None:
+        first = first_hash(index, seed_low, seed_high)
+        weight_bits, mean_bits, square_bits = first >> 16, first & 0xFFFF, mix(first) & 0xFFFF
+    if master_ptr is not None:
+        tl.store(master_ptr + index, w, mask=inside)
+        weight_bits = None
+    tl.store(weight_ptr + index, stored(w, weight_bits, dtype), mask=inside)
+    tl.store(exp_avg_ptr + index, stored(mean, mean_bits, moment), mask=inside)
+    tl.store(exp_avg_sq_ptr + index, stored(square, square_bits, moment), mask=inside)
+
+
+def adamw_prox_n4_(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    master: torch.Tensor | None,
+    pretrained: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    reg_lambda: float,
+    n: int,
+    frozen_lambda: float,
+    frozen_eps: float,
+    seed: int | None,
+) -> None:
+    """Step t of AdamW on c * w, then the prox of n:4 blocks, in place; the equations are in `reference.adamw_prox`.
+
+    Args:
+        weight: [..., in_features], contiguous as all tensors; float32, bfloat16, float16 or float64; on a CUDA GPU, or
+            on the CPU if the environment had TRITON_INTERPRET=1 when triton was imported. Any shape if reg_lambda is 0.
+        grad, pretrained: as the weight; pretrained may be None if frozen_lambda is 0.
+        exp_avg, exp_avg_sq: float32 (float64 for a float64 weight) or bfloat16.
+        master: float32, or None.
+        scale: c, [in_features], in float32 (float64 for a float64 weight), positive; None means 1.
+        n: 1 or 2, ignored if reg_lambda is 0.
+        seed: of the stochastic rounding to bfloat16, in [-2^63, 2^64); None: to nearest even.
+    Raises:
+        ValueError: the prox cannot serve n or the shape of the weight.
+    """
+    if reg_lambda > 0:
+        check_weight(weight, n)
+    if weight.numel() == 0:
+        return
+    columns = weight.numel() if scale is None else weight.shape[-1]
+    blocks = blocks_per_program(weight, triton.cdiv(columns, 4)) if INTERPRETED else BLOCKS_PER_PROGRAM
+    pieces = triton.cdiv(columns, 4 * blocks)
+    halves = (None, None) if seed is None else (int32(seed), int32(seed >> 32))
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        adamw_prox_kernel[(weight.numel() // columns * pieces,)](
+            weight,
+            grad,
+            exp_avg,
+            exp_avg_sq,
+            master,
+            pretrained if frozen_lambda > 0 else None,
+            scale,
+            columns,
+            pieces,
+            1 - lr * weight_decay,
+            lr / (1 - beta1**step),
+            1 / math.sqrt(1 - beta2**step),
+            float(beta1),
+            float(beta2),
+            float(eps),
+            float(reg_lambda),
+            gain_of(reg_lambda),
+            float(frozen_lambda),
+            float(frozen_eps),
+            *halves,
+            N=n if reg_lambda > 0 else 0,
+            BLOCKS=blocks,
+            num_warps=NUM_WARPS,
+        )
+
+
+def int32(x: int) -> int:
+    """The lower 32 bits of x as a signed number."""
+    return (x + 2**31) % 2**32 - 2**31
