@@ -41,13 +41,14 @@ struct AdamW {
     return V(2 * frozen_lambda) * w * (w - w0) * (w + w - w0) / (shifted * shifted);
   }
 
-  // The step of w with gradient g, both in the metric c (v = c w, g = dL/dv); the moments are updated.
+  // The step of v = c w with gradient g, as one of w: with rate = lr / c. The moments, which are those of v, are
+  // updated.
   template <typename V>
-  PROXSPARSE_INLINE V step(V w, V g, V c, V& exp_avg, V& exp_avg_sq) const {
+  PROXSPARSE_INLINE V step(V w, V g, V rate, V& exp_avg, V& exp_avg_sq) const {
     exp_avg = V(beta1) * exp_avg + V(1 - beta1) * g;
     exp_avg_sq = V(beta2) * exp_avg_sq + V(1 - beta2) * g * g;
     const V denominator = square_root(exp_avg_sq) * V(correction2) + V(eps);
-    return w * V(decay) - V(lr) / c * (exp_avg * V(correction1) / denominator);
+    return w * V(decay) - rate * (exp_avg * V(correction1) / denominator);
   }
 };
 
@@ -84,8 +85,8 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxArguments& arguments, con
     const int at = 4 * b;
     const auto numbers = [](auto stored) { return decoded<Format>(stored); };
     const auto moments = [](auto stored) { return decoded<Moment>(stored); };
-    const V one(1);
-    Block<V> w = each(numbers, load_stored<Format, N>(pieces.weight + at)), c{one, one, one, one};
+    const V lr(adamw.lr);
+    Block<V> w = each(numbers, load_stored<Format, N>(pieces.weight + at)), rate{lr, lr, lr, lr};
     if (pieces.master != nullptr) {
       if constexpr (std::is_same_v<T, float>) w = load_stored<Float32, N>(pieces.master + at);
     }
@@ -95,13 +96,15 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxArguments& arguments, con
       g = each([&](V g, V w, V w0) { return g + adamw.frozen_gradient(w, w0); }, g, w, w0);
     }
     if (metric != nullptr) {
-      c = each([](V c) { return magnitude(c); }, load_stored<Native<T>, N>(metric + at));
-      g = each([](V g, V c) { return g / c; }, g, c);
+      const auto inverse = [](V c) { return V(1) / magnitude(c); };
+      const Block<V> inverse_metric = each(inverse, load_stored<Native<T>, N>(metric + at));
+      g = each([](V g, V inverse) { return g * inverse; }, g, inverse_metric);
+      rate = each([=](V inverse) { return lr * inverse; }, inverse_metric);
     }
     Block<V> m = each(moments, load_stored<Moment, N>(pieces.exp_avg + at));
     Block<V> s = each(moments, load_stored<Moment, N>(pieces.exp_avg_sq + at));
-    w = {adamw.step(w.w1, g.w1, c.w1, m.w1, s.w1), adamw.step(w.w2, g.w2, c.w2, m.w2, s.w2),
-         adamw.step(w.w3, g.w3, c.w3, m.w3, s.w3), adamw.step(w.w4, g.w4, c.w4, m.w4, s.w4)};
+    w = {adamw.step(w.w1, g.w1, rate.w1, m.w1, s.w1), adamw.step(w.w2, g.w2, rate.w2, m.w2, s.w2),
+         adamw.step(w.w3, g.w3, rate.w3, m.w3, s.w3), adamw.step(w.w4, g.w4, rate.w4, m.w4, s.w4)};
     if constexpr (std::is_same_v<Moment, BFloat16>) {
       const auto random = random_of_blocks<N>(arguments.seed, first + at, stochastic);
       const auto low = [](auto bits) { return bits & decltype(bits)(0xffff); };
