@@ -7,7 +7,9 @@
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-constexpr int kGroup = 4;  // vectors that are computed on in turns: each operation waits for the one before
+// Vectors that are computed on in turns, because each operation waits for the one before; AVX-512 has twice the
+// registers.
+constexpr int kGroup = PROXSPARSE_VECTOR_BYTES == 64 ? 4 : 2;
 
 // of[i][b] belongs to position i of block b. Room for one vector more: packed numbers are written a vector at a time.
 template <typename T>

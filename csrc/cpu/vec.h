@@ -22,6 +22,7 @@ template <typename S, int N>
   requires(N == kLanes<S>)
 struct Lanewise<S, N> {
   typedef S Raw __attribute__((vector_size(PROXSPARSE_VECTOR_BYTES)));
+  typedef S Unaligned __attribute__((vector_size(PROXSPARSE_VECTOR_BYTES), aligned(1), may_alias));
   Raw raw;
 };
 
@@ -79,10 +80,10 @@ struct Vec {
   }
   static PROXSPARSE_INLINE Vec load(const void* memory) {
     Vec v;
-    std::memcpy(&v, memory, sizeof(v));
+    copy(static_cast<const char*>(memory), v.lanes);
     return v;
   }
-  PROXSPARSE_INLINE void store(void* memory) const { std::memcpy(memory, this, sizeof(*this)); }
+  PROXSPARSE_INLINE void store(void* memory) const { copy(lanes, static_cast<char*>(memory)); }
 
   PROXSPARSE_OPERATOR(+)
   PROXSPARSE_OPERATOR(-)
@@ -117,6 +118,25 @@ struct Vec {
       return {broadcast(value, Lanewise<S, M / 2>{}), broadcast(value, Lanewise<S, M / 2>{})};
     }
   }
+  // A vector at a time: a compiler may copy memory in smaller pieces, and then the CPU has to wait for all of them.
+  template <int M>
+  static PROXSPARSE_INLINE void copy(const char* memory, Lanewise<S, M>& to) {
+    if constexpr (M == kLanes<S>) {
+      to.raw = *reinterpret_cast<const typename Lanewise<S, M>::Unaligned*>(memory);
+    } else {
+      copy(memory, to.low);
+      copy(memory + sizeof(to.low), to.high);
+    }
+  }
+  template <int M>
+  static PROXSPARSE_INLINE void copy(const Lanewise<S, M>& from, char* memory) {
+    if constexpr (M == kLanes<S>) {
+      *reinterpret_cast<typename Lanewise<S, M>::Unaligned*>(memory) = from.raw;
+    } else {
+      copy(from.low, memory);
+      copy(from.high, memory + sizeof(from.low));
+    }
+  }
   PROXSPARSE_INLINE Vec(Lanewise<S, N> lanes) : lanes(lanes) {}
 };
 
@@ -147,12 +167,20 @@ PROXSPARSE_INLINE auto sign_bits(Vec<S, N> v) {
 
 // ------------------------------------------------------------------------- what x86 does better than a compiler
 
+#if PROXSPARSE_VECTOR_BYTES == 64
+#define PROXSPARSE_INTRINSIC(name) _mm512_##name
+#elif PROXSPARSE_VECTOR_BYTES == 32
+#define PROXSPARSE_INTRINSIC(name) _mm256_##name
+#else
+#define PROXSPARSE_INTRINSIC(name) _mm_##name
+#endif
+
 template <typename S, int N>
 PROXSPARSE_INLINE Vec<S, N> larger(Vec<S, N> a, Vec<S, N> b) {
   const auto of_vectors = [](auto a, auto b) {
-#if PROXSPARSE_VECTOR_BYTES == 64  // GCC makes two instructions of a maximum with zero
-    if constexpr (std::is_same_v<S, float>) return _mm512_max_ps(a, b);
-    if constexpr (std::is_same_v<S, double>) return _mm512_max_pd(a, b);
+#ifdef __x86_64__  // GCC makes two instructions of a maximum with zero
+    if constexpr (std::is_same_v<S, float>) return PROXSPARSE_INTRINSIC(max_ps)(a, b);
+    if constexpr (std::is_same_v<S, double>) return PROXSPARSE_INTRINSIC(max_pd)(a, b);
 #endif
     return a > b ? a : b;
   };
@@ -199,12 +227,32 @@ PROXSPARSE_INLINE uint32_t lane_bits(const Lanewise<I, N>& mask) {
   } else {
 #if PROXSPARSE_VECTOR_BYTES == 64
     if constexpr (sizeof(I) == 4) return _mm512_movepi32_mask((__m512i)mask.raw);
+#elif PROXSPARSE_VECTOR_BYTES == 32
+    if constexpr (sizeof(I) == 4) return _mm256_movemask_ps((__m256)mask.raw);
 #endif
     uint32_t bits = 0;
     for (int lane = 0; lane < N; ++lane) bits |= uint32_t(mask.raw[lane] & 1) << lane;
     return bits;
   }
 }
+
+#if PROXSPARSE_VECTOR_BYTES == 32
+// For each set of 8 lanes, which lane stands at each place once they are packed; or, unpacked, the place each comes
+// from.
+struct Permutations {
+  alignas(32) int32_t packed[256][8], unpacked[256][8];
+
+  constexpr Permutations() : packed(), unpacked() {
+    for (int bits = 0; bits < 256; ++bits) {
+      for (int lane = 0, place = 0; lane < 8; ++lane) {
+        unpacked[bits][lane] = place;
+        if (bits >> lane & 1) packed[bits][place++] = lane;
+      }
+    }
+  }
+};
+inline constexpr Permutations kPermutations;
+#endif
 
 // Writes the lanes named by `bits`, closely packed; up to N numbers behind them may be overwritten.
 template <typename S, int N>
@@ -216,6 +264,11 @@ PROXSPARSE_INLINE void store_packed(const Lanewise<S, N>& v, uint32_t bits, S* m
   } else {
 #if PROXSPARSE_VECTOR_BYTES == 64
     if constexpr (std::is_same_v<S, float>) return _mm512_storeu_ps(memory, _mm512_maskz_compress_ps(bits, v.raw));
+#elif PROXSPARSE_VECTOR_BYTES == 32
+    if constexpr (std::is_same_v<S, float>) {
+      const auto lanes = _mm256_load_si256(reinterpret_cast<const __m256i*>(kPermutations.packed[bits]));
+      return _mm256_storeu_ps(memory, _mm256_permutevar8x32_ps(v.raw, lanes));
+    }
 #endif
     for (int lane = 0; lane < N; ++lane) {
       *memory = v.raw[lane];
@@ -235,6 +288,15 @@ PROXSPARSE_INLINE void load_packed(Lanewise<S, N>& v, uint32_t bits, const S* me
 #if PROXSPARSE_VECTOR_BYTES == 64
     if constexpr (std::is_same_v<S, float>) {
       v.raw = _mm512_mask_expand_ps(v.raw, bits, _mm512_loadu_ps(memory));
+      return;
+    }
+#elif PROXSPARSE_VECTOR_BYTES == 32
+    if constexpr (std::is_same_v<S, float>) {
+      const auto places = _mm256_load_si256(reinterpret_cast<const __m256i*>(kPermutations.unpacked[bits]));
+      const auto unpacked = _mm256_permutevar8x32_ps(_mm256_loadu_ps(memory), places);
+      const auto lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+      const auto named = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(bits), lanes), lanes);
+      v.raw = _mm256_blendv_ps(v.raw, unpacked, _mm256_castsi256_ps(named));
       return;
     }
 #endif
