@@ -83,17 +83,15 @@ struct Queue {
   Lanes<T> u, x;
   int length = 0;
 
-  // Appends the lanes named by `bits`.
+  // Appends the lanes of `block` named by `bits`.
   template <typename V>
   PROXSPARSE_INLINE void append(Block<V> block, uint32_t bits) {
     const int end = length;
-    pack(block, bits, u, end);
+    store_packed(block.w1.lanes, bits, u.of[0] + end);
+    store_packed(block.w2.lanes, bits, u.of[1] + end);
+    store_packed(block.w3.lanes, bits, u.of[2] + end);
+    store_packed(block.w4.lanes, bits, u.of[3] + end);
     length = end + std::popcount(bits);
-  }
-  template <typename V>
-  PROXSPARSE_INLINE void append(Block<V> block, Block<V> start, uint32_t bits) {
-    pack(start, bits, x, length);
-    append(block, bits);
   }
   // Behind the last block follow zeros: what the last lanes compute has to be harmless.
   template <typename V>
@@ -111,15 +109,6 @@ struct Queue {
     load_packed(block.w4.lanes, bits, x.of[3] + first);
     return block;
   }
-
- private:
-  template <typename V>
-  static PROXSPARSE_INLINE void pack(Block<V> block, uint32_t bits, Lanes<T>& lanes, int end) {
-    store_packed(block.w1.lanes, bits, lanes.of[0] + end);
-    store_packed(block.w2.lanes, bits, lanes.of[1] + end);
-    store_packed(block.w3.lanes, bits, lanes.of[2] + end);
-    store_packed(block.w4.lanes, bits, lanes.of[3] + end);
-  }
 };
 
 // The blocks of which no formula names the winner, each to the iterative solvers it needs.
@@ -127,16 +116,22 @@ template <typename T>
 void solve_pending(Queue<T>& pending) {
   constexpr int N = 2 * kLanes<T>;  // two vectors at a time: an iteration is a chain of dependent operations
   using V = Vec<T, N>;
-  Queue<T> dense;
-  uint32_t doubtful[kChunk / N];
+  Queue<T> dense;  // few: copied one by one
+  int from[kChunk];
   pending.template close<V>();
   for (int b = 0; b < pending.length; b += N) {
-    const Block<V> u = pending.u.template load<V>(b);
-    const Sorted<V> sorted = sort_descending(u);
-    const Block<V> best = best_without_fourth_24(sorted.block), x = unsort(sorted, best);
-    doubtful[b / N] = lane_bits(dense_may_win_24(sorted.block, best).lanes);
-    pending.x.store(b, x);
-    dense.append(u, x, doubtful[b / N]);
+    const Sorted<V> sorted = sort_descending(pending.u.template load<V>(b));
+    const Block<V> best = best_without_fourth_24(sorted.block);
+    pending.x.store(b, unsort(sorted, best));
+    uint32_t bits = lane_bits(dense_may_win_24(sorted.block, best).lanes);
+    for (; bits != 0; bits &= bits - 1) {
+      from[dense.length] = b + std::countr_zero(bits);
+      for (int i = 0; i < 4; ++i) {
+        dense.u.of[i][dense.length] = pending.u.of[i][from[dense.length]];
+        dense.x.of[i][dense.length] = pending.x.of[i][from[dense.length]];
+      }
+      ++dense.length;
+    }
   }
   dense.template close<V>();
   for (int b = 0; b < dense.length; b += N) {
@@ -144,8 +139,8 @@ void solve_pending(Queue<T>& pending) {
     const Block<V> start = sort_descending(dense.x.template load<V>(b)).block;  // x is in the order of u
     dense.x.store(b, unsort(sorted, best_with_fourth_24(sorted.block, start)));
   }
-  for (int b = 0, taken = 0; b < pending.length; taken += std::popcount(doubtful[b / N]), b += N) {
-    pending.x.store(b, dense.take(pending.x.template load<V>(b), doubtful[b / N], taken));
+  for (int k = 0; k < dense.length; ++k) {
+    for (int i = 0; i < 4; ++i) pending.x.of[i][from[k]] = dense.x.of[i][k];
   }
 }
 
