@@ -1,5 +1,6 @@
-"""What the benchmarks share: weights out of the cache, timing, where a result was measured, result files and tables."""
+"""What benchmarks share: flags, weights out of the cache, timing, where a result was measured, result files, tables."""
 
+import argparse
 import json
 import os
 import shutil
@@ -15,12 +16,27 @@ from shapes import Shape
 from torch import Tensor
 
 from proxsparse.device import environment, version
+from proxsparse.patterns import FLOAT_DTYPES
 
 FOLDER = Path(__file__).resolve().parent
 # A pass over so many bytes of weights, and as many they are renewed from, leaves nothing of the first weight in a
 # cache: the L2 of an H200 has 60 MB, the share of the L3 that two cores of an EPYC see has 32 MB.
 ROTATION_BYTES, ROTATION_SETS = 2**28, 64
 LAUNCH_CYCLES = 300_000  # of the GPU's clock a launch: 0.15 ms, several times what the host needs for it
+
+# ---------------------------------------------------------------------------------------------- flags
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags of every benchmark on random weights."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES]
+    parser.add_argument("--dtypes", nargs="+", choices=names, default=["bfloat16", "float32"], metavar="DTYPE")
+    parser.add_argument("--sigma", type=float, default=0.02, help="standard deviation of the weights")
+    parser.add_argument("--devices", nargs="+", default=devices())
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    return parser
+
 
 # ---------------------------------------------------------------------------------------------- weights
 
@@ -131,6 +147,11 @@ def measure(
     return percentiles(times)
 
 
+def once(run: Callable[[], object], device: torch.device, note: str = "once") -> dict[str, object]:
+    """The row of what takes too long for rounds: the time of a single run, and a note that says so."""
+    return percentiles([elapsed_ms(run, device)]) | {"note": note}
+
+
 def percentiles(times: list[float]) -> dict[str, float]:
     """p20_ms, p50_ms and p80_ms of the times in milliseconds, and the number of runs."""
     cuts = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
@@ -213,6 +234,18 @@ def append_rows(file: Path, rows: Iterable[dict[str, object]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def save(benchmark: str, rows: Iterable[dict[str, object]]) -> None:
+    """Appends the rows to the file of the benchmark, and says so."""
+    append_rows(results_file(benchmark), rows)
+    print(f"appended to {results_file(benchmark)}")
+
+
+def show(where: dict[str, object], header: list[str], rows: list[list[str]], in_short: str) -> None:
+    """Prints where the rows were measured, their table, and what they say in short."""
+    print(f"\n{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}\n")
+    print(f"{table(header, rows)}\n\n{in_short}")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

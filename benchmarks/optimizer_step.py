@@ -14,26 +14,17 @@ the prox in eager torch (100 sweeps at most), run once. Rows are appended to res
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import (
-    WeightSet,
-    append_rows,
-    devices,
-    elapsed_ms,
-    interleaved,
-    percentiles,
-    provenance,
-    results_file,
-    table,
-    weight_set,
-)
+from common import WeightSet, command_line, interleaved, once, provenance, save, show, weight_set
 from shapes import MODELS, prunable_layers
 from torch.optim import AdamW, Optimizer
 
 from proxsparse.device import choose_device
+from proxsparse.errors import run_command
 from proxsparse.optim import ProxAdamW, ProxOptimizer
 from proxsparse.paper_solvers import enum_alm
 
@@ -57,27 +48,20 @@ def main(arguments: list[str] | None = None) -> None:
             case = {"weights": f"{model} x {blocks}", "dtype": dtype, "lambda": args.reg_lambda}
             layers = weight_set(prunable_layers(model, blocks), getattr(torch, dtype), device, args.sigma)
             rows += [where | case | row for row in benchmark(layers, args)]
-        print(f"\n{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}\n")
-        print(table(HEADER, [cells(row) for row in rows]))
-        print(f"\n{in_short(rows)}")
+        show(where, HEADER, [cells(row) for row in rows], in_short(rows))
         if not args.no_save:
-            append_rows(results_file("optimizer_step"), rows)
-            print(f"appended to {results_file('optimizer_step')}")
+            save("optimizer_step", rows)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", type=str.lower, choices=[*MODELS], metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--blocks", type=int, help="how many of its decoder blocks")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--sigma", type=float, default=0.02, help="standard deviation of the weights")
     parser.add_argument("--reg_lambda", type=float, default=0.25, help="lambda_1; the paper's for Llama-2-7b is 0.25")
-    parser.add_argument("--devices", nargs="+", default=devices())
     parser.add_argument("--repetitions", type=int, default=5, help="least number of steps of each optimizer")
     parser.add_argument("--seconds", type=float, default=0.25, help="least time of each optimizer in all")
     parser.add_argument("--slow", action=argparse.BooleanOptionalAction, default=True, help=f"{SLOW}, too")
-    parser.add_argument("--no-save", action="store_true", help="print only")
     return parser.parse_args(arguments)
 
 
@@ -152,8 +136,7 @@ def benchmark(layers: WeightSet, args: argparse.Namespace) -> list[dict[str, obj
     rows = {name: sample.row() for name, sample in samples.items() if name != "copy"}
     if args.slow:
         layers.renew()
-        rows[SLOW] = percentiles([elapsed_ms(lambda: slow_step(parameters, steps[SLOW], args.reg_lambda), device)])
-        rows[SLOW] |= {"note": "once"}
+        rows[SLOW] = once(lambda: slow_step(parameters, steps[SLOW], args.reg_lambda), device)
     copy_gb_per_s = 2 * layers.flat.nbytes / samples["copy"].row()["p50_ms"] / 1e6
     return [
         {"optimizer": name, "copy_gb_per_s": copy_gb_per_s}
@@ -234,4 +217,4 @@ def cells(row: dict) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -19,29 +19,19 @@ Rows are appended to results/prox_speed.jsonl, and results/prox_speed_<device>.p
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from common import (
-    FOLDER,
-    WeightSet,
-    append_rows,
-    devices,
-    elapsed_ms,
-    interleaved,
-    percentiles,
-    provenance,
-    results_file,
-    rotation,
-    table,
-)
+from common import FOLDER, WeightSet, command_line, interleaved, once, provenance, rotation, save, show
 from eager import SWEEPS, compiled, enum_alm_fixed
 from shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_layers
 
 from proxsparse.device import choose_device
+from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_, prox_nm_list_, use_backend
 from proxsparse.ops.registry import kernels
 from proxsparse.paper_solvers import enum_alm
@@ -100,31 +90,24 @@ def main(arguments: list[str] | None = None) -> None:
         for case in cases(chosen, device):
             rows += [where | row for row in benchmark(case, argparse.Namespace(**chosen))]
             torch.cuda.empty_cache()
-        print(f"\n{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}\n")
-        print(table(HEADER, [cells(row) for row in rows]))
-        print(f"\n{in_short(rows)}")
+        show(where, HEADER, [cells(row) for row in rows], in_short(rows))
         if not args.no_save:
-            append_rows(results_file("prox_speed"), rows)
-            print(f"appended to {results_file('prox_speed')}")
+            save("prox_speed", rows)
             plot(rows, FOLDER / "results" / f"prox_speed_{device.type}.png")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--shapes", type=shape, nargs="*", metavar="ROWSxCOLUMNS", help="out_features x in_features")
     parser.add_argument(
         "--models", type=str.lower, nargs="*", choices=[*MODELS], metavar="NAME", help=", ".join(MODELS)
     )
-    parser.add_argument("--sigma", type=float, default=0.02, help="standard deviation of the weights")
     parser.add_argument("--lambdas", type=float, nargs="+", default=[0.25, 1, 25], help="lambda_1")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--devices", nargs="+", default=devices())
     parser.add_argument("--repetitions", type=int, help="least number of rounds of copy and kernels")
     parser.add_argument("--seconds", type=float, help="least time of each kernel in all rounds")
     parser.add_argument("--slow_weights", type=int, help="run EnumALM and the reference on so many weights at most")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="EnumALM in torch.compile, too")
-    parser.add_argument("--no-save", action="store_true", help="print only")
     return parser.parse_args(arguments)
 
 
@@ -224,23 +207,23 @@ def slow_providers(case: Case, weights: WeightSet) -> dict[str, Callable[[float]
     """name -> (lambda -> row): what takes too long for rounds, and runs once."""
     (weight,) = weights.weights
 
-    def once(run: Callable[[float], object], note: str, reg_lambda: float) -> dict:
-        return percentiles([elapsed_ms(partial(run, reg_lambda), case.device)]) | {"note": note}
+    def row(run: Callable[[float], object], note: str, reg_lambda: float) -> dict:
+        return once(partial(run, reg_lambda), case.device, note)
 
     def reference(reg_lambda: float) -> None:
         with use_backend("reference"):
             apply_prox(weights, reg_lambda)
 
-    providers = {"reference": partial(once, reference, "once")}
-    providers["EnumALM"] = partial(once, partial(enum_alm, weight), "once, at most 100 sweeps")
+    providers = {"reference": partial(row, reference, "once")}
+    providers["EnumALM"] = partial(row, partial(enum_alm, weight), "once, at most 100 sweeps")
     if case.device.type == "cuda":
         enum_alm(weight, 1.0, max_sweeps=1)  # loads its kernels
     if case.compiled:
-        providers["EnumALM compiled"] = compiled_provider(case, weight, once)
+        providers["EnumALM compiled"] = compiled_provider(case, weight, row)
     return providers
 
 
-def compiled_provider(case: Case, weight: torch.Tensor, once: Callable) -> Callable[[float], dict]:
+def compiled_provider(case: Case, weight: torch.Tensor, row: Callable) -> Callable[[float], dict]:
     """lambda -> row of EnumALM in torch.compile, or of the reason why there is no time."""
     try:
         transform, seconds = compiled(weight, COMPILE_LIMIT_S)
@@ -251,7 +234,7 @@ def compiled_provider(case: Case, weight: torch.Tensor, once: Callable) -> Calla
     def run(reg_lambda: float) -> None:
         enum_alm_fixed(weight, torch.tensor(reg_lambda, dtype=case.dtype, device=case.device), transform)
 
-    return partial(once, run, f"once, {SWEEPS} sweeps, compiled in {seconds:.0f} s")
+    return partial(row, run, f"once, {SWEEPS} sweeps, compiled in {seconds:.0f} s")
 
 
 def speeds(case: Case, row: dict, times: dict[str, dict]) -> dict[str, float]:
@@ -301,7 +284,7 @@ def plot(rows: list[dict], file: Path) -> None:
     names = list(dict.fromkeys(row["kernel"] for row in rows if row["kernel"] != "copy"))
     bars = list(dict.fromkeys((row["dtype"], row["lambda"]) for row in rows))
     share = {(row["kernel"], row["dtype"], row["lambda"]): row["share_of_copy"] for row in rows}
-    figure = Figure(figsize=(2 + 2 * max(2, len(names)), 4), layout="constrained")
+    figure = Figure(figsize=(3 + 2 * max(2, len(names)), 4), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(bars)
     shades = {dtype: shade for shade, dtype in enumerate(dict.fromkeys(dtype for dtype, _ in bars))}
@@ -317,7 +300,7 @@ def plot(rows: list[dict], file: Path) -> None:
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set(xticks=range(len(names)), xticklabels=names, ylabel="share of the speed of copying")
     axes.set_title(f"2:4 prox in place, {rows[0]['weights']}, {rows[0]['device']}", fontsize=10)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")  # no bar reaches it there
     figure.savefig(file, dpi=120)
     print(f"drawn {file}")
 
@@ -330,4 +313,4 @@ def colour(name: str, shade: float):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

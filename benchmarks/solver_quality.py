@@ -18,16 +18,18 @@ enum_alm_misses.png      which blocks EnumALM misses, and by how much
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import FOLDER, append_rows, measure, provenance, results_file, table
+from common import FOLDER, measure, provenance, save, table
 from torch import Tensor
 
 from proxsparse import paper_solvers, reference
+from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_
 from proxsparse.ops.registry import select
 
@@ -70,8 +72,7 @@ def main() -> None:
     rows = [provenance(CPU) | row for row in rows]
     print(table(HEADER, [cells(row) for row in rows]))
     if not args.no_save:
-        append_rows(results_file("solver_quality"), rows)
-        print(f"appended to {results_file('solver_quality')}")
+        save("solver_quality", rows)
     if not args.no_plots:
         for draw in (draw_path, draw_misses):
             print(f"wrote {draw(args.plots)}")
@@ -364,4 +365,4 @@ def finish(picture, file: Path, title: str) -> Path:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -99,7 +99,8 @@ class TrainConfig:
 
     precision: str = choice(
         "auto", "fp32", "mixed", "bf16", default="auto",
-        help="mixed: fp32 weights, bf16 compute; bf16: the paper's; auto: mixed where bf16 is fast, else fp32",
+        help="mixed: fp32 weights, bf16 compute; bf16: all bf16, as the paper, but rounded stochastically; "
+        "auto: mixed where bf16 is fast, else fp32",
     )  # fmt: skip
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
     device: str = flag("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from proxsparse.config import TrainConfig
 from proxsparse.errors import InputError
-from proxsparse.optim import ProxOptimizer
+from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
 
 
@@ -26,8 +26,11 @@ def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
 
 def prox_adamw(
     model: nn.Module, layers: dict[str, nn.Linear], metric: dict[str, Tensor], config: TrainConfig, steps: int
-) -> ProxOptimizer:
+) -> ProxAdamW:
     """AdamW with the prox on the layers' weights; also says which parameters learn (requires_grad).
+
+    With --precision bf16 the moments are bfloat16 too, as torch's AdamW keeps them, and all is rounded stochastically:
+    rounding to nearest would lose much of the prox, which moves a weight by 1 to 3 units in the last place.
 
     Args:
         metric: layer name -> c; {} is the paper's form. With a metric every weight that is not pruned steps in units
@@ -45,15 +48,20 @@ def prox_adamw(
             group["lr"] *= parameter.detach().abs().mean().item()
         if parameter.requires_grad:
             groups.append(group)
-    base = torch.optim.AdamW(
+    bf16 = config.precision == "bf16"
+    optimizer = ProxAdamW(
         groups,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
         weight_decay=config.weight_decay,
-        fused=True,
+        reg_lambda=0.0,
+        pattern=config.pattern,
+        frozen_eps=config.frozen_eps,
+        reg_schedule=REG_SCHEDULES[config.reg_schedule](steps),
+        moment_dtype=torch.bfloat16 if bf16 else None,
+        stochastic_rounding=bf16,
+        seed=config.seed,
     )
-    schedule = REG_SCHEDULES[config.reg_schedule](steps)
-    optimizer = ProxOptimizer(base, 0.0, config.pattern, frozen_eps=config.frozen_eps, reg_schedule=schedule)
     for name, scale in metric.items():
         optimizer.set_metric(layers[name].weight, scale)
     return optimizer

@@ -94,7 +94,7 @@ def test_the_compilable_formulation_is_enum_alm(reg_lambda):
 
 def test_prox_speed_prints_and_saves_a_row_for_every_provider(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prox_speed, "FOLDER", tmp_path)
-    monkeypatch.setattr(prox_speed, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
     monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
     prox_speed.main(
         [*QUICK, "--shapes", "16x64", "8x32", "--slow_weights", "300", "--models", "Tiny", "--lambdas", "25"]
@@ -134,7 +134,7 @@ def test_a_compiler_that_fails_or_dawdles_costs_one_row(monkeypatch, capsys):
 
 @pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 def test_optimizer_step_counts_the_bytes_of_every_optimizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizer_step, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
     monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
     optimizer_step.main([*QUICK, "--model", "tiny", "--blocks", "2"])
     rows = [json.loads(line) for line in (tmp_path / "optimizer_step.jsonl").read_text().splitlines()]

@@ -102,6 +102,19 @@ def test_later_passes_are_shuffled_with_the_seed():
     assert sorted(first[20:40]) == list(range(20)) != first[20:40]
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
+    flags = ["--precision", precision, "--metric", "none", "--reg_lambda", "1.0", "--seed", "5", "--adam_beta1", "0.5"]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(dtype)
+    optimizer = learning.prox_adamw(model, {"0": model[0]}, {}, parse_config(["--model", "x", *flags]), steps=1)
+    model(torch.ones(1, 8, dtype=dtype)).sum().backward()
+    optimizer.step()
+    assert optimizer.stochastic_rounding is (precision == "bf16")
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {dtype}
+    assert [group["reg_lambda"] for group in optimizer.param_groups] == [1.0, 0.0, 0.0, 0.0]
+    assert {(group["seed"], group["betas"]) for group in optimizer.param_groups} == {(5, (0.5, 0.999))}
+
+
 # ---------------------------------------------------------------------------------------------- metric and monitor
 
 

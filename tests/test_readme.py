@@ -9,7 +9,7 @@ import torch
 from proxsparse import NMPattern
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-WRAPPED, PLAIN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:2]
+WRAPPED, FUSED, PLAIN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:3]
 ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the one line\n"
 
 
@@ -46,6 +46,13 @@ def test_both_loops_agree():
     loop, _ = loop_and_end.split("with torch.no_grad()")
     for wrapped, plain in zip(run(setup + ONE_LINE + loop), run(setup + PLAIN), strict=True):
         assert torch.equal(wrapped, plain)
+
+
+def test_the_fused_step_agrees_within_rounding():
+    setup, loop_and_end = WRAPPED.split(ONE_LINE)
+    loop, _ = loop_and_end.split("with torch.no_grad()")
+    for fused, wrapped in zip(run(setup + FUSED + loop), run(setup + ONE_LINE + loop), strict=True):
+        torch.testing.assert_close(fused, wrapped, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((\S+?\.(?:py|md|png))\)", README))

@@ -159,15 +159,13 @@ def adamw_prox_n4_(
 ) -> None:
     """Step t of AdamW on c * w, then the prox of n:4 blocks, in place; the equations are in `reference.adamw_prox`.
 
+    Shapes, dtypes and units are those of `proxsparse.ops.adamw_prox_`; all tensors are contiguous.
+
     Args:
-        weight: [..., in_features], contiguous as all tensors; float32, bfloat16, float16 or float64; on a CUDA GPU, or
-            on the CPU if the environment had TRITON_INTERPRET=1 when triton was imported. Any shape if reg_lambda is 0.
-        grad, pretrained: as the weight; pretrained may be None if frozen_lambda is 0.
-        exp_avg, exp_avg_sq: float32 (float64 for a float64 weight) or bfloat16.
-        master: float32, or None.
-        scale: c, [in_features], in float32 (float64 for a float64 weight), positive; None means 1.
+        weight: on a CUDA GPU, or on the CPU if the environment had TRITON_INTERPRET=1 when triton was imported.
+        scale: in float32 (float64 for a float64 weight), or None.
         n: 1 or 2, ignored if reg_lambda is 0.
-        seed: of the stochastic rounding to bfloat16, in [-2^63, 2^64); None: to nearest even.
+        seed: in [-2^63, 2^64), or None.
     Raises:
         ValueError: the prox cannot serve n or the shape of the weight.
     """

@@ -92,21 +92,24 @@ def unsort4(a, b, c, d, ab1, cd1, bc1, ab2, cd2, bc2):
 
 
 @triton.jit
-def best_pair(z3, z4, w1, w2, w3, reg_lambda):
-    """(w3, w4): w_i <- max(z_i - lambda * e_2(the three others), 0), w4 first."""
-    x1 = reg_lambda * w1  # lambda first, so that huge weights do not overflow under a small lambda
-    sum12 = tl.fma(reg_lambda, w2, x1)
-    t3, t4 = tl.fma(-x1, w2, z3), tl.fma(-x1, w2, z4)
-    w4 = positive(tl.fma(-sum12, w3, t4))
-    w3 = positive(tl.fma(-sum12, w4, t3))
+def best_pair(z3, z4, w1, w2, w3, minus_lambda):
+    """(w3, w4): w_i <- max(z_i - lambda * e_2(the three others), 0), w4 first.
+
+    The sign is that of lambda, once: Triton 3.6 spends an instruction on every negation.
+    """
+    x1 = minus_lambda * w1  # lambda first, so that huge weights do not overflow under a small lambda
+    sum12 = tl.fma(minus_lambda, w2, x1)
+    t3, t4 = tl.fma(x1, w2, z3), tl.fma(x1, w2, z4)
+    w4 = positive(tl.fma(sum12, w3, t4))
+    w3 = positive(tl.fma(sum12, w4, t3))
     return w3, w4
 
 
 @triton.jit
-def sweep_24(z1, z2, z3, z4, w1, w2, w3, w4, reg_lambda):
+def sweep_24(z1, z2, z3, z4, w1, w2, w3, w4, minus_lambda):
     """One sweep of coordinate descent; the magnitudes in any order and unit. 16 instructions."""
-    w3, w4 = best_pair(z3, z4, w1, w2, w3, reg_lambda)
-    w1, w2 = best_pair(z1, z2, w3, w4, w1, reg_lambda)
+    w3, w4 = best_pair(z3, z4, w1, w2, w3, minus_lambda)
+    w1, w2 = best_pair(z1, z2, w3, w4, w1, minus_lambda)
     return w1, w2, w3, w4
 
 
@@ -125,7 +128,7 @@ def descend_24(z1, z2, z3, z4, reg_lambda, largest, HALF: tl.constexpr):
         sweeps = (3.8 + 45 * largest).to(tl.int32)
     w1, w2, w3, w4 = z1, z2, z3, z4
     for _ in range(sweeps):
-        w1, w2, w3, w4 = sweep_24(z1, z2, z3, z4, w1, w2, w3, w4, reg_lambda)
+        w1, w2, w3, w4 = sweep_24(z1, z2, z3, z4, w1, w2, w3, w4, -reg_lambda)
     return w1, w2, w3, w4
 
 
@@ -218,7 +221,7 @@ def dense_24(u1, u2, u3, u4, steps):
     # Where R_i and 1 - s nearly cancel, a sweep restores the relative accuracy.
     y1, y2 = tl.minimum(positive(x1), u1), tl.minimum(positive(x2), u2)
     y3, y4 = tl.minimum(positive(x3), u3), tl.minimum(positive(x4), u4)
-    y1, y2, y3, y4 = sweep_24(u1, u2, u3, u4, y1, y2, y3, y4, 1.0)
+    y1, y2, y3, y4 = sweep_24(u1, u2, u3, u4, y1, y2, y3, y4, -1.0)
     return y1, y2, y3, y4, x4
 
 

@@ -163,26 +163,9 @@ def adamw_prox_(
         pattern.check_blocks(weight.shape)
     if frozen_lambda > 0 and pretrained is None:
         raise ValueError(f"frozen_lambda={frozen_lambda} needs the pretrained weights: pass `pretrained`")
-    torch.ops.proxsparse.adamw_prox_(
-        weight,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        master,
-        pretrained if frozen_lambda > 0 else None,
-        scale,
-        step,
-        lr,
-        *betas,
-        eps,
-        weight_decay,
-        reg_lambda,
-        pattern.n,
-        pattern.m,
-        frozen_lambda,
-        frozen_eps,
-        None if seed is None else signed(seed),
-    )
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained if frozen_lambda > 0 else None, scale)
+    numbers = (step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, frozen_lambda, frozen_eps)
+    torch.ops.proxsparse.adamw_prox_(*tensors, *numbers, None if seed is None else signed(seed))
     return weight
 
 

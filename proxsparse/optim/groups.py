@@ -63,8 +63,21 @@ def complete_state(
         if len(saved[i]["params"]) == len(group["params"]):  # else the base refuses it, with a message of its own
             checked = {key: group[key] for key in keys} | saved[i] | {"params": group["params"]}
             check(checked)
-            saved[i] = checked | {"params": saved[i]["params"]}
+            saved[i] = checked | {
+                "params": saved[i]["params"],
+                "prox_scale": beside(group["params"], checked["prox_scale"]),
+            }
     return state_dict | {"param_groups": saved}
+
+
+def beside(parameters: list[Tensor], scales: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    """The metrics on the devices of their parameters: a state loaded to the CPU would be copied at every step."""
+    if scales is None:
+        return None
+    return [
+        scale if scale is None or parameter.is_meta else scale.to(parameter.device)
+        for parameter, scale in zip(parameters, scales, strict=True)
+    ]
 
 
 def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -51,7 +51,8 @@ class ProxAdamW(Optimizer):
 
     Args:
         params: as of any torch optimizer; groups may carry every number below, lr to frozen_eps and seed, of their own.
-        lr, betas, eps, weight_decay: as of torch.optim.AdamW.
+        lr, betas, eps, weight_decay: as of torch.optim.AdamW, but without decay by default (there it is 0.01). An lr
+            on a GPU is read at every step, which waits for it.
         reg_lambda: lambda_1 >= 0, in units of 1 / |w|^(N-1). Not multiplied by the learning rate.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
         frozen_lambda: lambda_2 >= 0 of the frozen-weight term. W0, the parameter at its first step, is kept in
@@ -116,8 +117,9 @@ class ProxAdamW(Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         for parameter, entries in self.state.items():
-            if isinstance(entries, Uncast):
-                self.state[parameter] = self._loaded_state(parameter, entries.state)
+            if isinstance(entries, Uncast):  # an entry that belongs to no parameter is passed on
+                state = entries.state
+                self.state[parameter] = self._loaded_state(parameter, state) if isinstance(parameter, Tensor) else state
 
     def __repr__(self) -> str:
         lines = [f"ProxAdamW({', '.join(f'{name}={getattr(self, name)}' for name in SETUP)}"]
@@ -153,15 +155,12 @@ class ProxAdamW(Optimizer):
     def set_metric(self, parameter: Tensor, scale: Tensor | None) -> None:
         """From now on the step of `parameter` is lr / c_j in column j, then the prox on c * w: AdamW on v = c * w.
 
-        See `ProxOptimizer.set_metric`, whose roundings on the way to v and back this one does without.
-
-        Args:
-            scale: c, [in_features], floating point, one positive number per input feature; None means 1.
-        Raises:
-            ValueError: a wrong shape or dtype, values that are not positive and finite, a parameter that is not pruned.
+        Arguments and errors are those of `ProxOptimizer.set_metric`, whose roundings on the way to v and back this one
+        does without.
         """
         groups.set_metric(self.param_groups, parameter, scale)
 
+    @torch._disable_dynamo  # as torch's own: a compiled step is not guarded against another parameter's state
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """AdamW with the frozen-weight gradient, and the prox. Returns the loss, if there is a closure."""
@@ -279,7 +278,7 @@ class ProxAdamW(Optimizer):
 
 
 def check_gradient(parameter: Tensor) -> None:
-    """Raises ValueError for a gradient that is sparse or sharded in another way than its parameter."""
+    """Raises ValueError for a gradient that is sparse, or of another dtype or sharding than its parameter."""
     grad = parameter.grad
     if grad is None:
         return
@@ -287,6 +286,11 @@ def check_gradient(parameter: Tensor) -> None:
         raise ValueError(
             f"parameter of shape {list(parameter.shape)} has a sparse gradient, which AdamW does not take: make its "
             "layer with sparse=False, or leave it to another optimizer"
+        )
+    if grad.dtype != parameter.dtype:
+        raise ValueError(
+            f"parameter of shape {list(parameter.shape)} is {parameter.dtype} and its gradient {grad.dtype}: convert "
+            "the gradient before the step"
         )
     here, there = getattr(parameter, "placements", None), getattr(grad, "placements", None)
     if here != there:

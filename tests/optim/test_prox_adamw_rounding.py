@@ -7,6 +7,7 @@ from torch.optim import AdamW
 
 from proxsparse import ProxAdamW, ProxOptimizer
 from proxsparse.ops import prox_nm_
+from proxsparse.optim.prox_adamw import call_seed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 
@@ -118,3 +119,26 @@ def test_a_trajectory_in_bfloat16_follows_that_in_float32():
     assert loss_after(torch.bfloat16, master_weights=True) == pytest.approx(full, rel=0.05, abs=0.01)
     narrow = loss_after(torch.bfloat16, stochastic_rounding=True, moment_dtype=torch.bfloat16)
     assert narrow == pytest.approx(full, rel=0.1, abs=0.02)
+
+
+# ------------------------------------------------------------------------------------------- seeds
+
+
+def test_every_call_has_a_seed_of_its_own():
+    seeds = {call_seed(seed, number, step) for seed in range(5) for number in range(50) for step in range(1, 51)}
+    assert len(seeds) == 5 * 50 * 50
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert len({seed & 0xFFFFFFFF for seed in seeds}) > 12_450, "the lower half alone tells most of them apart"
+    assert call_seed(-1, 0, 1) == call_seed(2**64 - 1, 0, 1) != call_seed(1, 0, 1)
+    ones = sum(f"{seed:064b}".count("1") for seed in seeds) / len(seeds)
+    assert ones == pytest.approx(32, abs=0.2)
+
+
+def test_one_bit_of_the_input_changes_half_of_the_seed():
+    flips = [
+        (call_seed(7, 3, 11) ^ call_seed(7 ^ (1 << bit), 3, 11)).bit_count()
+        + (call_seed(7, 3, 11) ^ call_seed(7, 3 ^ (1 << bit), 11)).bit_count()
+        + (call_seed(7, 3, 11) ^ call_seed(7, 3, 11 ^ (1 << bit))).bit_count()
+        for bit in range(20)
+    ]
+    assert sum(flips) / len(flips) == pytest.approx(96, abs=4)

@@ -1,16 +1,16 @@
-"""What a step of ProxOptimizer computes: the frozen-weight gradient, the step of the base, the prox."""
+"""What a step of ProxOptimizer computes: the frozen-weight gradient, the step of the base, the prox; and failures."""
 
 from functools import partial
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, AdamW
+from torch import nn
+from torch.optim import LBFGS, SGD, Adam, AdamW
 from training import assert_same, loss_of, tiny_model, train, weights
 
 from proxsparse.ops import prox_nm, prox_nm_
 from proxsparse.optim import ProxOptimizer, groups
 from proxsparse.optim.schedules import cosine_ramp, linear_ramp
-from proxsparse.patterns import NMPattern
 from proxsparse.reference import frozen_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:prox_nm_. not on the cpp backend")
@@ -21,8 +21,6 @@ BASES = {
     "adamw": partial(AdamW, lr=0.01),
     "adamw-fused": partial(AdamW, lr=0.01, fused=True),
 }
-
-# ------------------------------------------------------------------------------------------- what a step computes
 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES.keys())
@@ -37,56 +35,6 @@ def test_step_is_base_step_then_prox(base, pattern):
             prox_nm_(layer.weight.detach(), 0.3, pattern)
         train(wrapped, optimizer, 1)
     assert_same(weights(plain), weights(wrapped))
-
-
-def test_lambda_is_not_multiplied_by_lr():
-    model = tiny_model()
-    before = model[0].weight.detach().clone()
-    train(model, ProxOptimizer(SGD(model.parameters(), lr=1e-30), reg_lambda=0.5), 1)
-    assert torch.equal(model[0].weight, prox_nm(before, 0.5)), "with a vanishing lr only the prox is left"
-
-
-def test_a_large_lambda_makes_every_block_feasible():
-    model = tiny_model()
-    optimizer = ProxOptimizer(AdamW(model.parameters(), lr=1e-3), reg_lambda=100.0)
-    assert not NMPattern(2, 4).is_feasible(model[0].weight)
-    train(model, optimizer, 3)
-    assert NMPattern(2, 4).is_feasible(model[0].weight)
-    assert (model[0].weight == 0).any()
-    assert not model[0].weight[model[0].weight == 0].signbit().any(), "zeros are +0.0"
-
-
-def test_parameters_without_gradient_and_vectors_are_left_alone():
-    model = tiny_model()
-    model[2].weight.requires_grad_(False)
-    before = weights(model)
-    optimizer = ProxOptimizer(SGD(model.parameters(), lr=1e-30), reg_lambda=5.0)
-    train(model, optimizer, 1)
-    assert not torch.equal(model[0].weight, before[0])
-    assert_same(weights(model)[1:], before[1:])
-
-
-def test_groups_override_the_defaults():
-    model = tiny_model()
-    before = weights(model)
-    base = SGD(
-        [
-            {"params": [model[0].weight], "pattern": NMPattern(1, 4), "reg_lambda": 0.7},
-            {"params": [model[2].weight], "reg_lambda": 0},
-            {"params": [model[0].bias, model[2].bias]},
-        ],
-        lr=1e-30,
-    )
-    optimizer = ProxOptimizer(base, reg_lambda=0.2, frozen_lambda=0.5)
-    train(model, optimizer, 1)
-    assert torch.equal(model[0].weight, prox_nm(before[0], 0.7, "1:4"))
-    assert torch.equal(model[2].weight, before[2]), "reg_lambda=0 takes the group out"
-    assert "pretrained" not in optimizer.state[model[2].weight]
-    assert [(group["pattern"], group["reg_lambda"]) for group in base.param_groups] == [
-        ("1:4", 0.7),
-        ("2:4", 0),
-        ("2:4", 0.2),
-    ]
 
 
 def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
@@ -110,38 +58,11 @@ def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
     assert [group["prox_step"] for group in optimizer.param_groups] == [1, 1, 1]
 
 
-def test_schedule_counts_the_steps_of_the_group():
-    model = tiny_model()
-    seen = []
-    optimizer = ProxOptimizer(
-        SGD(model.parameters(), lr=1e-30), 1.0, reg_schedule=lambda step: seen.append(step) or 0.25
-    )
-    before = model[0].weight.detach().clone()
-    train(model, optimizer, 2)
-    assert torch.equal(model[0].weight, prox_nm(prox_nm(before, 0.25), 0.25))
-    assert seen == [0, 1]
-    assert optimizer.param_groups[0]["prox_step"] == 2
-
-
 def test_schedules():
     assert [linear_ramp(4)(step) for step in (0, 1, 4, 9)] == [0, 0.25, 1, 1]
     assert [cosine_ramp(4)(step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.5, 1, 1])
     with pytest.raises(ValueError, match="steps=0"):
         linear_ramp(0)
-
-
-@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["float", "tensor"])
-def test_identity_at_lr_zero(lr):
-    model = tiny_model()
-    before = weights(model)
-    optimizer = ProxOptimizer(AdamW(model.parameters(), lr=lr, foreach=False), reg_lambda=1.0, frozen_lambda=0.1)
-    optimizer.set_metric(model[0].weight, torch.rand(8) + 0.1)
-    train(model, optimizer, 2)
-    assert_same(weights(model), before)
-    assert optimizer.param_groups[0]["prox_step"] == 0
-
-
-# ------------------------------------------------------------------------------------------- the frozen-weight term
 
 
 def test_frozen_gradient_is_that_of_the_penalty():
@@ -161,13 +82,6 @@ def test_frozen_gradient_is_that_of_the_penalty():
     assert penalty_gradient.norm() > 1e-3 * loss_gradient.norm(), "the test would not see the term"
 
 
-def test_pretrained_is_kept_only_for_the_frozen_term():
-    model = tiny_model()
-    optimizer = ProxOptimizer(SGD(model.parameters(), lr=0.1), reg_lambda=0.01)
-    train(model, optimizer, 1)
-    assert all("pretrained" not in state for state in optimizer.state.values())
-
-
 def test_a_late_gradient_finds_the_state_of_the_base_uninitialised():
     model = tiny_model()
     optimizer = ProxOptimizer(AdamW(model.parameters(), lr=0.01), 0.01, frozen_lambda=0.1)
@@ -175,3 +89,78 @@ def test_a_late_gradient_finds_the_state_of_the_base_uninitialised():
     optimizer.step()
     train(model, optimizer, 1)  # the other parameters get their first gradient now
     assert {"exp_avg", "pretrained"} <= optimizer.state[model[2].weight].keys()
+
+
+@pytest.mark.parametrize("metric", [False, True], ids=["plain", "metric"])
+def test_lbfgs_evaluates_the_closure_many_times(metric):
+    model = tiny_model()
+    parameters = [model[0].weight, model[2].weight]
+    optimizer = ProxOptimizer(
+        LBFGS(parameters, lr=0.5, max_iter=8, line_search_fn="strong_wolfe"), 1e-3, frozen_lambda=1e-3
+    )
+    if metric:
+        optimizer.set_metric(model[0].weight, torch.rand(8) + 0.5)
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    assert len(calls) > 9
+    assert loss_of(model).item() < calls[0] / 4
+
+
+# ------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_a_step_that_raises_does_not_leave_the_weights_in_the_metric(in_closure):
+    class Failing(SGD):
+        def step(self, closure=None):
+            closure and closure()
+            raise RuntimeError("out of memory")
+
+    model = tiny_model()
+    optimizer = ProxOptimizer(Failing(model.parameters(), lr=0.1), 0.1)
+    optimizer.set_metric(model[0].weight, torch.full((8,), 4.0))
+    before = weights(model)
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step((lambda: loss_of(model)) if in_closure else None)
+    assert_same(weights(model), before)
+
+
+def test_a_metric_that_cannot_be_entered_leaves_the_others_entered_before_it():
+    model = tiny_model()
+    optimizer = ProxOptimizer(SGD([model[0].weight, model[2].weight], lr=0.1), 0.1)
+    optimizer.set_metric(model[0].weight, torch.full((8,), 4.0))
+    optimizer.set_metric(model[2].weight, torch.full((12,), 4.0))
+    other = nn.Parameter(torch.ones(4, 16))
+    optimizer.param_groups[0]["params"][1] = other
+    model[0].weight.grad, other.grad = torch.ones(12, 8).double(), torch.ones(4, 16)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[0].weight.grad, torch.ones(12, 8).double())
+
+
+@pytest.mark.parametrize("metric", [False, True], ids=["frozen term", "metric"])
+def test_a_sparse_gradient_takes_no_dense_term(metric):
+    layer = nn.Embedding(6, 8, sparse=True)
+    optimizer = ProxOptimizer(SGD(layer.parameters(), lr=0.1), 0.1)
+    layer(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()  # the prox alone can do with it
+    if metric:
+        optimizer.set_metric(layer.weight, torch.full((8,), 4.0))
+    else:
+        optimizer.param_groups[0]["frozen_lambda"] = 0.2
+    before = layer.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"\[6, 8\] has a sparse gradient.*sparse=False"):
+        optimizer.step()
+    assert torch.equal(layer.weight, before)

@@ -1,21 +1,32 @@
-"""A tiny regression problem in float64 that the optimizer tests train on."""
+"""What the optimizer tests train, a tiny regression problem, and the two optimizers to train it with."""
 
+from collections.abc import Callable
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from proxsparse import ProxAdamW, ProxOptimizer
+from proxsparse.optim.schedules import linear_ramp
 
 INPUTS = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
+# ------------------------------------------------------------------------------------------- the problem
 
-def tiny_model(seed: int = 0) -> nn.Sequential:
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, hidden: int = 12) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)).double()
+    return nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 4)).to(dtype)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
-    return (model(INPUTS) - INPUTS[:, :4].sin()).square().mean()
+    inputs = INPUTS.to(model[0].weight.dtype)
+    return (model(inputs) - inputs[:, :4].sin()).square().mean()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         loss_of(model).backward()
@@ -23,9 +34,48 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    """Copies of all parameters; of the whole of those that are sharded."""
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [p.detach().clone() for p in full]
 
 
 def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
     for x, y in zip(a, b, strict=True):
         assert torch.equal(x, y)
+
+
+# ------------------------------------------------------------------------------------------- the optimizers
+
+ADAMW = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def prox_optimizer(
+    parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=None, **prox
+) -> ProxOptimizer:
+    """ProxOptimizer(AdamW), made with the arguments of ProxAdamW."""
+    return ProxOptimizer(AdamW(parameters, lr, betas, eps, weight_decay, fused=fused), **prox)
+
+
+OPTIMIZERS = {"ProxOptimizer": prox_optimizer, "ProxAdamW": ProxAdamW}
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+ROUNDINGS = {  # of ProxAdamW: dtype of the weights, arguments
+    "float64": (torch.float64, {}),
+    "float32": (torch.float32, {"moment_dtype": torch.bfloat16}),
+    "bfloat16": (torch.bfloat16, {}),
+    "bfloat16, master": (torch.bfloat16, {"master_weights": True, "moment_dtype": torch.bfloat16}),
+    "bfloat16, stochastic": (torch.bfloat16, {"stochastic_rounding": True}),
+    "all stochastic": (torch.bfloat16, {"stochastic_rounding": True, "moment_dtype": torch.bfloat16}),
+    "float16, master": (torch.float16, {"master_weights": True}),
+}
+SETUPS = {"ProxOptimizer": (torch.float64, prox_optimizer)} | {
+    name: (dtype, partial(ProxAdamW, **rounding)) for name, (dtype, rounding) in ROUNDINGS.items()
+}
+each_setup = pytest.mark.parametrize(("dtype", "make"), SETUPS.values(), ids=SETUPS)
+
+
+def with_everything(make: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
+    """The optimizer with a schedule, the frozen-weight term and a metric."""
+    optimizer = make(model.parameters(), **ADAMW, reg_lambda=0.3, frozen_lambda=0.05, reg_schedule=linear_ramp(6))
+    optimizer.set_metric(model[0].weight, torch.linspace(0.5, 2, 8))
+    return optimizer
