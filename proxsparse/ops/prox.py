@@ -45,7 +45,7 @@ def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor 
 def check_reg_lambda(reg_lambda: float) -> None:
     """Raises ValueError unless lambda is a finite number >= 0."""
     if not isinstance(reg_lambda, int | float) or not math.isfinite(reg_lambda) or reg_lambda < 0:
-        raise ValueError(f"reg_lambda={reg_lambda!r} must be a finite Python number >= 0 (0 is the identity)")
+        raise ValueError(f"reg_lambda={reg_lambda!r} must be a finite number >= 0, a float (0 is the identity)")
 
 
 def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike, scale: Tensor | None) -> NMPattern:
