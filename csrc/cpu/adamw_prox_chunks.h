@@ -11,7 +11,6 @@ inline namespace PROXSPARSE_ISA {
 // The pieces of the tensors that belong to one chunk; null where the call has no such tensor.
 template <typename Format, typename Moment>
 struct ChunkPieces {
-  using T = typename Format::Arithmetic;
   typename Format::Storage* weight;
   const typename Format::Storage *grad, *pretrained;
   typename Moment::Storage *exp_avg, *exp_avg_sq;
@@ -21,12 +20,14 @@ struct ChunkPieces {
 // What stays the same in a call, in the arithmetic of the weights.
 template <typename T>
 struct AdamW {
-  T lr, beta1, beta2, eps, decay, correction1, correction2, frozen_lambda, frozen_eps;
+  T lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, correction1, correction2, frozen_lambda, frozen_eps;
 
   explicit AdamW(const AdamWProxArguments& a)
       : lr(a.lr),
         beta1(a.beta1),
+        one_minus_beta1(1 - a.beta1),  // in double: of a float beta2 it would be off by 1e-5
         beta2(a.beta2),
+        one_minus_beta2(1 - a.beta2),
         eps(a.eps),
         decay(a.decay),
         correction1(a.correction1),
@@ -45,8 +46,8 @@ struct AdamW {
   // updated.
   template <typename V>
   PROXSPARSE_INLINE V step(V w, V g, V rate, V& exp_avg, V& exp_avg_sq) const {
-    exp_avg = V(beta1) * exp_avg + V(1 - beta1) * g;
-    exp_avg_sq = V(beta2) * exp_avg_sq + V(1 - beta2) * g * g;
+    exp_avg = V(beta1) * exp_avg + V(one_minus_beta1) * g;
+    exp_avg_sq = V(beta2) * exp_avg_sq + V(one_minus_beta2) * g * g;
     const V denominator = square_root(exp_avg_sq) * V(correction2) + V(eps);
     return w * V(decay) - rate * (exp_avg * V(correction1) / denominator);
   }
@@ -119,8 +120,9 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxArguments& arguments, con
     stepped.store(b, w);
     return each([](V w, V unit) { return magnitude(w) * unit; }, w, units<V>(strength, metric, b).unit);
   };
-  const auto write = [&](int b, Block<V> w) {
+  const auto write = [&](int b, Block<V> stepped) {
     const int at = 4 * b;
+    const Block<V> w = each([](V w) { return w + V(0); }, stepped);  // -0 + 0 = 0
     if (pieces.master != nullptr) {
       if constexpr (std::is_same_v<T, float>) store_stored<Float32>(w, pieces.master + at);
     }
@@ -139,14 +141,17 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxArguments& arguments, con
     }
     return;
   }
-  const auto clear = [&](int b, int count, Lanes<T>& u) {
-    clear_unless_finite([&](int b, int i) { return stepped.of[i][b]; }, b, count, u);
+  const auto mended = [&](int b, int count, Lanes<T>& u) {
+    const auto number = [&](int b, int i) {
+      return metric == nullptr ? stepped.of[i][b] : stepped.of[i][b] * metric[4 * b + i];
+    };
+    mend(number, b, count, u);
   };
   const auto finish = [&](int b, Block<V> u, Block<V> x) {
     const auto result = [](V w, V u, V x, V inverse_unit) { return select(x == u, w, moved(w, u, x, inverse_unit)); };
     write(b, each(result, stepped.template load<V>(b), u, x, units<V>(strength, metric, b).inverse));
   };
-  solve_chunk(strength, Native<T>::kSweepsNeeded, load, clear, finish);
+  solve_chunk(strength, Native<T>::kSweepsNeeded, load, mended, finish);
 }
 
 // A tensor's piece of the last chunk, which may not be whole, in a place of its own; the rest are zeros.

@@ -1,4 +1,5 @@
 // Which instruction set the kernels run with.
+#include <algorithm>
 #include <cstdlib>
 #include <stdexcept>
 #include <string>

@@ -42,7 +42,8 @@ struct BFloat16 {  // the upper half of a float32
     const Bits bits = bits_as<uint32_t>(magnitude), rounded = bits + Bits(0x7fff) + ((bits >> 16) & Bits(1));
     return select((rounded & Bits(0x7fff0000)) != Bits(0), rounded | sign, Bits(0));
   }
-  // The same of x * scale, for an x that is itself inexact: ties are not looked at and go away from zero.
+  // The same of x * scale, for an x that is itself inexact: ties are not looked at and go away from zero, and a
+  // subnormal that underflows keeps its sign.
   template <typename Bits, typename Value>
   static PROXSPARSE_INLINE Bits encode_product(Value x, Value scale, Bits sign) {
     const Value signed_scale = bits_as<float>(bits_as<uint32_t>(scale) | sign);

@@ -7,6 +7,23 @@
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
+// For each position of a block, how many of its magnitudes stand before it in descending order; ties keep their order.
+// The ranks are of type T: mixed widths would cost the vector code conversions.
+template <typename T>
+struct Ranks {
+  T r1, r2, r3, r4;
+};
+
+template <typename T>
+PROXSPARSE_INLINE Ranks<T> rank_descending(Block<T> m) {
+  const T one = T(1), zero = T(0);
+  const T after12 = select(m.w1 < m.w2, one, zero), after13 = select(m.w1 < m.w3, one, zero);
+  const T after14 = select(m.w1 < m.w4, one, zero), after23 = select(m.w2 < m.w3, one, zero);
+  const T after24 = select(m.w2 < m.w4, one, zero), after34 = select(m.w3 < m.w4, one, zero);
+  return {after12 + after13 + after14, one - after12 + after23 + after24, T(2) - after13 - after23 + after34,
+          T(3) - after14 - after24 - after34};
+}
+
 // Blocks `begin` to `end`.
 template <typename Format>
 void mask_blocks(const MaskArguments& arguments, int64_t begin, int64_t end) {

@@ -16,8 +16,12 @@ PROXSPARSE_INLINE void prox_chunk(typename Format::Storage* weight, const T* met
     return each([](auto stored, V unit) { return magnitude(decoded<Format>(stored)) * unit; },
                 load_stored<Format, N>(weight + 4 * b), units<V>(strength, kMetric ? metric : nullptr, b).unit);
   };
-  const auto clear = [=](int b, int count, Lanes<T>& u) {
-    clear_unless_finite([=](int b, int i) { return Format::load(weight[4 * b + i]); }, b, count, u);
+  const auto mended = [=](int b, int count, Lanes<T>& u) {
+    const auto number = [=](int b, int i) {
+      const T w = Format::load(weight[4 * b + i]);
+      return kMetric ? w * metric[4 * b + i] : w;
+    };
+    mend(number, b, count, u);
   };
   const auto finish = [=](int b, Block<V> u, Block<V> x) {
     const auto result = [](auto stored, V u, V x, V inverse_unit) {  // what stays keeps its bits
@@ -31,7 +35,7 @@ PROXSPARSE_INLINE void prox_chunk(typename Format::Storage* weight, const T* met
                               units<V>(strength, kMetric ? metric : nullptr, b).inverse),
                          weight + 4 * b);
   };
-  solve_chunk(strength, Format::kSweepsNeeded, load, clear, finish);
+  solve_chunk(strength, Format::kSweepsNeeded, load, mended, finish);
 }
 
 // Chunks `begin` to `end` of the weight.

@@ -179,27 +179,41 @@ template <typename V>
 PROXSPARSE_INLINE V moved(V w, V u, V x, V inverse_unit) {
   using T = typename ScalarOf<V>::Type;
   const V factor = bits_as<T>(sign_bits(w) | bits_as<typename V::Bits>(inverse_unit));
-  return select(x + x > u, w + factor * (x - u), factor * x + V(0));  // -0 + 0 = 0
+  const V product = factor * x;
+  return select(x + x > u, w + factor * (x - u), select(product == V(0), V(0), product));
 }
 
-// Of the blocks from b on, those with a NaN or an infinity become zeros; number(b, i) is what stands at position i.
+// For the blocks from b on whose u are not finite: zeros where a number in the metric, number(b, i), is not finite
+// either, because zeros stay zeros; else the numbers are large enough for the two largest to win: their ranks stand in.
 template <typename Number, typename T>
-void clear_unless_finite(Number number, int b, int count, Lanes<T>& u) {
+void mend(Number number, int b, int count, Lanes<T>& u) {
   for (const int end = b + count; b < end; ++b) {
-    const auto finite = [=](int i) { return std::isfinite(number(b, i)); };
-    if (finite(0) && finite(1) && finite(2) && finite(3)) continue;
-    for (int i = 0; i < 4; ++i) u.of[i][b] = 0;
+    bool finite = true, overflows = false;
+    for (int i = 0; i < 4; ++i) {
+      finite &= std::isfinite(number(b, i));
+      overflows |= !std::isfinite(u.of[i][b]);
+    }
+    if (!overflows) continue;
+    for (int i = 0; i < 4; ++i) {
+      const T magnitude = std::abs(number(b, i));
+      int before = 0;
+      for (int j = 0; j < 4; ++j) {
+        const T other = std::abs(number(b, j));
+        before += other > magnitude || (other == magnitude && j < i);
+      }
+      u.of[i][b] = finite && magnitude > 0 ? T(5 - before) : T(0);
+    }
   }
 }
 
 // The prox of one chunk of blocks.
 //   load(b)          -> u of the blocks from b on, one lane each; called once for each b, in order
-//   clear(b, count)  makes zeros of u for those blocks from b on that have a NaN or an infinity: zeros stay zeros
+//   mend(b, count, u)  makes u finite in the blocks from b on
 //   finish(b, u, x)  takes the result; once for each b, in any order
 // Groups of a few vectors go the cheapest way that serves all their blocks, the most frequent one without a detour
 // through memory.
-template <typename T, typename Load, typename Clear, typename Finish>
-PROXSPARSE_INLINE void solve_chunk(const Strength<T>& strength, int Sweeps::* precision, Load load, Clear clear,
+template <typename T, typename Load, typename Mend, typename Finish>
+PROXSPARSE_INLINE void solve_chunk(const Strength<T>& strength, int Sweeps::* precision, Load load, Mend mend,
                                    Finish finish) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
@@ -216,7 +230,7 @@ PROXSPARSE_INLINE void solve_chunk(const Strength<T>& strength, int Sweeps::* pr
     T largest = maxima.largest_of_all();
     if (!(largest <= std::numeric_limits<T>::max())) [[unlikely]] {
       for (int i = 0; i < kGroup; ++i) u.store(first + i * N, start[i]);
-      clear(first, kGroup * N, u);
+      mend(first, kGroup * N, u);
       maxima = Maxima<V>();
       for (int i = 0; i < kGroup; ++i) {
         start[i] = u.template load<V>(first + i * N);

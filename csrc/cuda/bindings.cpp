@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <limits>
 #include <optional>
 
 #include "launch.h"

@@ -377,3 +377,20 @@ def test_random_blocks_of_every_kind(device):
     adamw_prox_(*tensors, reg_lambda=0.7, **NUMBERS | {"weight_decay": 0.0})
     gap = ground_truth.relative_gap(tensors[0].cpu(), ground_truth.exact(weight, 0.7), weight, 0.7)
     assert gap.max() <= GAP[torch.float32]
+
+
+def test_the_rest_to_one_of_beta_is_not_rounded_to_float32(device):
+    """1 - float32(0.9999) is off by a part in 6,000."""
+    zero, ones = torch.zeros(4, 8, device=device), torch.ones(4, 8, device=device)
+    exp_avg, exp_avg_sq = zero.clone(), zero.clone()
+    adamw_prox_(ones.clone(), ones, exp_avg, exp_avg_sq, step=1, lr=0.1, betas=(0.999, 0.9999))
+    torch.testing.assert_close(exp_avg, 0.001 * ones, rtol=2e-7, atol=0)
+    torch.testing.assert_close(exp_avg_sq, 0.0001 * ones, rtol=2e-7, atol=0)
+
+
+def test_a_negative_zero_becomes_zero(device):
+    zero = torch.zeros(2, 8, device=device)
+    for reg_lambda in (0.0, 0.1):
+        weight = -zero
+        adamw_prox_(weight, zero, zero.clone(), zero.clone(), step=1, lr=0.1, reg_lambda=reg_lambda)
+        assert not weight.signbit().any()

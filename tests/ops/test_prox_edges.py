@@ -99,6 +99,22 @@ def test_a_bad_number_changes_no_other_block_at_any_strength(strength, poison, d
     torch.testing.assert_close(prox_nm(poisoned, 1.0), expected, rtol=0, atol=0, equal_nan=True)
 
 
+OVERFLOWING = [(torch.float32, 1, 3e38), (torch.bfloat16, 1e30, 1e10), (torch.float64, 1e200, 1e200)]
+
+
+@pytest.mark.parametrize(("dtype", "size", "reg_lambda"), OVERFLOWING, ids=str)
+def test_the_two_largest_stay_where_lambda_times_a_weight_overflows(dtype, size, reg_lambda, device):
+    weight = size * torch.tensor(
+        [[1.0, 2.0, 3.0, 4.0], [-4.0, 2.0, 0.0, -3.0], [1.0, 1.0, 1.0, 0.5]], dtype=torch.float64
+    )
+    weight = weight.to(device, dtype)
+    kept = weight * torch.tensor([[0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0]], device=device)
+    assert torch.equal(prox_nm(weight, reg_lambda), kept)
+    scale = torch.tensor([1.0, 3.0, 1.0, 1.0], dtype=torch.float64, device=device).to(dtype)
+    with_metric = weight[:1] * torch.tensor([0, 1, 0, 1], device=device)  # 1, 6, 3, 4
+    assert torch.equal(prox_nm(weight[:1], reg_lambda, scale=scale), with_metric)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_bad_number_does_not_keep_the_general_solver_from_stopping(poison, monkeypatch):
     sweeps = []

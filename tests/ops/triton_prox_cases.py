@@ -75,7 +75,7 @@ def test_the_objective_is_optimal_for_blocks_of_all_kinds(reg_lambda, dtype):
 
 
 @pytest.mark.parametrize("dtype", GAP, ids=str)
-@pytest.mark.parametrize("strength", [0.17, 0.4, 0.75, 0.95, 1.1, 1.25, 1e3])
+@pytest.mark.parametrize("strength", [0.17, 0.4, 0.95, 1.1, 1e3])
 def test_the_objective_is_optimal_where_all_blocks_are_of_one_strength(strength, dtype):
     weight = random_blocks(COUNT // 3, 1.0, seed=2)
     weight = (weight / largest(weight)[:, None] * strength / LAMBDA).to(dtype)
@@ -206,7 +206,7 @@ def test_a_block_that_is_not_finite_stays_as_it_is_and_alone(size, n, dtype):
 # ------------------------------------------------------------------------------------------------- shapes and calls
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (1, 44), (2, 2, 12), (0, 8), (4, 0)], ids=str)
 def test_shapes(shape, dtype, monkeypatch):
     interpret_programs_of(8, monkeypatch)  # the last one not full
