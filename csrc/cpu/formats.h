@@ -42,13 +42,6 @@ struct BFloat16 {  // the upper half of a float32
     const Bits bits = bits_as<uint32_t>(magnitude), rounded = bits + Bits(0x7fff) + ((bits >> 16) & Bits(1));
     return select((rounded & Bits(0x7fff0000)) != Bits(0), rounded | sign, Bits(0));
   }
-  // The same of x * scale, for an x that is itself inexact: ties are not looked at and go away from zero, and a
-  // subnormal that underflows keeps its sign.
-  template <typename Bits, typename Value>
-  static PROXSPARSE_INLINE Bits encode_product(Value x, Value scale, Bits sign) {
-    const Value signed_scale = bits_as<float>(bits_as<uint32_t>(scale) | sign);
-    return bits_as<uint32_t>(x * signed_scale + Value(0)) + Bits(0x8000);  // -0 + 0 = 0
-  }
 };
 
 struct Float16 {  // IEEE half precision
@@ -75,10 +68,6 @@ struct Float16 {  // IEEE half precision
     const Bits subnormal = Bits(bits_as<uint32_t>(magnitude + Value(0.5f))) - Bits(0x3f000000);
     const Bits rounded = smaller(select(bits < Bits(0x38800000), subnormal, normal), Bits(0x7c00));
     return select(rounded != Bits(0), sign | (rounded << 16), Bits(0));
-  }
-  template <typename Bits, typename Value>
-  static PROXSPARSE_INLINE Bits encode_product(Value x, Value scale, Bits sign) {
-    return encode(x * scale, sign);
   }
 };
 

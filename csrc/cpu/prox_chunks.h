@@ -28,7 +28,7 @@ PROXSPARSE_INLINE void prox_chunk(typename Format::Storage* weight, const T* met
       if constexpr (std::is_same_v<typename Format::Storage, T>) {
         return select(x == u, stored, moved(stored, u, x, inverse_unit));
       } else {
-        return select(x == u, stored, Format::encode_product(x, inverse_unit, sign_bits(stored)));
+        return select(x == u, stored, Format::encode(x * inverse_unit, sign_bits(stored)));
       }
     };
     store_stored<Format>(each(result, load_stored<Format, N>(weight + 4 * b), u, x,

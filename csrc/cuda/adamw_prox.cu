@@ -196,17 +196,7 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream) {
-  switch (call.type) {
-    case Type::kFloat32:
-      return launch<Float32>(call, stream);
-    case Type::kFloat64:
-      return launch<Float64>(call, stream);
-    case Type::kBFloat16:
-      return launch<BFloat16>(call, stream);
-    case Type::kFloat16:
-      return launch<Float16>(call, stream);
-  }
-  return cudaErrorInvalidValue;
+  return with_format(call.type, [&](auto format) { return launch<decltype(format)>(call, stream); });
 }
 
 }  // namespace proxsparse::gpu

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../prox24_block.h"
+#include "launch.h"
 #include "warp.h"
 
 namespace proxsparse::gpu {
@@ -153,6 +154,22 @@ template <typename Format>
 __device__ inline void shrink(Format, uint32_t* block, Block<float> magnitude) {
   shrink_pair(block[0], Format::store_pair({magnitude.w1, magnitude.w2}));
   shrink_pair(block[1], Format::store_pair({magnitude.w3, magnitude.w4}));
+}
+
+// launch(format), for the format of a type.
+template <typename Launch>
+cudaError_t with_format(Type type, Launch launch) {
+  switch (type) {
+    case Type::kFloat32:
+      return launch(Float32());
+    case Type::kFloat64:
+      return launch(Float64());
+    case Type::kBFloat16:
+      return launch(BFloat16());
+    case Type::kFloat16:
+      return launch(Float16());
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace proxsparse::gpu

@@ -13,12 +13,11 @@ import torch
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
-LIST = ("-k", "triton and alone")  # the rest of that file does not depend on what computes
 
 
-def run_in_own_process(file: str, cache: Path, *selection: str, **environment: str):
+def run_in_own_process(file: str, cache: Path, **environment: str):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", *selection]
+    options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
     process = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(FOLDER / file)],
         env=inherited | {"TRITON_CACHE_DIR": str(cache)} | environment,
@@ -30,11 +29,9 @@ def run_in_own_process(file: str, cache: Path, *selection: str, **environment: s
     assert process.returncode == 0, f"{file} failed:\n{process.stdout[-6000:]}"
 
 
-@pytest.mark.parametrize(
-    ("file", "selection"), [("triton_prox_cases.py", ()), ("triton_adamw_cases.py", ()), ("test_prox_list.py", LIST)]
-)
-def test_interpreted(file, selection, tmp_path):
-    run_in_own_process(file, tmp_path, *selection, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("file", ["triton_prox_cases.py", "triton_adamw_cases.py", "test_prox_list.py"])
+def test_interpreted(file, tmp_path):
+    run_in_own_process(file, tmp_path, TRITON_INTERPRET="1")
 
 
 def test_compiled_ahead_of_time(tmp_path):

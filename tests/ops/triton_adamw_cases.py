@@ -52,17 +52,13 @@ CASES = {
 }
 
 
-SEED = 2**63 + 12345
-
-
-@pytest.mark.parametrize(
-    ("pattern", "reg_lambda", "seed"), [("2:4", 0.0, SEED), ("2:4", 0.02, None), ("2:4", 0.6, SEED), ("1:4", 0.5, None)]
-)
+@pytest.mark.parametrize("seed", [None, 2**63 + 12345], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize(("pattern", "reg_lambda"), [("2:4", 0.0), ("2:4", 0.02), ("2:4", 0.6), ("1:4", 0.5)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_that_of_the_reference(case, pattern, reg_lambda, seed):
     """Up to rounding; where that decides (half a unit, two minimisers that nearly tie) the outcome may be another."""
     dtype, moment, parts = CASES[case]
-    tensors = problem((3, 220), dtype, moment, **parts)
+    tensors = problem((5, 132), dtype, moment, **parts)
     options = {"pattern": pattern, "reg_lambda": reg_lambda, "seed": seed}
     options["frozen_lambda"] = 0.3 if "pretrained" in parts else 0.0
     results, wanted = (stepped(tensors, backend, **options) for backend in ("triton", "reference"))

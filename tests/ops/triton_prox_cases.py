@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-import triton
 from blocks import random_blocks
 
 from proxsparse import prox_nm, reference, use_backend
@@ -21,7 +20,7 @@ GAP = {torch.float64: 1e-11, torch.float32: 2e-6}
 ERROR = {torch.float64: 1e-13, torch.float32: 4e-6}
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 DTYPES = list(BITS)
-COUNT = 30_000  # blocks a test
+COUNT = 125_000  # blocks a test: 750,000 in each of the two dtypes
 
 
 def result(weight, reg_lambda=LAMBDA, n=2, scale=None):
@@ -58,51 +57,45 @@ def same_bits(a, b):
     return torch.equal(a.view(BITS[a.dtype]), b.view(BITS[b.dtype]))
 
 
-def interpret_programs_of(blocks, monkeypatch):
-    """Several programs for few weights, each solved in one part: the interpreter takes 50 ms a part."""
-    monkeypatch.setattr(prox, "BLOCKS_IN_INTERPRETER", blocks)
-    monkeypatch.setattr(prox, "PARTS", triton.language.constexpr(1))
-
-
 # ------------------------------------------------------------------------------------------------- optimality
 
 
 @pytest.mark.parametrize("dtype", GAP, ids=str)
-@pytest.mark.parametrize("reg_lambda", [0.02, LAMBDA, 30.0])
+@pytest.mark.parametrize("reg_lambda", [0.02, LAMBDA, 1.0, 30.0])
 def test_the_objective_is_optimal_for_blocks_of_all_kinds(reg_lambda, dtype):
     weight = random_blocks(COUNT, reg_lambda, seed=1).to(dtype)
     assert gap(result(weight, reg_lambda), weight, reg_lambda).max() <= GAP[dtype]
 
 
 @pytest.mark.parametrize("dtype", GAP, ids=str)
-@pytest.mark.parametrize("strength", [0.17, 0.4, 0.95, 1.1, 1e3])
+@pytest.mark.parametrize("strength", [1e-4, 0.12, 0.17, 0.4, 0.75, 0.95, 1.1, 1.25, 10.0, 1e3])
 def test_the_objective_is_optimal_where_all_blocks_are_of_one_strength(strength, dtype):
-    weight = random_blocks(COUNT // 3, 1.0, seed=2)
+    weight = random_blocks(COUNT // 5, 1.0, seed=2)
     weight = (weight / largest(weight)[:, None] * strength / LAMBDA).to(dtype)
     assert gap(result(weight), weight).max() <= GAP[dtype]
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
 def test_the_weights_are_those_of_the_reference_where_the_optimum_is_unique(dtype):
-    weight = random_blocks(15_000, LAMBDA).to(dtype)
+    weight = random_blocks(30_000, LAMBDA).to(dtype)
     strength = LAMBDA * largest(weight)
     unique = (strength < 1 / 6) | (strength > 1.3)  # strictly convex; or always 2-sparse
     assert error(result(weight), weight)[unique].max() <= ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", ERROR, ids=str)
-@pytest.mark.parametrize("strength", [1e-3, 1e-2, 0.06, 0.16])
+@pytest.mark.parametrize("strength", [1e-3, 4e-3, 1e-2, 3e-2, 0.06, 0.1, 0.16])
 def test_coordinate_descent_where_all_blocks_are_small(strength, dtype):
-    weight = random_blocks(10_000, LAMBDA)
+    weight = random_blocks(20_000, LAMBDA)
     weight = (weight / largest(weight)[:, None] * strength * (1 - 1e-6) / LAMBDA).to(dtype)
     assert error(result(weight), weight).max() <= ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strength", [2e-3, 3e-2, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("strength", [2e-3, 4e-3, 3e-2, 6e-2, 0.1, 0.16, 0.2, 0.25, 0.3])
 def test_coordinate_descent_for_half_precision(strength, dtype):
     """Fewer sweeps, as long as they leave 1e-5 z_1 beside the rounding of the result."""
-    weight = random_blocks(10_000, LAMBDA)
+    weight = random_blocks(20_000, LAMBDA)
     weight = (weight / largest(weight)[:, None] * strength * 0.99 / LAMBDA).to(dtype)
     exact, eps = optimum(weight), torch.finfo(dtype).eps
     tiny = torch.finfo(dtype).smallest_normal * eps
@@ -111,7 +104,7 @@ def test_coordinate_descent_for_half_precision(strength, dtype):
 
 
 @pytest.mark.parametrize("dtype", GAP, ids=str)
-@pytest.mark.parametrize("reg_lambda", [0.3, 0.99, 1 - 1e-6, 1 - 1e-8, 1.0, 4.0])
+@pytest.mark.parametrize("reg_lambda", [0.3, 0.99, 1 - 1e-5, 1 - 1e-6, 1 - 1e-7, 1 - 1e-8, 1.0, 4.0])
 def test_1_of_4(reg_lambda, dtype):
     weight = random_blocks(10_000, 1.0, n=1).to(dtype)
     new = result(weight, reg_lambda, n=1)
@@ -124,7 +117,7 @@ def test_1_of_4(reg_lambda, dtype):
 
 @pytest.mark.parametrize("exponent", [-80, 80])
 def test_the_unit_of_the_weights_does_not_matter(exponent):
-    weight, unit = random_blocks(10_000, LAMBDA).float(), 2.0**exponent
+    weight, unit = random_blocks(20_000, LAMBDA).float(), 2.0**exponent
     assert torch.equal(result(weight * unit, LAMBDA / unit), result(weight) * unit)
 
 
@@ -145,14 +138,15 @@ def test_ties_go_to_the_lower_index():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n", [1, 2])
 def test_half_precision_is_float32_rounded_once(n, dtype):
-    weight = random_blocks(15_000, LAMBDA).to(dtype) + 0.0
+    weight = random_blocks(30_000, LAMBDA).to(dtype) + 0.0
     assert same_bits(result(weight, n=n), result(weight.float(), n=n).to(dtype) + 0.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scale_is_a_prox_of_the_scaled_weight(dtype):
-    scale = (0.25 + torch.rand(6528)).to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
-    weight = random_blocks(3264, LAMBDA).view(2, 6528).to(dtype)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scale_is_a_prox_of_the_scaled_weight(scale_dtype, dtype):
+    scale = (0.25 + torch.rand(3264)).to(scale_dtype)
+    weight = random_blocks(3264, LAMBDA).view(4, 3264).to(dtype)
     scaled = weight.double() * scale.double()
     new = result(weight, scale=scale).double() * scale.double()
     tolerance = {torch.bfloat16: 1e-4, torch.float16: 1e-5} | GAP  # that of rounding the weight
@@ -161,28 +155,28 @@ def test_scale_is_a_prox_of_the_scaled_weight(dtype):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_only_the_magnitude_of_the_scale_counts(n):
-    scale, weight = 0.25 + torch.rand(220), random_blocks(110, LAMBDA).view(2, 220).float()
-    sign = torch.where(torch.arange(220) % 3 == 0, -1.0, 1.0)
+    scale, weight = 0.25 + torch.rand(44), random_blocks(11 * 10, LAMBDA).view(10, 44).float()
+    sign = torch.where(torch.arange(44) % 3 == 0, -1.0, 1.0)
     assert same_bits(result(weight, n=n, scale=scale * sign), result(weight, n=n, scale=scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 2])
 def test_kept_weights_keep_their_bits(n, dtype):
-    weight, scale = torch.randn(2, 1600).to(dtype), 0.25 + torch.rand(1600)
+    weight, scale = torch.randn(8, 400).to(dtype), 0.25 + torch.rand(400)
     for metric in (None, scale):
         new = result(weight, reg_lambda=1e4, n=n, scale=metric)
         kept = new != 0
-        assert (kept.view(-1, 4).sum(-1) == n).all()
+        assert (kept.view(8, 100, 4).sum(-1) == n).all()
         assert same_bits(new[kept], weight[kept])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_zeros_are_positive_even_by_underflow(dtype):
-    units = -torch.randint(1, 5, (1, 3200))  # of the smallest number of the dtype
+    units = -torch.randint(1, 5, (4, 800))  # of the smallest number of the dtype
     smallest, scale = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, 2.0**100
     weight = (units.double() * smallest).to(dtype)
-    new = result(weight, 0.5 / (4 * smallest * scale), scale=torch.full((3200,), scale)).view(BITS[dtype])
+    new = result(weight, 0.5 / (4 * smallest * scale), scale=torch.full((800,), scale)).view(BITS[dtype])
     minus_zero = torch.iinfo(BITS[dtype]).min
     assert (new == 0).any()
     assert not (new == minus_zero).any()
@@ -190,13 +184,14 @@ def test_zeros_are_positive_even_by_underflow(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
 @pytest.mark.parametrize("size", [0.05, 1.0])  # solved by coordinate descent; by the three candidates
-def test_a_block_that_is_not_finite_stays_as_it_is_and_alone(size, n, dtype):
+def test_a_block_that_is_not_finite_stays_as_it_is_and_alone(size, poison, n, dtype):
     weight = (size * torch.randn(6, 16).clamp(-2, 2)).to(dtype)
     poisoned = weight.clone()
-    poisoned[1, 4:8] = float("nan")
-    poisoned[3, 2] = -float("inf")
-    poisoned[5, 13] = float("nan")
+    poisoned[1, 4:8] = poison
+    poisoned[3, 2] = poison
+    poisoned[5, 13] = poison
     expected = result(weight, n=n)
     for block in ((1, slice(4, 8)), (3, slice(0, 4)), (5, slice(12, 16))):
         expected[block] = poisoned[block]
@@ -206,10 +201,10 @@ def test_a_block_that_is_not_finite_stays_as_it_is_and_alone(size, n, dtype):
 # ------------------------------------------------------------------------------------------------- shapes and calls
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-@pytest.mark.parametrize("shape", [(4,), (3, 4), (1, 44), (2, 2, 12), (0, 8), (4, 0)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (1, 44), (7, 12), (2, 3, 8), (0, 8), (4, 0), (5, 16)], ids=str)
 def test_shapes(shape, dtype, monkeypatch):
-    interpret_programs_of(8, monkeypatch)  # the last one not full
+    monkeypatch.setattr(prox, "BLOCKS_IN_INTERPRETER", 8)  # several programs, the last one not full
     count = torch.Size(shape).numel()
     surrounded = torch.randn(16 + count + 16).to(dtype)
     scale = 0.5 + torch.rand(shape[-1])
@@ -249,17 +244,19 @@ def test_what_the_kernel_cannot_serve_is_refused():
 # ------------------------------------------------------------------------------------------------- a list of weights
 
 
-@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float64), (2, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (2, torch.float64), (2, torch.bfloat16)], ids=str)
 def test_a_list_is_every_weight_alone(n, dtype, monkeypatch):
     """Sizes below, at and above a row of the table, sizes and addresses that are no multiple of 16, and lambda = 0."""
     monkeypatch.setattr(prox, "WEIGHTS_PER_ROW", 256)
-    interpret_programs_of(32, monkeypatch)  # two a row
-    memory = [random_blocks(-(-count // 4) + 1, LAMBDA, seed=count).flatten() for count in (16, 256, 336, 20, 400, 32)]
+    monkeypatch.setattr(prox, "BLOCKS_IN_INTERPRETER", 32)  # two programs a row
+    memory = [random_blocks(-(-count // 4) + 1, LAMBDA, seed=count).flatten() for count in (16, 256, 656, 20, 400, 32)]
     weights = [m[:-4].to(dtype).to(DEVICE).view(-1, 4) for m in memory[:5]] + [memory[5].to(dtype).to(DEVICE)[1:33]]
     reg_lambdas = [0.7, 0.02, 2.0, 0.7, 0.0, 0.3]
-    expected = [result(weight.cpu(), x, n) for weight, x in zip(weights, reg_lambdas, strict=True)]
-    prox_list_n4_(weights, reg_lambdas, n)
-    assert all(same_bits(weight.cpu(), other) for weight, other in zip(weights, expected, strict=True))
+    for factor in (1.0, 0.5):  # again with other lambdas
+        lambdas = [factor * reg_lambda for reg_lambda in reg_lambdas]
+        expected = [result(weight.cpu(), x, n) for weight, x in zip(weights, lambdas, strict=True)]
+        prox_list_n4_(weights, lambdas, n)
+        assert all(same_bits(weight.cpu(), other) for weight, other in zip(weights, expected, strict=True))
 
 
 def test_a_table_is_kept_until_something_changes():
