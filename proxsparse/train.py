@@ -8,14 +8,18 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from proxsparse import learning, run
 from proxsparse.checkpoint import masks_sha256
 from proxsparse.config import TrainConfig, parse_config
-from proxsparse.data import calibration_batches, load_texts, read_limit
+from proxsparse.data import IGNORED_LABEL, calibration_batches, load_texts, read_limit, sample_stream
 from proxsparse.device import autocast, choose_device, choose_precision
+from proxsparse.distillation import calibration_loss, teacher_targets
 from proxsparse.errors import InputError, run_command
 from proxsparse.log import RunLog
+from proxsparse.masked import end_learning_under_masks_, learn_under_masks_
+from proxsparse.methods import method
 from proxsparse.metric import activation_metric
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, agreement, feasible_share
@@ -29,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     config = parse_config(sys.argv[1:] if arguments is None else arguments)
     pattern = NMPattern.parse(config.pattern)
+    start = None if config.start == "pretrained" else method(config.start)
     run_dir = run.open_run_dir(config)
     device = choose_device(config.device)
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
@@ -48,26 +53,30 @@ def main(arguments: list[str] | None = None) -> int:
     cast_parameters_(model.to(device), weight_dtype)
     scores = {"dense": evaluate(model)}
     metric = {}
-    if config.metric == "activation":
-        with autocast(device, compute_dtype):
+    with autocast(device, compute_dtype):
+        if config.metric == "activation":
             metric = activation_metric(model, layers, batches, config.metric_samples)
+        if config.distill:
+            batches = teacher_targets(model, batches)
+        first_masks = learning.starting_masks(start, model, layers, batches, pattern)
 
     run.start_run(run_dir, config)
     steps = learning.step_count(len(batches), config)
-    monitor = MaskMonitor(layers, pattern, metric, steps)
+    if config.forward == "masked":
+        learn_under_masks_(layers, first_masks, metric, pattern)
+    monitor = MaskMonitor(layers, pattern, metric, steps, signed=config.forward == "masked")
     optimizer = learning.prox_adamw(model, layers, metric, config, steps)
     lambdas = [group["reg_lambda"] for group in optimizer.param_groups if group["reg_lambda"] > 0]
-    samples = learning.sample_stream(batches, config.seed)
+    samples = sample_stream(batches, config.seed)
     with learning.StopSignal() as stop:
         with RunLog(run_dir, steps, config.pattern, config.report_to) as log:
             for row in learn_masks(model, optimizer, samples, steps, compute_dtype, config):
                 log.step(row | monitor.observe(row["step"]))
                 if stop.number:
                     break
-        masks = {
-            name: nm_mask(learning.score(layer, metric.get(name)), pattern).cpu() for name, layer in layers.items()
-        }
+        masks = learning.current_masks(layers, metric, pretrained, config)
         decided = feasible_share(layers, pattern)
+        end_learning_under_masks_(layers)
         snap_(model, pretrained, masks)
         run.save_checkpoint(run_dir, model, tokenizer, masks, config)
 
@@ -114,13 +123,15 @@ def learn_masks(
     learning.start_training(model, config.gradient_checkpointing)
     started, tokens = time.monotonic(), 0
     for step in range(1, steps + 1):
-        loss = 0.0
-        for batch in itertools.islice(samples, config.gradient_accumulation_steps):
-            with autocast(model.device, compute_dtype):
-                batch_loss = model(**{name: t.to(model.device) for name, t in batch.items()}, use_cache=False).loss
-            (batch_loss / config.gradient_accumulation_steps).backward()
-            loss += batch_loss.item() / config.gradient_accumulation_steps
-            tokens += int(batch["attention_mask"].sum())
+        batches = list(itertools.islice(samples, config.gradient_accumulation_steps))
+        predicted, loss = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches], 0.0
+        with parametrize.cached():  # one mask for all forward passes of a step
+            for batch, share in zip(batches, predicted, strict=True):
+                with autocast(model.device, compute_dtype):
+                    batch_loss = calibration_loss(model, batch, config.distill) * (share / sum(predicted))
+                batch_loss.backward()
+                loss += batch_loss.item()
+        tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
         grad_norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf).item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise InputError(

@@ -24,12 +24,15 @@ LAYERS = {
         f"proxsparse.{name}"
         for name in (
             "models",
+            "layout",
             "data",
             "device",
             "distributed",
             "checkpoint",
             "config",
             "log",
+            "masked",
+            "distillation",
             "monitor",
             "metric",
             "recipes",
@@ -37,7 +40,7 @@ LAYERS = {
     ),
     "methods": tuple(f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "learning")),
     "inference": ("proxsparse.inference",),
-    "commands": tuple(f"proxsparse.{name}" for name in ("train", "prune", "evaluate", "pack", "env", "run")),
+    "commands": tuple(f"proxsparse.{name}" for name in ("train", "prune", "options", "evaluate", "pack", "env", "run")),
 }
 # Every layer also sees itself; the test for circles keeps that honest.
 SEES = {
@@ -60,7 +63,12 @@ OWNERS = {
     "proxsparse._C_cuda": ("proxsparse/ops/backends/cuda.py",),
     "datasets": ("proxsparse/data.py",),
     "lm_eval": ("proxsparse/evaluation/zero_shot.py",),
-    "transformers": ("proxsparse/models.py", "proxsparse/config.py", "proxsparse/inference/hf_quantizer.py"),
+    "transformers": (
+        "proxsparse/models.py",
+        "proxsparse/layout.py",
+        "proxsparse/config.py",
+        "proxsparse/inference/hf_quantizer.py",
+    ),
     "matplotlib": ("proxsparse/report.py",),
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda"}

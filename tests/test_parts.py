@@ -10,6 +10,7 @@ import torch
 from proxsparse import NMPattern, env, learning, nm_mask
 from proxsparse.checkpoint import load_masks, masks_sha256, save_masks, staged
 from proxsparse.config import RECIPE_NAMES, TrainConfig, parse_config
+from proxsparse.data import sample_stream
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.metric import activation_metric
@@ -95,7 +96,7 @@ def test_step_count(flags, steps):
 def test_later_passes_are_shuffled_with_the_seed():
     batches = [{"id": i} for i in range(20)]
     first, again, other = (
-        [batch["id"] for batch in itertools.islice(learning.sample_stream(batches, seed), 60)] for seed in (1, 1, 2)
+        [batch["id"] for batch in itertools.islice(sample_stream(batches, seed), 60)] for seed in (1, 1, 2)
     )
     assert first == again != other
     assert first[:20] == list(range(20))

@@ -16,18 +16,28 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# name -> (transformers model type, what differs from COMMON); the last two call their blocks with different arguments
+# name -> (transformers model type, what differs from COMMON); those in MIXED call their blocks with different arguments
 MODELS = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": 8, "head_dim": 8}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 8}),
+    "phi3": ("phi3", {}),
+    "opt": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 32}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
     "qwen2-mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "gemma2-mixed": ("gemma2", {"head_dim": 8, "sliding_window": 4}),
     "gemma3-mixed": (
         "gemma3_text",
         {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
 }
+MIXED = {name for name in MODELS if name.endswith("-mixed")}
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32):

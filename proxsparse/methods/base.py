@@ -1,18 +1,25 @@
 """The table of pruning methods, and the one layer-by-layer walk that calibrates them.
 
+A method prunes a whole model (`register_method`) or one layer after the other (`register_layer_method`); to the user
+both look alike: `prune_(model, name, batches)`.
+
 The walk holds one decoder block's statistics at a time: the calibration samples run through the block, its layers are
-pruned, the samples run again, and what the pruned block puts out is what the next one receives.
+pruned, the samples run again, and what the pruned block puts out is what the next one receives. What is held all the
+while is one hidden state a sample, [T, hidden_size] each.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from proxsparse.errors import InputError
+from proxsparse.layout import unfold_
 from proxsparse.models import decoder_blocks, prunable_layers
 from proxsparse.patterns import NMPattern, PatternLike
 
@@ -21,33 +28,108 @@ Batches = Iterable[dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Method:
-    """`prune(weight, statistics, pattern, **options)` gives the mask, and the new weight or None if it stays.
+    """One row of the table.
 
-    Without needs_data its `statistics` are None, else an instance of this class: `__init__(layer)`, `add(inputs)`
-    with [tokens, in_features], `tokens` (how many so far) and `sums` (what was added up).
+    `prune(model, layers, batches, patterns, progress, **options)` prunes the model in place and returns the masks:
+
+        layers: layer name -> nn.Linear, in model order
+        batches: calibration samples, dicts of input_ids and attention_mask (labels too where there are), int64 [B, T]
+        patterns: layer name -> NMPattern, one for every layer
+        options: see below
+        returns: layer name -> bool [out_features, in_features] on the CPU, True = kept
+
+    Afterwards a weight is +0.0 where it is not kept; kept ones are bit-equal to before unless `updates_weights`.
     """
 
     name: str
     needs_data: bool
     updates_weights: bool
     paper: str
-    statistics: type | None
-    prune: Callable[..., tuple[Tensor, Tensor | None]]
+    prune: Callable[..., dict[str, Tensor]]
+    options: dict[str, bool | int | float | str]  # name -> default; the type of the default is that of the option
 
 
 _methods: dict[str, Method] = {}
 
 
-def register_method(name: str, needs_data: bool, updates_weights: bool, paper: str, statistics: type | None = None):
-    """Decorator: add a pruning function to the table; `statistics` is required where it needs data."""
-    if needs_data != (statistics is not None):
-        raise ValueError(f"method {name!r}: needs_data={needs_data}, statistics={statistics}: give both or neither")
+def register_method(name: str, needs_data: bool, updates_weights: bool, paper: str):
+    """Decorator: add a function that prunes a whole model, see `Method`; keyword-only parameters are its options."""
 
     def add(prune: Callable) -> Callable:
-        _methods[name] = Method(name, needs_data, updates_weights, paper, statistics, prune)
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options_of(prune))
         return prune
 
     return add
+
+
+def register_layer_method(
+    name: str, needs_data: bool, updates_weights: bool, paper: str, statistics: type | None = None
+):
+    """Decorator: add a function that prunes one layer; the walk brings it the layers in model order.
+
+        prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if it stays)
+
+    Without needs_data its `statistics` are None, else an instance of the class given here, see `walk`.
+    """
+    if needs_data != (statistics is not None):
+        raise ValueError(f"method {name!r}: needs_data={needs_data}, statistics={statistics}: give both or neither")
+
+    def add(prune_layer: Callable) -> Callable:
+        prune = partial(prune_layers_, prune_layer, statistics)
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options_of(prune_layer))
+        return prune_layer
+
+    return add
+
+
+@torch.no_grad()
+def prune_layers_(
+    prune_layer: Callable, statistics: type | None, model, layers, batches, patterns, progress=False, **options
+) -> dict[str, Tensor]:
+    """`Method.prune` made of a function for one layer; its arithmetic is in full precision even under autocast."""
+    masks = {}
+
+    def visit(collected: dict) -> None:
+        for name, statistic in collected.items():
+            layer = layers[name]
+            try:
+                with full_precision(layer.weight):
+                    mask, new_weight = prune_layer(layer.weight, statistic, patterns[name], **options)
+            except InputError as error:
+                raise InputError(f"{name}: {error}") from error
+            masks[name] = apply_mask_(layer, mask, new_weight)
+
+    if statistics is None:
+        visit(dict.fromkeys(layers))
+    else:
+        walk(model, layers, batches, statistics, visit, progress)
+    return masks
+
+
+@torch.no_grad()
+def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None) -> Tensor:
+    """Prunes one layer in place, with its own weights or new ones, and returns the mask on the CPU."""
+    weight = layer.weight if new_weight is None else new_weight.to(layer.weight.dtype)
+    layer.weight.copy_(torch.where(mask, weight, 0.0))  # where, not a product: that would leave -0.0
+    return mask.cpu()
+
+
+def full_precision(tensor: Tensor):
+    """Within the block autocast is off on the tensor's device: a Hessian in bfloat16 has few digits left."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def options_of(function: Callable) -> dict:
+    """Name -> default of the keyword-only parameters. Raises ValueError for one without: its type would be unknown."""
+    options = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    for name, default in options.items():
+        if not isinstance(default, bool | int | float | str):
+            raise ValueError(f"option {name!r} of {function.__name__}: give it a bool, int, float or str as default")
+    return options
 
 
 def methods() -> list[str]:
@@ -62,12 +144,11 @@ def method(name: str) -> Method:
     return _methods[name]
 
 
-@torch.no_grad()
 def prune_(
     model: nn.Module,
     name: str,
     batches: Batches = (),
-    pattern: PatternLike = "2:4",
+    pattern: PatternLike | dict[str, PatternLike] = "2:4",
     include: list[str] | None = None,
     exclude: list[str] | None = None,
     progress: bool = False,
@@ -78,40 +159,31 @@ def prune_(
     Args:
         batches: calibration samples, dicts of input_ids and attention_mask, int64 [B, T], T may vary; padding does
             not count. Methods without needs_data ignore them.
+        pattern: one for all layers, or one for every layer by its name (what `allocation.allocate` returns): then the
+            layers that it does not name stay as they are.
         include, exclude: which layers, as in `models.prunable_layers`.
-        options: what the method's function takes beside (weight, statistics, pattern), such as damping=0.1.
+        options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
     Raises:
-        InputError: an unknown method, no calibration sample, or a layer that cannot be pruned; names the layer.
+        InputError: an unknown method or option, no calibration sample, a layer that cannot be pruned; by name.
     """
-    chosen, pattern, masks = method(name), NMPattern.parse(pattern), {}
+    chosen = method(name)
+    if foreign := options.keys() - chosen.options.keys():
+        known = ", ".join(chosen.options) or "none"
+        raise InputError(f"method {name!r} has no option {sorted(foreign)[0]!r}; its options: {known}")
+    layers, patterns = layers_and_patterns(unfold_(model), pattern, include, exclude)
+    return chosen.prune(model, layers, batches, patterns, progress, **options)
+
+
+def layers_and_patterns(
+    model: nn.Module, pattern: PatternLike | dict, include: list[str] | None, exclude: list[str] | None
+) -> tuple[dict[str, nn.Linear], dict[str, NMPattern]]:
+    """The layers to prune and the pattern of each, in model order. Raises InputError as `models.prunable_layers`."""
     layers = prunable_layers(model, pattern, include, exclude)
-
-    def prune_layers(statistics: dict) -> None:
-        for layer_name, statistic in statistics.items():
-            try:
-                masks[layer_name] = prune_layer_(layers[layer_name], chosen, statistic, pattern, options)
-            except InputError as error:
-                raise InputError(f"{layer_name}: {error}") from error
-
-    if chosen.needs_data:
-        walk(model, layers, batches, chosen.statistics, prune_layers, progress)
-    else:
-        prune_layers(dict.fromkeys(layers))
-    return masks
-
-
-def prune_layer_(layer: nn.Linear, chosen: Method, statistics, pattern: NMPattern, options: dict) -> Tensor:
-    """Prunes one layer in place and returns its mask on the CPU."""
-    if statistics is not None and statistics.tokens == 0:
-        raise InputError("no calibration token reached this layer; take more samples, or exclude it with --exclude")
-    if statistics is not None and not statistics.sums.isfinite().all():
-        raise InputError("its calibration inputs overflow or hold a NaN; load the model in bfloat16 or float32")
-    mask, new_weight = chosen.prune(layer.weight, statistics, pattern, **options)
-    weight = layer.weight if new_weight is None else new_weight.to(layer.weight.dtype)
-    layer.weight.copy_(torch.where(mask, weight, 0.0))  # where, not a product: that would leave -0.0
-    return mask.cpu()
+    if not isinstance(pattern, dict):
+        return layers, dict.fromkeys(layers, NMPattern.parse(pattern))
+    return layers, {name: NMPattern.parse(pattern[name]) for name in layers}
 
 
 @dataclass
@@ -131,11 +203,21 @@ class Sample:
 
 @torch.no_grad()
 def walk(
-    model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, collect: type, visit: Callable, progress: bool
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    collect: Callable,
+    visit: Callable,
+    progress: bool = False,
 ) -> None:
     """Calls `visit({layer name: statistics})` for one decoder block after the other, in evaluation mode.
 
-    `collect(layer)` makes the statistics. The inputs of later blocks have gone through the block as `visit` left it.
+    `collect(layer)` makes the statistics of a layer's inputs, an object with `add(inputs)`, [tokens, in_features];
+    `tokens`, how many so far; `sums`, what was added up. They are let go when `visit` returns. The inputs of later
+    blocks have gone through the block as `visit` left it.
+
+    Raises:
+        InputError: no sample, a layer that no token reached, inputs that are not finite; names the layer.
     """
     blocks, training = decoder_blocks(model), [module for module in model.modules() if module.training]
     model.eval()
@@ -143,20 +225,40 @@ def walk(
         samples = [capture(model, blocks, batch) for batch in batches]
         if not samples:
             raise InputError("no calibration sample: this method needs data; give at least one batch")
-        for index, block in enumerate(tqdm(blocks, desc="pruning", unit="decoder block", disable=not progress)):
-            inside = set(block.modules())
-            statistics = {name: collect(layer) for name, layer in layers.items() if layer in inside}
-            for sample in samples if statistics else ():
-                with ExitStack() as hooks:
-                    for name, statistic in statistics.items():
-                        hooks.enter_context(layers[name].register_forward_pre_hook(feeding(statistic, sample.real)))
-                    sample.run(block, index)
-            visit(statistics)
+        for index, block in enumerate(tqdm(blocks, desc="decoder blocks", unit="block", disable=not progress)):
+            visit(statistics_of(block, index, layers, samples, collect))
             for sample in samples if index + 1 < len(blocks) else ():
                 sample.hidden = sample.run(block, index)
     finally:
         for module in training:
             module.training = True
+
+
+def statistics_of(
+    block: nn.Module, index: int, layers: dict[str, nn.Linear], samples: list[Sample], collect: Callable
+) -> dict:
+    """Layer name -> statistics of its inputs over all samples, for the layers inside one decoder block."""
+    inside = set(block.modules())
+    statistics = {name: collect(layer) for name, layer in layers.items() if layer in inside}
+    for sample in samples if statistics else ():
+        with ExitStack() as hooks:
+            for name, statistic in statistics.items():
+                hooks.enter_context(layers[name].register_forward_pre_hook(feeding(statistic, sample.real)))
+            sample.run(block, index)
+    for name, statistic in statistics.items():
+        check_inputs(name, statistic)
+    return statistics
+
+
+def check_inputs(name: str, statistics) -> None:
+    """Raises InputError unless the layer of that name has seen tokens, all of them finite."""
+    if statistics.tokens == 0:
+        raise InputError(f"{name}: no calibration token reached this layer; take more samples, or --exclude it")
+    if not statistics.sums.isfinite().all():
+        raise InputError(
+            f"{name}: its calibration inputs overflow or hold a NaN; take --precision fp32 (or bf16 for a model in "
+            "float16), or look for damaged weights"
+        )
 
 
 def feeding(statistics, real: Tensor) -> Callable:
@@ -165,7 +267,8 @@ def feeding(statistics, real: Tensor) -> Callable:
     def hook(layer: nn.Module, args: tuple) -> None:
         rows = args[0].flatten(0, -2)
         # a layer that sees other rows than the block does (an expert: its routed tokens) is taken as it is
-        statistics.add(rows[real] if len(rows) == len(real) else rows)
+        with full_precision(rows):
+            statistics.add(rows[real] if len(rows) == len(real) else rows)
 
     return hook
 
@@ -176,11 +279,12 @@ class _Captured(Exception):
 
 def capture(model: nn.Module, blocks: nn.ModuleList, batch: dict[str, Tensor]) -> Sample:
     """What the first decoder block receives, and every block's other arguments, from the model's own forward."""
-    hidden, calls = [], []
+    first, calls = [], []
     needed = len(blocks) if blocks_differ(model, blocks) else 1
 
     def record(block: nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden.append(args[0] if args else kwargs["hidden_states"])
+        if not calls:
+            first.append(args[0] if args else kwargs["hidden_states"])
         calls.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
         if len(calls) == needed:
             raise _Captured
@@ -190,7 +294,7 @@ def capture(model: nn.Module, blocks: nn.ModuleList, batch: dict[str, Tensor]) -
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
         model(**inputs, use_cache=False)
-    return Sample(hidden[0], inputs["attention_mask"].flatten().bool(), calls * (len(blocks) // needed))
+    return Sample(first[0], inputs["attention_mask"].flatten().bool(), calls * (len(blocks) // needed))
 
 
 def blocks_differ(model: nn.Module, blocks: nn.ModuleList) -> bool:

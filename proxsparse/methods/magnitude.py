@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from proxsparse.methods.base import register_method
+from proxsparse.methods.base import register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 
 
-@register_method(
+@register_layer_method(
     "magnitude", needs_data=False, updates_weights=False, paper="Han et al. 2015, Learning both Weights and Connections"
 )
 def prune_magnitude(weight: Tensor, statistics: None, pattern: NMPattern) -> tuple[Tensor, None]:

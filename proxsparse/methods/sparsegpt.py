@@ -1,10 +1,12 @@
 """SparseGPT: column by column, what a pruned weight did is taken over by the columns to its right."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.methods.base import register_method
+from proxsparse.methods.base import register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 
@@ -28,7 +30,7 @@ class InputGram:
         return self.sums * (2 / self.tokens)
 
 
-@register_method(
+@register_layer_method(
     "sparsegpt",
     needs_data=True,
     updates_weights=True,
@@ -36,8 +38,14 @@ class InputGram:
     statistics=InputGram,
 )
 def prune_sparsegpt(
-    weight: Tensor, statistics: InputGram, pattern: NMPattern, damping: float = 0.01, chunk: int = 128
-) -> tuple[Tensor, Tensor]:
+    weight: Tensor,
+    statistics: InputGram,
+    pattern: NMPattern,
+    *,
+    damping: float = 0.01,
+    chunk: int = 128,
+    update_weights: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """For every column j in order, with U^T U = H^-1 (U upper triangular) and q_j = w_j where kept, else 0:
 
         e = (w_j - q_j) / U_jj;   w_k <- w_k - e U_jk for all k > j
@@ -48,11 +56,14 @@ def prune_sparsegpt(
         weight: [out_features, in_features].
         damping: added to the diagonal of H, in units of its mean.
         chunk: columns after which the updates reach the rest of the matrix: speed only, the result is the same.
+        update_weights: off, the mask is that of the loop, but the kept weights stay the pretrained ones.
     Returns:
-        mask, bool, and the updated weight in the dtype of the arithmetic; both the shape of `weight`.
+        mask, bool, and the updated weight in the dtype of the arithmetic, both the shape of `weight`; or None for it.
     Raises:
-        InputError: H is not positive definite.
+        InputError: H is not positive definite, or `damping` no finite number >= 0.
     """
+    if not 0 <= damping < math.inf:
+        raise InputError(f"damping={damping} must be a finite number >= 0")
     hessian = statistics.hessian()
     updated = weight.to(hessian.dtype, copy=True)
     dead = hessian.diagonal() == 0  # a feature that was 0 in every token
@@ -65,7 +76,7 @@ def prune_sparsegpt(
         columns = slice(start, start + chunk)
         mask[:, columns], errors = prune_chunk_(updated[:, columns], factor[columns, columns], pattern)
         updated[:, start + chunk :] -= errors @ factor[columns, start + chunk :]
-    return mask, updated
+    return mask, updated if update_weights else None
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:

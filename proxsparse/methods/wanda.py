@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from proxsparse.methods.base import register_method
+from proxsparse.methods.base import register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 
@@ -27,7 +27,7 @@ class FeatureNorms:
         return self.sums.sqrt()
 
 
-@register_method(
+@register_layer_method(
     "wanda",
     needs_data=True,
     updates_weights=False,

@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
-from proxsparse import checkpoint, evaluate, train
-from proxsparse.errors import run_command
+from proxsparse import checkpoint, evaluate, prune, train
+from proxsparse.checkpoint import load_masks, save_masks
+from proxsparse.errors import InputError, run_command
 
 QUICK = ["--num_samples", "4", "--seq_len", "16", "--max_steps", "1", "--eval_data", "none"]
 
@@ -165,6 +167,116 @@ def test_too_small_a_disk_is_refused_before_learning(flags, capsys, monkeypatch)
 def test_evaluate_refuses(arguments, words, tiny_llama, text_file, capsys):
     filled = [argument.format(model=tiny_llama, data=text_file) for argument in arguments]
     fails(capsys, evaluate.main, filled, *words)
+
+
+PRUNE_QUICK = ["--num_samples", "4", "--seq_len", "16", "--eval_data", "none"]
+
+
+@pytest.fixture
+def prune_flags(tiny_llama, text_file, tmp_path):
+    """Flags of a pruning that would work."""
+    run_dir = tmp_path / "run"
+    return ["--method", "wanda", "--model", tiny_llama, "--data", text_file, "--output_dir", run_dir, *PRUNE_QUICK]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--method", "obs"], ["'obs'", "choose from", "magnitude", "wanda"]),
+        (["--allocation", "owls"], ["'owls'", "choose from", "owl", "uniform"]),
+        (["--momentum", "0.9"], ["--momentum", "--help"]),
+        (["--damping", "0.1"], ["--damping", "option of", "sparsegpt", "not of --method wanda"]),
+        (["--spread", "2"], ["--spread", "option of owl", "--allocation uniform"]),
+        (["--learning_rate", "1"], ["--learning_rate", "option of", "not of --method wanda"]),
+        (["--max_steps", "3"], ["--max_steps", "--help"]),
+        (["--method", "sparsegpt", "--damping", "much"], ["--damping much", "not a number"]),
+        (["--method", "obs", "--list_all"], ["--list_all", "--help"]),
+        (["--method", "sparsegpt", "--update_weights", "perhaps"], ["--update_weights perhaps", "true or false"]),
+        (["--num_samples", "0"], ["--num_samples", "0"]),
+        (["--pattern", "4:2"], ["--pattern", "4:2"]),
+        (["--pattern", "2:5"], ["q_proj", "in_features=32", "--exclude"]),
+        (["--include", "nothing"], ["no layer to prune", "nothing"]),
+        (["--model", "./absent"], ["./absent", "no such"]),
+        (["--data", "absent.jsonl"], ["absent.jsonl", "no such"]),
+        (["--seq_len", "1000"], ["128 positions", "lower --seq_len"]),
+        (["--eval_data", "absent.txt"], ["absent.txt"]),
+    ],
+    ids=" ".join,
+)
+def test_prune_refuses(arguments, words, prune_flags, capsys, tmp_path):
+    fails(capsys, prune.main, [*prune_flags, *arguments], *words)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+def test_prune_needs_a_method(capsys):
+    fails(capsys, prune.main, [], "--method is missing", "sparsegpt")
+
+
+def test_prune_refuses_empty_data(prune_flags, capsys, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    fails(capsys, prune.main, [*prune_flags, "--data", tmp_path / "empty.jsonl"], "empty.jsonl")
+
+
+def test_prune_refuses_an_output_folder_in_use_and_its_own_model(prune_flags, tiny_llama, capsys, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    fails(capsys, prune.main, prune_flags, "not empty", "--overwrite_output_dir")
+    own = ["--output_dir", tiny_llama, "--overwrite_output_dir"]
+    fails(capsys, prune.main, [*prune_flags, *own], "folder of --model")
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_prune_names_the_layer_whose_inputs_are_not_finite(method, prune_flags, capsys, tmp_path):
+    model = save_tiny_model("llama", tmp_path / "damaged")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    flags = [*prune_flags, "--model", model, "--method", method]
+    fails(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml"}
+
+
+@pytest.mark.parametrize("damping", ["-0.1", "nan", "inf"])
+def test_prune_refuses_a_damping_that_makes_no_sense(damping, prune_flags, capsys):
+    fails(capsys, prune.main, [*prune_flags, "--method", "sparsegpt", "--damping", damping], "damping", "finite")
+
+
+def test_prune_names_the_layer_whose_hessian_is_singular(prune_flags, capsys):
+    flags = [*prune_flags, "--method", "sparsegpt", "--damping", "0", "--num_samples", "1", "--precision", "fp32"]
+    fails(capsys, prune.main, flags, "model.layers.0.self_attn.q_proj", "not positive definite", "larger damping")
+
+
+def test_prune_on_a_full_disk_leaves_nothing_half_written(prune_flags, capsys, tmp_path, monkeypatch):
+    def no_space(path, *_arguments):
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("proxsparse.run.save_masks", no_space)
+    fails(capsys, prune.main, prune_flags, "disk is full", "--output_dir")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml"}
+
+
+def test_prune_refuses_too_small_a_disk_before_the_work(prune_flags, capsys, monkeypatch, tmp_path):
+    usage = checkpoint.shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
+    fails(capsys, prune.main, prune_flags, "MiB free", "--output_dir")
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_masks_are_checked_against_their_own_patterns(tmp_path, monkeypatch):
+    masks = {"a": torch.tensor([[True, False, False, False]]), "b": torch.tensor([[True, True, False, False]])}
+    path = tmp_path / "masks.safetensors"
+    save_masks(path, masks, {"a": "1:4", "b": "2:4"}, "tiny")
+    assert all(torch.equal(mask, masks[name]) for name, mask in load_masks(path).items())
+    for patterns, layer in (({"a": "2:4", "b": "2:4"}, "a"), ({"a": "1:4", "b": "1:4"}, "b")):
+        save_masks(path, masks, patterns, "tiny")
+        with pytest.raises(InputError, match=f"layer {layer} does not keep {patterns[layer]}"):
+            load_masks(path)
+    monkeypatch.setattr(checkpoint, "MIXED", "9:8")
+    save_masks(path, masks, {"a": "1:4", "b": "2:4"}, "tiny")
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"masks\.safetensors.*9:8"):
+        load_masks(path)
 
 
 def test_the_command_line_prints_no_traceback(tmp_path):

@@ -4,11 +4,13 @@ import pytest
 import tiny_models
 import torch
 
+from proxsparse.layout import unfold_
+
 
 @pytest.fixture
 def tiny_model():
-    """name of MODELS -> the model with random weights."""
-    return lambda name="llama", dtype=torch.float32: tiny_models.tiny_model(name, dtype)
+    """name of MODELS -> the model with random weights, as load_model gives it: all linear layers are nn.Linear."""
+    return lambda name="llama", dtype=torch.float32: unfold_(tiny_models.tiny_model(name, dtype))
 
 
 @pytest.fixture

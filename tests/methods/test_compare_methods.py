@@ -1,31 +1,32 @@
 """benchmarks/compare_methods.py from the command line to its rows, on a tiny model in a folder."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
+import re
 
+import common
+import compare_methods
+import contenders
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from proxsparse.checkpoint import save_masks
+from proxsparse import train
+from proxsparse.checkpoint import load_masks, masks_sha256, save_masks
 from proxsparse.errors import InputError
-from proxsparse.methods import prune_
+from proxsparse.evaluation import zero_shot
+from proxsparse.methods import methods, prune_
+from proxsparse.models import load_model
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "compare_methods.py"
+QUICK = ["dense", "magnitude", "sparsegpt", "wanda"]  # the methods that take no learning
 WORDS = ["<eos>", *(f"w{i}" for i in range(95))]
 
 
 @pytest.fixture
 def script(monkeypatch):
-    """The script as a module, at a commit of its own."""
-    spec = importlib.util.spec_from_file_location("compare_methods", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "compare_methods", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module.common, "commit", lambda: "0123456789ab")
-    return module
+    """The script, at a commit of its own."""
+    monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
+    return compare_methods
 
 
 @pytest.fixture
@@ -42,55 +43,240 @@ def command(tiny_model, tmp_path):
     text = str(tmp_path / "text.jsonl")
     flags = ["--model", str(tmp_path / "model"), "--data", text, "--eval_data", text, "--device", "cpu"]
     flags += ["--num_samples", "4", "--seq_len", "16", "--eval_seq_len", "32", "--eval_max_windows", "3"]
-    return [*flags, "--results", str(tmp_path / "rows.jsonl")]
+    return [*flags, "--results", str(tmp_path / "rows.jsonl"), "--work_dir", str(tmp_path / "work")]
 
 
 def rows_of(tmp_path):
     return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
 
 
+def printed_table(text):
+    """method -> its other cells."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+@pytest.fixture
+def tasks(monkeypatch):
+    """Stands in for lm-eval: accuracy is a tenth of the share of zero weights and of the task's place in the list."""
+    asked = []
+
+    def score(model, tokenizer, names, data_dir=None, limit=None, **options):
+        asked.append(names[0])
+        zeros = sum((layer == 0).sum().item() for layer in model.parameters())
+        share = zeros / sum(layer.numel() for layer in model.parameters())
+        return {
+            name: {"acc": share / 10 + list(zero_shot.TASKS).index(name) / 10, "documents": limit} for name in names
+        }
+
+    monkeypatch.setattr(zero_shot, "zero_shot", score)
+    monkeypatch.setattr(zero_shot, "require_lm_eval", lambda: None)
+    return asked
+
+
 def test_a_row_for_every_method(script, command, tmp_path, capsys):
-    script.main([*command, "--masks", f"learned={tmp_path / 'masks.safetensors'}"])
+    script.main([*command, "--masks", f"learned={tmp_path / 'masks.safetensors'}", "--methods", *QUICK])
     rows = {row["method"]: row for row in rows_of(tmp_path)}
-    assert list(rows) == ["dense", "magnitude", "sparsegpt", "wanda", "learned"]
+    assert list(rows) == [*QUICK, "learned"]
     assert rows["learned"]["perplexity"] == rows["magnitude"]["perplexity"] != rows["dense"]["perplexity"]
-    assert len({rows[name]["perplexity"] for name in ("dense", "magnitude", "wanda", "sparsegpt")}) == 4
+    assert rows["learned"]["masks_sha256"] == rows["magnitude"]["masks_sha256"]
+    assert len({rows[name]["perplexity"] for name in QUICK}) == len(QUICK)
     assert all(row["windows"] == 3 and row["seq_len"] == 32 for row in rows.values())
     assert "num_samples" in rows["wanda"]["settings"]
     assert "num_samples" not in rows["magnitude"]["settings"]
     assert str(tmp_path) not in (tmp_path / "rows.jsonl").read_text()
-    printed = capsys.readouterr().out
-    printed_rows = {
-        tuple(cell.strip() for cell in line.split("|")[1:4]) for line in printed.splitlines() if "|" in line
-    }
+    printed = printed_table(capsys.readouterr().out)
     for name, row in rows.items():
-        assert (name, row["settings"]["weights"], f"{row['perplexity']:.2f}") in printed_rows
+        assert printed[name][:2] == [row["settings"]["weights"], f"{row['perplexity']:.2f}"]
+
+
+def test_all_registered_methods_are_in_the_table_by_default(script, command):
+    assert {"dense", "proxsparse", *methods()} == set(script.parse_arguments(command).methods)
 
 
 def test_rows_are_not_measured_twice(script, command, tmp_path, monkeypatch):
     command += ["--methods", "dense", "wanda"]
     script.main(command)
+    monkeypatch.setattr(common, "commit", lambda: "ba9876543210")  # another commit: the rows stand
     script.main(command)
-    assert len(rows_of(tmp_path)) == 2
+    assert [row["commit"] for row in rows_of(tmp_path)] == ["0123456789ab"] * 2
     script.main([*command, "--seed", "1"])  # does not concern the dense row
     assert [row["method"] for row in rows_of(tmp_path)[2:]] == ["wanda"]
     script.main([*command, "--again"])
     assert len(rows_of(tmp_path)) == 5
-    monkeypatch.setattr(script.common, "commit", lambda: "0123456789ab-dirty")
+    monkeypatch.setattr(common, "commit", lambda: "0123456789ab-dirty")
+    script.main([*command, "--seed", "2"])
+    script.main([*command, "--seed", "2"])  # a row of uncommitted changes stands for nothing, not even at its commit
+    assert [row["method"] for row in rows_of(tmp_path)[5:]] == ["wanda"] * 2
+
+
+def test_the_whole_table(script, command, tmp_path, tasks, capsys):
+    (tmp_path / "other.jsonl").write_text((tmp_path / "text.jsonl").read_text() * 2)
+    place = command.index("--eval_data") + 2
+    command[place:place] = [str(tmp_path / "other.jsonl")]
+    script.main(
+        [
+            *command,
+            "--methods",
+            "dense",
+            "magnitude",
+            "--tasks",
+            "all",
+            "--limit",
+            "7",
+            "--table",
+            str(tmp_path / "t.md"),
+        ]
+    )
+    rows = rows_of(tmp_path)
+    assert len(rows) == 2 * (2 + 7)
+    assert all(row["settings"]["limit"] == row["documents"] == 7 for row in rows if "task" in row)
+    table = printed_table(capsys.readouterr().out)
+    assert table["method"] == ["weights", "text.jsonl", "other.jsonl", *zero_shot.TASKS, "average", "seconds to prune"]
+    scores = {row["task"]: row for row in rows if row["method"] == "magnitude" and "task" in row}
+    assert table["magnitude"][10] == f"{zero_shot.average(scores):.3f}" != table["dense"][10]
+    written = (tmp_path / "t.md").read_text()
+    assert printed_table(written) == table
+    assert "the first 7 questions" in written
+    assert "--tasks all" in written  # the command
+    assert str(tmp_path) not in written
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_interrupted_run_goes_on_with_the_missing_cells(script, command, tmp_path, tasks, monkeypatch):
+    command += ["--methods", "dense", "wanda", "sparsegpt", "--tasks", "piqa", "arc_easy"]
+    pruned = []
+    prune = contenders.prune_
+    monkeypatch.setattr(
+        contenders,
+        "prune_",
+        lambda model, name, *rest, **more: pruned.append(name) or prune(model, name, *rest, **more),
+    )
+    with monkeypatch.context() as patch:
+        score = zero_shot.zero_shot
+
+        def breaks(*arguments, **options):
+            if len(tasks) == 5:  # in the last task of the last method
+                raise InputError("power cut")
+            return score(*arguments, **options)
+
+        patch.setattr(zero_shot, "zero_shot", breaks)
+        with pytest.raises(InputError, match="power cut"):
+            script.main(command)
+    assert (len(rows_of(tmp_path)), pruned) == (8, ["wanda", "sparsegpt"])
     script.main(command)
-    script.main(command)
-    assert len(rows_of(tmp_path)) == 9
+    assert (len(rows_of(tmp_path)), pruned) == (9, ["wanda", "sparsegpt"])  # not pruned again
+    broken, resumed = rows_of(tmp_path)[-2:]
+    assert {row["task"] for row in (broken, resumed)} == {"piqa", "arc_easy"}
+    assert resumed["masks_sha256"] == broken["masks_sha256"]
+    assert resumed["acc"] - broken["acc"] == pytest.approx(0.4)  # the same zeros: places 1 and 5 of the list
+
+
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "sparsegpt:update_weights=false"])
+def test_what_is_kept_is_what_was_pruned(script, command, name):
+    args = script.parse_arguments(command)
+    first, _, figures = contenders.pruned_model(contenders.one_shot(name, args), args, {})
+    second, _, kept = contenders.pruned_model(contenders.one_shot(name, args), args, {})
+    assert figures == kept
+    for before, after in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
+def test_what_uncommitted_code_pruned_is_pruned_again_by_other_code(script, command, monkeypatch):
+    args = script.parse_arguments(command)
+    found = []
+    for commit in ("a-dirty", "a-dirty", "b", "c"):
+        monkeypatch.setattr(common, "commit", lambda commit=commit: commit)
+        found.append(contenders.pruned_model(contenders.one_shot("wanda", args), args, {})[2]["pruned_at"])
+    assert found == ["a-dirty", "a-dirty", "b", "b"]
+
+
+def test_options(script, command, tmp_path):
+    names = ["sparsegpt", "sparsegpt:update_weights=false", "sparsegpt:damping=0.01"]
+    made = [contenders.one_shot(name, script.parse_arguments(command)) for name in names]
+    assert [contender.weights for contender in made] == ["updated", "frozen", "updated"]
+    assert made[2].settings == made[0].settings  # the default, said aloud
+    assert made[1].settings["options"] == {"update_weights": False}
+    script.main([*command, "--methods", *names[:2]])
+    assert len({row["perplexity"] for row in rows_of(tmp_path)}) == 2
+
+
+def test_proxsparse_is_learned_like_by_its_own_command(script, command, tmp_path):
+    name = "proxsparse:metric=none,max_steps=3,reg_lambda_rel=0.1"
+    script.main([*command, "--methods", name, "--precision", "fp32"])
+    flags = [*command[: command.index("--eval_data")], "--num_samples", "4", "--seq_len", "16", "--device", "cpu"]
+    flags += ["--metric", "none", "--max_steps", "3", "--reg_lambda_rel", "0.1", "--precision", "fp32"]
+    train.main([*flags, "--eval_data", "none", "--output_dir", str(tmp_path / "run")])
+    (row,) = rows_of(tmp_path)
+    assert row["masks_sha256"] == masks_sha256(load_masks(tmp_path / "run" / "masks.safetensors"))
+    assert row["settings"]["options"] == {"metric": "none", "max_steps": "3", "reg_lambda_rel": "0.1"}
+
+
+def test_allocations(script, command, tmp_path):
+    script.main([*command, "--methods", "magnitude", "wanda+owl", "magnitude+alphapruning:epsilon=0.9"])
+    uniform, owl, alpha = rows_of(tmp_path)
+    assert owl["settings"]["allocation"] == "owl"
+    assert alpha["settings"]["allocation_options"] == {"epsilon": 0.9}
+    assert len({row["masks_sha256"] for row in (uniform, owl, alpha)}) == 3
+    script.main([*command, "--methods", "wanda+owl", "--seed", "3"])
+    assert len(rows_of(tmp_path)) == 4
+
+
+def test_a_saved_checkpoint(script, command, tmp_path):
+    model, tokenizer = load_model(command[command.index("--model") + 1], torch.float32)
+    prune_(model, "magnitude")
+    model.save_pretrained(tmp_path / "pruned")
+    tokenizer.save_pretrained(tmp_path / "pruned")
+    script.main([*command, "--methods", "magnitude", "--masks", f"saved={tmp_path / 'pruned'}"])
+    magnitude, saved = rows_of(tmp_path)
+    assert saved["perplexity"] == magnitude["perplexity"]
+    assert saved["settings"]["weights"] == "as saved"
+    (tmp_path / "pruned" / "result.json").write_text('{"updated": true}')
+    assert contenders.saved(f"saved={tmp_path / 'pruned'}").weights == "updated"
+
+
+def test_rows_of_older_versions_are_read_and_count(script, command, tmp_path):
+    old = common.results_file("compare_methods").read_text()
+    (tmp_path / "rows.jsonl").write_text(old)
+    rows = script.read_rows(tmp_path / "rows.jsonl")
+    dense = next(row for row in rows if row["method"] == "dense")
+    identity = {key: dense[key] for key in script.IDENTITY if key in dense}
+    assert script.find(identity, rows) == dense
+    assert script.find(identity | {"device": "another"}, rows) is None
+    script.main([*command, "--methods", "dense"])
+    assert len(rows_of(tmp_path)) == len(rows) + 1
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--methods", "obs"], "'obs'.*choose from"),
+        (["--methods", "wanda+oracle"], "'oracle'.*choose from"),
+        (["--methods", "sparsegpt:dampening=1"], "'dampening=1' is not an option of sparsegpt.*damping=0.01"),
+        (["--methods", "sparsegpt:damping=high"], "damping=high: must be a value such as 0.01"),
+        (["--methods", "proxsparse:lambda=1"], "unrecognized arguments: --lambda"),
+        (["--methods", "dense", "dense"], "'dense' is there twice"),
         (["--methods", "--masks", "masks.safetensors"], "must be NAME=FILE"),
         (["--methods", "--masks", "a=absent.safetensors"], "no such file"),
+        (["--methods", "--masks", "a=."], "holds no model"),
         (["--methods"], "nothing to compare"),
+        (["--methods", "dense", "--tasks", "chess"], "'chess'.*choose from"),
+        (["--methods", "dense", "--eval_data"], "nothing to measure"),
     ],
 )
 def test_bad_input_names_the_remedy(script, command, flags, message):
     with pytest.raises(InputError, match=message):
         script.main(command + flags)
+
+
+def test_a_damaged_file_of_rows_is_named(script, command, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"method": ')
+    with pytest.raises(InputError, match=re.escape("rows.jsonl: a row is not JSON")):
+        script.main([*command, "--methods", "dense"])
+
+
+def test_a_missing_task_file_is_found_before_the_work(script, command, tmp_path, tasks):
+    with pytest.raises(InputError, match="piqa"):
+        script.main([*command, "--methods", "dense", "--tasks", "piqa", "--data_dir", str(tmp_path)])
+    assert not (tmp_path / "rows.jsonl").exists()

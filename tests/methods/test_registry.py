@@ -6,7 +6,7 @@ from tiny_models import MODELS
 
 from proxsparse import NMPattern
 from proxsparse.errors import InputError
-from proxsparse.methods import method, methods, prune_, register_method
+from proxsparse.methods import method, methods, prune_, register_layer_method
 from proxsparse.models import prunable_layers
 
 
@@ -15,15 +15,18 @@ def bits(tensor):
     return tensor.detach().contiguous().view(torch.uint8)
 
 
+# Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
+LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
+
+
 @pytest.mark.parametrize("name", methods())
 @pytest.mark.parametrize("family", MODELS)
 def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
-    model, dense = tiny_model(family), tiny_model(family).state_dict()
+    model, dense = tiny_model(family), dict(tiny_model(family).named_parameters())
     masks = prune_(model, name, batches)
-    layers = prunable_layers(model)
-    assert list(masks) == list(layers)
-    assert len(masks) == 14
-    for key, after in model.state_dict().items():
+    assert list(masks) == list(prunable_layers(model))
+    assert len(masks) == LAYER_COUNT.get(family, 14)
+    for key, after in model.named_parameters():
         mask = masks.get(key.removesuffix(".weight"))
         if mask is None:
             assert torch.equal(bits(after), bits(dense[key])), key
@@ -32,6 +35,29 @@ def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
         assert (bits(after[~mask]) == 0).all(), key
         unchanged = torch.equal(bits(after[mask]), bits(dense[key][mask]))
         assert unchanged != method(name).updates_weights, key
+
+
+@pytest.mark.parametrize("name", methods())
+def test_the_same_masks_again(name, tiny_model, batches):
+    first, second = tiny_model("mixtral"), tiny_model("mixtral")
+    masks = prune_(first, name, batches)
+    torch.manual_seed(99)  # whatever else draws random numbers
+    again = prune_(second, name, iter(batches))
+    assert all(torch.equal(mask, again[key]) for key, mask in masks.items())
+    assert all(torch.equal(bits(p), bits(q)) for p, q in zip(first.parameters(), second.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_pattern_for_every_layer(name, tiny_model, batches):
+    model, dense = tiny_model("gpt2"), dict(tiny_model("gpt2").named_parameters())
+    patterns = {key: "1:4" if ".0." in key else "3:4" for key in prunable_layers(model) if "c_fc" not in key}
+    masks = prune_(model, name, batches, patterns)
+    assert list(masks) == list(patterns)
+    for key, mask in masks.items():
+        pattern = NMPattern.parse(patterns[key])
+        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), key
+    for key, after in model.named_parameters():
+        assert torch.equal(after, dense[key]) == (key.removesuffix(".weight") not in masks), key
 
 
 @pytest.mark.parametrize("name", methods())
@@ -83,8 +109,44 @@ def test_training_modes_come_back(tiny_model, batches):
 
 
 def test_unknown_method_lists_the_choices(tiny_model):
-    with pytest.raises(InputError, match=r"'obs'.*magnitude, sparsegpt, wanda"):
+    with pytest.raises(InputError, match=rf"'obs'.*{', '.join(methods())}"):
         prune_(tiny_model(), "obs")
+
+
+@pytest.mark.parametrize("name", methods())
+def test_an_option_of_another_method_is_refused_by_name(name, tiny_model, batches):
+    with pytest.raises(InputError, match=f"{name}.*no option 'momentum'"):
+        prune_(tiny_model(), name, batches, momentum=0.9)
+
+
+def test_options_need_a_default():
+    with pytest.raises(ValueError, match="'rate' of prune_x"):
+
+        @register_layer_method("x", needs_data=False, updates_weights=False, paper="none")
+        def prune_x(weight, statistics, pattern, *, rate):
+            """Never registered."""
+
+
+def test_a_pattern_of_a_layer_that_is_not_there(tiny_model):
+    with pytest.raises(InputError, match=r"lm_head.*no such"):
+        prune_(tiny_model(), "magnitude", pattern={"lm_head": "2:4"})
+
+
+def test_a_model_without_linear_layers(tiny_model):
+    model = tiny_model()
+    for block in model.model.layers:
+        block.self_attn = block.mlp = torch.nn.Identity()
+    with pytest.raises(InputError, match=r"no layer to prune: 0 nn\.Linear"):
+        prune_(model, "magnitude")
+
+
+def test_an_expert_that_no_token_reached_is_named(tiny_model, batches):
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts\.\d\..*no calibration token.*--exclude"):
+        prune_(tiny_model("mixtral"), "wanda", [one_token(batches[0])])
+
+
+def one_token(batch):
+    return {name: tensor[:, :1] for name, tensor in batch.items()}
 
 
 def test_overflowing_inputs_name_the_layer(tiny_model, batches):
@@ -96,4 +158,4 @@ def test_overflowing_inputs_name_the_layer(tiny_model, batches):
 
 def test_a_method_with_data_needs_statistics():
     with pytest.raises(ValueError, match="both or neither"):
-        register_method("half", needs_data=True, updates_weights=False, paper="none")
+        register_layer_method("half", needs_data=True, updates_weights=False, paper="none")

@@ -6,8 +6,10 @@ from torch import nn
 
 from proxsparse import NMPattern
 from proxsparse.errors import InputError
-from proxsparse.methods import method, prune_
+from proxsparse.methods import prune_
+from proxsparse.methods.magnitude import prune_magnitude
 from proxsparse.methods.sparsegpt import InputGram, prune_sparsegpt
+from proxsparse.methods.wanda import FeatureNorms, prune_wanda
 
 
 def correlated_inputs(tokens, features, dtype=torch.float64, seed=0):
@@ -76,14 +78,48 @@ def test_chunks_do_not_change_the_result(features):
     torch.testing.assert_close(updated, whole, rtol=1e-9, atol=1e-12)
 
 
+def test_without_update_the_mask_is_the_same():
+    layer, gram = layer_and_statistics(InputGram, correlated_inputs(300, 40))
+    mask, updated = prune_sparsegpt(layer.weight, gram, NMPattern(2, 4), update_weights=False)
+    assert updated is None
+    assert torch.equal(mask, prune_sparsegpt(layer.weight, gram, NMPattern(2, 4))[0])
+
+
+def test_mask_only_in_the_walk(tiny_model, batches):
+    """The kept weights are the pretrained ones, so the later decoder blocks see other inputs than with the update."""
+    model, dense = tiny_model(), dict(tiny_model().named_parameters())
+    masks = prune_(model, "sparsegpt", batches, update_weights=False)
+    for name, mask in masks.items():
+        assert torch.equal(model.get_submodule(name).weight, torch.where(mask, dense[f"{name}.weight"], 0.0)), name
+    updated = prune_(tiny_model(), "sparsegpt", batches)
+    first = [name for name in masks if ".0.self_attn.q_proj" in name]
+    assert all(torch.equal(masks[name], updated[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_hessian_is_in_float32_or_better(dtype):
+    _, gram = layer_and_statistics(InputGram, correlated_inputs(100, 8, dtype))
+    assert gram.hessian().dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_autocast_does_not_reach_the_hessian(tiny_model, batches):
+    """In the first decoder block only the inputs of the first layers are what they are without autocast."""
+    masks, model = [], None
+    for dtype in (None, torch.bfloat16):
+        model = tiny_model()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            masks.append(prune_(model, "sparsegpt", batches, include=[r"layers\.0\.self_attn\.q_proj"]))
+    assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_smaller_output_error_than_frozen_weights(dtype):
     inputs = correlated_inputs(500, 64, dtype)
-    error = {}
-    for name in ("magnitude", "wanda", "sparsegpt"):
-        chosen = method(name)
-        layer, statistics = layer_and_statistics(chosen.statistics or InputGram, inputs, out_features=32)
-        mask, updated = chosen.prune(layer.weight, statistics, NMPattern(2, 4))
+    error, functions = {}, {"magnitude": prune_magnitude, "wanda": prune_wanda, "sparsegpt": prune_sparsegpt}
+    for name, prune_layer in functions.items():
+        statistics_class = FeatureNorms if name == "wanda" else InputGram
+        layer, statistics = layer_and_statistics(statistics_class, inputs, out_features=32)
+        mask, updated = prune_layer(layer.weight, statistics, NMPattern(2, 4))
         pruned = torch.where(mask, layer.weight if updated is None else updated.to(dtype), 0.0)
         error[name] = ((layer.weight - pruned).double() @ inputs.double().T).norm().item()
     assert error["sparsegpt"] < 0.8 * error["wanda"]

@@ -1,8 +1,10 @@
 """The layer-by-layer walk sees what the model itself computes."""
 
+import weakref
+
 import pytest
 import torch
-from tiny_models import MODELS
+from tiny_models import MIXED, MODELS
 from torch import nn
 
 from proxsparse.methods import prune_
@@ -16,17 +18,19 @@ class Inputs:
     """Statistics that keep every input row."""
 
     def __init__(self, layer):
-        self.rows = []
+        self.rows, self.tokens, self.sums = [], 0, torch.zeros(layer.in_features)
 
     def add(self, inputs):
         self.rows.append(inputs.clone())
+        self.tokens += len(inputs)
+        self.sums += inputs.sum(0)
 
 
 def hooked_inputs(model, batches):
     """Layer name -> one [tokens, in_features] a batch, by plain hooks on plain forward passes."""
     seen = {name: [] for name in prunable_layers(model)}
     handles = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0][0]))
+        layer.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0].flatten(0, -2)))
         for name, layer in prunable_layers(model).items()
     ]
     with torch.no_grad():
@@ -49,8 +53,8 @@ def test_an_unpruned_model_is_replayed_exactly(family, tiny_model, batches):
 
 
 def test_mixed_models_are_recognised(tiny_model):
-    differ = {name: blocks_differ(tiny_model(name), decoder_blocks(tiny_model(name))) for name in MODELS}
-    assert differ == {name: name.endswith("-mixed") for name in MODELS}
+    differ = {name for name in MODELS if blocks_differ(tiny_model(name), decoder_blocks(tiny_model(name)))}
+    assert differ == MIXED
 
 
 def test_later_blocks_see_the_pruned_ones(tiny_model, batches):
@@ -70,6 +74,32 @@ def test_later_blocks_see_the_pruned_ones(tiny_model, batches):
     for name, rows in hooked_inputs(first_pruned, batches).items():
         if ".1." in name:
             assert all(torch.equal(a, b) for a, b in zip(rows, seen[name].rows, strict=True)), name
+
+
+def test_one_decoder_block_of_statistics_at_a_time(tiny_model, batches):
+    """When the first statistics of a decoder block are made, those of the one before are gone."""
+    alive, most = weakref.WeakSet(), []
+
+    class Counted(Inputs):
+        def __init__(self, layer):
+            super().__init__(layer)
+            alive.add(self)
+            most.append(len(alive))
+
+    model = tiny_model()
+    walk(model, prunable_layers(model), batches, Counted, lambda statistics: None)
+    assert max(most) == 7
+    assert len(most) == 14
+
+
+def test_the_length_is_that_of_the_samples(tiny_model):
+    """A calibration sample longer or shorter than any length the config names runs as it is."""
+    model, walked = tiny_model(), {}
+    model.config.max_position_embeddings = 4
+    ids = torch.arange(3, 20)[None]
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    walk(model, prunable_layers(model), [batch], Inputs, walked.update)
+    assert {statistics.tokens for statistics in walked.values()} == {17}
 
 
 def test_blocks_that_return_tuples(tiny_model, batches):

@@ -1,0 +1,60 @@
+"""The calibration loss: the next token of the text, and, with distillation, what the dense model thinks of every other.
+
+A text names one token where the dense model gives a distribution over all: its gradient is less noisy, and a mask is
+learned from few documents. (Hinton et al. 2015, arXiv 1503.02531.)
+"""
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.data import IGNORED_LABEL
+
+# Tokens of the teacher's distribution that are kept one by one; the rest of the vocabulary counts as one more token.
+# Of SmolLM2-135M on 400 documents of C4 the 64 likeliest hold 86% of the mass in the mean.
+KEPT_TOKENS = 64
+
+Batch = dict[str, Tensor]
+
+
+@torch.no_grad()
+def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
+    """The batches, each with what the model predicts now, at every position that has a label (R of them).
+
+    Adds teacher_tokens, int32 [R, K], the K = 64 likeliest next tokens, and teacher_probs, bfloat16 [R, K].
+    """
+    return [batch | likeliest(logits_at_labels(model, batch)[0]) for batch in batches]
+
+
+def likeliest(logits: Tensor) -> Batch:
+    """The targets made of logits [R, vocabulary], on the CPU."""
+    probs, tokens = logits.float().softmax(-1).topk(min(KEPT_TOKENS, logits.shape[-1]))
+    return {"teacher_tokens": tokens.int().cpu(), "teacher_probs": probs.bfloat16().cpu()}
+
+
+def logits_at_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits [R, vocabulary] of the positions whose next token has a label, and those tokens, int64 [R]."""
+    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    labels = batch["labels"].to(model.device)[:, 1:].flatten()
+    logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+    real = labels != IGNORED_LABEL
+    return (logits, labels) if real.all() else (logits[real], labels[real])  # the logits are large: no needless copy
+
+
+def calibration_loss(model: nn.Module, batch: Batch, distill: float) -> Tensor:
+    """Mean over positions of  (1 - a) * -log p(y)  +  a * KL(q || p),  a = `distill`; a scalar.
+
+        KL(q || p) = sum_k q_k log(q_k / p_k)  +  r log(r / s),   r = 1 - sum_k q_k,  s = 1 - sum_k p_k
+
+    p: the model's distribution, y: the next token, q: the teacher's K likeliest tokens, from `teacher_targets`.
+    """
+    logits, labels = logits_at_labels(model, batch)
+    log_p = logits.float().log_softmax(-1)
+    text = -log_p.gather(-1, labels[:, None]).mean()
+    if not distill:
+        return text
+    q, top = batch["teacher_probs"].to(log_p), log_p.gather(-1, batch["teacher_tokens"].to(labels))
+    tiny = torch.finfo(torch.float32).eps
+    r = (1 - q.sum(-1)).clamp_min(tiny)
+    s = (1 - top.exp().sum(-1)).clamp_min(tiny)
+    divergence = (q * (q.clamp_min(tiny).log() - top)).sum(-1) + r * (r / s).log()
+    return (1 - distill) * text + distill * divergence.mean()

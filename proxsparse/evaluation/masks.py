@@ -1,0 +1,31 @@
+"""A mask judged without a second checkpoint: applied to the pretrained model in memory."""
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+
+
+@torch.no_grad()
+def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
+    """W <- W where the mask keeps, +0 elsewhere; layers without a mask stay. In place, all layers or none.
+
+    Args:
+        masks: layer name -> bool [out_features, in_features], True = kept.
+    Raises:
+        InputError: no mask at all, or a layer that the model does not have in this shape.
+    """
+    if not masks:
+        raise InputError("--masks: no layer in it; give the masks.safetensors of a run")
+    modules = dict(model.named_modules())
+    for name, mask in masks.items():
+        weight = getattr(modules.get(name), "weight", None)
+        if weight is None or weight.shape != mask.shape:
+            has = "no such layer" if weight is None else f"one of {list(weight.shape)}"
+            raise InputError(
+                f"--masks: layer {name} {list(mask.shape)}, the model has {has}; give the masks of this model"
+            )
+    for name, mask in masks.items():
+        weight = modules[name].weight
+        # a kept -0.0 becomes +0.0 too
+        weight.copy_(torch.where(mask.to(weight.device) & (weight != 0), weight, 0.0))

@@ -1,0 +1,127 @@
+"""Linear layers that transformers stores in another form, as the nn.Linear layers that they are.
+
+GPT-2's Conv1D holds W^T, [in_features, out_features]; a mixture of experts holds one weight of all its experts in one
+tensor [experts, out_features, in_features]. `unfold_` puts nn.Linear layers in their place, so that whatever works on
+layers (the walk, hooks, masks, optimizers) needs to know of nothing else. The model computes what it did before.
+
+The new layers' weights are views of the old tensors: nothing is copied. `state_dict`, and with it `save_pretrained`,
+gives the model's own names and shapes; `load_state_dict` takes them.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def unfold_(model: nn.Module) -> nn.Module:
+    """Puts nn.Linear layers in the place of every Conv1D and of all fused experts, in place; returns the model."""
+    for name, module in list(model.named_modules()):
+        unfolded = TransposedLinear(module) if is_conv1d(module) else SplitExperts(module) if is_fused(module) else None
+        if unfolded is not None:
+            model.set_submodule(name, unfolded.train(module.training))
+    return model
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' Conv1D, which multiplies by W^T."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether it holds the experts of a mixture in the layout that transformers declares with these attributes."""
+    return {"has_gate", "has_bias", "is_transposed", "has_post_expert_norm"} <= vars(module).keys()
+
+
+class TransposedLinear(nn.Linear):
+    """A Conv1D as nn.Linear; its weight in a state_dict is W^T, [in_features, out_features]."""
+
+    def __init__(self, conv1d: nn.Module):
+        super().__init__(*conv1d.weight.shape, device="meta")
+        self.weight, self.bias = nn.Parameter(conv1d.weight.detach().T), conv1d.bias
+        self.register_state_dict_post_hook(TransposedLinear.transpose)
+        self.register_load_state_dict_pre_hook(TransposedLinear.transpose)
+
+    def transpose(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
+        """W <-> W^T in a state_dict."""
+        if f"{prefix}weight" in state:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+
+
+class SplitExperts(nn.Module):
+    """Fused experts as nn.Linear layers `<expert>.gate_up_proj` (without a gate: up_proj) and `<expert>.down_proj`.
+
+    y_t = sum_k p_tk down_k(act(up_k(x_t))) over the experts k that the router chose for token t with weights p_tk.
+    In a state_dict the weights of all experts are one tensor again, and so are the biases.
+    """
+
+    def __init__(self, fused: nn.Module):
+        super().__init__()
+        self.names = ("gate_up_proj" if fused.has_gate else "up_proj", "down_proj")
+        self.experts, self.transposed = len(fused.down_proj), fused.is_transposed
+        state = {name: fused._parameters.pop(name).detach() for name in list(fused._parameters)}
+        self.split(state, "")
+        for expert in range(self.experts):
+            layers = {
+                name: linear(state[f"{expert}.{name}.weight"], state.get(f"{expert}.{name}.bias"))
+                for name in self.names
+            }
+            self.add_module(str(expert), nn.ModuleDict(layers))
+        for name, child in fused.named_children():
+            self.add_module(name, child)
+        self.__dict__["fused"] = fused  # its activation and gate are still of use; no submodule: it has no weights left
+        self.register_state_dict_post_hook(SplitExperts.join)
+        self.register_load_state_dict_pre_hook(SplitExperts.split)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [tokens, hidden_size], top_k_* [tokens, k] -> [tokens, hidden_size]"""
+        output = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, choices = (top_k_index == expert).nonzero(as_tuple=True)
+            expert_output = self.expert_output(expert, hidden_states[tokens]) * top_k_weights[tokens, choices, None]
+            output.index_add_(0, tokens, expert_output.to(output.dtype))
+        return output
+
+    def expert_output(self, expert: int, hidden_states: Tensor) -> Tensor:
+        """[tokens, hidden_size] -> the same"""
+        up, down = self.get_submodule(str(expert)).values()
+        activate = self.fused._apply_gate if self.fused.has_gate else self.fused.act_fn
+        output = down(activate(up(hidden_states)))
+        return self.fused.post_expert_norm(output) if self.fused.has_post_expert_norm else output
+
+    def split(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
+        """In a state_dict: the tensors of all experts -> views of them, one an expert."""
+        for name in self.names:
+            for kind, fused_name in (("weight", name), ("bias", f"{name}_bias")):
+                if (tensor := state.pop(f"{prefix}{fused_name}", None)) is not None:
+                    turned = tensor.mT if kind == "weight" and self.transposed else tensor
+                    state.update({f"{prefix}{expert}.{name}.{kind}": part for expert, part in enumerate(turned)})
+
+    def join(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
+        """The inverse of `split`. The experts' parameters become views of the joined tensor, so that no copy lasts."""
+        for name in self.names:
+            layers = [self.get_submodule(f"{expert}.{name}") for expert in range(self.experts)]
+            for kind, fused_name in (("weight", name), ("bias", f"{name}_bias")):
+                parameters = [parameter for layer in layers if (parameter := getattr(layer, kind)) is not None]
+                for expert in range(len(parameters)):
+                    del state[f"{prefix}{expert}.{name}.{kind}"]
+                if parameters:
+                    state[f"{prefix}{fused_name}"] = joined_(parameters, kind == "weight" and self.transposed)
+
+
+@torch.no_grad()
+def joined_(parameters: list[nn.Parameter], transposed: bool) -> Tensor:
+    """One tensor [len(parameters), ...] of which they are views from now on; transposed: of its last two dimensions."""
+    tensor = torch.stack([parameter.data.mT if transposed else parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, tensor.mT if transposed else tensor, strict=True):
+        parameter.data = part
+    return tensor
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A layer on tensors that are there: weight [out_features, in_features], bias [out_features] or None."""
+    out_features, in_features = weight.shape
+    layer = nn.Linear(in_features, out_features, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight)
+    layer.bias = None if bias is None else nn.Parameter(bias)
+    return layer

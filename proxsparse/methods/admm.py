@@ -1,0 +1,95 @@
+"""ADMM: the mask grows while the weights that stay are refitted, by the alternating direction method of multipliers."""
+
+import torch
+from torch import Tensor
+
+from proxsparse.errors import InputError
+from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.sparsegpt import InputGram
+from proxsparse.ops.mask import nm_mask
+from proxsparse.patterns import NMPattern
+
+
+@register_layer_method(
+    "admm",
+    needs_data=True,
+    updates_weights=True,
+    paper="Boza 2024, Fast and Effective Weight Update for Pruned Large Language Models",
+    statistics=InputGram,
+)
+def prune_admm(
+    weight: Tensor,
+    statistics: InputGram,
+    pattern: NMPattern,
+    *,
+    iterations: int = 20,
+    mask_iterations: int = 15,
+    damping: float = 0.1,
+    rho: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """min over N:M sparse V of  ||(V - W_0) X||_F^2,  in features scaled to norm 1.
+
+    With s_j = ||X_j||_2 + 1e-8, A = X X^T / (s s^T) + damping * mean(diag) * I and W_0 <- W_0 * s; W = W_0, U = 0:
+
+        Z <- (W + U) * mask;   U <- U + W - Z;   W <- (W_0 A + rho (Z - U)) (A + rho I)^-1
+
+    and at the end V = (W + U) * mask / s. In the first `mask_iterations` iterations the mask is chosen anew from
+    |W + U|, from nearly dense to N:M at the last of them (see `gradual_mask`); then it is fixed.
+    Algorithm and constants are those of the paper's own code (fmfi-compbio/admm-pruning, lib/admm.py).
+
+    Args:
+        weight: [out_features, in_features].
+        damping: added to the diagonal of X X^T, in units of its mean.
+        rho: weight of the splitting's penalty |W - Z|^2, in the same units.
+    Returns:
+        mask, bool, and the updated weight in the dtype of the arithmetic; both the shape of `weight`.
+    Raises:
+        InputError: A + rho I is not positive definite, or mask_iterations is not from 1 to iterations.
+    """
+    if not 1 <= mask_iterations <= iterations:
+        raise InputError(f"mask_iterations={mask_iterations}: must be from 1 to iterations={iterations}")
+    norms = statistics.sums.diagonal().sqrt() + 1e-8  # a feature that was 0 in every token is pruned first
+    gram = statistics.sums / norms / norms[:, None]
+    gram.diagonal().add_(damping * gram.diagonal().mean())
+    w = weight.to(gram.dtype) * norms
+    target = w @ gram
+    gram.diagonal().add_(rho)
+    inverse = inverse_of(gram, f"damping={damping} and rho={rho}")
+    u = torch.zeros_like(w)
+    for iteration in range(1, iterations + 1):
+        if iteration <= mask_iterations:
+            mask = gradual_mask((w + u).abs(), pattern, iteration / mask_iterations)
+        z = torch.where(mask, w + u, 0.0)
+        u += w - z
+        w = (target + rho * (z - u)) @ inverse
+    return mask, (w + u) / norms
+
+
+def gradual_mask(score: Tensor, pattern: NMPattern, time: float) -> Tensor:
+    """Prunes a share 1 - (1 - time)^3 of what N:M pruning would, the smallest scores of the whole matrix first.
+
+    The n largest of every block are spared; at time = 1 nothing else is left.
+
+    Args:
+        score: [out_features, in_features], finite.
+        time: in (0, 1].
+    Returns:
+        bool, the shape of `score`; True = kept.
+    """
+    spared = nm_mask(score, pattern)
+    if time == 1:
+        return spared
+    excess = score[~spared]
+    count = int(len(excess) * (1 - (1 - time) ** 3))
+    return spared | (score >= excess.kthvalue(count + 1).values)
+
+
+def inverse_of(matrix: Tensor, settings: str) -> Tensor:
+    """The inverse of a positive definite matrix; InputError with the settings if it is not."""
+    try:
+        return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
+    except torch.linalg.LinAlgError as error:
+        raise InputError(
+            f"the Gram matrix of its inputs is not positive definite at {settings}; "
+            "take more calibration samples or a larger damping"
+        ) from error

@@ -1,0 +1,29 @@
+"""All masks that one block can have: six for 2:4."""
+
+from itertools import combinations
+from math import comb
+
+import torch
+from torch import Tensor
+
+from proxsparse.errors import InputError
+from proxsparse.patterns import NMPattern
+
+# 8:16 has 12,870; what enumerates them needs memory for each of them and every block.
+MOST = 20_000
+
+
+def block_masks(pattern: NMPattern, device: torch.device | None = None) -> Tensor:
+    """bool [C(m, n), m], True = kept: every way to keep n of m weights, in lexicographic order of the kept indices.
+
+    Raises:
+        InputError: there are more than 20,000.
+    """
+    count = comb(pattern.m, pattern.n)
+    if count > MOST:
+        raise InputError(
+            f"pattern {pattern}: a block has {count} possible masks, and this method tries them all (at most {MOST}); "
+            "choose a smaller block or another method"
+        )
+    kept = torch.tensor(list(combinations(range(pattern.m), pattern.n)), device=device)
+    return torch.zeros(count, pattern.m, dtype=torch.bool, device=device).scatter_(1, kept, True)

@@ -1,0 +1,210 @@
+"""MaskLLM: over the possible masks of every block a distribution is learned, with the model's own loss."""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from tqdm import tqdm
+
+from proxsparse.data import IGNORED_LABEL, sample_stream
+from proxsparse.errors import InputError
+from proxsparse.methods.base import Batches, apply_mask_, full_precision, method, register_method
+from proxsparse.methods.block_masks import block_masks
+from proxsparse.patterns import NMPattern
+
+INITIAL_STD = 0.01
+NO_PRIOR = "none"
+
+
+@register_method(
+    "maskllm",
+    needs_data=True,
+    updates_weights=False,
+    paper="Fang et al. 2024, MaskLLM: Learnable Semi-Structured Sparsity for Large Language Models",
+)
+@torch.no_grad()
+def prune_maskllm(
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    patterns: dict[str, NMPattern],
+    progress: bool = False,
+    *,
+    epochs: int = 1,
+    learning_rate: float = 5e-4,
+    final_learning_rate: float = 5e-5,
+    tau: float = 4.0,
+    final_tau: float = 0.05,
+    scale: float = 100.0,
+    final_scale: float = 500.0,
+    prior: str = "sparsegpt",
+    prior_strength: float = 3.0,
+    weight_reg: float = 1e-5,
+    weight_decay: float = 0.1,
+    max_grad_norm: float = 1.0,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """min over logits of  E_g loss(W * mask) - weight_reg * (1 - t / T) * ||W * mask||_F^2  with, for every block,
+
+        mask = sum over its C(m, n) masks k of y_k mask_k;   y = softmax((scale * logits + g) / tau),   g ~ Gumbel(0, 1)
+
+    g is drawn anew at each of the T = epochs * len(batches) steps t = 0, 1, ...; in the end the mask with the largest
+    logit is taken. The logits start as N(0, 0.01^2) and lean to the mask of the prior, see `lean_to_`. tau and scale go
+    linearly, the learning rate along a half cosine, from the first value to the final one at t = T. The optimizer is
+    AdamW with betas 0.9 and 0.95 and eps 1e-5. W never changes.
+
+    The constants are those of the paper's own code (NVlabs/MaskLLM: learnable_sparsity/differentiable_mask.py,
+    pretrain_maskllm.py and the scripts), where the learning rate is 5e-5 to 5e-6 with a factor 10 for masks; the length
+    is not: that code takes 2,000 steps of 256 windows of 4,096 tokens, here it is what batches and epochs give.
+
+    Memory beside the model's: logits, gradient and two moments, C(m, n) / m float32 numbers a weight each, which is 24
+    bytes a weight for 2:4 (140 for 4:8), and about 20 more until the backward pass.
+
+    Args:
+        prior: the method, with its own defaults and without weight update, whose masks the logits lean to; or "none".
+        prior_strength: in standard deviations of the logits.
+        weight_reg: rewards large kept weights.
+        max_grad_norm: of all logits together.
+        seed: of the logits' start, the noise, and the order of the batches from the second pass on.
+    Returns:
+        Layer name -> bool [out_features, in_features] on the CPU, True = kept.
+    Raises:
+        InputError: no batch, a block with too many masks, a tau that is not positive,
+            an unknown prior, a loss or a gradient that is not finite.
+    """
+    batches = list(batches)
+    steps = epochs * len(batches)
+    if steps < 1 or min(tau, final_tau) <= 0:
+        raise InputError(
+            f"maskllm: calibration batches {len(batches)}, epochs={epochs}, tau={tau}, final_tau={final_tau}: "
+            "there must be at least one batch and one epoch, and a tau above 0"
+        )
+    choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
+    preferred = prior_masks(prior, model, layers, batches, patterns, progress)
+    generator = torch.Generator(model.device).manual_seed(seed)
+    logits = {name: first_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
+    for name, mask in preferred.items():
+        lean_to_(logits[name], mask, choices[name], prior_strength)
+
+    learned = list(logits.values())
+    optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=weight_decay)
+    stream = sample_stream(batches, seed)
+    with evaluating(model), torch.enable_grad(), tqdm(total=steps, desc="maskllm", disable=not progress) as bar:
+        for step in range(steps):
+            time = step / steps
+            sharpness = linear(scale, final_scale, time), linear(tau, final_tau, time)
+            weights = {
+                f"{name}.weight": soft_weight(layer.weight, logits[name], choices[name], *sharpness, generator)
+                for name, layer in layers.items()
+            }
+            loss = language_loss(model, weights, next(stream))
+            bonus = weight_reg * (1 - time) * squared_norm(weights.values(), loss.device)
+            optimizer.zero_grad()
+            (loss - bonus).backward(inputs=learned)
+            gradient_norm = nn.utils.clip_grad_norm_(learned, max_grad_norm)
+            if not math.isfinite(loss.item() + gradient_norm.item()):
+                raise InputError(
+                    f"maskllm: at step {step + 1} of {steps} the loss is {loss.item()}, the norm of its gradient "
+                    f"{gradient_norm.item()}; load the model in bfloat16 or float32, or lower learning_rate"
+                )
+            optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
+            optimizer.step()
+            bar.set_postfix_str(f"loss {loss.item():.3f}")
+            bar.update()
+    return {name: apply_mask_(layer, hard_mask(logits[name], choices[name])) for name, layer in layers.items()}
+
+
+def first_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:
+    """N(0, 0.01^2), [out_features, in_features / m, C(m, n)], float32 (float64 for float64 weights)."""
+    count, m = choices.shape
+    shape = (weight.shape[0], weight.shape[1] // m, count)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    logits = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype) * INITIAL_STD
+    return logits.to(weight.device).requires_grad_()
+
+
+def prior_masks(
+    prior: str,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    patterns: dict[str, NMPattern],
+    progress: bool,
+) -> dict[str, Tensor]:
+    """The masks of another method; the model's weights are as before when it returns. {} without a prior."""
+    if prior == NO_PRIOR:
+        return {}
+    chosen = method(prior)
+    options = {name: False for name in chosen.options if name == "update_weights"}
+    dense = {name: layer.weight.clone() for name, layer in layers.items()}
+    try:
+        return chosen.prune(model, layers, batches, patterns, progress, **options)
+    finally:
+        for name, layer in layers.items():
+            layer.weight.copy_(dense[name])
+
+
+def lean_to_(logits: Tensor, mask: Tensor, choices: Tensor, strength: float) -> None:
+    """logit_k += (weights that mask_k and the prior both keep - n^2 / m) * strength * std(logits), in place.
+
+    n^2 / m is the mean of that number over all k: 1 for 2:4.
+    """
+    choices = choices.to(logits.dtype)
+    shared = mask.to(logits).unflatten(-1, (-1, choices.shape[1])) @ choices.T
+    logits += (shared - shared.mean(-1, keepdim=True)) * strength * logits.std()
+
+
+def soft_weight(
+    weight: Tensor, logits: Tensor, choices: Tensor, scale: float, tau: float, generator: torch.Generator
+) -> Tensor:
+    """W * mask with a mask drawn from the logits, differentiable with respect to them; shape and dtype of `weight`."""
+    noise = torch.empty(logits.shape, dtype=logits.dtype, device=generator.device).exponential_(generator=generator)
+    gumbel = -noise.log().to(logits.device)
+    with full_precision(logits):
+        y = ((logits * scale + gumbel) / tau).softmax(-1)
+        mask = (y @ choices.to(y.dtype)).flatten(-2)
+    return (weight.detach() * mask).to(weight.dtype)
+
+
+def hard_mask(logits: Tensor, choices: Tensor) -> Tensor:
+    """The mask with the largest logit of every block, bool [out_features, in_features]."""
+    return choices[logits.argmax(-1)].flatten(-2)
+
+
+def language_loss(model: nn.Module, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+    """The model's own loss on a batch, with these weights in place of its own; labels default to the real input_ids."""
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    ids, attention = batch["input_ids"], batch["attention_mask"]
+    labels = batch.get("labels", ids.masked_fill(attention == 0, IGNORED_LABEL))
+    inputs = {"input_ids": ids, "attention_mask": attention, "labels": labels, "use_cache": False}
+    return functional_call(model, weights, kwargs=inputs).loss
+
+
+def squared_norm(weights: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of all squares, a float32 scalar."""
+    return sum(weight.float().square().sum().to(device) for weight in weights)
+
+
+def linear(first: float, final: float, time: float) -> float:
+    """From `first` at time 0 to `final` at time 1."""
+    return first + (final - first) * time
+
+
+def half_cosine(first: float, final: float, time: float) -> float:
+    """From `first` at time 0 to `final` at time 1, flat at both ends."""
+    return final + (first - final) * (1 + math.cos(math.pi * time)) / 2
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout) within the block; every module is in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,126 @@
+"""Swap search: the mask of one block after the other is exchanged for the one with the smallest error of the output."""
+
+import torch
+from torch import Tensor
+
+from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.block_masks import block_masks
+from proxsparse.methods.sparsegpt import InputGram
+from proxsparse.ops.mask import nm_mask
+from proxsparse.patterns import NMPattern
+
+CHUNK = 128  # columns whose P H is kept up to date at a time: speed only
+
+
+@register_layer_method(
+    "swap",
+    needs_data=True,
+    updates_weights=False,
+    paper="ours; nearest published: Zimmer et al. 2025, SparseSwaps (arXiv 2512.10922)",
+    statistics=InputGram,
+)
+def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, sweeps: int = 20) -> tuple[Tensor, None]:
+    """From Wanda's mask downhill in the error of the layer's output, see `improve_mask`.
+
+    Args:
+        weight: [out_features, in_features].
+        statistics: X X^T of the layer's calibration inputs.
+        sweeps: passes over all blocks at most; each costs one product of `weight` with X X^T.
+    Returns:
+        mask, bool, the shape of `weight`; None: the weights stay.
+    Raises:
+        InputError: a block has too many possible masks to try them all.
+    """
+    gram = statistics.sums
+    start = nm_mask(weight.abs().to(gram.dtype) * gram.diagonal().sqrt(), pattern)
+    return improve_mask(weight, gram, start, pattern, sweeps), None
+
+
+@torch.no_grad()
+def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern, sweeps: int = 20) -> Tensor:
+    """Block coordinate descent on  ||P X||_F^2 = sum over rows of p H p^T,  P = W where pruned, else 0.
+
+    With r_b = sum over k outside block b of p_k H_kb, block b prunes, of the C(m, n) ways, the set S with the smallest
+
+        p_S H_bb p_S^T + 2 r_b p_S^T.
+
+    All rows take their block b at once, the blocks follow each other in order, sweep after sweep, until no block of
+    any row changes. Then no change of a single block makes the error smaller. (SparseSwaps exchanges one pair of a row
+    at a time, the best one; here the exchange stays within a block, and may be of several pairs.)
+
+    A block changes only if it gains more than rounding could feign: the error never rises, ties keep what there is,
+    and the search ends. One sweep costs one product of P with H, over the rows that changed in the sweep before; the
+    memory is that of a few copies of W, and [out_features, C(m, n)].
+
+    Args:
+        weight: [out_features, in_features].
+        gram: H = X X^T of the layer's inputs, [in_features, in_features], in any scale; its dtype is the arithmetic's.
+        mask: where to start, bool, the shape of `weight`, exactly N:M.
+    Returns:
+        The new mask, bool, the shape of `weight`.
+    """
+    candidates = ~block_masks(pattern, weight.device)
+    weight, mask = weight.to(gram.dtype), mask.clone()
+    rows = torch.arange(len(weight), device=weight.device)
+    for _ in range(sweeps):
+        mask[rows], changed = sweep(weight[rows], gram, mask[rows], candidates)
+        rows = rows[changed]
+        if len(rows) == 0:
+            break
+    return mask
+
+
+def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """Lets every block choose once, in order.
+
+    Args:
+        weight, gram, mask: as in `improve_mask`, of any number of rows.
+        candidates: bool [C(m, n), m], True = pruned.
+    Returns:
+        The new mask, and which rows have changed: bool [rows].
+    """
+    m, columns = candidates.shape[1], weight.shape[1]
+    mask, changed = mask.clone(), torch.zeros_like(mask[:, 0])
+    pruned = torch.where(mask, 0.0, weight)
+    noise = rounding_noise(weight, gram, m)
+    width = max(CHUNK - CHUNK % m, m)  # whole blocks
+    for chunk in (slice(start, start + width) for start in range(0, columns, width)):
+        response = pruned @ gram[:, chunk]  # P H of these columns, kept up to date below
+        for start in range(chunk.start, min(chunk.stop, columns), m):
+            block = slice(start, start + m)
+            w, p, own = weight[:, block], pruned[:, block], gram[block, block]
+            others = response[:, start - chunk.start :][:, :m] - p @ own  # r_b
+            choice, error = best_choice(w, others, own, candidates)
+            gains = (p * (p @ own + 2 * others)).sum(1) - error > noise[:, start // m]
+            if not gains.any():
+                continue
+            mask[:, block] = torch.where(gains[:, None], ~choice, mask[:, block])
+            new = torch.where(mask[:, block], 0.0, w)
+            response += (new - p) @ gram[block, chunk]
+            pruned[:, block] = new
+            changed |= gains
+    return mask, changed
+
+
+def best_choice(weight: Tensor, others: Tensor, own: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """The S with the smallest  p_S H_bb p_S^T + 2 r_b p_S^T  of every row, and that value.
+
+    Args:
+        weight, others: w_b and r_b, [rows, m]; own: H_bb, [m, m]; candidates: bool [C(m, n), m].
+    Returns:
+        bool [rows, m], True = pruned; [rows].
+    """
+    singles = candidates.to(weight.dtype).T  # [m, C]
+    pairs = (singles[:, None] * singles).flatten(0, 1)  # [m * m, C]
+    products = (weight[:, :, None] * weight[:, None, :] * own).flatten(1)  # [rows, m * m]
+    error, best = (products @ pairs + (2 * weight * others) @ singles).min(dim=1)
+    return candidates[best], error
+
+
+def rounding_noise(weight: Tensor, gram: Tensor, m: int) -> Tensor:
+    """eps * (sum over a row of |w_k| sqrt(H_kk)) * (the same over a block): [rows, blocks].
+
+    As |H_jk| <= sqrt(H_jj H_kk), this is one rounding of the largest sum that a block's share of p H p^T could be.
+    """
+    reach = weight.abs() * gram.diagonal().sqrt()
+    return torch.finfo(gram.dtype).eps * reach.sum(1, keepdim=True) * reach.unflatten(1, (-1, m)).sum(-1)

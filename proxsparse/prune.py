@@ -1,0 +1,94 @@
+"""`python -m proxsparse.prune --method NAME`: prune a pretrained language model by any of the methods.
+
+--list prints them with their options. What a run leaves behind is what proxsparse.train leaves: the pruned model as a
+Hugging Face checkpoint with its tokenizer, masks.safetensors, config.yaml with every flag, and result.json.
+"""
+
+import sys
+import time
+
+import torch
+
+from proxsparse import run, train
+from proxsparse.checkpoint import masks_sha256
+from proxsparse.config import Parser
+from proxsparse.data import calibration_batches, load_texts, read_limit
+from proxsparse.device import autocast, choose_device, choose_precision
+from proxsparse.errors import run_command
+from proxsparse.methods import method, prune_
+from proxsparse.methods.allocation import allocate, allocation, budget
+from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
+from proxsparse.options import parse_flags, tables
+from proxsparse.patterns import NMPattern
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Load, calibrate, allocate, prune, save, evaluate, report. Returns the exit code."""
+    started = time.monotonic()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--list" in arguments:
+        print(tables())
+        return 0
+    name, others = split_method(arguments)
+    if name == "proxsparse":
+        return train.main(others)
+    config = parse_flags(arguments)
+    chosen, sharing = method(config.method), allocation(config.allocation)
+    options = {name: getattr(config, name) for name in chosen.options}
+    updated = chosen.updates_weights and options.get("update_weights", True)
+    pattern = NMPattern.parse(config.pattern)
+    run_dir = run.open_run_dir(config)
+    device = choose_device(config.device)
+    weight_dtype, compute_dtype = choose_precision(config.precision, device)
+    torch.manual_seed(config.seed)
+
+    model, tokenizer = load_model(config.model)
+    layers = prunable_layers(model, pattern, config.include, config.exclude)
+    run.require_space_for(model, run_dir)
+    batches = []
+    if chosen.needs_data or sharing.needs_data:
+        check_length(model, config.seq_len, "seq_len")
+        texts = load_texts(config.data, "train", config.text_field, read_limit(config.data))
+        batches = calibration_batches(
+            texts, tokenizer, config.num_samples, config.seq_len, packing=config.packing, seed=config.seed
+        )
+    evaluate = run.perplexity_of(config, tokenizer, compute_dtype)
+    pretrained = copy_weights(model)
+
+    cast_parameters_(model.to(device), weight_dtype)
+    scores = {"dense": evaluate(model)}
+    run.start_run(run_dir, config)
+    with autocast(device, compute_dtype):
+        sharing_options = {name: getattr(config, name) for name in sharing.options}
+        patterns = allocate(config.allocation, model, layers, batches, pattern, progress=True, **sharing_options)
+        masks = prune_(model, config.method, batches, patterns, progress=True, **options)
+    snap_(model, pretrained, masks, updated)
+    run.save_checkpoint(run_dir, model, tokenizer, masks, config, patterns)
+
+    scores |= run.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
+    figures = {
+        "status": "complete",
+        "layers": len(layers),
+        "weights": sum(layer.weight.numel() for layer in layers.values()),
+        "updated": updated,
+        "budget": {"asked": pattern.density, "kept": budget(layers, patterns)},
+        "patterns": {name: str(pattern) for name, pattern in patterns.items()},
+        "seconds": time.monotonic() - started,
+        "masks_sha256": masks_sha256(masks),
+        "perplexity": run.perplexity_table(scores, config),
+        "warnings": run.few_samples(sum(len(b["input_ids"]) for b in batches), config) if batches else [],
+    }
+    print(run.summary(run.save_result(run_dir, config, device, figures), run_dir))
+    return 0
+
+
+def split_method(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The name after --method, and the command line without it."""
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--method")
+    known, others = parser.parse_known_args(arguments)
+    return known.method, others
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,222 @@
+"""Zero-shot tasks from local files: lm-eval's own tasks, its command line's numbers, and clear words for bad files."""
+
+import gzip
+import json
+import sys
+
+import pytest
+import torch
+import yaml
+from task_files import rows_of, write_task_files
+from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+
+from proxsparse.errors import InputError
+from proxsparse.evaluation import zero_shot as module
+from proxsparse.evaluation.zero_shot import TASKS, average, choose_tasks, markdown_table, task_file, zero_shot
+
+needs_lm_eval = pytest.mark.skipif(not module.is_installed(), reason=f"lm-eval is not installed; run: {module.INSTALL}")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A --data_dir with five questions a task."""
+    return write_task_files(tmp_path_factory.mktemp("tasks"), TASKS)
+
+
+@pytest.fixture(scope="module")
+def scores(files):
+    """All seven tasks on a tiny random model."""
+    return zero_shot(tiny_model("llama"), byte_tokenizer(), ["all"], files, batch_size=4)
+
+
+@needs_lm_eval
+def test_every_task_gives_the_papers_figure(scores):
+    assert list(scores) == list(TASKS)
+    for name, figures in scores.items():
+        assert figures["documents"] == 5
+        assert 0 <= figures["acc"] <= 1
+        other = {"truthfulqa_mc": "mc2", "social_iqa": "acc"}.get(name, "acc_norm")
+        assert 0 <= figures[other] <= 1
+    halves = scores["truthfulqa_mc"]
+    assert halves["acc"] == (halves["mc1"] + halves["mc2"]) / 2
+    assert average(scores) == pytest.approx(sum(figures["acc"] for figures in scores.values()) / 7)
+
+
+@needs_lm_eval
+def test_a_model_that_knows_the_answers_gets_them_right(files, monkeypatch):
+    """Guards against a wrong split, label or field: the log-likelihood of an answer is 0 if it is right, else -50."""
+    from lm_eval.models.huggingface import HFLM
+
+    right = {
+        lm_eval_name: [gold(name, row) for row in rows_of(name)]
+        for name, task in TASKS.items()
+        for lm_eval_name in task.lm_eval
+    }
+
+    def loglikelihood(_model, requests):
+        known = [request.args[1].strip() in right[request.task_name][request.doc_id] for request in requests]
+        return [(0.0 if it_is else -50.0, False) for it_is in known]
+
+    monkeypatch.setattr(HFLM, "loglikelihood", loglikelihood)
+    found = zero_shot(tiny_model("llama"), byte_tokenizer(), ["all"], files)
+    assert {name: figures["acc"] for name, figures in found.items()} == dict.fromkeys(TASKS, pytest.approx(1))
+
+
+def gold(name: str, row: dict) -> list[str]:
+    """The right answers of a row as lm-eval should offer them."""
+    match name:
+        case "social_iqa":
+            return [row["answer" + "ABC"[int(row["label"]) - 1]]]
+        case "hellaswag":  # lm-eval's process_docs takes the markers out
+            return [row["endings"][int(row["label"])].replace(" [step]", "")]
+        case "piqa":
+            return [row[("sol1", "sol2")[row["label"]]]]
+        case "truthfulqa_mc":
+            targets = row["mc2_targets"]
+            return [text for text, label in zip(targets["choices"], targets["labels"], strict=True) if label]
+    return [row["choices"]["text"][row["choices"]["label"].index(row["answerKey"])]]
+
+
+@needs_lm_eval
+def test_two_calls_and_any_batch_size_give_the_same(scores, files):
+    model, tokenizer = tiny_model("llama"), byte_tokenizer()
+    assert zero_shot(model, tokenizer, ["all"], files, batch_size=4) == scores
+    one_by_one = zero_shot(model, tokenizer, ["piqa", "arc_easy"], files, batch_size=1)
+    assert one_by_one == {name: scores[name] for name in ("arc_easy", "piqa")}
+
+
+@needs_lm_eval
+def test_limit_takes_the_first_documents_and_the_random_state_stays(files):
+    model = tiny_model("llama")
+    before = torch.random.get_rng_state()
+    found = zero_shot(model, byte_tokenizer(), ["piqa"], files, limit=1)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert found["piqa"]["documents"] == 1
+    assert found["piqa"]["acc_stderr"] is None
+    assert "| piqa | acc | " in markdown_table(found)
+
+
+@needs_lm_eval
+def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, monkeypatch, capsys):
+    """Its own command line, its own loading of the model; the tasks by yaml files that include lm-eval's."""
+    from lm_eval.__main__ import cli_evaluate
+
+    folder = save_tiny_model("llama", tmp_path / "model")
+    index = module.task_manager().task_index
+    names = {name: f"local_{name}" for name in ("piqa", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2")}
+    for name in ("piqa", "hellaswag", "truthfulqa_mc"):
+        for settings in module.from_file(name, files):
+            plain = settings["task"]
+            config = {"include": str(index[plain].yaml_path), **settings, "task": names[plain]}
+            (tmp_path / f"{plain}.yaml").write_text(yaml.safe_dump(config))
+    arguments = {
+        "--model_args": f"pretrained={folder},dtype=float32,softmax_dtype=float32",
+        "--tasks": ",".join(names.values()),
+        "--include_path": str(tmp_path),
+        "--device": "cpu",
+        "--batch_size": "4",
+        "--limit": "4",
+        "--output_path": str(tmp_path / "out.json"),
+    }
+    monkeypatch.setattr(
+        sys, "argv", ["lm_eval", "run", "--model", "hf", *(x for pair in arguments.items() for x in pair)]
+    )
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    cli_evaluate()
+    capsys.readouterr()
+    (written,) = tmp_path.rglob("out*.json")
+    theirs = json.loads(written.read_text())["results"]
+
+    from proxsparse.models import load_model
+
+    model, tokenizer = load_model(str(folder), torch.float32)
+    ours = zero_shot(model, tokenizer, ["piqa", "hellaswag", "truthfulqa_mc"], files, limit=4, batch_size=4)
+    for task, metric, name, key in (
+        ("piqa", "acc", "piqa", "acc"),
+        ("piqa", "acc_norm", "piqa", "acc_norm"),
+        ("hellaswag", "acc", "hellaswag", "acc"),
+        ("hellaswag", "acc_norm", "hellaswag", "acc_norm"),
+        ("truthfulqa_mc", "mc1", "truthfulqa_mc1", "acc"),
+        ("truthfulqa_mc", "mc2", "truthfulqa_mc2", "acc"),
+    ):
+        assert ours[task][metric] == theirs[names[name]][f"{key},none"], (task, metric)
+        assert ours[task][f"{metric}_stderr"] == theirs[names[name]][f"{key}_stderr,none"], (task, metric)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def test_tasks_come_in_the_papers_order_once():
+    assert choose_tasks(["piqa", "arc_easy", "piqa"]) == ["arc_easy", "piqa"]
+    assert choose_tasks(["piqa", "all"]) == list(TASKS)
+    with pytest.raises(
+        InputError, match=r"task 'boolq': unknown; choose from arc_challenge, .*, truthfulqa_mc, or all"
+    ):
+        choose_tasks(["boolq"])
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"no file piqa_validation.jsonl.gz .*which task piqa needs"):
+        task_file("piqa", tmp_path)
+    with pytest.raises(InputError, match="no such folder"):
+        task_file("piqa", tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_row_without_a_field_is_named(name, tmp_path):
+    field = TASKS[name].fields[-1]
+    outer, _, inner = field.partition(".")
+    first, second, *_ = rows_of(name)
+    del (second[outer] if inner else second)[inner or outer]
+    path = tmp_path / f"{TASKS[name].file}.jsonl"
+    path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    with pytest.raises(InputError, match=rf"{path.name}, line 2: no field '{field}'; task {name} needs"):
+        task_file(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda content: content[: len(content) // 2], "cannot be read"),
+        (lambda content: b"no gzip at all", "cannot be read"),
+        (lambda content: gzip.compress(gzip.decompress(content)[:-20]), "malformed JSON"),
+        (lambda content: gzip.compress(b"[1, 2]"), "no field 'question'"),
+        (lambda content: b"", "empty"),
+        (lambda content: gzip.compress(b"\n"), "no question"),
+    ],
+    ids=["truncated", "not gzip", "cut line", "no objects", "empty", "no rows"],
+)
+def test_a_damaged_file_is_named(damage, words, files, tmp_path):
+    name = f"{TASKS['arc_challenge'].file}.jsonl.gz"
+    (tmp_path / name).write_bytes(damage((files / name).read_bytes()))
+    with pytest.raises(InputError, match=words) as raised:
+        task_file("arc_challenge", tmp_path)
+    assert name in str(raised.value)
+
+
+@needs_lm_eval
+def test_data_that_lm_eval_cannot_take_is_one_clear_error(files, tmp_path):
+    rows = [row | {"answerKey": "Z"} for row in rows_of("arc_easy")]
+    (tmp_path / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(InputError, match=r"task arc_easy: .*arc_easy_test.jsonl"):
+        zero_shot(tiny_model("llama"), byte_tokenizer(), ["arc_easy"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit": 0}, "--limit 0: must be at least 1"),
+        ({"batch_size": 0}, "--batch_size 0: must be at least 1"),
+        ({"num_fewshot": -1}, "--num_fewshot -1: must be at least 0"),
+        ({"num_fewshot": 2}, "--num_fewshot 2: .*training split"),
+    ],
+)
+def test_numbers_out_of_range(options, words, files):
+    with pytest.raises(InputError, match=words):
+        zero_shot(None, None, ["piqa"], files, **options)
+
+
+def test_without_lm_eval_the_command_that_installs_it_is_named(files, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(InputError, match=r"lm-eval.*pip install 'lm-eval\[hf\]'"):
+        zero_shot(None, None, ["piqa"], files)

@@ -1,0 +1,312 @@
+"""Mixed N:M per decoder block: the rankings against literal computations, the budget, and what pruning makes of it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+from proxsparse import NMPattern
+from proxsparse.errors import InputError
+from proxsparse.methods import prune_
+from proxsparse.methods.allocation import (
+    allocate,
+    allocation,
+    allocations,
+    alpha_peak,
+    budget,
+    by_decoder_block,
+    nearest_counts,
+)
+from proxsparse.models import decoder_blocks, prunable_layers
+
+BLOCKS = 6
+OPTIONS = {"uniform": {}, "owl": {"outlier_factor": 2.0}, "alphapruning": {"epsilon": 0.5}}
+
+
+@pytest.fixture
+def deep_model():
+    """number of decoder blocks -> a Llama whose blocks differ in their outliers and in the shape of their spectra."""
+
+    def build(blocks: int = BLOCKS):
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model("llama", **{**tiny_models.COMMON, "num_hidden_layers": blocks})
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        for layer in prunable_layers(model).values():
+            layer.weight.data *= 10.0 ** torch.rand(layer.out_features, 1) ** 2
+            layer.weight.data[torch.rand_like(layer.weight) < 0.05 * torch.rand(())] *= 8
+        return model
+
+    return build
+
+
+def dense_inputs(model, batches):
+    """Layer name -> float64 [tokens, in_features] of all batches, by hooks on plain forward passes."""
+    seen = {name: [] for name in prunable_layers(model)}
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0][0].double().numpy()))
+        for name, layer in prunable_layers(model).items()
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model(input_ids=batch["input_ids"])
+    for handle in handles:
+        handle.remove()
+    return {name: np.concatenate(rows) for name, rows in seen.items()}
+
+
+def layers_of_block(model, index):
+    return {name: layer for name, layer in prunable_layers(model).items() if f"layers.{index}." in name}
+
+
+def wishes_of(name, model, batches, pattern="2:4", **options):
+    blocks = by_decoder_block(model, prunable_layers(model))
+    return allocation(name).wish(model, blocks, batches, NMPattern.parse(pattern), False, **options)
+
+
+def best_by_trying(wishes, sizes, pattern):
+    """(least distance from the budget, least squared distance from the wishes at it), over all combinations."""
+    target = pattern.n * sum(sizes)
+    return min(
+        (abs(sum(n * size for n, size in zip(counts, sizes, strict=True)) - target), squared_distance(counts, wishes))
+        for counts in itertools.product(range(1, pattern.m), repeat=len(wishes))
+    )
+
+
+def squared_distance(counts, wishes):
+    return sum((n - wish) ** 2 for n, wish in zip(counts, wishes, strict=True))
+
+
+# --------------------------------------------------------------------------------------------------- the rankings
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "5:8"])
+def test_owl_wishes_by_hand(pattern, deep_model, batches):
+    model, inputs, outliers = deep_model(), dense_inputs(deep_model(), batches), []
+    for index in range(BLOCKS):
+        scores = [
+            (layer.weight.double().abs().detach().numpy() * np.linalg.norm(inputs[name], axis=0)).ravel()
+            for name, layer in layers_of_block(model, index).items()
+        ]
+        scores = np.concatenate(scores)
+        outliers.append(100 * np.mean(scores > 3 * scores.mean()))
+    outliers = np.array(outliers)
+    ratio = (outliers - outliers.min()) / (outliers.max() - outliers.min()) * 2
+    expected = NMPattern.parse(pattern).n + ratio - ratio.mean()
+    assert wishes_of("owl", model, batches, pattern, outlier_factor=3.0) == pytest.approx(expected, abs=1e-9)
+
+
+def alpha_by_hand(weight):
+    """AlphaPruning's estimator as its text says it: every start of the tail tried, the one that fits best taken."""
+    eigs = np.sort(np.linalg.svd(weight.double().numpy(), compute_uv=False) ** 2)
+    counts, edges = np.histogram(np.log10(eigs), bins=100)
+    peak = 10 ** edges[np.argmax(counts)]
+    fits = []
+    for i, smallest in enumerate(eigs[:-1]):
+        if not 0.95 * peak <= smallest <= 1.5 * peak:
+            continue
+        tail = eigs[i:]
+        alpha = 1 + len(tail) / sum(math.log(x / smallest) for x in tail)
+        survival = [(x / smallest) ** (1 - alpha) for x in tail]
+        fits.append((max(abs(1 - p - k / len(tail)) for k, p in enumerate(survival)), alpha))
+    return min(fits)[1]
+
+
+def test_alphapruning_wishes_by_hand(deep_model):
+    model, epsilon = deep_model(), 0.4
+    alphas = np.array(
+        [
+            np.mean([alpha_by_hand(layer.weight.detach()) for layer in layers_of_block(model, index).values()])
+            for index in range(BLOCKS)
+        ]
+    )
+    quota = (alphas - alphas.min()) / (alphas.max() - alphas.min()) * 2 * epsilon + 1 - epsilon
+    pruned = 0.5 * quota / quota.mean()
+    assert wishes_of("alphapruning", model, (), epsilon=epsilon) == pytest.approx(4 - 4 * pruned, abs=1e-3)
+
+
+@pytest.mark.parametrize("exponent", [1.8, 3.0])
+def test_alpha_of_a_power_law(exponent):
+    """x = u^(-1 / (alpha - 1)) has the density x^-alpha, whatever its scale."""
+    uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    eigenvalues = uniform ** (-1 / (exponent - 1))
+    assert alpha_peak(eigenvalues) == pytest.approx(exponent, rel=0.05)
+    assert alpha_peak(1e-6 * eigenvalues) == pytest.approx(alpha_peak(eigenvalues), rel=1e-6)
+
+
+def test_alpha_ignores_the_zeros_of_a_singular_matrix():
+    """The same spectrum beside 64 eigenvalues that are zero, exactly or up to rounding."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96)
+    left, right = (torch.linalg.qr(torch.randn(128, size)).Q for size in weight.shape)
+    alone, *singular = (
+        alpha_peak(torch.linalg.svdvals(matrix).square())
+        for matrix in (weight, torch.block_diag(weight, torch.zeros(64, 32)), left @ weight @ right.T)
+    )
+    assert singular == pytest.approx([alone, alone], rel=1e-3)
+
+
+# ----------------------------------------------------------------------------------------------------- the budget
+
+
+def test_equal_blocks_meet_the_budget_by_the_nearest_moves():
+    """Rounding gives 7 and 9 of 8: 1.4 and 2.6 are nearest to a boundary; the last is clamped only."""
+    assert nearest_counts([1.3, 1.4, 3.1, 2.1], [7] * 4, NMPattern(2, 4)) == [1, 2, 3, 2]
+    assert nearest_counts([2.6, 2.9, 1.4, 2.0], [7] * 4, NMPattern(2, 4)) == [2, 3, 1, 2]
+    assert nearest_counts([5.0, -3.0, 2.0, 2.0], [7] * 4, NMPattern(2, 4)) == [3, 1, 2, 2]
+
+
+def test_of_equally_good_ways_the_early_blocks_gain():
+    assert nearest_counts([2.5, 1.5], [7] * 2, NMPattern(2, 4)) == [3, 1]
+    assert nearest_counts([1.5, 2.5], [7] * 2, NMPattern(2, 4)) == [2, 2]
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8"])
+@pytest.mark.parametrize("sizes", [[1] * 5, [3, 3, 2, 2, 3], [10, 7, 7, 3, 1], [1000, 1, 1, 1, 1]])
+def test_counts_are_the_best_of_all_combinations(pattern, sizes):
+    pattern, generator = NMPattern.parse(pattern), np.random.default_rng(0)
+    for _ in range(4):
+        wishes = (pattern.n + generator.normal(0, 1.5, len(sizes))).tolist()
+        counts = nearest_counts(wishes, [4096 * size for size in sizes], pattern)
+        gap = abs(sum(n * size for n, size in zip(counts, sizes, strict=True)) - pattern.n * sum(sizes))
+        assert all(1 <= n < pattern.m for n in counts)
+        assert (gap, squared_distance(counts, wishes)) == pytest.approx(best_by_trying(wishes, sizes, pattern))
+
+
+def test_many_blocks_of_sizes_without_a_common_divisor():
+    """No combination can be tried here; the rounded sizes still bring it near."""
+    generator = np.random.default_rng(0)
+    sizes = (10_000_000 + generator.integers(0, 5_000_000, 20)).tolist()
+    counts = nearest_counts((2 + generator.normal(0, 0.7, 20)).tolist(), sizes, NMPattern(2, 4))
+    assert len(set(counts)) == 3
+    kept = sum(n * size for n, size in zip(counts, sizes, strict=True)) / sum(sizes)
+    assert kept == pytest.approx(2, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", allocations())
+@pytest.mark.parametrize("pattern", ["2:4", "2:8", "4:8"])
+def test_every_allocation_keeps_the_budget_and_the_model(name, pattern, deep_model, batches):
+    model, before = deep_model().train(), deep_model().state_dict()
+    layers, parsed = prunable_layers(model, pattern), NMPattern.parse(pattern)
+    patterns = allocate(name, model, layers, batches, pattern, **OPTIONS[name])
+    assert list(patterns) == list(layers)
+    assert budget(layers, patterns) == parsed.density
+    assert {chosen.m for chosen in patterns.values()} == {parsed.m}
+    for index in range(BLOCKS):
+        assert len({patterns[layer] for layer in layers_of_block(model, index)}) == 1
+    assert (len(set(patterns.values())) > 1) == (name != "uniform")
+    assert patterns == allocate(name, model, layers, batches, pattern, **OPTIONS[name])
+    assert model.training
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_a_wide_spread_neither_empties_nor_fills_a_block(deep_model, batches):
+    model = deep_model()
+    layers = prunable_layers(model)
+    patterns = allocate("owl", model, layers, batches, "2:4", outlier_factor=2.0, spread=100.0)
+    assert {pattern.n for pattern in patterns.values()} >= {1, 3}
+    assert budget(layers, patterns) == 0.5
+
+
+@pytest.mark.parametrize("name", ["owl", "alphapruning"])
+def test_unequal_decoder_blocks_come_as_near_as_they_can(name, deep_model, batches):
+    """One decoder block without its MLP: the wishes are centred by weights, the budget is not met exactly."""
+    model, pattern = deep_model(4), NMPattern(2, 4)
+    layers = prunable_layers(model, exclude=[r"layers\.1\.mlp"])
+    blocks = by_decoder_block(model, layers)
+    patterns = allocate(name, model, layers, batches, pattern, **OPTIONS[name])
+    sizes = [sum(layer.weight.numel() for layer in block.values()) for block in blocks]
+    wishes = allocation(name).wish(model, blocks, batches, pattern, False, **OPTIONS[name])
+    counts = [next(patterns[layer].n for layer in block) for block in blocks]
+    assert len(set(sizes)) == 2
+    assert np.average(wishes, weights=sizes) == pytest.approx(2)
+    assert squared_distance(counts, wishes) == pytest.approx(best_by_trying(wishes, sizes, pattern)[1])
+    assert budget(layers, patterns) == pytest.approx(np.average(counts, weights=sizes) / 4)
+
+
+# ------------------------------------------------------------------------------------------------ pruning with it
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize("name", ["owl", "alphapruning"])
+def test_methods_follow_the_allocation(method, name, deep_model, batches):
+    model = deep_model()
+    layers = prunable_layers(model)
+    patterns = allocate(name, model, layers, batches, "2:4", **OPTIONS[name])
+    masks = prune_(model, method, batches, patterns)
+    assert list(masks) == list(layers)
+    assert {pattern.n for pattern in patterns.values()} == {1, 2, 3}
+    for layer_name, mask in masks.items():
+        pattern = patterns[layer_name]
+        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), layer_name
+        assert pattern.is_feasible(layers[layer_name].weight), layer_name
+    assert sum(mask.sum() for mask in masks.values()) == sum(mask.numel() for mask in masks.values()) / 2
+
+
+def test_uniform_is_no_allocation(deep_model, batches):
+    one, other = deep_model(), deep_model()
+    masks = prune_(one, "wanda", batches, "2:4")
+    patterns = allocate("uniform", other, prunable_layers(other), (), "2:4")
+    for name, mask in prune_(other, "wanda", batches, patterns).items():
+        assert torch.equal(mask, masks[name]), name
+
+
+def test_uniform_works_where_nothing_can_move(deep_model):
+    layers = prunable_layers(model := deep_model(1), "1:2")
+    assert set(allocate("uniform", model, layers, (), "1:2").values()) == {NMPattern(1, 2)}
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "options", "message"),
+    [
+        ("dlp", "2:4", {}, "'dlp'.*choose from alphapruning, owl, uniform"),
+        ("owl", "2:4", {"epsilon": 0.3}, "no option 'epsilon'; its options: outlier_factor, spread"),
+        ("uniform", "2:4", {"spread": 2.0}, "no option 'spread'; its options: none"),
+        ("owl", "1:2", {}, "'owl': 1:2 leaves no choice.*1 < n < m - 1"),
+        ("alphapruning", "3:4", {}, "'alphapruning': 3:4 leaves no choice"),
+        ("owl", "2:4", {"spread": 0.08, "outlier_factor": 2.0}, "'owl'.*no decoder block.*outlier_factor or spread"),
+        ("alphapruning", "2:4", {"epsilon": 0.01}, "'alphapruning'.*no decoder block.*epsilon"),
+        ("owl", "2:4", {"outlier_factor": 1e9}, "all 6 decoder blocks score 0.*lower outlier_factor"),
+        ("owl", "2:4", {"spread": -1.0}, "spread=-1.0 must be"),
+        ("owl", "2:4", {"outlier_factor": math.nan}, "outlier_factor=nan must be"),
+        ("alphapruning", "2:4", {"epsilon": 1.0}, "epsilon=1.0 must be below 1"),
+    ],
+)
+def test_bad_input_names_the_remedy(name, pattern, options, message, deep_model, batches):
+    model = deep_model()
+    with pytest.raises(InputError, match=message):
+        allocate(name, model, prunable_layers(model, pattern), batches, pattern, **options)
+
+
+@pytest.mark.parametrize("name", ["owl", "alphapruning"])
+def test_one_decoder_block_has_nobody_to_share_with(name, deep_model, batches):
+    model = deep_model(1)
+    with pytest.raises(InputError, match=f"'{name}': 1 decoder block with layers.*uniform"):
+        allocate(name, model, prunable_layers(model), batches, "2:4")
+    model = deep_model(3)
+    with pytest.raises(InputError, match="1 decoder block with layers"):
+        allocate(name, model, prunable_layers(model, include=[r"layers\.1\."]), batches, "2:4")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+def test_a_spectrum_that_is_not_finite_names_the_layer(value, deep_model):
+    model = deep_model()
+    decoder_blocks(model)[2].mlp.up_proj.weight.data[:] = value
+    with pytest.raises(InputError, match=r"'alphapruning': model\.layers\.2\.mlp\.up_proj: its spectrum"):
+        allocate("alphapruning", model, prunable_layers(model), (), "2:4")
+
+
+def test_owl_needs_finite_data(deep_model, batches):
+    model = deep_model()
+    with pytest.raises(InputError, match="'owl': no calibration sample"):
+        allocate("owl", model, prunable_layers(model), [], "2:4")
+    model.model.layers[1].input_layernorm.weight.data[0] = math.inf
+    with pytest.raises(InputError, match=r"'owl': model\.layers\.1\.self_attn\.q_proj: .*overflow"):
+        allocate("owl", model, prunable_layers(model), batches, "2:4")

@@ -1,0 +1,129 @@
+"""Conv1D and fused experts as nn.Linear layers: the same model, the same checkpoint, no copy."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tiny_models import COMMON, MODELS, save_tiny_model
+from tiny_models import tiny_model as own_layout
+from torch import nn
+
+from proxsparse.layout import unfold_
+from proxsparse.methods import prune_
+from proxsparse.models import copy_weights, load_model, prunable_layers, snap_
+
+IDS = torch.arange(3, 20)[None]
+
+
+def gpt_oss():
+    """Experts with biases, weights stored [in_features, out_features], and a gate of their own."""
+    torch.manual_seed(0)
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    config = transformers.AutoConfig.for_model("gpt_oss", **{**COMMON, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def nemotron_h():
+    """Experts without a gate."""
+    torch.manual_seed(0)
+    settings = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
+    settings |= {"layers_block_type": ["moe", "attention"], "head_dim": 8, "moe_shared_expert_intermediate_size": 16}
+    config = transformers.AutoConfig.for_model("nemotron_h", **{**COMMON, **settings})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+BUILDERS = {name: (lambda name=name: own_layout(name)) for name in MODELS} | {
+    "gpt-oss": gpt_oss,
+    "nemotron-h": nemotron_h,
+}
+FOLDED = ["gpt2", "mixtral", "qwen3-moe", "gpt-oss", "nemotron-h"]
+
+
+def logits(model):
+    """Of one sequence, with the plain loop over experts: transformers' other ways to compute them round differently."""
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_the_model_computes_the_same_and_has_the_same_state(family):
+    model, untouched = BUILDERS[family](), BUILDERS[family]()
+    expected, before = logits(untouched), untouched.state_dict()
+    assert unfold_(unfold_(model)) is model
+    assert torch.equal(logits(model), expected)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in untouched.parameters())
+    assert torch.equal(logits(model), expected)  # also after the weights have been joined for the state_dict
+
+
+@pytest.mark.parametrize("family", FOLDED)
+def test_every_matrix_of_a_decoder_block_is_a_linear_layer(family):
+    model = unfold_(BUILDERS[family]())
+    layers = {f"{name}.weight" for name in prunable_layers(model)}
+    matrices = {name for name, p in model.named_parameters() if p.ndim > 1 and ("layers." in name or ".h." in name)}
+    routers = {
+        name for name in matrices if name.endswith(("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight"))
+    }
+    assert layers == matrices - routers
+
+
+@pytest.mark.parametrize("family", FOLDED)
+def test_nothing_is_copied(family):
+    model = BUILDERS[family]()
+    stored = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for parameter in unfold_(model).parameters():
+        assert parameter.untyped_storage().data_ptr() in stored
+    state = model.state_dict()
+    stored = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
+    for parameter in model.parameters():  # nor does the joined state stand beside the parts
+        assert parameter.untyped_storage().data_ptr() in stored
+
+
+@pytest.mark.parametrize("family", FOLDED)
+def test_a_state_goes_in_as_it_came_out(family):
+    model, other = unfold_(BUILDERS[family]()), unfold_(BUILDERS[family]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    other.load_state_dict(model.state_dict())
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "qwen3-moe"])
+def test_a_pruned_checkpoint_has_the_familys_own_layout(family, tmp_path, batches):
+    folder = save_tiny_model(family, tmp_path / "model")
+    model, _ = load_model(str(folder))
+    pretrained = copy_weights(model)
+    masks = prune_(model, "wanda", batches)
+    snap_(model.to(torch.float32), pretrained, masks)
+    model.save_pretrained(tmp_path / "pruned")
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "pruned" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in before.items()} == {name: t.shape for name, t in after.items()}
+    kept = sum(mask.sum().item() for mask in masks.values())
+    assert sum((before[name] != 0).sum() - (after[name] != 0).sum() for name in before) == kept  # as many went
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "pruned").eval()
+    assert torch.equal(logits(plain), logits(model))
+
+
+def test_a_model_straight_from_transformers_is_pruned_too(batches):
+    model = own_layout("gpt2")
+    assert len(prune_(model, "wanda", batches)) == 8
+    weight = model.state_dict()["transformer.h.0.attn.c_attn.weight"]  # [in_features, out_features]
+    assert ((weight.T.unflatten(-1, (-1, 4)) != 0).sum(-1) == 2).all()
+
+
+def test_matrices_that_cannot_be_split_are_named(tiny_model):
+    model = tiny_model()
+    model.model.layers[1].mlp.experts = nn.Module()
+    model.model.layers[1].mlp.experts.weight = nn.Parameter(torch.zeros(4, 8, 8))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts: .* 4 matrices .*--exclude experts"):
+        prune_(model, "magnitude")
+    assert len(prune_(model, "magnitude", exclude=["experts"])) == 14

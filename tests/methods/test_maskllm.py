@@ -1,0 +1,278 @@
+"""MaskLLM: its distribution and schedules against the stated formulas, and whole runs on a tiny model."""
+
+import functools
+import math
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+import tiny_models
+import torch
+
+from proxsparse import NMPattern
+from proxsparse.errors import InputError
+from proxsparse.methods import maskllm, prune_
+from proxsparse.methods.block_masks import block_masks
+from proxsparse.models import prunable_layers
+
+FAST = {"learning_rate": 0.02, "final_learning_rate": 0.002}  # few steps: each must move the logits further
+
+
+@functools.cache
+def memorised():
+    """The state of a tiny model that has learned one text by heart, and the text as a batch."""
+    model = tiny_models.tiny_model("llama")
+    ids = torch.randint(3, 96, (2, 48), generator=torch.Generator().manual_seed(5))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(50):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    return model.state_dict(), batch
+
+
+@pytest.fixture
+def learned_model(tiny_model):
+    """A new copy of that model."""
+
+    def build():
+        model = tiny_model()
+        model.load_state_dict(memorised()[0])
+        return model
+
+    return build
+
+
+@torch.no_grad()
+def loss_of(model, batch):
+    return model(**batch).loss.item()
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The arguments (scale, tau) of every soft weight, step by step, of the first layer."""
+    calls, soft_weight = [], maskllm.soft_weight
+
+    def record(weight, logits, choices, scale, tau, generator):
+        calls.append((scale, tau))
+        return soft_weight(weight, logits, choices, scale, tau, generator)
+
+    monkeypatch.setattr(maskllm, "soft_weight", record)
+    return calls
+
+
+def test_the_learned_mask_beats_the_magnitude_mask(learned_model):
+    batch, (model, magnitude, prior) = memorised()[1], (learned_model() for _ in range(3))
+    dense = loss_of(model, batch)
+    prune_(magnitude, "magnitude")
+    prune_(prior, "sparsegpt", [batch], update_weights=False)
+    prune_(model, "maskllm", [batch], epochs=60, **FAST)
+    assert dense < 0.1
+    assert loss_of(model, batch) < 0.5 * loss_of(magnitude, batch)
+    assert loss_of(model, batch) < 0.5 * loss_of(prior, batch)
+
+
+@pytest.mark.parametrize("prior", ["magnitude", "wanda", "sparsegpt"])
+def test_without_learning_the_prior_stays(prior, learned_model):
+    batch, model, other = memorised()[1], learned_model(), learned_model()
+    still = {"learning_rate": 0.0, "final_learning_rate": 0.0, "prior_strength": 100.0}
+    masks = prune_(model, "maskllm", [batch], prior=prior, **still)
+    expected = prune_(other, prior, [batch], **({"update_weights": False} if prior == "sparsegpt" else {}))
+    assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:4", "4:8"])
+def test_the_prior_adds_its_overlap_in_deviations(pattern):
+    pattern = NMPattern.parse(pattern)
+    choices, generator = block_masks(pattern), torch.Generator().manual_seed(0)
+    prior = choices[torch.randint(len(choices), (64, 4), generator=generator)].flatten(-2)
+    logits = maskllm.first_logits(torch.zeros(64, 4 * pattern.m), choices, generator)
+    before = logits.detach().clone()
+    assert before.std().item() == pytest.approx(0.01, rel=0.1)
+    with torch.no_grad():
+        maskllm.lean_to_(logits, prior, choices, 3.0)
+    kept = list(combinations(range(pattern.m), pattern.n))
+    for row, block, k in [(0, 0, 0), (5, 1, len(kept) - 1), (63, 3, len(kept) // 2)]:
+        overlap = prior[row, block * pattern.m + torch.tensor(kept[k])].sum()
+        step = (overlap - pattern.n**2 / pattern.m) * 3 * before.std()
+        torch.testing.assert_close((logits - before)[row, block, k], step, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_follow_the_stated_distribution():
+    """P(mask_k is the largest) = softmax(scale * logits)_k, for any tau: the Gumbel-max trick."""
+    choices, generator = block_masks(NMPattern(2, 4)), torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.01, 0.0, -0.02, 0.0, 0.015, 0.005]).expand(20_000, 1, 6)
+    masks = maskllm.soft_weight(torch.ones(20_000, 4), logits, choices, 100.0, 1e-4, generator)
+    expected = (100 * logits[0, 0]).softmax(0)
+    found = torch.stack([(masks.round() == choice).all(1).float().mean() for choice in choices])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.015)
+
+
+def test_the_soft_mask_is_precise_under_autocast():
+    choices, logits = block_masks(NMPattern(2, 4)), torch.zeros(64, 8, 6)
+    draw = lambda: maskllm.soft_weight(  # noqa: E731
+        torch.ones(64, 32), logits, choices, 1.0, 1.0, torch.Generator().manual_seed(0)
+    )
+    expected = draw()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(draw(), expected)
+
+
+def test_a_soft_mask_keeps_n_weights_on_average_and_has_gradients():
+    choices, generator = block_masks(NMPattern(2, 4)), torch.Generator().manual_seed(0)
+    logits = maskllm.first_logits(torch.zeros(8, 12), choices, generator)
+    soft = maskllm.soft_weight(torch.ones(8, 12, dtype=torch.bfloat16), logits, choices, 100.0, 4.0, generator)
+    assert soft.dtype == torch.bfloat16
+    torch.testing.assert_close(soft.float().unflatten(1, (3, 4)).sum(-1), torch.full((8, 3), 2.0), rtol=0.02, atol=0)
+    soft.square().sum().backward()
+    assert (logits.grad != 0).all()
+
+
+def test_schedules(learned_model, recorded, monkeypatch):
+    batch, rates = memorised()[1], []
+    step = torch.optim.AdamW.step
+
+    def record(optimizer):
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert optimizer.defaults["betas"] == (0.9, 0.95)
+        assert (optimizer.defaults["eps"], optimizer.defaults["weight_decay"]) == (1e-5, 0.1)
+        return step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    prune_(learned_model(), "maskllm", [batch] * 2, epochs=4, prior="none", include=[r"layers\.1\.mlp\.up_proj"])
+    times = [t / 8 for t in range(8)]
+    assert [scale for scale, _ in recorded] == pytest.approx([100 + 400 * t for t in times])
+    assert [tau for _, tau in recorded] == pytest.approx([4 - 3.95 * t for t in times])
+    assert rates == pytest.approx([5e-5 + 4.5e-4 * (1 + math.cos(math.pi * t)) / 2 for t in times])
+
+
+def test_the_regulariser_prefers_large_weights(learned_model):
+    batch, model, magnitude = memorised()[1], learned_model(), learned_model()
+    only = {"include": [r"layers\.0\.mlp"]}
+    settings = {"prior": "none", "epochs": 40, "max_grad_norm": 1e9, "weight_reg": 1e3}
+    masks = prune_(model, "maskllm", [batch], **settings, **FAST, **only)
+    expected = prune_(magnitude, "magnitude", **only)
+    same = [(masks[name] == mask).float().mean().item() for name, mask in expected.items()]
+    assert min(same) > 0.9
+
+
+def test_each_step_has_its_own_gradient_and_the_regulariser_fades_out(learned_model, monkeypatch):
+    norms, bonus, backward = [], [], torch.Tensor.backward
+    squared_norm, language_loss = maskllm.squared_norm, maskllm.language_loss
+
+    def record_norm(weights, device):
+        norms.append(squared_norm(weights, device))
+        return norms[-1]
+
+    def record_loss(*arguments):
+        bonus.append(language_loss(*arguments))
+        return bonus[-1]
+
+    def record_backward(objective, **keywords):
+        assert all(logits.grad is None for logits in keywords["inputs"])  # nothing left of the last step
+        bonus[-1] = (bonus[-1] - objective).item()
+        backward(objective, **keywords)
+
+    monkeypatch.setattr(maskllm, "squared_norm", record_norm)
+    monkeypatch.setattr(maskllm, "language_loss", record_loss)
+    monkeypatch.setattr(torch.Tensor, "backward", record_backward)
+    prune_(learned_model(), "maskllm", [memorised()[1]], epochs=4, prior="none", weight_reg=0.1)
+    assert bonus == pytest.approx([0.1 * (1 - t / 4) * norm.item() for t, norm in enumerate(norms)], rel=1e-4)
+
+
+def test_the_gradient_is_clipped(learned_model):
+    batch, settings = memorised()[1], {"epochs": 3, "prior": "none", "weight_decay": 0.0, **FAST}
+    still, clipped, free = (
+        prune_(learned_model(), "maskllm", [batch], **settings, **options)
+        for options in ({"max_grad_norm": 0.0}, {"max_grad_norm": 1e-9}, {})
+    )
+    assert all(torch.equal(mask, clipped[name]) for name, mask in still.items())
+    assert not all(torch.equal(mask, free[name]) for name, mask in still.items())
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8"])
+def test_exactly_nm_with_kept_weights_bit_equal(pattern, learned_model):
+    model, dense, batch = learned_model(), memorised()[0], memorised()[1]
+    masks = prune_(model, "maskllm", [batch], pattern, epochs=3, **FAST)
+    pattern = NMPattern.parse(pattern)
+    for name, layer in prunable_layers(model, pattern).items():
+        mask, weight = masks[name], layer.weight.detach()
+        assert (pattern.blocks(mask).sum(-1) == pattern.n).all()
+        assert torch.equal(weight[mask], dense[f"{name}.weight"][mask])
+        assert (weight[~mask].view(torch.int32) == 0).all()  # +0.0
+
+
+def test_the_seed_decides(learned_model):
+    batch = memorised()[1]
+    one, again, other = (
+        prune_(learned_model(), "maskllm", [batch], epochs=3, prior="none", seed=seed) for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(mask, again[name]) for name, mask in one.items())
+    assert not all(torch.equal(mask, other[name]) for name, mask in one.items())
+
+
+def interrupt(*_arguments, **_keywords):
+    raise KeyboardInterrupt
+
+
+def half_done(model, layers, *_arguments, **_keywords):
+    for layer in layers.values():
+        layer.weight.zero_()
+    interrupt()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replacement"),
+    [
+        (maskllm, "method", lambda name: SimpleNamespace(options={}, prune=half_done)),
+        (torch.nn.Linear, "forward", interrupt),
+        (torch.optim.AdamW, "step", interrupt),
+    ],
+    ids=["in the prior", "in the model", "at a step"],
+)
+def test_an_interruption_leaves_the_model_as_it_was(owner, name, replacement, learned_model, monkeypatch):
+    model, (dense, batch) = learned_model().train(), memorised()
+    parameters = dict(model.named_parameters())
+    monkeypatch.setattr(owner, name, replacement)
+    with pytest.raises(KeyboardInterrupt):
+        prune_(model, "maskllm", [batch], prior="magnitude")
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+    assert list(model.state_dict()) == list(dense)
+    assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in after.values())
+    assert all(module.training for module in model.modules())
+
+
+def test_labels_default_to_the_real_tokens(tiny_model, batches):
+    batch = dict(batches[0])
+    padded = {name: torch.nn.functional.pad(batch[name], (0, 3), value=0) for name in ("input_ids", "attention_mask")}
+    model = tiny_model()
+    loss = maskllm.language_loss(model, {}, padded)
+    expected = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_loss_that_is_not_finite(tiny_model, batches):
+    model = tiny_model()
+    model.lm_head.weight.data[0] = torch.nan
+    with pytest.raises(InputError, match=r"at step 1 of 3 the loss is nan, .*lower learning_rate"):
+        prune_(model, "maskllm", batches, prior="none")
+
+
+def test_a_gradient_that_is_not_finite(tiny_model, batches):
+    with pytest.raises(InputError, match=r"at step 1 of 3 the loss is \d.*, the norm of its gradient nan; "):
+        prune_(tiny_model(), "maskllm", batches, prior="none", weight_reg=1e300)
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"final_tau": 0.0}])
+def test_bad_options(options, tiny_model, batches):
+    with pytest.raises(InputError, match="at least one batch and one epoch, and a tau above 0"):
+        prune_(tiny_model(), "maskllm", batches, **options)
+
+
+def test_an_unknown_prior_lists_the_choices(tiny_model, batches):
+    with pytest.raises(InputError, match=r"'obs'.*wanda"):
+        prune_(tiny_model(), "maskllm", batches, prior="obs")

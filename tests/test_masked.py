@@ -1,0 +1,109 @@
+"""Learning under the mask: the model computes with W0 under the current mask, the gradient reaches every weight."""
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from proxsparse import NMPattern, learning, nm_mask
+from proxsparse.config import parse_config
+from proxsparse.errors import InputError
+from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, learned_weight, ranking, start_from_
+from proxsparse.methods import method, prune_
+from proxsparse.models import copy_weights, prunable_layers, snap_
+
+PATTERN = NMPattern(2, 4)
+
+
+def layer_and_scale(rows=6, columns=16):
+    layer = nn.Linear(columns, rows, bias=False)
+    layer.weight.data[0, :3] = 0.0  # pretrained zeros are common: a block may hold several
+    return layer, torch.rand(columns) + 0.5
+
+
+def test_the_forward_pass_sees_the_mask_and_the_gradient_does_not():
+    layer, scale = layer_and_scale()
+    pretrained = layer.weight.detach().clone()
+    mask = nm_mask((pretrained * scale).abs(), PATTERN)
+    learn_under_masks_({"a": layer}, {}, {"a": scale}, PATTERN)
+    inputs = torch.randn(5, 16)
+    output = layer(inputs)
+    torch.testing.assert_close(output, inputs @ torch.where(mask, pretrained, 0.0).T)
+    output.square().sum().backward()
+    torch.testing.assert_close(learned_weight(layer).grad, 2 * output.detach().T @ inputs)  # dense: pruned ones too
+
+
+def test_one_mask_a_step_gathers_the_gradients_of_all_forward_passes():
+    layer, scale = layer_and_scale()
+    learn_under_masks_({"a": layer}, {}, {"a": scale}, PATTERN)
+    inputs = torch.randn(2, 5, 16)
+    layer(inputs).square().sum().backward()
+    expected = learned_weight(layer).grad.clone()
+    learned_weight(layer).grad = None
+    with parametrize.cached():
+        for batch in inputs:
+            layer(batch).square().sum().backward()
+    torch.testing.assert_close(learned_weight(layer).grad, expected)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8"])
+def test_learning_starts_from_the_given_mask(pattern):
+    pattern = NMPattern.parse(pattern)
+    layer, scale = layer_and_scale()
+    weight = layer.weight.detach().clone() + 0.01  # no zeros
+    learned, mask = weight.clone(), nm_mask(torch.rand_like(weight), pattern)
+    start_from_(learned, mask, scale, pattern)
+    assert torch.equal(nm_mask(ranking(learned, scale, weight), pattern), mask)
+    assert torch.equal(learned.sign(), weight.sign())
+    sizes = [pattern.blocks((w * scale).abs()).sort(-1).values for w in (learned, weight)]
+    torch.testing.assert_close(*sizes)  # the same sizes, dealt out anew
+    again = weight.clone()
+    start_from_(again, nm_mask((weight * scale).abs(), pattern), scale, pattern)
+    torch.testing.assert_close(again, weight)  # its own mask changes nothing
+
+
+def test_a_learned_weight_of_the_wrong_sign_is_pruned():
+    pretrained, learned = torch.tensor([[1.0, 1.0, -1.0, 1.0]]), torch.tensor([[-9.0, 0.1, -0.2, 0.05]])
+    assert nm_mask(ranking(learned, None, pretrained), PATTERN).tolist() == [[False, True, True, False]]
+
+
+def test_what_is_saved_is_what_was_measured():
+    model = tiny_models.tiny_model("llama")
+    layers = prunable_layers(model)
+    config = parse_config(["--model", "x", "--forward", "masked", "--metric", "none"])
+    pretrained = copy_weights(model)
+    learn_under_masks_(layers, {}, {}, PATTERN)
+    with torch.no_grad():
+        for layer in layers.values():
+            learned_weight(layer).add_(0.02 * torch.randn(layer.weight.shape))
+    ids = torch.randint(0, 50, (2, 12))
+    measured = model(input_ids=ids).logits
+    masks = learning.current_masks(layers, {}, pretrained, config)
+    end_learning_under_masks_(layers)
+    snap_(model, pretrained, masks)
+    assert torch.equal(model(input_ids=ids).logits, measured)
+    assert set(dict(model.named_parameters())) == set(pretrained)
+
+
+def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
+    model, twin = tiny_models.tiny_model("llama"), tiny_models.tiny_model("llama")
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in torch.randint(0, 50, (3, 1, 24))]
+    before = copy_weights(model)
+    masks = learning.starting_masks(method("sparsegpt"), model, prunable_layers(model), batches, PATTERN)
+    expected = prune_(twin, "sparsegpt", batches)
+    assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--forward", "dense", "--start", "swap"], "--start swap"),
+        (["--forward", "masked", "--frozen_lambda", "0.1"], "--frozen_lambda 0.1"),
+        (["--metric", "activation", "--forward", "dense", "--reg_lambda", "0"], "needs a lambda above 0"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, words):
+    with pytest.raises(InputError, match=words):
+        parse_config(["--model", "x", *flags])
