@@ -31,11 +31,12 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.methods import methods
+from proxsparse.models import check_length
 from proxsparse.report import shortened
 from proxsparse.run import finite
 
 # What makes two rows the same measurement; the commit does not, see --again.
-IDENTITY = ("method", "model", "data", "seq_len", "task", "settings", "device")
+IDENTITY = ("method", "model", "data", "seq_len", "task", "lm_eval", "settings", "device")
 METHODS = ["dense", *(name for name in methods() if name != TRAINED), TRAINED]
 
 
@@ -53,10 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse_arguments(arguments)
     contenders = [one_shot(text, args) for text in args.methods] + [saved(text) for text in args.masks]
-    names = [contender.name for contender in contenders]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"{twice!r} is there twice: a row needs a name of its own")
     measurements = [perplexity_on(text, args) for text in args.eval_data] + tasks_of(args)
+    for names in ([contender.name for contender in contenders], [column(each.key) for each in measurements]):
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"{twice!r} is there twice: a line or column of the table needs a name of its own")
     if not contenders:
         raise InputError("nothing to compare: name some --methods or --masks")
     if not measurements:
@@ -125,6 +126,7 @@ def perplexity_on(source: str, args: argparse.Namespace) -> Measurement:
     compute_dtype = choose_precision(args.precision, choose_device(args.device))[1]
 
     def measure(model, tokenizer) -> dict:
+        check_length(model, args.eval_seq_len, "eval_seq_len")
         texts = load_texts(source, evaluation_split(source), limit=read_limit(source))
         tokens = evaluation_tokens(texts, tokenizer)
         result = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
@@ -148,11 +150,10 @@ def accuracy_in(task: str, args: argparse.Namespace) -> Measurement:
 
     def measure(model, tokenizer) -> dict:
         options = {"autocast_dtype": compute_dtype, "batch_size": args.batch_size}
-        found = zero_shot.zero_shot(model, tokenizer, [task], args.data_dir, args.limit, **options)[task]
-        return found | {"lm_eval": version("lm_eval")}
+        return zero_shot.zero_shot(model, tokenizer, [task], args.data_dir, args.limit, **options)[task]
 
     settings = {"limit": args.limit, "task_data": label(args.data_dir) if args.data_dir else "hub"}
-    return Measurement({"task": task}, settings, measure)
+    return Measurement({"task": task, "lm_eval": version("lm_eval")}, settings, measure)
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -208,7 +209,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def column(row: dict) -> str:
-    """The head of the row's column: the text or the task."""
+    """The head of the column of a row or a key: the text or the task."""
     return row.get("task") or row["data"]
 
 

@@ -1,5 +1,6 @@
 """Who is in the table of compare_methods.py: one-shot and learning methods, learned masks, saved checkpoints."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from proxsparse import train
 from proxsparse.checkpoint import load_masks, masks_sha256, pack_mask, staged, unpack_mask, write_file
-from proxsparse.config import parse_config
+from proxsparse.config import NOT_REPEATED, TrainConfig, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError
@@ -26,7 +27,9 @@ from proxsparse.methods.allocation import allocate, allocation
 from proxsparse.models import load_model, prunable_layers
 
 TRAINED = "proxsparse"  # in the table it stands beside the registered methods
+NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to")  # flags of proxsparse.train that do not change the masks
 SHARED_FLAGS = ("model", "data", "num_samples", "seq_len", "packing", "seed", "pattern", "precision", "device")
+NOT_OPTIONS = (*SHARED_FLAGS, "eval_data")  # what the rows say elsewhere, or what they measure themselves
 BOOLEANS = {"true": True, "false": False}
 
 
@@ -63,12 +66,11 @@ def one_shot(text: str, args) -> Contender:
     first, plus, second = text.partition("+")
     chosen, options = with_options(first, method)
     shared, its_options = with_options(second, allocation) if plus else (None, {})
-    settings = {"pattern": args.pattern} | ({"options": options} if options else {})
     if "seed" in chosen.options:  # one seed for the documents and the method, as in proxsparse.prune
         options = {"seed": args.seed} | options
-        settings |= {"seed": args.seed}
+    settings = {"pattern": args.pattern, "options": chosen.options | options}  # a default may change one day
     if shared:
-        settings |= {"allocation": shared.name} | ({"allocation_options": its_options} if its_options else {})
+        settings |= {"allocation": shared.name, "allocation_options": shared.options | its_options}
     needs_data = chosen.needs_data or (shared is not None and shared.needs_data)
     if needs_data:
         settings |= calibration_settings(args)
@@ -87,7 +89,7 @@ def one_shot(text: str, args) -> Contender:
 
 
 def with_options(text: str, find: Callable) -> tuple[object, dict]:
-    """NAME:OPTION=VALUE,... -> the table's entry (`find(name)`) and the options that are not at their default."""
+    """NAME:OPTION=VALUE,... -> the table's entry (`find(name)`) and the options that are given."""
     name, _, rest = text.partition(":")
     chosen, options = find(name), {}
     for item in rest.split(",") if rest else ():
@@ -96,8 +98,7 @@ def with_options(text: str, find: Callable) -> tuple[object, dict]:
             known = ", ".join(f"{known}={default}" for known, default in chosen.options.items()) or "none"
             raise InputError(f"{text!r}: {item!r} is not an option of {name} with a value; its options: {known}")
         options[option] = converted(value, chosen.options[option], f"{text!r}: {option}")
-    # a default that is said aloud is the same measurement; except the seed's, in whose place comes --seed
-    return chosen, {key: value for key, value in options.items() if value != chosen.options[key] or key == "seed"}
+    return chosen, options
 
 
 def converted(value: str, default: object, what: str) -> object:
@@ -119,8 +120,8 @@ def trained(text: str, args) -> Contender:
     options = {name: value for name, _, value in items}
     shared = {name: getattr(args, name) for name in SHARED_FLAGS} | {"eval_data": "none"}
     flags = [word for name, value in (shared | options).items() for word in (f"--{name}", str(value))]
-    parse_config(flags)
-    settings = {"pattern": args.pattern} | calibration_settings(args) | ({"options": options} if options else {})
+    chosen = {name: value for name, value in settings_of(parse_config(flags)).items() if name not in NOT_OPTIONS}
+    settings = {"pattern": args.pattern} | calibration_settings(args) | {"options": chosen}
 
     def learn(model: nn.Module, tokenizer: object) -> dict[str, Tensor]:
         args.work_dir.mkdir(parents=True, exist_ok=True)
@@ -133,6 +134,13 @@ def trained(text: str, args) -> Contender:
         return masks
 
     return Contender(text, "frozen", settings, learn, keep=True)
+
+
+def settings_of(config: TrainConfig) -> dict:
+    """Every flag of proxsparse.train that changes the masks and is not at its default, or whose default varies."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    values = dataclasses.asdict(config).items()
+    return {name: value for name, value in values if value != defaults[name] and name not in NOT_SETTINGS}
 
 
 def calibration_settings(args) -> dict:

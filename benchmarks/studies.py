@@ -13,7 +13,6 @@ study goes on where it stopped, and studies share their runs.
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import shlex
@@ -26,12 +25,13 @@ from unittest.mock import patch
 import common
 import study_plots
 import torch
-from compare_methods import label, quoted, read_rows
+from compare_methods import quoted, read_rows
+from contenders import NOT_SETTINGS, digest, label, settings_of
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from proxsparse import train
 from proxsparse.checkpoint import write_file
-from proxsparse.config import NOT_REPEATED, TrainConfig, parse_config
+from proxsparse.config import TrainConfig, parse_config
 from proxsparse.device import choose_device
 from proxsparse.errors import InputError, run_command
 from proxsparse.optim.groups import pruned_parameters
@@ -40,7 +40,6 @@ from proxsparse.report import read_metrics, read_result
 
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.
 PROJECTION = 1e9
-NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to")  # flags of proxsparse.train that do not change the masks
 QUICK_FLAGS = ["--num_samples", "16", "--seq_len", "64", "--eval_seq_len", "64", "--eval_max_windows", "2"]
 PROVENANCE = "provenance.json"  # device, versions and commit of a run, written when all else is there
 CURVE_POINTS = 100  # of a run's curve in its row, at most
@@ -160,9 +159,10 @@ def run_study(name: str, args: argparse.Namespace, flags: list[str]) -> None:
     study, config, known = STUDIES[name], parse_config(flags), read_rows(args.results)
     if study.curve is None and config.eval_data == "none":
         raise InputError(f"{name}: its figure is the perplexity; give an --eval_data")
-    rows = []
-    for value in chosen_values(name, args):
-        settings = study.sweep.settings(value, config)
+    cells, rows = {value: study.sweep.settings(value, config) for value in chosen_values(name, args)}, []
+    for settings in cells.values():
+        parse_config([*flags, *flags_for(settings)])  # what is refused is refused before the first run
+    for value, settings in cells.items():
         print(f"\n{name}, {cell_name(value)}: {settings or 'as the flags say'}", file=sys.stderr)
         folder = run_cell([*flags, *flags_for(settings)], math.inf == settings.get("frozen_lambda"), args)
         row = row_of(name, value, settings, flags, folder)
@@ -208,7 +208,8 @@ def flags_for(settings: dict[str, float]) -> list[str]:
 def run_cell(flags: list[str], frozen: bool, args: argparse.Namespace) -> Path:
     """The folder of a finished run with these flags, run now unless it is there."""
     config = parse_config(flags)
-    folder = args.output_dir / "cells" / f"{label(config.model)}-{digest(config, frozen)}"
+    settings = settings_of(config) | {"hard_frozen_weights": frozen}
+    folder = args.output_dir / "cells" / f"{label(config.model)}-{digest(settings)}"
     if not args.again and (folder / PROVENANCE).exists() and is_finished(folder, config):
         print(f"{folder}: is there already; --again runs it anew", file=sys.stderr)
         return folder
@@ -223,19 +224,6 @@ def run_cell(flags: list[str], frozen: bool, args: argparse.Namespace) -> Path:
     where = common.provenance(choose_device(config.device))
     write_file(folder / PROVENANCE, json.dumps(where).encode())
     return folder
-
-
-def settings_of(config: TrainConfig) -> dict:
-    """What the user, a recipe or a study has set: every flag that is not at its default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    values = dataclasses.asdict(config).items()
-    return {name: value for name, value in values if value != defaults[name] and name not in NOT_SETTINGS}
-
-
-def digest(config: TrainConfig, frozen: bool) -> str:
-    """Ten digits that differ where the settings do."""
-    text = json.dumps([settings_of(config), frozen], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def is_finished(folder: Path, config: TrainConfig) -> bool:

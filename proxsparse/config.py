@@ -56,7 +56,7 @@ class TrainConfig:
     num_samples: int = flag(400, "calibration samples")
     seq_len: int = flag(512, "tokens of a sample at most; never taken from the model")
     packing: bool = flag(
-        False, "join documents into full windows; default: one truncated document a sample (the paper)"
+        False, "join documents into full windows; without it a sample is one truncated document (the paper)"
     )
     num_train_epochs: float = flag(1.0, "passes over the samples")
     max_steps: int = flag(-1, "optimizer steps; -1: as many as the epochs give")
@@ -75,7 +75,9 @@ class TrainConfig:
         "the current mask, the gradient goes straight through; default: masked in the activation metric",
     )  # fmt: skip
     distill: float = flag(0.0, "share in the loss of the divergence from the dense model, 0 to 1; the rest: the text")
-    start: str = flag("pretrained", "the mask to start from: a layer-by-layer method, such as swap; or pretrained")
+    start: str = flag(
+        "pretrained", "the mask to start from: that of a method, such as swap; pretrained: that of the weights"
+    )
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
         None,
@@ -92,7 +94,7 @@ class TrainConfig:
         "all",
         "prunable",
         default=None,
-        help="which weights the gradient moves while learning; default: prunable in the activation metric, else all",
+        help="which weights the gradient moves; default: all with --metric none and --forward dense, else prunable",
     )
 
     learning_rate: float | None = flag(None, "default 5e-3 (dimensionless) in the activation metric, 1e-4 otherwise")
@@ -106,7 +108,7 @@ class TrainConfig:
 
     precision: str = choice(
         "auto", "fp32", "mixed", "bf16", default="auto",
-        help="mixed: fp32 weights, bf16 compute; bf16: all bf16, as the paper, but rounded stochastically; "
+        help="mixed: fp32 weights, bf16 compute; bf16: all bf16, as the paper, but learned with stochastic rounding; "
         "auto: mixed where bf16 is fast, else fp32",
     )  # fmt: skip
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
@@ -129,6 +131,8 @@ class TrainConfig:
             if allowed and value is not None and value not in allowed:
                 raise InputError(f"--{field_.name} {value}: must be one of {', '.join(allowed)}")
         defaults = METRIC_DEFAULTS[self.metric]
+        if self.forward == "masked":  # if the other weights moved, the loss would not be that of the saved model
+            defaults = defaults | {"update": "prunable"}
         for name in defaults:
             if getattr(self, name) is None and not (name == "reg_lambda_rel" and self.reg_lambda is not None):
                 setattr(self, name, defaults[name])
@@ -150,14 +154,17 @@ class TrainConfig:
             )
         if self.forward == "dense" and self.metric == "activation" and 0 in (self.reg_lambda, self.reg_lambda_rel):
             raise InputError(
-                "--metric activation --forward dense needs a lambda above 0: it is the metric of the prox; or "
-                "--metric none, or --forward masked"
+                "--metric activation --forward dense needs a lambda above 0, as the metric acts in the prox alone; "
+                "raise --reg_lambda_rel, or give --metric none or --forward masked"
             )
         if self.forward == "dense" and self.start != "pretrained":
-            raise InputError(f"--start {self.start}: dense learning starts from the weights; or --forward masked")
+            raise InputError(
+                f"--start {self.start} needs --forward masked: dense learning starts from the pretrained weights"
+            )
         if self.forward == "masked" and self.frozen_lambda:
             raise InputError(
-                f"--frozen_lambda {self.frozen_lambda}: with --forward masked the weights are frozen already; give 0"
+                f"--frozen_lambda {self.frozen_lambda} needs --forward dense: under the mask the weights are frozen "
+                "already"
             )
         return self
 
@@ -194,7 +201,8 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     from_recipe = read_settings(recipe_path(recipe), "recipe") if recipe else {}
     merged: dict = {}
     for source in (from_recipe, from_file, given):
-        if source.get("metric", merged.get("metric")) != merged.get("metric"):
+        metric = merged.get("metric", TrainConfig.metric)
+        if source.get("metric", metric) != metric:
             for name in METRIC_DEFAULTS["none"]:
                 merged.pop(name, None)
         for pair in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
@@ -225,18 +233,23 @@ def command_line(arguments: list[str]) -> dict:
     )
     types = typing.get_type_hints(TrainConfig)
     for field_ in dataclasses.fields(TrainConfig):
-        help_text = field_.metadata["help"] + (f" (default: {field_.default})" if field_.default is not None else "")
-        choices, wanted = field_.metadata.get("choices"), types[field_.name]
-        shape = {"nargs": "?", "const": "true"} if wanted is bool else {"nargs": "+"} if wanted == LIST else {}
-        parser.add_argument(
-            f"--{field_.name}",
-            default=argparse.SUPPRESS,
-            help=help_text.replace("%", "%%"),
-            metavar="|".join(choices) if choices else METAVARS.get(wanted, "VALUE"),
-            **shape,
-        )
+        add_field(parser, field_, types[field_.name])
     given = vars(parser.parse_args(arguments))
     return {name: converted(f"--{name}", value, types[name]) for name, value in given.items()}
+
+
+def add_field(parser: argparse.ArgumentParser, field_: dataclasses.Field, kind) -> None:
+    """The flag of a field of TrainConfig, with its default in the help."""
+    default = "" if field_.default is None else f" (default: {str(field_.default).lower()})"
+    add_flag(parser, field_.name, kind, field_.metadata["help"] + default, field_.metadata.get("choices"))
+
+
+def add_flag(parser, name: str, kind, help_text: str, choices: list[str] | None = None) -> None:
+    """One flag, whose value stays text; absent from the result where the command line does not name it."""
+    shape = {"nargs": "?", "const": "true"} if kind is bool else {"nargs": "+"} if kind == LIST else {}
+    metavar = "|".join(choices) if choices else METAVARS.get(kind, "VALUE")
+    help_text = help_text.replace("%", "%%")
+    parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=help_text, metavar=metavar, **shape)
 
 
 def recipe_path(name: str) -> Path:

@@ -314,6 +314,13 @@ def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[
         generator.shuffle(order)
 
 
+def single_samples(batches: Iterable[dict[str, Tensor]]) -> Iterator[Tensor]:
+    """The samples of all batches one at a time: input_ids, [1, T], without padding."""
+    for batch in batches:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            yield ids[mask.bool()][None]
+
+
 def packed_samples(documents: Iterable[str], tokenizer, num_samples: int, seq_len: int) -> list[list[int]]:
     """At most `num_samples` windows of exactly `seq_len` tokens of document, eos, document, eos, ..."""
     stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id

@@ -2,19 +2,20 @@
 
 import math
 import signal
-import sys
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from proxsparse.config import TrainConfig
+from proxsparse.data import IGNORED_LABEL
+from proxsparse.device import autocast
+from proxsparse.distillation import calibration_loss
 from proxsparse.errors import InputError
-from proxsparse.masked import learned_weight, ranking
-from proxsparse.methods import Method
+from proxsparse.masked import learned_weight, pretrained_weight, ranking
 from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
-from proxsparse.patterns import NMPattern
 
 
 def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
@@ -70,24 +71,6 @@ def prox_adamw(
     return optimizer
 
 
-@torch.no_grad()
-def starting_masks(
-    start: Method | None,
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    batches: list[dict[str, Tensor]],
-    pattern: NMPattern,
-) -> dict[str, Tensor]:
-    """The masks of a method on the calibration samples, {} for None. The weights stay as they are."""
-    if start is None:
-        return {}
-    weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
-    masks = start.prune(model, layers, batches, dict.fromkeys(layers, pattern), progress=sys.stderr.isatty())
-    for name, layer in layers.items():
-        layer.weight.copy_(weights[name])
-    return masks
-
-
 REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}
 DECAYS = {  # share of the steps after the warm-up that is done -> factor of the learning rate
     "linear": lambda done: 1 - done,
@@ -112,9 +95,7 @@ def step_count(batches: int, config: TrainConfig) -> int:
 
 
 @torch.no_grad()
-def current_masks(
-    layers: dict[str, nn.Linear], metric: dict[str, Tensor], pretrained: dict[str, Tensor], config: TrainConfig
-) -> dict[str, Tensor]:
+def current_masks(layers: dict[str, nn.Linear], metric: dict[str, Tensor], config: TrainConfig) -> dict[str, Tensor]:
     """The masks of the learned weights: layer name -> bool [out_features, in_features] on the CPU, True = kept.
 
     Raises:
@@ -125,7 +106,7 @@ def current_masks(
         weight = learned_weight(layer)
         if not weight.isfinite().all():
             raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
-        signs = pretrained[f"{name}.weight"].to(weight.device) if config.forward == "masked" else None
+        signs = pretrained_weight(layer) if config.forward == "masked" else None
         masks[name] = nm_mask(ranking(weight, metric.get(name), signs), config.pattern).cpu()
     return masks
 
@@ -137,6 +118,24 @@ def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
         # renamed in transformers 5.2x; the old name is deprecated there
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+
+
+def backward(
+    model: nn.Module, batches: list[dict[str, Tensor]], compute_dtype: torch.dtype | None, distill: float
+) -> float:
+    """Adds the gradient of the loss, the mean over all tokens that the batches predict, to `.grad`; returns the loss.
+
+    A batch counts by its tokens: a short document is as noisy as it is short.
+    """
+    predicted = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
+    loss = 0.0
+    with parametrize.cached():  # one mask for all forward passes of a step
+        for batch, count in zip(batches, predicted, strict=True):
+            with autocast(model.device, compute_dtype):
+                batch_loss = calibration_loss(model, batch, distill) * (count / sum(predicted))
+            batch_loss.backward()
+            loss += batch_loss.item()
+    return loss
 
 
 class StopSignal:

@@ -1,8 +1,9 @@
 """Learning under the mask: the forward pass sees W0 under the current mask, the gradient goes straight through to v.
 
 Dense learning ends with a jump: blocks that are not N:M yet are cut, and what the kept weights have learned is put back
-to W0. Here every step measures the model that is saved in the end, so nothing is left to jump. The learned weights are
-only what ranks; the prox holds back, as ever, the weights that matter little beside their block.
+to W0. Here every step measures the model that would be saved, so nothing is left to jump (with --update all only these
+layers: the others still return to W0). The learned weights are only what ranks; the prox holds back, as ever, the
+weights that matter little beside their block.
 """
 
 import torch
@@ -16,6 +17,11 @@ from proxsparse.patterns import NMPattern
 def learned_weight(layer: nn.Linear) -> nn.Parameter:
     """The parameter that the optimizer moves, [out_features, in_features]: under a mask another than `layer.weight`."""
     return layer.parametrizations.weight.original if parametrize.is_parametrized(layer, "weight") else layer.weight
+
+
+def pretrained_weight(layer: nn.Linear) -> Tensor:
+    """W0 of a layer that learns under a mask; of any other `layer.weight`, which is W0 until it learns."""
+    return layer.parametrizations.weight[0].pretrained if parametrize.is_parametrized(layer, "weight") else layer.weight
 
 
 def ranking(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
@@ -49,9 +55,9 @@ class MaskedWeight(nn.Module):
 
     @torch.no_grad()
     def masked(self, learned: Tensor) -> Tensor:
-        """[out_features, in_features], in the dtype of the learned weights."""
+        """[out_features, in_features]"""
         mask = nm_mask(ranking(learned, self.scale, self.pretrained), self.pattern)
-        return torch.where(mask, self.pretrained, 0.0).to(learned.dtype)
+        return torch.where(mask, self.pretrained, 0.0)
 
     def forward(self, learned: Tensor) -> Tensor:
         return StraightThrough.apply(learned, self.masked(learned))
@@ -88,6 +94,7 @@ def start_from_(weight: Tensor, mask: Tensor, scale: Tensor | None, pattern: NMP
     """Learned weights whose mask is `mask`: |c * w| is dealt out anew in every block, the n largest to the kept ones.
 
     Within the kept ones, and within the others, the order of |c * w| stays; signs stay; W0 = 0 stays 0. In place.
+    Only where two sizes are equal in the dtype of `weight`, or W0 is 0, may the mask begin with another of the two.
 
     Args:
         weight: [out_features, in_features].

@@ -1,7 +1,11 @@
 """The activation metric: every weight in the unit in which it matters, so that one lambda and one step fit all."""
 
+from itertools import islice
+
 import torch
 from torch import Tensor, nn
+
+from proxsparse.data import single_samples
 
 # A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
 DEAD_FEATURE = 1e-4
@@ -30,23 +34,12 @@ def activation_metric(
 
     handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
     try:
-        for ids in single_samples(batches, samples):
+        for ids in islice(single_samples(batches), samples):
             model(input_ids=ids.to(model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
     return {name: normalised_metric(layers[name].weight, square.sqrt()) for name, square in squares.items()}
-
-
-def single_samples(batches: list[dict[str, Tensor]], samples: int):
-    """The first samples one at a time, [1, T] without padding."""
-    rows = (
-        ids[mask.bool()][None]
-        for batch in batches
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    )
-    for _, ids in zip(range(samples), rows, strict=False):
-        yield ids
 
 
 def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:

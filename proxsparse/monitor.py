@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from proxsparse.masked import learned_weight, ranking
+from proxsparse.masked import learned_weight, pretrained_weight, ranking
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import nm_mask
 
@@ -30,8 +30,8 @@ class MaskMonitor:
         self.stride = [max(1, weight.numel() // pattern.m // BLOCKS_PER_LAYER) for weight in self.weights]
         ones = {name: weight.new_ones(weight.shape[-1]) for name, weight in weights.items()}
         self.scale = self._sample([(metric or ones)[name].expand_as(weight) for name, weight in weights.items()])
-        self.pretrained = self._weights()
-        self.mask = self._current_mask(self.pretrained)
+        self.pretrained = self._sample([pretrained_weight(layer).detach() for layer in layers.values()])
+        self.mask = self._current_mask(self._weights())
         self.every = max(1, steps // SNAPSHOTS)
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
 
@@ -71,11 +71,9 @@ class MaskMonitor:
 
 
 def feasible_share(layers: dict[str, nn.Linear], pattern: NMPattern) -> float:
-    """Share of N:M blocks over all layers, exact."""
-    shares = [
-        (pattern.feasible_blocks(layer.weight.detach()).sum().item(), layer.weight.numel() // pattern.m)
-        for layer in layers.values()
-    ]
+    """Share of the learned weights' blocks that are N:M by themselves, over all layers, exact."""
+    weights = [learned_weight(layer).detach() for layer in layers.values()]
+    shares = [(pattern.feasible_blocks(weight).sum().item(), weight.numel() // pattern.m) for weight in weights]
     return sum(feasible for feasible, _ in shares) / sum(blocks for _, blocks in shares)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import textwrap
 import typing
 
-from proxsparse.config import LIST, METAVARS, Parser, TrainConfig, converted
+from proxsparse.config import Parser, TrainConfig, add_field, add_flag, converted
 from proxsparse.errors import InputError
 from proxsparse.methods import Method, method, methods
 from proxsparse.methods.allocation import Allocation, allocation, allocations
@@ -20,7 +20,14 @@ SHARED = (
     *("precision", "device", "seed", "eval_data", "eval_seq_len", "eval_max_windows"),
 )
 
-PROXSPARSE = "Liu et al. 2025, ProxSparse: Regularized Learning of Semi-Structured Sparsity Masks for Pretrained LLMs"
+PROXSPARSE = Method(  # its code is proxsparse.train, its options are the flags there
+    "proxsparse",
+    needs_data=True,
+    updates_weights=False,
+    paper="Liu et al. 2025, ProxSparse: Regularized Learning of Semi-Structured Sparsity Masks for Pretrained LLMs",
+    prune=None,
+    options={},
+)
 
 
 def parse_flags(arguments: list[str]) -> argparse.Namespace:
@@ -30,8 +37,9 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
         InputError: an unknown flag, method or allocation, an option of another one, a value that makes no sense.
     """
     given = vars(flag_parser().parse_args(arguments))
-    if "method" not in given:
-        raise InputError(f"--method is missing; choose from {', '.join(methods())}")
+    if given.get("method") not in methods():
+        what = f"--method {given['method']!r}: there is no such method" if "method" in given else "--method is missing"
+        raise InputError(f"{what}; choose from {', '.join(choices())}; --list says what they are")
     names = {"method": given.pop("method"), "allocation": given.pop("allocation", "uniform")}
     options = method(names["method"]).options | allocation(names["allocation"]).options
     types = typing.get_type_hints(TrainConfig) | {name: type(default) for name, default in options.items()}
@@ -58,7 +66,7 @@ def flag_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--list", action="store_true", help="print the tables of methods and allocations, and exit")
-    parser.add_argument("--method", metavar="NAME", help=f"one of: {', '.join(methods())}, proxsparse")
+    parser.add_argument("--method", metavar="NAME", help=f"one of: {', '.join(choices())}")
     parser.add_argument(
         "--allocation",
         metavar="NAME",
@@ -67,20 +75,18 @@ def flag_parser() -> argparse.ArgumentParser:
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         if field.name in SHARED:
-            default = "" if field.default is None else f" (default: {field.default})"
-            add_flag(parser, field.name, types[field.name], field.metadata["help"] + default)
+            add_field(parser, field, types[field.name])
     group = parser.add_argument_group("options of single methods and allocations")
     for name in {name: None for row in rows() for name in row.options if name not in SHARED}:
         defaults = defaults_of(name)
-        owners = ", ".join(f"{owner} {default}" for owner, default in defaults.items())
+        owners = ", ".join(f"{owner} {str(default).lower()}" for owner, default in defaults.items())
         add_flag(group, name, type(next(iter(defaults.values()))), f"default: {owners}")
     return parser
 
 
-def add_flag(group: argparse._ActionsContainer, name: str, kind, help_text: str) -> None:
-    """One flag, whose value stays text."""
-    shape = {"nargs": "?", "const": "true"} if kind is bool else {"nargs": "+"} if kind == LIST else {}
-    group.add_argument(f"--{name}", help=help_text.replace("%", "%%"), metavar=METAVARS.get(kind, "VALUE"), **shape)
+def choices() -> list[str]:
+    """The names that --method takes."""
+    return sorted([*methods(), PROXSPARSE.name])
 
 
 def rows() -> list[Method | Allocation]:
@@ -95,12 +101,10 @@ def defaults_of(option: str) -> dict[str, bool | int | float | str]:
 
 def tables() -> str:
     """What --list prints: a line for each method and each allocation, and under it its options with their defaults."""
-    of_methods = {name: method(name) for name in methods()}
-    of_methods.setdefault("proxsparse", Method("proxsparse", True, False, PROXSPARSE, prune=None, options={}))
     yes_no = {True: "yes", False: "no"}
     method_rows = [
         ((row.name, yes_no[row.needs_data], yes_no[row.updates_weights], row.paper), row.options)
-        for _, row in sorted(of_methods.items())
+        for row in (PROXSPARSE if name == PROXSPARSE.name else method(name) for name in choices())
     ]
     allocation_rows = [
         ((row.name, yes_no[row.needs_data], row.paper), row.options) for row in map(allocation, allocations())

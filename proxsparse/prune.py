@@ -18,7 +18,7 @@ from proxsparse.errors import run_command
 from proxsparse.methods import method, prune_
 from proxsparse.methods.allocation import allocate, allocation, budget
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
-from proxsparse.options import parse_flags, tables
+from proxsparse.options import PROXSPARSE, parse_flags, tables
 from proxsparse.patterns import NMPattern
 
 
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(tables())
         return 0
     name, others = split_method(arguments)
-    if name == "proxsparse":
+    if name == PROXSPARSE.name:
         return train.main(others)
     config = parse_flags(arguments)
     chosen, sharing = method(config.method), allocation(config.allocation)
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
         batches = calibration_batches(
             texts, tokenizer, config.num_samples, config.seq_len, packing=config.packing, seed=config.seed
         )
-    evaluate = run.perplexity_of(config, tokenizer, compute_dtype)
+    evaluate = run.perplexity_of(config, model, tokenizer, compute_dtype)
     pretrained = copy_weights(model)
 
     cast_parameters_(model.to(device), weight_dtype)

@@ -203,7 +203,7 @@ def figures_text(result: dict) -> str:
         ("time (h:min:s)", timedelta(seconds=round(result["seconds"]))),
         ("layers pruned", number(result["layers"])),
         ("weights in these layers", number(result["weights"])),
-        (f"blocks that were {result['pattern']} before the projection", share(result["feasible_share"])),
+        (f"blocks whose learned weights were {result['pattern']} by themselves", share(result["feasible_share"])),
         ("mask bits equal to the magnitude mask's", share(result["magnitude_agreement"])),
         ("peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"),
         ("SHA-256 of the masks (names and packed bits)", f"`{result['masks_sha256']}`"),

@@ -22,7 +22,7 @@ from proxsparse.device import environment, peak_memory_bytes
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
 from proxsparse.log import check_tracker
-from proxsparse.models import cast_parameters_, snap_
+from proxsparse.models import cast_parameters_, check_length, snap_
 from proxsparse.patterns import NMPattern
 
 Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
@@ -62,13 +62,18 @@ def require_space_for(model: nn.Module, run_dir: Path) -> None:
 
 
 def perplexity_of(
-    config: Config, tokenizer, autocast_dtype: torch.dtype | None
+    config: Config, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
 ) -> Callable[[nn.Module], Perplexity | None]:
-    """A function model -> perplexity on the held-out text (None with --eval_data none); reads the text now."""
+    """A function model -> perplexity on the held-out text (None with --eval_data none); reads the text now.
+
+    Raises:
+        InputError: the text cannot be read, or the model has fewer positions than the window.
+    """
     if config.eval_data == "none":
         return lambda model: None
     source = config.eval_data
     texts = load_texts(source, evaluation_split(source), config.text_field, read_limit(source))
+    check_length(model, config.eval_seq_len, "eval_seq_len")
     tokens = evaluation_tokens(texts, tokenizer)
     return lambda model: perplexity(model, tokens, config.eval_seq_len, config.eval_max_windows, autocast_dtype)
 
@@ -144,7 +149,7 @@ def warnings_for(table: dict | None, feasible_share: float, samples: int, config
             f"{table['magnitude']:.2f}): raise --num_samples or --seq_len, change --learning_rate (now "
             f"{config.learning_rate:g}){metric}"
         )
-    if feasible_share < FEW_DECIDED:
+    if config.forward == "dense" and feasible_share < FEW_DECIDED:  # under the mask there is no projection to come
         found.append(
             f"only {feasible_share:.1%} of the blocks were {config.pattern} before the final projection, which decided "
             "the rest by size alone; raise --reg_lambda_rel (or --reg_lambda), or take more steps"

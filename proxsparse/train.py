@@ -8,18 +8,17 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from proxsparse import learning, run
 from proxsparse.checkpoint import masks_sha256
 from proxsparse.config import TrainConfig, parse_config
-from proxsparse.data import IGNORED_LABEL, calibration_batches, load_texts, read_limit, sample_stream
+from proxsparse.data import calibration_batches, load_texts, read_limit, sample_stream
 from proxsparse.device import autocast, choose_device, choose_precision
-from proxsparse.distillation import calibration_loss, teacher_targets
+from proxsparse.distillation import teacher_targets
 from proxsparse.errors import InputError, run_command
 from proxsparse.log import RunLog
 from proxsparse.masked import end_learning_under_masks_, learn_under_masks_
-from proxsparse.methods import method
+from proxsparse.methods import masks_of, method
 from proxsparse.metric import activation_metric
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, agreement, feasible_share
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     texts = load_texts(config.data, "train", config.text_field, read_limit(config.data))
     size, packing = config.per_device_train_batch_size, config.packing
     batches = calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, packing, config.seed)
-    evaluate = run.perplexity_of(config, tokenizer, compute_dtype)
+    evaluate = run.perplexity_of(config, model, tokenizer, compute_dtype)
     pretrained = copy_weights(model)
     magnitude_masks = {name: nm_mask(layer.weight.abs(), pattern) for name, layer in layers.items()}
 
@@ -58,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
             metric = activation_metric(model, layers, batches, config.metric_samples)
         if config.distill:
             batches = teacher_targets(model, batches)
-        first_masks = learning.starting_masks(start, model, layers, batches, pattern)
+        first_masks = masks_of(start, model, layers, batches, dict.fromkeys(layers, pattern), True) if start else {}
 
     run.start_run(run_dir, config)
     steps = learning.step_count(len(batches), config)
@@ -74,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
                 log.step(row | monitor.observe(row["step"]))
                 if stop.number:
                     break
-        masks = learning.current_masks(layers, metric, pretrained, config)
+        masks = learning.current_masks(layers, metric, config)
         decided = feasible_share(layers, pattern)
         end_learning_under_masks_(layers)
         snap_(model, pretrained, masks)
@@ -124,13 +123,7 @@ def learn_masks(
     started, tokens = time.monotonic(), 0
     for step in range(1, steps + 1):
         batches = list(itertools.islice(samples, config.gradient_accumulation_steps))
-        predicted, loss = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches], 0.0
-        with parametrize.cached():  # one mask for all forward passes of a step
-            for batch, share in zip(batches, predicted, strict=True):
-                with autocast(model.device, compute_dtype):
-                    batch_loss = calibration_loss(model, batch, config.distill) * (share / sum(predicted))
-                batch_loss.backward()
-                loss += batch_loss.item()
+        loss = learning.backward(model, batches, compute_dtype, config.distill)
         tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
         grad_norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf).item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -8,10 +8,13 @@ from torch.nn.utils import parametrize
 
 from proxsparse import NMPattern, learning, nm_mask
 from proxsparse.config import parse_config
+from proxsparse.data import collate
+from proxsparse.distillation import calibration_loss
 from proxsparse.errors import InputError
 from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, learned_weight, ranking, start_from_
-from proxsparse.methods import method, prune_
+from proxsparse.methods import masks_of, method, prune_
 from proxsparse.models import copy_weights, prunable_layers, snap_
+from proxsparse.monitor import MaskMonitor, feasible_share
 
 PATTERN = NMPattern(2, 4)
 
@@ -79,19 +82,52 @@ def test_what_is_saved_is_what_was_measured():
             learned_weight(layer).add_(0.02 * torch.randn(layer.weight.shape))
     ids = torch.randint(0, 50, (2, 12))
     measured = model(input_ids=ids).logits
-    masks = learning.current_masks(layers, {}, pretrained, config)
+    masks = learning.current_masks(layers, {}, config)
     end_learning_under_masks_(layers)
     snap_(model, pretrained, masks)
     assert torch.equal(model(input_ids=ids).logits, measured)
     assert set(dict(model.named_parameters())) == set(pretrained)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(checkpointing):
+    model = tiny_models.tiny_model("llama")
+    layers = prunable_layers(model)
+    learn_under_masks_(layers, {}, {}, PATTERN)
+    learning.start_training(model, checkpointing)
+    documents = [torch.randint(3, 50, (length,)).tolist() for length in (12, 5)]
+    loss = learning.backward(model, [collate([document], 0) for document in documents], None, 0.0)
+    found = {name: learned_weight(layer).grad.clone() for name, layer in layers.items()}
+    model.zero_grad()
+    expected = calibration_loss(model, collate(documents, 0), 0.0)
+    expected.backward()
+    assert loss == pytest.approx(expected.item())
+    for name, layer in layers.items():
+        torch.testing.assert_close(found[name], learned_weight(layer).grad)
+
+
+def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask():
+    model = tiny_models.tiny_model("llama")
+    layers = prunable_layers(model)
+    pretrained = torch.cat([layer.weight.detach().flatten() for layer in layers.values()])
+    masks = {name: nm_mask(torch.rand_like(layer.weight), PATTERN) for name, layer in layers.items()}
+    learn_under_masks_(layers, masks, {}, PATTERN)
+    monitor = MaskMonitor(layers, PATTERN, {}, steps=1, signed=True)
+    kept = torch.cat([mask.flatten() for mask in masks.values()])
+    learned = torch.cat([learned_weight(layer).detach().flatten() for layer in layers.values()])
+    assert torch.equal(monitor.mask.flatten(), kept)
+    gap = (learned - pretrained)[kept].norm() / pretrained[kept].norm()
+    assert monitor.observe(1) == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": pytest.approx(gap.item())}
+    assert feasible_share(layers, PATTERN) == 0.0  # of what is learned, not of what the model computes with
+
+
 def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
     model, twin = tiny_models.tiny_model("llama"), tiny_models.tiny_model("llama")
     batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in torch.randint(0, 50, (3, 1, 24))]
     before = copy_weights(model)
-    masks = learning.starting_masks(method("sparsegpt"), model, prunable_layers(model), batches, PATTERN)
-    expected = prune_(twin, "sparsegpt", batches)
+    layers = prunable_layers(model)
+    masks = masks_of(method("sparsegpt"), model, layers, batches, dict.fromkeys(layers, PATTERN))
+    expected = prune_(twin, "sparsegpt", batches, update_weights=False)  # the weights stay, also for the later blocks
     assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
 
@@ -99,11 +135,19 @@ def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--forward", "dense", "--start", "swap"], "--start swap"),
-        (["--forward", "masked", "--frozen_lambda", "0.1"], "--frozen_lambda 0.1"),
+        (["--forward", "dense", "--start", "swap"], "--start swap needs --forward masked"),
+        (["--frozen_lambda", "0.1"], "--frozen_lambda 0.1 needs --forward dense"),
         (["--metric", "activation", "--forward", "dense", "--reg_lambda", "0"], "needs a lambda above 0"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, words):
     with pytest.raises(InputError, match=words):
         parse_config(["--model", "x", *flags])
+
+
+def test_under_the_mask_only_the_prunable_weights_move_unless_told_otherwise():
+    """If the others moved, the loss would not be that of the model that is saved."""
+    flags = ["--model", "x", "--metric", "none"]
+    assert parse_config(flags).update == "all"
+    assert parse_config([*flags, "--forward", "masked"]).update == "prunable"
+    assert parse_config([*flags, "--forward", "masked", "--update", "all"]).update == "all"

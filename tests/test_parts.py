@@ -54,6 +54,10 @@ def test_a_stronger_lambda_takes_back_the_weaker_one():
     assert (config.reg_lambda, config.reg_lambda_rel) == (None, 0.01)
 
 
+def test_the_default_said_aloud_takes_nothing_back():
+    assert parse_config(["--recipe", "demo", "--metric", "activation"]).reg_lambda_rel == 0.006
+
+
 def test_another_metric_takes_back_the_recipes_step():
     config = parse_config(["--recipe", "smollm2-135m", "--metric", "none"])
     assert (config.learning_rate, config.reg_lambda_rel, config.update) == (1e-4, 3e-3, "all")

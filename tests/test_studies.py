@@ -199,6 +199,23 @@ def test_bad_input_names_the_remedy(command, name, flags, message):
         command(name, *flags)
 
 
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        (
+            "lambda1",
+            ["--metric", "activation", "--reg_lambda", "0.002", "--values", "1", "inf"],
+            "--reg_lambda 1000000000",
+        ),
+        ("lambda2", ["--metric", "activation", "--forward", "masked"], "--frozen_lambda 20"),
+    ],
+)
+def test_a_cell_that_cannot_run_is_refused_before_the_first_run(command, runs, name, flags, message):
+    with pytest.raises(InputError, match=message):
+        command(name, *flags)
+    assert not runs
+
+
 def test_masks_of_a_run_are_whole(folder, command):
     command("lambda1", "--metric", "none", "--values", "1")
     for path in folder.glob("out/cells/*/masks.safetensors"):

@@ -3,9 +3,9 @@
 import importlib
 import pkgutil
 
-from proxsparse.methods.base import Method, method, methods, prune_, register_layer_method, register_method
+from proxsparse.methods.base import Method, masks_of, method, methods, prune_, register_layer_method, register_method
 
-__all__ = ["Method", "method", "methods", "prune_", "register_layer_method", "register_method"]
+__all__ = ["Method", "masks_of", "method", "methods", "prune_", "register_layer_method", "register_method"]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

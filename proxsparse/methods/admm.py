@@ -1,5 +1,7 @@
 """ADMM: the mask grows while the weights that stay are refitted, by the alternating direction method of multipliers."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,10 +46,14 @@ def prune_admm(
     Returns:
         mask, bool, and the updated weight in the dtype of the arithmetic; both the shape of `weight`.
     Raises:
-        InputError: A + rho I is not positive definite, or mask_iterations is not from 1 to iterations.
+        InputError: A + rho I is not positive definite, mask_iterations is not from 1 to iterations, or damping or rho
+            no finite number >= 0.
     """
     if not 1 <= mask_iterations <= iterations:
         raise InputError(f"mask_iterations={mask_iterations}: must be from 1 to iterations={iterations}")
+    for name, value in (("damping", damping), ("rho", rho)):
+        if not 0 <= value < math.inf:
+            raise InputError(f"{name}={value} must be a finite number >= 0")
     norms = statistics.sums.diagonal().sqrt() + 1e-8  # a feature that was 0 in every token is pruned first
     gram = statistics.sums / norms / norms[:, None]
     gram.diagonal().add_(damping * gram.diagonal().mean())

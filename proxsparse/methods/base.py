@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from proxsparse.data import single_samples
 from proxsparse.errors import InputError
 from proxsparse.layout import unfold_
 from proxsparse.models import decoder_blocks, prunable_layers
@@ -176,6 +177,25 @@ def prune_(
     return chosen.prune(model, layers, batches, patterns, progress, **options)
 
 
+@torch.no_grad()
+def masks_of(
+    chosen: Method,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    patterns: dict[str, NMPattern],
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """The masks of a method with its own defaults, and no weight update where it can do without; the weights stay."""
+    options = {name: False for name in chosen.options if name == "update_weights"}
+    weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    try:
+        return chosen.prune(model, layers, batches, patterns, progress, **options)
+    finally:
+        for name, layer in layers.items():
+            layer.weight.copy_(weights[name])
+
+
 def layers_and_patterns(
     model: nn.Module, pattern: PatternLike | dict, include: list[str] | None, exclude: list[str] | None
 ) -> tuple[dict[str, nn.Linear], dict[str, NMPattern]]:
@@ -188,14 +208,13 @@ def layers_and_patterns(
 
 @dataclass
 class Sample:
-    """One calibration batch on its way through the decoder blocks."""
+    """One calibration sample on its way through the decoder blocks."""
 
-    hidden: Tensor  # [B, T, hidden_size], what the next decoder block receives
-    real: Tensor  # bool [B * T], False on padding
+    hidden: Tensor  # [1, T, hidden_size], what the next decoder block receives
     calls: list[tuple[tuple, dict]]  # every decoder block's other positional arguments, and its keyword arguments
 
     def run(self, block: nn.Module, index: int) -> Tensor:
-        """[B, T, hidden_size], the output of decoder block `index`."""
+        """[1, T, hidden_size], the output of decoder block `index`."""
         args, kwargs = self.calls[index]
         output = block(self.hidden, *args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
@@ -222,7 +241,8 @@ def walk(
     blocks, training = decoder_blocks(model), [module for module in model.modules() if module.training]
     model.eval()
     try:
-        samples = [capture(model, blocks, batch) for batch in batches]
+        # one sample at a time: padding would reach a mixture's experts, where nothing tells it from text
+        samples = [capture(model, blocks, ids) for ids in single_samples(batches)]
         if not samples:
             raise InputError("no calibration sample: this method needs data; give at least one batch")
         for index, block in enumerate(tqdm(blocks, desc="decoder blocks", unit="block", disable=not progress)):
@@ -243,7 +263,7 @@ def statistics_of(
     for sample in samples if statistics else ():
         with ExitStack() as hooks:
             for name, statistic in statistics.items():
-                hooks.enter_context(layers[name].register_forward_pre_hook(feeding(statistic, sample.real)))
+                hooks.enter_context(layers[name].register_forward_pre_hook(feeding(statistic)))
             sample.run(block, index)
     for name, statistic in statistics.items():
         check_inputs(name, statistic)
@@ -261,14 +281,12 @@ def check_inputs(name: str, statistics) -> None:
         )
 
 
-def feeding(statistics, real: Tensor) -> Callable:
-    """The forward pre-hook of a layer that adds its inputs, without padding, to the statistics."""
+def feeding(statistics) -> Callable:
+    """The forward pre-hook of a layer that adds its inputs to the statistics."""
 
     def hook(layer: nn.Module, args: tuple) -> None:
-        rows = args[0].flatten(0, -2)
-        # a layer that sees other rows than the block does (an expert: its routed tokens) is taken as it is
-        with full_precision(rows):
-            statistics.add(rows[real] if len(rows) == len(real) else rows)
+        with full_precision(args[0]):
+            statistics.add(args[0].flatten(0, -2))
 
     return hook
 
@@ -277,8 +295,9 @@ class _Captured(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def capture(model: nn.Module, blocks: nn.ModuleList, batch: dict[str, Tensor]) -> Sample:
-    """What the first decoder block receives, and every block's other arguments, from the model's own forward."""
+def capture(model: nn.Module, blocks: nn.ModuleList, ids: Tensor) -> Sample:
+    """What the first decoder block receives, and every block's other arguments, from the model's own forward on
+    input_ids [1, T]."""
     first, calls = [], []
     needed = len(blocks) if blocks_differ(model, blocks) else 1
 
@@ -289,12 +308,12 @@ def capture(model: nn.Module, blocks: nn.ModuleList, batch: dict[str, Tensor]) -
         if len(calls) == needed:
             raise _Captured
 
-    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    ids = ids.to(model.device)
     with ExitStack() as hooks, suppress(_Captured):
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
-        model(**inputs, use_cache=False)
-    return Sample(first[0], inputs["attention_mask"].flatten().bool(), calls * (len(blocks) // needed))
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return Sample(first[0], calls * (len(blocks) // needed))
 
 
 def blocks_differ(model: nn.Module, blocks: nn.ModuleList) -> bool:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from proxsparse.data import IGNORED_LABEL, sample_stream
 from proxsparse.errors import InputError
-from proxsparse.methods.base import Batches, apply_mask_, full_precision, method, register_method
+from proxsparse.methods.base import Batches, apply_mask_, full_precision, masks_of, method, register_method
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.patterns import NMPattern
 
@@ -83,7 +83,7 @@ def prune_maskllm(
             "there must be at least one batch and one epoch, and a tau above 0"
         )
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
-    preferred = prior_masks(prior, model, layers, batches, patterns, progress)
+    preferred = {} if prior == NO_PRIOR else masks_of(method(prior), model, layers, batches, patterns, progress)
     generator = torch.Generator(model.device).manual_seed(seed)
     logits = {name: first_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
     for name, mask in preferred.items():
@@ -124,27 +124,6 @@ def first_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) ->
     dtype = torch.promote_types(weight.dtype, torch.float32)
     logits = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype) * INITIAL_STD
     return logits.to(weight.device).requires_grad_()
-
-
-def prior_masks(
-    prior: str,
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    batches: Batches,
-    patterns: dict[str, NMPattern],
-    progress: bool,
-) -> dict[str, Tensor]:
-    """The masks of another method; the model's weights are as before when it returns. {} without a prior."""
-    if prior == NO_PRIOR:
-        return {}
-    chosen = method(prior)
-    options = {name: False for name in chosen.options if name == "update_weights"}
-    dense = {name: layer.weight.clone() for name, layer in layers.items()}
-    try:
-        return chosen.prune(model, layers, batches, patterns, progress, **options)
-    finally:
-        for name, layer in layers.items():
-            layer.weight.copy_(dense[name])
 
 
 def lean_to_(logits: Tensor, mask: Tensor, choices: Tensor, strength: float) -> None:

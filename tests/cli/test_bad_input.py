@@ -59,6 +59,7 @@ def flags(tiny_llama, text_file, tmp_path):
         (["--packing", "maybe"], ["--packing maybe", "true or false"]),
         (["--lerning_rate", "1"], ["--lerning_rate", "--help"]),
         (["--seq_len", "1000"], ["128 positions", "lower --seq_len"]),
+        (["--eval_data", "builtin", "--eval_seq_len", "1000"], ["128 positions", "lower --eval_seq_len"]),
         (["--include", "nothing"], ["no layer to prune", "nothing"]),
         (["--exclude", "("], ["regular expression"]),
         (["--recipe", "unheard-of"], ["unheard-of", "llama-2-7b"]),
@@ -182,7 +183,7 @@ def prune_flags(tiny_llama, text_file, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--method", "obs"], ["'obs'", "choose from", "magnitude", "wanda"]),
+        (["--method", "obs"], ["--method 'obs'", "choose from", "magnitude", "proxsparse"]),
         (["--allocation", "owls"], ["'owls'", "choose from", "owl", "uniform"]),
         (["--momentum", "0.9"], ["--momentum", "--help"]),
         (["--damping", "0.1"], ["--damping", "option of", "sparsegpt", "not of --method wanda"]),
@@ -199,6 +200,7 @@ def prune_flags(tiny_llama, text_file, tmp_path):
         (["--model", "./absent"], ["./absent", "no such"]),
         (["--data", "absent.jsonl"], ["absent.jsonl", "no such"]),
         (["--seq_len", "1000"], ["128 positions", "lower --seq_len"]),
+        (["--eval_data", "builtin", "--eval_seq_len", "1000"], ["128 positions", "lower --eval_seq_len"]),
         (["--eval_data", "absent.txt"], ["absent.txt"]),
     ],
     ids=" ".join,

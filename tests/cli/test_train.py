@@ -57,6 +57,8 @@ def test_whole_job(family, text_file, tmp_path):
     assert {"dense", "magnitude", "proxsparse"} <= result["perplexity"].keys()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert result["feasible_share"] == pytest.approx(rows[-1]["feasible_share"])  # the monitor has sampled every block
+    assert not any("projection" in warning for warning in result["warnings"])  # under the mask there is none
     for name in ("config.yaml", "report.md", "README.md", "loss.png", "tokenizer.json"):
         assert (tmp_path / "run" / name).stat().st_size > 0
 

@@ -1,8 +1,10 @@
 """ADMM against a literal, slow form of the paper's algorithm, against least squares, and against the other methods."""
 
+import math
+
 import pytest
 import torch
-from test_sparsegpt import correlated_inputs, layer_and_statistics
+from layer_cases import correlated_inputs, layer_and_statistics
 
 from proxsparse import NMPattern
 from proxsparse.errors import InputError
@@ -114,3 +116,11 @@ def test_the_mask_must_have_time_to_become_sparse(mask_iterations):
     layer, gram = layer_and_statistics(InputGram, correlated_inputs(50, 8))
     with pytest.raises(InputError, match=rf"mask_iterations={mask_iterations}: must be from 1 to iterations=20"):
         prune_admm(layer.weight, gram, NMPattern(2, 4), mask_iterations=mask_iterations)
+
+
+@pytest.mark.parametrize("option", [{"damping": math.inf}, {"damping": -0.05}, {"rho": math.inf}, {"rho": math.nan}])
+def test_constants_that_would_make_weights_of_nan_are_refused(option):
+    layer, gram = layer_and_statistics(InputGram, correlated_inputs(50, 8))
+    ((name, value),) = option.items()
+    with pytest.raises(InputError, match=rf"{name}={value} must be a finite number >= 0"):
+        prune_admm(layer.weight, gram, NMPattern(2, 4), **option)

@@ -173,6 +173,15 @@ def test_an_interrupted_run_goes_on_with_the_missing_cells(script, command, tmp_
     assert resumed["acc"] - broken["acc"] == pytest.approx(0.4)  # the same zeros: places 1 and 5 of the list
 
 
+def test_another_version_of_lm_eval_measures_the_tasks_again(script, command, tmp_path, tasks, monkeypatch):
+    command += ["--methods", "dense", "--tasks", "piqa"]
+    for version in ("0.4.9", "0.4.9", "0.5.0"):
+        monkeypatch.setattr(script, "version", {"lm_eval": version}.get)
+        script.main(command)
+    found = [(row.get("task"), row.get("lm_eval")) for row in rows_of(tmp_path)]
+    assert found == [(None, None), ("piqa", "0.4.9"), ("piqa", "0.5.0")]
+
+
 @pytest.mark.parametrize("name", ["wanda", "sparsegpt", "sparsegpt:update_weights=false"])
 def test_what_is_kept_is_what_was_pruned(script, command, name):
     args = script.parse_arguments(command)
@@ -197,7 +206,7 @@ def test_options(script, command, tmp_path):
     made = [contenders.one_shot(name, script.parse_arguments(command)) for name in names]
     assert [contender.weights for contender in made] == ["updated", "frozen", "updated"]
     assert made[2].settings == made[0].settings  # the default, said aloud
-    assert made[1].settings["options"] == {"update_weights": False}
+    assert made[1].settings["options"] == {"damping": 0.01, "chunk": 128, "update_weights": False}
     script.main([*command, "--methods", *names[:2]])
     assert len({row["perplexity"] for row in rows_of(tmp_path)}) == 2
 
@@ -210,7 +219,10 @@ def test_proxsparse_is_learned_like_by_its_own_command(script, command, tmp_path
     train.main([*flags, "--eval_data", "none", "--output_dir", str(tmp_path / "run")])
     (row,) = rows_of(tmp_path)
     assert row["masks_sha256"] == masks_sha256(load_masks(tmp_path / "run" / "masks.safetensors"))
-    assert row["settings"]["options"] == {"metric": "none", "max_steps": "3", "reg_lambda_rel": "0.1"}
+    expected = {"metric": "none", "max_steps": 3, "reg_lambda_rel": 0.1}
+    # and the defaults that depend on the metric: they may change one day
+    expected |= {"forward": "dense", "learning_rate": 1e-4, "update": "all"}
+    assert row["settings"]["options"] == expected
 
 
 def test_allocations(script, command, tmp_path):
@@ -263,11 +275,20 @@ def test_rows_of_older_versions_are_read_and_count(script, command, tmp_path):
         (["--methods"], "nothing to compare"),
         (["--methods", "dense", "--tasks", "chess"], "'chess'.*choose from"),
         (["--methods", "dense", "--eval_data"], "nothing to measure"),
+        (["--methods", "dense", "--eval_seq_len", "129"], "--eval_seq_len 129: the model has 128 positions"),
     ],
 )
 def test_bad_input_names_the_remedy(script, command, flags, message):
     with pytest.raises(InputError, match=message):
         script.main(command + flags)
+
+
+def test_two_texts_of_one_name_would_share_their_rows(script, command, tmp_path):
+    (tmp_path / "other").mkdir()
+    texts = [tmp_path / "text.jsonl", tmp_path / "other" / "text.jsonl"]
+    texts[1].write_text(texts[0].read_text() * 2)
+    with pytest.raises(InputError, match=r"'text\.jsonl' is there twice"):
+        script.main([*command, "--methods", "dense", "--eval_data", *map(str, texts)])
 
 
 def test_a_damaged_file_of_rows_is_named(script, command, tmp_path):

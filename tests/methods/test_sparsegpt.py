@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from layer_cases import correlated_inputs, layer_and_statistics
 
 from proxsparse import NMPattern
 from proxsparse.errors import InputError
@@ -10,25 +10,6 @@ from proxsparse.methods import prune_
 from proxsparse.methods.magnitude import prune_magnitude
 from proxsparse.methods.sparsegpt import InputGram, prune_sparsegpt
 from proxsparse.methods.wanda import FeatureNorms, prune_wanda
-
-
-def correlated_inputs(tokens, features, dtype=torch.float64, seed=0):
-    """[tokens, features] from a few common factors plus noise, with feature scales that differ."""
-    generator = torch.Generator().manual_seed(seed)
-    factors = torch.randn(tokens, features // 4, generator=generator, dtype=torch.float64)
-    loading = torch.randn(features // 4, features, generator=generator, dtype=torch.float64)
-    noise = torch.randn(tokens, features, generator=generator, dtype=torch.float64)
-    scale = torch.rand(features, generator=generator, dtype=torch.float64) + 0.2
-    return ((factors @ loading + noise) * scale).to(dtype)
-
-
-def layer_and_statistics(statistics, inputs, out_features=6):
-    torch.manual_seed(3)
-    layer = nn.Linear(inputs.shape[1], out_features, bias=False, dtype=inputs.dtype).requires_grad_(False)
-    collected = statistics(layer)
-    for part in inputs.split(100):
-        collected.add(part)
-    return layer, collected
 
 
 def textbook_obs(weight, hessian, n, m):

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from test_sparsegpt import correlated_inputs, layer_and_statistics
+from layer_cases import correlated_inputs, layer_and_statistics
 
 from proxsparse import NMPattern, nm_mask
 from proxsparse.errors import InputError
