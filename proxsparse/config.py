@@ -24,6 +24,8 @@ METRIC_DEFAULTS = {
     "activation": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3, "update": "prunable", "forward": "masked"},
     "none": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all", "forward": "dense"},
 }
+# A source that changes the first takes back what a weaker one said of the others: it was chosen for another one.
+CHOSEN_FOR = {"metric": (*METRIC_DEFAULTS["none"], "start"), "forward": ("start",)}
 # A source that sets one of these takes back what a weaker source said of the other.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir")  # flags of one run, not of its repetition
@@ -201,10 +203,11 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     from_recipe = read_settings(recipe_path(recipe), "recipe") if recipe else {}
     merged: dict = {}
     for source in (from_recipe, from_file, given):
-        metric = merged.get("metric", TrainConfig.metric)
-        if source.get("metric", metric) != metric:
-            for name in METRIC_DEFAULTS["none"]:
-                merged.pop(name, None)
+        for name, others in CHOSEN_FOR.items():
+            current = merged.get(name, getattr(TrainConfig, name))
+            if source.get(name, current) != current:
+                for other in others:
+                    merged.pop(other, None)
         for pair in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
             if source.get(pair[0]) is not None:
                 merged.pop(pair[1], None)

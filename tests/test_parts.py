@@ -61,6 +61,12 @@ def test_the_default_said_aloud_takes_nothing_back():
 def test_another_metric_takes_back_the_recipes_step():
     config = parse_config(["--recipe", "smollm2-135m", "--metric", "none"])
     assert (config.learning_rate, config.reg_lambda_rel, config.update) == (1e-4, 3e-3, "all")
+    assert (config.forward, config.start) == ("dense", "pretrained")
+
+
+def test_dense_learning_takes_back_the_recipes_start():
+    assert parse_config(["--recipe", "smollm2-135m", "--forward", "masked"]).start == "swap"
+    assert parse_config(["--recipe", "smollm2-135m", "--forward", "dense"]).start == "pretrained"
 
 
 @pytest.mark.parametrize(
