@@ -77,7 +77,8 @@ class SplitExperts(nn.Module):
         """hidden_states [tokens, hidden_size], top_k_* [tokens, k] -> [tokens, hidden_size]"""
         output = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
-            tokens, choices = (top_k_index == expert).nonzero(as_tuple=True)
+            # in the order of transformers' own loop: a product's rounding depends on the place of a row
+            choices, tokens = (top_k_index == expert).T.nonzero(as_tuple=True)
             expert_output = self.expert_output(expert, hidden_states[tokens]) * top_k_weights[tokens, choices, None]
             output.index_add_(0, tokens, expert_output.to(output.dtype))
         return output
