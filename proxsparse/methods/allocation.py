@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from proxsparse.errors import InputError
-from proxsparse.methods.base import Batches, options_of, walk
+from proxsparse.methods.base import Batches, options_of, refuse_foreign, walk
 from proxsparse.methods.wanda import FeatureNorms
 from proxsparse.models import decoder_blocks
 from proxsparse.patterns import NMPattern, PatternLike
@@ -90,9 +90,7 @@ def allocate(
         InputError: an unknown allocation or option, an option out of range, or nothing to share out; by name.
     """
     chosen, pattern = allocation(name), NMPattern.parse(pattern)
-    if foreign := options.keys() - chosen.options.keys():
-        known = ", ".join(chosen.options) or "none"
-        raise InputError(f"allocation {name!r} has no option {sorted(foreign)[0]!r}; its options: {known}")
+    refuse_foreign(options, chosen.options, f"allocation {name!r}")
     blocks = by_decoder_block(model, layers)
     try:
         wishes = chosen.wish(model, blocks, batches, pattern, progress, **options)

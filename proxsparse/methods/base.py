@@ -5,7 +5,7 @@ both look alike: `prune_(model, name, batches)`.
 
 The walk holds one decoder block's statistics at a time: the calibration samples run through the block, its layers are
 pruned, the samples run again, and what the pruned block puts out is what the next one receives. What is held all the
-while is one hidden state a sample, [T, hidden_size] each.
+while is the model on its device and one hidden state a sample, [T, hidden_size] each.
 """
 
 import inspect
@@ -133,6 +133,12 @@ def options_of(function: Callable) -> dict:
     return options
 
 
+def refuse_foreign(options: dict, known: dict, what: str) -> None:
+    """Raises InputError for an option that `what`, a method or an allocation, does not have."""
+    if foreign := options.keys() - known.keys():
+        raise InputError(f"{what} has no option {sorted(foreign)[0]!r}; its options: {', '.join(known) or 'none'}")
+
+
 def methods() -> list[str]:
     """The names of all registered methods."""
     return sorted(_methods)
@@ -170,9 +176,7 @@ def prune_(
         InputError: an unknown method or option, no calibration sample, a layer that cannot be pruned; by name.
     """
     chosen = method(name)
-    if foreign := options.keys() - chosen.options.keys():
-        known = ", ".join(chosen.options) or "none"
-        raise InputError(f"method {name!r} has no option {sorted(foreign)[0]!r}; its options: {known}")
+    refuse_foreign(options, chosen.options, f"method {name!r}")
     layers, patterns = layers_and_patterns(unfold_(model), pattern, include, exclude)
     return chosen.prune(model, layers, batches, patterns, progress, **options)
 

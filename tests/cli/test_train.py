@@ -71,8 +71,11 @@ def test_whole_job(family, text_file, tmp_path):
         ["--pattern", "1:4", "--reg_schedule", "linear", "--lr_scheduler_type", "cosine"],
         ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"],
         ["--packing", "--eval_data", "none"],
+        ["--forward", "dense"],
+        ["--start", "swap", "--distill", "0.5", "--gradient_accumulation_steps", "3"],
+        ["--start", "sparsegpt", "--distill", "1", "--per_device_train_batch_size", "3", "--precision", "bf16"],
     ],
-    ids=["paper", "frozen", "one-of-four", "batches", "packing"],
+    ids=["paper", "frozen", "one-of-four", "batches", "packing", "dense", "start", "start-bf16"],
 )
 def test_options(flags, tiny_llama, text_file, tmp_path):
     result = train(tiny_llama, text_file, tmp_path / "run", *flags)
