@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse_arguments(arguments)
     contenders = [one_shot(text, args) for text in args.methods] + [saved(text) for text in args.masks]
-    measurements = [perplexity_on(text, args) for text in args.eval_data] + tasks_of(args)
+    measurements = texts_of(args) + tasks_of(args)
     for names in ([contender.name for contender in contenders], [column(each.key) for each in measurements]):
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise InputError(f"{twice!r} is there twice: a line or column of the table needs a name of its own")
@@ -104,7 +104,14 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=42, help="of the choice of calibration documents")
     parser.add_argument("--eval_data", nargs="*", default=[], metavar="TEXT", help="texts of the perplexity")
     parser.add_argument("--eval_seq_len", type=int, default=2048)
-    parser.add_argument("--eval_max_windows", type=int, help="only the first windows of each text; default: all")
+    parser.add_argument(
+        "--eval_max_windows",
+        nargs="+",
+        type=int,
+        default=[-1],
+        metavar="WINDOWS",
+        help="only the first windows: one number for all texts, or one for each; -1, default: all",
+    )
     parser.add_argument("--tasks", nargs="*", default=[], help=f"of: all {' '.join(zero_shot.TASKS)}")
     parser.add_argument("--data_dir", help="folder with the tasks' files; default: the Hugging Face hub")
     parser.add_argument("--limit", type=int, help="only the first documents of each task; default: all")
@@ -121,7 +128,21 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------------- measurements
 
 
-def perplexity_on(source: str, args: argparse.Namespace) -> Measurement:
+def texts_of(args: argparse.Namespace) -> list[Measurement]:
+    """The columns of the texts. Raises InputError unless there is one number of windows, or one for each."""
+    windows = [limit if limit > 0 else None for limit in args.eval_max_windows]
+    if len(windows) == 1:
+        windows *= len(args.eval_data)
+    if len(windows) != len(args.eval_data):
+        given = " ".join(map(str, args.eval_max_windows))
+        raise InputError(
+            f"--eval_max_windows {given}: {len(windows)} numbers for {len(args.eval_data)} text(s); give one for all, "
+            "or one for each"
+        )
+    return [perplexity_on(text, limit, args) for text, limit in zip(args.eval_data, windows, strict=True)]
+
+
+def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace) -> Measurement:
     """The column of one text."""
     compute_dtype = choose_precision(args.precision, choose_device(args.device))[1]
 
@@ -129,11 +150,11 @@ def perplexity_on(source: str, args: argparse.Namespace) -> Measurement:
         check_length(model, args.eval_seq_len, "eval_seq_len")
         texts = load_texts(source, evaluation_split(source), limit=read_limit(source))
         tokens = evaluation_tokens(texts, tokenizer)
-        result = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
+        result = perplexity(model, tokens, args.eval_seq_len, max_windows, compute_dtype)
         return {"perplexity": result.value, "windows": result.windows}
 
     key = {"data": label(source), "seq_len": args.eval_seq_len}
-    return Measurement(key, {"eval_max_windows": args.eval_max_windows}, measure)
+    return Measurement(key, {"eval_max_windows": max_windows}, measure)
 
 
 def tasks_of(args: argparse.Namespace) -> list[Measurement]:

@@ -115,22 +115,12 @@ def test_the_whole_table(script, command, tmp_path, tasks, capsys):
     (tmp_path / "other.jsonl").write_text((tmp_path / "text.jsonl").read_text() * 2)
     place = command.index("--eval_data") + 2
     command[place:place] = [str(tmp_path / "other.jsonl")]
-    script.main(
-        [
-            *command,
-            "--methods",
-            "dense",
-            "magnitude",
-            "--tasks",
-            "all",
-            "--limit",
-            "7",
-            "--table",
-            str(tmp_path / "t.md"),
-        ]
-    )
+    flags = ["--methods", "dense", "magnitude", "--tasks", "all", "--limit", "7", "--eval_max_windows", "-1", "2"]
+    script.main([*command, *flags, "--table", str(tmp_path / "t.md")])
     rows = rows_of(tmp_path)
     assert len(rows) == 2 * (2 + 7)
+    windows = {row["data"]: (row["windows"], row["settings"]["eval_max_windows"]) for row in rows if "data" in row}
+    assert windows == {"text.jsonl": (9, None), "other.jsonl": (2, 2)}
     assert all(row["settings"]["limit"] == row["documents"] == 7 for row in rows if "task" in row)
     table = printed_table(capsys.readouterr().out)
     assert table["method"] == ["weights", "text.jsonl", "other.jsonl", *zero_shot.TASKS, "average", "seconds to prune"]
@@ -275,6 +265,7 @@ def test_rows_of_older_versions_are_read_and_count(script, command, tmp_path):
         (["--methods"], "nothing to compare"),
         (["--methods", "dense", "--tasks", "chess"], "'chess'.*choose from"),
         (["--methods", "dense", "--eval_data"], "nothing to measure"),
+        (["--methods", "dense", "--eval_max_windows", "3", "2"], "--eval_max_windows 3 2: 2 numbers for 1 text"),
         (["--methods", "dense", "--eval_seq_len", "129"], "--eval_seq_len 129: the model has 128 positions"),
     ],
 )
