@@ -61,6 +61,9 @@ class TrainConfig:
         False, "join documents into full windows; without it a sample is one truncated document (the paper)"
     )
     num_train_epochs: float = flag(1.0, "passes over the samples")
+    average_runs: int = flag(
+        1, "learn so often from the same start, the samples in another order each time, and average the weights"
+    )
     max_steps: int = flag(-1, "optimizer steps; -1: as many as the epochs give")
     per_device_train_batch_size: int = flag(1, "samples of a forward pass")
     gradient_accumulation_steps: int = flag(1, "forward passes of an optimizer step")
@@ -171,7 +174,7 @@ class TrainConfig:
         return self
 
 
-COUNTS = ("num_samples", "per_device_train_batch_size", "gradient_accumulation_steps", "metric_samples")
+COUNTS = ("num_samples", "average_runs", "per_device_train_batch_size", "gradient_accumulation_steps", "metric_samples")
 RANGES = (  # flags, what must hold, in words
     (COUNTS, lambda value: value >= 1, "at least 1"),
     (("max_steps", "eval_max_windows"), lambda value: value == -1 or value >= 1, "at least 1, or -1 for no bound"),

@@ -6,6 +6,7 @@ import signal
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.optim.lr_scheduler import LambdaLR
 
 from proxsparse.config import TrainConfig
 from proxsparse.data import IGNORED_LABEL
@@ -69,6 +70,37 @@ def prox_adamw(
     for name, scale in metric.items():
         optimizer.set_metric(learned_weight(layers[name]), scale)
     return optimizer
+
+
+def optimizer_and_schedule(
+    model: nn.Module, layers: dict[str, nn.Linear], metric: dict[str, Tensor], config: TrainConfig, steps: int
+) -> tuple[ProxAdamW, LambdaLR]:
+    """Those of a run of so many steps, at its beginning."""
+    optimizer = prox_adamw(model, layers, metric, config, steps)
+    return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, steps, config))
+
+
+class RunAverage:
+    """The mean of what several runs from the same start have learned (a model soup: Wortsman et al. 2022,
+    arXiv 2203.05482): what they owe to the order of the samples cancels. Memory: two more copies of what learns.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], runs: int):
+        self.parameters, self.runs, self.ended = parameters, runs, 0
+        if runs > 1:
+            self.start = [parameter.detach().clone() for parameter in parameters]
+            self.sum = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+
+    @torch.no_grad()
+    def end_run_(self) -> bool:
+        """Whether another run follows. The parameters are put back to the start for it; else they are the mean."""
+        self.ended += 1
+        follows = self.ended < self.runs
+        if self.runs > 1:
+            for parameter, start, total in zip(self.parameters, self.start, self.sum, strict=True):
+                total += parameter
+                parameter.copy_(start if follows else total / self.runs)
+        return follows
 
 
 REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}

@@ -17,7 +17,7 @@ from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.distillation import teacher_targets
 from proxsparse.errors import InputError, run_command
 from proxsparse.log import RunLog
-from proxsparse.masked import end_learning_under_masks_, learn_under_masks_
+from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, learned_weight
 from proxsparse.methods import masks_of, method
 from proxsparse.metric import activation_metric
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
@@ -63,13 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     steps = learning.step_count(len(batches), config)
     if config.forward == "masked":
         learn_under_masks_(layers, first_masks, metric, pattern)
-    monitor = MaskMonitor(layers, pattern, metric, steps, signed=config.forward == "masked")
-    optimizer = learning.prox_adamw(model, layers, metric, config, steps)
-    lambdas = [group["reg_lambda"] for group in optimizer.param_groups if group["reg_lambda"] > 0]
+    all_steps = steps * config.average_runs
+    monitor = MaskMonitor(layers, pattern, metric, all_steps, signed=config.forward == "masked")
+    lambdas = [learning.layer_lambda(learned_weight(layer), config) for layer in layers.values()]
+    lambdas = [value for value in lambdas if value > 0]
     samples = sample_stream(batches, config.seed)
     with learning.StopSignal() as stop:
-        with RunLog(run_dir, steps, config.pattern, config.report_to) as log:
-            for row in learn_masks(model, optimizer, samples, steps, compute_dtype, config):
+        with RunLog(run_dir, all_steps, config.pattern, config.report_to) as log:
+            for row in learn_masks(model, layers, metric, samples, steps, compute_dtype, config):
                 log.step(row | monitor.observe(row["step"]))
                 if stop.number:
                     break
@@ -106,7 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def learn_masks(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    layers: dict[str, nn.Linear],
+    metric: dict[str, Tensor],
     samples: Iterator[dict[str, Tensor]],
     steps: int,
     compute_dtype: torch.dtype | None,
@@ -114,14 +116,17 @@ def learn_masks(
 ) -> Iterator[dict[str, float]]:
     """Algorithm 1: gradient of the calibration loss, base step, prox. Yields the figures of every step.
 
+    With --average_runs R there are R times `steps` steps: R runs from the same weights, which end as the runs' mean.
+
     Raises:
         InputError: the loss or its gradient is not finite; the weights are those of the step before.
     """
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning.lr_factor(step, steps, config))
+    optimizer, schedule = learning.optimizer_and_schedule(model, layers, metric, config, steps)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    runs = learning.RunAverage(parameters, config.average_runs)
     learning.start_training(model, config.gradient_checkpointing)
     started, tokens = time.monotonic(), 0
-    for step in range(1, steps + 1):
+    for step in range(1, steps * config.average_runs + 1):
         batches = list(itertools.islice(samples, config.gradient_accumulation_steps))
         loss = learning.backward(model, batches, compute_dtype, config.distill)
         tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
@@ -131,14 +136,17 @@ def learn_masks(
                 f"step {step}: the loss is {loss}, the gradient's norm {grad_norm}; lower --learning_rate, or raise "
                 "--precision if it is not fp32"
             )
-        factor = optimizer.reg_schedule(step - 1) if optimizer.reg_schedule else 1.0
+        done = (step - 1) % steps  # of this run
+        factor = optimizer.reg_schedule(done) if optimizer.reg_schedule else 1.0
         optimizer.step()  # the base step, then the prox
         schedule.step()
         optimizer.zero_grad()
+        if done + 1 == steps and runs.end_run_():
+            optimizer, schedule = learning.optimizer_and_schedule(model, layers, metric, config, steps)
         yield {
             "step": step,
             "loss": loss,
-            "learning_rate": config.learning_rate * learning.lr_factor(step - 1, steps, config),
+            "learning_rate": config.learning_rate * learning.lr_factor(done, steps, config),
             "reg_lambda_factor": factor,
             "grad_norm": grad_norm,
             "tokens": tokens,

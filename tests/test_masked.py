@@ -15,6 +15,7 @@ from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, lea
 from proxsparse.methods import masks_of, method, prune_
 from proxsparse.models import copy_weights, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, feasible_share
+from proxsparse.train import learn_masks
 
 PATTERN = NMPattern(2, 4)
 
@@ -151,3 +152,31 @@ def test_under_the_mask_only_the_prunable_weights_move_unless_told_otherwise():
     assert parse_config(flags).update == "all"
     assert parse_config([*flags, "--forward", "masked"]).update == "prunable"
     assert parse_config([*flags, "--forward", "masked", "--update", "all"]).update == "all"
+
+
+@pytest.mark.parametrize("flags", [["--metric", "activation"], ["--metric", "none"]])
+def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(flags):
+    documents = [collate([torch.randint(3, 50, (12,)).tolist()], 0) for _ in range(12)]
+
+    def learned(average_runs: int, samples: list) -> tuple[dict, list[dict]]:
+        """The weights after the runs, and the rows of their steps."""
+        config = parse_config(
+            ["--model", "tiny", "--average_runs", str(average_runs), "--learning_rate", "0.01", *flags]
+        )
+        model = tiny_models.tiny_model("llama")
+        layers = prunable_layers(model)
+        if config.forward == "masked":
+            learn_under_masks_(layers, {}, {}, PATTERN)
+        rows = list(learn_masks(model, layers, {}, iter(samples), 4, None, config))
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}, rows
+
+    one_by_one = [learned(1, documents[start : start + 4]) for start in (0, 4, 8)]
+    together, rows = learned(3, documents)
+    for name, weight in together.items():
+        runs = [weights[name] for weights, _ in one_by_one]
+        torch.testing.assert_close(weight, torch.stack(runs).mean(0))
+        assert torch.equal(runs[0], runs[1]) == ("activation" in flags and "original" not in name)
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    alone = [row for _, rows in one_by_one for row in rows]
+    for name in ("loss", "learning_rate", "grad_norm"):
+        assert [row[name] for row in rows] == [row[name] for row in alone]

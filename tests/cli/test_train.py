@@ -73,9 +73,10 @@ def test_whole_job(family, text_file, tmp_path):
         ["--packing", "--eval_data", "none"],
         ["--forward", "dense"],
         ["--start", "swap", "--distill", "0.5", "--gradient_accumulation_steps", "3"],
+        ["--average_runs", "2", "--metric", "none", "--frozen_lambda", "0.5", "--reg_schedule", "linear"],
         ["--start", "sparsegpt", "--distill", "1", "--per_device_train_batch_size", "3", "--precision", "bf16"],
     ],
-    ids=["paper", "frozen", "one-of-four", "batches", "packing", "dense", "start", "start-bf16"],
+    ids=["paper", "frozen", "one-of-four", "batches", "packing", "dense", "start", "average", "start-bf16"],
 )
 def test_options(flags, tiny_llama, text_file, tmp_path):
     result = train(tiny_llama, text_file, tmp_path / "run", *flags)
