@@ -130,16 +130,16 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def texts_of(args: argparse.Namespace) -> list[Measurement]:
     """The columns of the texts. Raises InputError unless there is one number of windows, or one for each."""
-    windows = [limit if limit > 0 else None for limit in args.eval_max_windows]
-    if len(windows) == 1:
-        windows *= len(args.eval_data)
-    if len(windows) != len(args.eval_data):
-        given = " ".join(map(str, args.eval_max_windows))
-        raise InputError(
-            f"--eval_max_windows {given}: {len(windows)} numbers for {len(args.eval_data)} text(s); give one for all, "
-            "or one for each"
-        )
-    return [perplexity_on(text, limit, args) for text, limit in zip(args.eval_data, windows, strict=True)]
+    given = args.eval_max_windows
+    what = f"--eval_max_windows {' '.join(map(str, given))}"
+    if any(number == 0 or number < -1 for number in given):
+        raise InputError(f"{what}: must be at least 1, or -1 for all windows")
+    if len(given) not in (1, len(args.eval_data)):
+        raise InputError(f"{what}: {len(given)} numbers for {len(args.eval_data)} text(s); give one, or one for each")
+    max_windows = [None if number == -1 else number for number in given]  # None: what the rows of all windows say
+    if len(given) == 1:
+        max_windows *= len(args.eval_data)
+    return [perplexity_on(text, limit, args) for text, limit in zip(args.eval_data, max_windows, strict=True)]
 
 
 def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace) -> Measurement:

@@ -89,10 +89,11 @@ def hard_or_soft(cell: str, config: TrainConfig) -> dict[str, float]:
 
 # What keeps the learned weights near W0 can be studied only where the loss sees them.
 DENSE = ("--forward", "dense")
+ONE_RUN = ("--average_runs", "1")  # a curve over several would start again with each
 CELLS = ("both soft", "hard frozen weights", "hard sparsity", "both hard")
 CONSTRAINTS = Sweep(CELLS, CELLS, str, hard_or_soft, DENSE)
 # Factors of the lambda that the flags give; the paper's own sweeps reach from 1/1000 to 50 times its best value.
-LAMBDA_1 = Sweep((0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), (0.1, 1.0, 10.0), float, times_reg_lambda)
+LAMBDA_1 = Sweep((0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), (0.1, 1.0, 10.0), float, times_reg_lambda, ONE_RUN)
 LAMBDA_2 = Sweep(
     (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf),  # those of the paper's table
     (0.0, 20.0, math.inf),
@@ -100,7 +101,7 @@ LAMBDA_2 = Sweep(
     lambda value, config: {"frozen_lambda": value},
     DENSE,
 )
-SAMPLES = Sweep((100, 200, 400), (4, 8, 16), int, lambda value, config: {"num_samples": value})
+SAMPLES = Sweep((100, 200, 400), (4, 8, 16), int, lambda value, config: {"num_samples": value}, ONE_RUN)
 
 STUDIES = {
     "constraints": Study("Table 3", "Hard against soft constraints", CONSTRAINTS, study_plots.bars),

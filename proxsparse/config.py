@@ -25,7 +25,7 @@ METRIC_DEFAULTS = {
     "none": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all", "forward": "dense"},
 }
 # A source that changes the first takes back what a weaker one said of the others: it was chosen for another one.
-CHOSEN_FOR = {"metric": (*METRIC_DEFAULTS["none"], "start"), "forward": ("start",)}
+CHOSEN_FOR = {"metric": (*METRIC_DEFAULTS["none"], "start", "average_runs"), "forward": ("start", "average_runs")}
 # A source that sets one of these takes back what a weaker source said of the other.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir")  # flags of one run, not of its repetition
@@ -62,7 +62,9 @@ class TrainConfig:
     )
     num_train_epochs: float = flag(1.0, "passes over the samples")
     average_runs: int = flag(
-        1, "learn so often from the same start, the samples in another order each time, and average the weights"
+        1,
+        "runs from the same start, each on the next samples (all of them in another order, if they make whole passes); "
+        "their mean is kept",
     )
     max_steps: int = flag(-1, "optimizer steps; -1: as many as the epochs give")
     per_device_train_batch_size: int = flag(1, "samples of a forward pass")
@@ -165,6 +167,11 @@ class TrainConfig:
         if self.forward == "dense" and self.start != "pretrained":
             raise InputError(
                 f"--start {self.start} needs --forward masked: dense learning starts from the pretrained weights"
+            )
+        if self.forward == "dense" and self.average_runs > 1:
+            raise InputError(
+                f"--average_runs {self.average_runs} needs --forward masked: the mean of weights that are N:M in "
+                "different places is not N:M"
             )
         if self.forward == "masked" and self.frozen_lambda:
             raise InputError(

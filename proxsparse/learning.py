@@ -6,7 +6,6 @@ import signal
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim.lr_scheduler import LambdaLR
 
 from proxsparse.config import TrainConfig
 from proxsparse.data import IGNORED_LABEL
@@ -72,35 +71,38 @@ def prox_adamw(
     return optimizer
 
 
-def optimizer_and_schedule(
-    model: nn.Module, layers: dict[str, nn.Linear], metric: dict[str, Tensor], config: TrainConfig, steps: int
-) -> tuple[ProxAdamW, LambdaLR]:
-    """Those of a run of so many steps, at its beginning."""
-    optimizer = prox_adamw(model, layers, metric, config, steps)
-    return optimizer, LambdaLR(optimizer, lambda step: lr_factor(step, steps, config))
-
-
 class RunAverage:
-    """The mean of what several runs from the same start have learned (a model soup: Wortsman et al. 2022,
-    arXiv 2203.05482): what they owe to the order of the samples cancels. Memory: two more copies of what learns.
+    """W = 1/R sum_r W_r: the mean of what R runs from the same start have learned, a model soup (Wortsman et al. 2022,
+    arXiv 2203.05482). What a run owes to the order of its samples cancels.
+
+    With several runs it holds two more copies of what learns: the start, and the sum in float32.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], runs: int):
-        self.parameters, self.runs, self.ended = parameters, runs, 0
-        if runs > 1:
-            self.start = [parameter.detach().clone() for parameter in parameters]
-            self.sum = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+    def __init__(self, model: nn.Module, runs: int):
+        self.parameters = [parameter for parameter in model.parameters() if runs > 1 and parameter.requires_grad]
+        self.start = [parameter.detach().clone() for parameter in self.parameters]
+        self.sum = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
+        self.ended = 0
 
     @torch.no_grad()
-    def end_run_(self) -> bool:
-        """Whether another run follows. The parameters are put back to the start for it; else they are the mean."""
+    def restart_(self) -> None:
+        """Puts the parameters back to the start."""
+        for parameter, start in zip(self.parameters, self.start, strict=True):
+            parameter.copy_(start)
+
+    @torch.no_grad()
+    def end_run_(self) -> None:
+        """Counts the parameters in, and leaves the mean in their place."""
         self.ended += 1
-        follows = self.ended < self.runs
-        if self.runs > 1:
-            for parameter, start, total in zip(self.parameters, self.start, self.sum, strict=True):
-                total += parameter
-                parameter.copy_(start if follows else total / self.runs)
-        return follows
+        for parameter, total in zip(self.parameters, self.sum, strict=True):
+            total += parameter
+        self.mean_()
+
+    @torch.no_grad()
+    def mean_(self) -> None:
+        """The parameters become the mean of the runs that have ended; if none has, they stay."""
+        for parameter, total in zip(self.parameters, self.sum, strict=True) if self.ended else ():
+            parameter.copy_(total / self.ended)
 
 
 REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}

@@ -197,7 +197,7 @@ def summary(result: dict, run_dir: Path) -> str:
         lines += [f"{result['allocation']}: {spread} layers; {kept:.2%} of their weights kept, asked for {asked:.2%}"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]
     if result["status"] == "interrupted":
-        lines += [f"interrupted after step {result['steps']}: the masks are those of that step, no perplexity measured"]
+        lines += [f"interrupted after step {result['steps']}: these are the masks learned so far, no perplexity"]
     report = "report.md" if (run_dir / "report.md").exists() else "result.json"
     lines += [f"saved to {run_dir}: the {result['pattern']} model, masks.safetensors, {report}"]
     return "\n".join(lines)

@@ -63,17 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     steps = learning.step_count(len(batches), config)
     if config.forward == "masked":
         learn_under_masks_(layers, first_masks, metric, pattern)
-    all_steps = steps * config.average_runs
+    all_steps = config.average_runs * steps
     monitor = MaskMonitor(layers, pattern, metric, all_steps, signed=config.forward == "masked")
     lambdas = [learning.layer_lambda(learned_weight(layer), config) for layer in layers.values()]
-    lambdas = [value for value in lambdas if value > 0]
     samples = sample_stream(batches, config.seed)
     with learning.StopSignal() as stop:
         with RunLog(run_dir, all_steps, config.pattern, config.report_to) as log:
-            for row in learn_masks(model, layers, metric, samples, steps, compute_dtype, config):
+            for row in learn_runs(model, layers, metric, samples, steps, compute_dtype, config, stop):
                 log.step(row | monitor.observe(row["step"]))
-                if stop.number:
-                    break
         masks = learning.current_masks(layers, metric, config)
         decided = feasible_share(layers, pattern)
         end_learning_under_masks_(layers)
@@ -91,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         "steps": row["step"],
         "tokens": row["tokens"],
         "seconds": time.monotonic() - started,
-        "reg_lambda": {"min": min(lambdas, default=0.0), "max": max(lambdas, default=0.0)},
+        "reg_lambda": {"min": min(lambdas), "max": max(lambdas)},
         "feasible_share": decided,
         "magnitude_agreement": agreement(masks, magnitude_masks),
         "mask_similarity": monitor.similarity(),
@@ -105,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 128 + stop.number if stop.number else 0
 
 
-def learn_masks(
+def learn_runs(
     model: nn.Module,
     layers: dict[str, nn.Linear],
     metric: dict[str, Tensor],
@@ -113,44 +110,66 @@ def learn_masks(
     steps: int,
     compute_dtype: torch.dtype | None,
     config: TrainConfig,
+    stop: learning.StopSignal,
 ) -> Iterator[dict[str, float]]:
-    """Algorithm 1: gradient of the calibration loss, base step, prox. Yields the figures of every step.
+    """--average_runs runs of so many steps from the same weights, whose mean the weights are in the end.
 
-    With --average_runs R there are R times `steps` steps: R runs from the same weights, which end as the runs' mean.
+    Yields the figures of every step; the last of a run sees the mean so far. A signal ends it after a step, with the
+    mean of the runs that were complete; the weights of that step if none was.
+    """
+    average, tokens, started = None, 0, time.monotonic()
+    for run_index in range(config.average_runs):
+        if average:
+            average.restart_()
+        optimizer = learning.prox_adamw(model, layers, metric, config, steps)
+        average = average or learning.RunAverage(model, config.average_runs)
+        for row in learn_masks(model, optimizer, samples, steps, compute_dtype, config):
+            tokens += row["tokens"]
+            if row["step"] == steps:
+                average.end_run_()
+            elapsed = {"tokens": tokens, "seconds": time.monotonic() - started}
+            yield row | elapsed | {"step": run_index * steps + row["step"]}
+            if stop.number:
+                average.mean_()
+                return
+
+
+def learn_masks(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: Iterator[dict[str, Tensor]],
+    steps: int,
+    compute_dtype: torch.dtype | None,
+    config: TrainConfig,
+) -> Iterator[dict[str, float]]:
+    """Algorithm 1: gradient of the calibration loss, base step, prox. Yields the figures of every step, its tokens.
 
     Raises:
         InputError: the loss or its gradient is not finite; the weights are those of the step before.
     """
-    optimizer, schedule = learning.optimizer_and_schedule(model, layers, metric, config, steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning.lr_factor(step, steps, config))
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    runs = learning.RunAverage(parameters, config.average_runs)
     learning.start_training(model, config.gradient_checkpointing)
-    started, tokens = time.monotonic(), 0
-    for step in range(1, steps * config.average_runs + 1):
+    for step in range(1, steps + 1):
         batches = list(itertools.islice(samples, config.gradient_accumulation_steps))
         loss = learning.backward(model, batches, compute_dtype, config.distill)
-        tokens += sum(int(batch["attention_mask"].sum()) for batch in batches)
         grad_norm = nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf).item()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise InputError(
                 f"step {step}: the loss is {loss}, the gradient's norm {grad_norm}; lower --learning_rate, or raise "
                 "--precision if it is not fp32"
             )
-        done = (step - 1) % steps  # of this run
-        factor = optimizer.reg_schedule(done) if optimizer.reg_schedule else 1.0
+        factor = optimizer.reg_schedule(step - 1) if optimizer.reg_schedule else 1.0
         optimizer.step()  # the base step, then the prox
         schedule.step()
         optimizer.zero_grad()
-        if done + 1 == steps and runs.end_run_():
-            optimizer, schedule = learning.optimizer_and_schedule(model, layers, metric, config, steps)
         yield {
             "step": step,
             "loss": loss,
-            "learning_rate": config.learning_rate * learning.lr_factor(done, steps, config),
+            "learning_rate": config.learning_rate * learning.lr_factor(step - 1, steps, config),
             "reg_lambda_factor": factor,
             "grad_norm": grad_norm,
-            "tokens": tokens,
-            "seconds": time.monotonic() - started,
+            "tokens": sum(int(batch["attention_mask"].sum()) for batch in batches),
         }
 
 

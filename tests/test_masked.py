@@ -15,7 +15,7 @@ from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, lea
 from proxsparse.methods import masks_of, method, prune_
 from proxsparse.models import copy_weights, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, feasible_share
-from proxsparse.train import learn_masks
+from proxsparse.train import learn_runs
 
 PATTERN = NMPattern(2, 4)
 
@@ -137,6 +137,7 @@ def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
     ("flags", "words"),
     [
         (["--forward", "dense", "--start", "swap"], "--start swap needs --forward masked"),
+        (["--forward", "dense", "--average_runs", "2"], "--average_runs 2 needs --forward masked"),
         (["--frozen_lambda", "0.1"], "--frozen_lambda 0.1 needs --forward dense"),
         (["--metric", "activation", "--forward", "dense", "--reg_lambda", "0"], "needs a lambda above 0"),
     ],
@@ -154,29 +155,63 @@ def test_under_the_mask_only_the_prunable_weights_move_unless_told_otherwise():
     assert parse_config([*flags, "--forward", "masked", "--update", "all"]).update == "all"
 
 
-@pytest.mark.parametrize("flags", [["--metric", "activation"], ["--metric", "none"]])
-def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(flags):
-    documents = [collate([torch.randint(3, 50, (12,)).tolist()], 0) for _ in range(12)]
+class StopAt:
+    """A signal that comes during step `step`."""
 
-    def learned(average_runs: int, samples: list) -> tuple[dict, list[dict]]:
-        """The weights after the runs, and the rows of their steps."""
-        config = parse_config(
-            ["--model", "tiny", "--average_runs", str(average_runs), "--learning_rate", "0.01", *flags]
-        )
+    def __init__(self, step: int):
+        self.step, self.number = step, None
+
+    def learned(self, average_runs: int, samples: list, flags: list[str]) -> tuple[dict, list[dict]]:
+        """The weights after runs of 4 steps, and the rows of the steps."""
+        settings = ["--model", "tiny", "--average_runs", str(average_runs), "--learning_rate", "0.01"]
+        config = parse_config([*settings, "--forward", "masked", "--reg_schedule", "linear", *flags])
         model = tiny_models.tiny_model("llama")
         layers = prunable_layers(model)
-        if config.forward == "masked":
-            learn_under_masks_(layers, {}, {}, PATTERN)
-        rows = list(learn_masks(model, layers, {}, iter(samples), 4, None, config))
+        learn_under_masks_(layers, {}, {}, PATTERN)
+        rows = []
+        for row in learn_runs(model, layers, {}, iter(samples), 4, None, config, self):
+            rows.append(row)
+            self.number = 15 if len(rows) == self.step else None
         return {name: parameter.detach() for name, parameter in model.named_parameters()}, rows
 
-    one_by_one = [learned(1, documents[start : start + 4]) for start in (0, 4, 8)]
-    together, rows = learned(3, documents)
+
+@pytest.fixture
+def documents():
+    return [collate([torch.randint(3, 50, (12,)).tolist()], 0) for _ in range(12)]
+
+
+@pytest.mark.parametrize("flags", [[], ["--metric", "none", "--update", "all"]], ids=["prunable", "all"])
+def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(documents, flags):
+    one_by_one = [StopAt(-1).learned(1, documents[start : start + 4], flags) for start in (0, 4, 8)]
+    together, rows = StopAt(-1).learned(3, documents, flags)
     for name, weight in together.items():
         runs = [weights[name] for weights, _ in one_by_one]
         torch.testing.assert_close(weight, torch.stack(runs).mean(0))
-        assert torch.equal(runs[0], runs[1]) == ("activation" in flags and "original" not in name)
+        moves = "--update" in flags or name.endswith("original")  # the learned weights, else only of the pruned layers
+        assert torch.equal(runs[0], runs[1]) != moves, name
     assert [row["step"] for row in rows] == list(range(1, 13))
     alone = [row for _, rows in one_by_one for row in rows]
-    for name in ("loss", "learning_rate", "grad_norm"):
+    for name in ("loss", "learning_rate", "reg_lambda_factor", "grad_norm"):
         assert [row[name] for row in rows] == [row[name] for row in alone]
+    assert rows[-1]["tokens"] == 12 * 12
+
+
+@pytest.mark.parametrize(("stop", "kept"), [(3, 3), (4, 4), (7, 4)])
+def test_a_signal_in_a_later_run_keeps_the_mean_of_those_that_ended(documents, stop, kept):
+    weights, rows = StopAt(stop).learned(3, documents, [])
+    expected, _ = StopAt(kept).learned(3, documents, [])
+    assert len(rows) == stop
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name])
+
+
+def test_the_mean_is_that_of_float32_rounded_once():
+    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+    start, average = model.weight.detach().clone(), learning.RunAverage(model, 3)
+    runs = [start + torch.randn(8, 8).bfloat16() for _ in range(3)]
+    for run in runs:
+        average.restart_()
+        assert torch.equal(model.weight, start)
+        model.weight.data.copy_(run)
+        average.end_run_()
+    assert torch.equal(model.weight, (sum(run.float() for run in runs) / 3).bfloat16())

@@ -61,12 +61,15 @@ def test_the_default_said_aloud_takes_nothing_back():
 def test_another_metric_takes_back_the_recipes_step():
     config = parse_config(["--recipe", "smollm2-135m", "--metric", "none"])
     assert (config.learning_rate, config.reg_lambda_rel, config.update) == (1e-4, 3e-3, "all")
-    assert (config.forward, config.start) == ("dense", "pretrained")
+    assert (config.forward, config.start, config.average_runs) == ("dense", "pretrained", 1)
 
 
-def test_dense_learning_takes_back_the_recipes_start():
-    assert parse_config(["--recipe", "smollm2-135m", "--forward", "masked"]).start == "swap"
-    assert parse_config(["--recipe", "smollm2-135m", "--forward", "dense"]).start == "pretrained"
+def test_dense_learning_takes_back_what_the_recipe_chose_for_masked_learning():
+    masked, dense = (
+        parse_config(["--recipe", "smollm2-135m", "--forward", forward]) for forward in ("masked", "dense")
+    )
+    assert (masked.start, masked.average_runs) == ("swap", 3)
+    assert (dense.start, dense.average_runs) == ("pretrained", 1)
 
 
 @pytest.mark.parametrize(

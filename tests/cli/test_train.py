@@ -73,7 +73,7 @@ def test_whole_job(family, text_file, tmp_path):
         ["--packing", "--eval_data", "none"],
         ["--forward", "dense"],
         ["--start", "swap", "--distill", "0.5", "--gradient_accumulation_steps", "3"],
-        ["--average_runs", "2", "--metric", "none", "--frozen_lambda", "0.5", "--reg_schedule", "linear"],
+        ["--average_runs", "2", "--metric", "none", "--forward", "masked", "--reg_schedule", "linear"],
         ["--start", "sparsegpt", "--distill", "1", "--per_device_train_batch_size", "3", "--precision", "bf16"],
     ],
     ids=["paper", "frozen", "one-of-four", "batches", "packing", "dense", "start", "average", "start-bf16"],

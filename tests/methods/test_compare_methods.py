@@ -265,6 +265,7 @@ def test_rows_of_older_versions_are_read_and_count(script, command, tmp_path):
         (["--methods"], "nothing to compare"),
         (["--methods", "dense", "--tasks", "chess"], "'chess'.*choose from"),
         (["--methods", "dense", "--eval_data"], "nothing to measure"),
+        (["--methods", "dense", "--eval_max_windows", "0"], "--eval_max_windows 0: must be at least 1, or -1"),
         (["--methods", "dense", "--eval_max_windows", "3", "2"], "--eval_max_windows 3 2: 2 numbers for 1 text"),
         (["--methods", "dense", "--eval_seq_len", "129"], "--eval_seq_len 129: the model has 128 positions"),
     ],
