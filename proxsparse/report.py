@@ -219,7 +219,10 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
     if result:
         parts += ["## Held-out perplexity", perplexity_text(result["perplexity"])]
     no_plots = "No plots: `pip install matplotlib`, then `python -m proxsparse.report` on this folder."
-    parts += ["## Training", *([no_plots] if plots is None else (f"![{PLOTS[name][0]}]({name})" for name in plots))]
+    runs = result["config"].get("average_runs", 1) if result else 1
+    again = [f"Learning begins anew with each of {runs} runs; their mean is kept."] if runs > 1 else []
+    pictures = [no_plots] if plots is None else [f"![{PLOTS[name][0]}]({name})" for name in plots]
+    parts += ["## Training", *again, *pictures]
     if result:
         parts += ["## Figures", figures_text(result)]
         parts += ["## What was run", f"```sh\n{result['command']}\n```", settings_text(result)]

@@ -211,6 +211,13 @@ def test_without_matplotlib_the_report_says_how_to_get_the_plots(tmp_path):
     assert not names(tmp_path) & PLOTS
 
 
+def test_several_runs_in_one_curve_are_explained(tmp_path):
+    report, _ = written(make_run(tmp_path, rows(), result()))
+    assert "anew" not in report
+    report, _ = written(make_run(tmp_path, rows(), result(config={"average_runs": 3, "output_dir": "out"})))
+    assert "Learning begins anew with each of 3 runs" in report
+
+
 @pytest.mark.parametrize("tail", ['{"step": 61, "lo', "{", '{"step": 61}\n'])
 def test_unfinished_last_line_is_left_out(tmp_path, tail):
     text = "".join(json.dumps(row) + "\n" for row in rows(5)) + tail
