@@ -73,7 +73,7 @@ def prox_adamw(
 
 class RunAverage:
     """W = 1/R sum_r W_r: the mean of what R runs from the same start have learned, a model soup (Wortsman et al. 2022,
-    arXiv 2203.05482). What a run owes to the order of its samples cancels.
+    arXiv 2203.05482), which depends less than one run on the order of its samples.
 
     With several runs it holds two more copies of what learns: the start, and the sum in float32.
     """
