@@ -3,8 +3,19 @@
 from proxsparse.ops import backends
 from proxsparse.ops.adamw_prox import adamw_prox_
 from proxsparse.ops.mask import nm_mask
+from proxsparse.ops.pack import pack_nm, unpack_nm
 from proxsparse.ops.prox import prox_nm, prox_nm_
 from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.ops.registry import use_backend
 
-__all__ = ["adamw_prox_", "backends", "nm_mask", "prox_nm", "prox_nm_", "prox_nm_list_", "use_backend"]
+__all__ = [
+    "adamw_prox_",
+    "backends",
+    "nm_mask",
+    "pack_nm",
+    "prox_nm",
+    "prox_nm_",
+    "prox_nm_list_",
+    "unpack_nm",
+    "use_backend",
+]

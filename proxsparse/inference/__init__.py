@@ -1,0 +1,1 @@
+"""Running 2:4 models: packed linear layers, packed checkpoints, generation."""

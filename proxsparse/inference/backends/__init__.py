@@ -1,0 +1,59 @@
+"""Who multiplies by a packed weight: a table of backends, one file each, imported here so that they register.
+
+All of them read the one packed copy (`proxsparse.packed`: values [out, in/2], uint8 indices [out, ceil(in/8)]), so that
+a layer can change its backend with the number of rows and its checkpoint never needs a conversion. A backend whose
+library insists on a form of its own (cuSPARSELt) has `prepare`, and the layer then holds both.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the table.
+
+    supports(x, values): None, or the reason why not, for x [rows, in_features] and values [out_features, k]; looks
+        at dtypes, devices and shapes only, so that it can be asked about meta tensors
+    linear(x, values, indices, bias, prepared) -> [rows, out_features] in x's dtype: x W^T + bias, accumulated in fp32
+        at least. x is contiguous and of values' dtype; bias [out_features] of that dtype or None
+    prepare(values, indices) -> the backend's own form, one tensor; None: it reads the packed form itself
+    """
+
+    name: str
+    supports: Callable[[Tensor, Tensor], str | None]
+    linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+    prepare: Callable[[Tensor, Tensor], Tensor] | None = None
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register_backend(name: str, supports: Callable, prepare: Callable | None = None):
+    """Decorator: add a `linear` to the table; `supports` and `prepare` stand beside it."""
+
+    def add(linear: Callable) -> Callable:
+        _backends[name] = Backend(name, supports, linear, prepare)
+        return linear
+
+    return add
+
+
+def backends() -> list[str]:
+    """The names of all backends."""
+    return sorted(_backends)
+
+
+def backend(name: str) -> Backend:
+    """The row of that name. Raises ValueError for an unknown one."""
+    if name not in _backends:
+        raise ValueError(f"inference backend {name!r}: no such backend; choose from auto, {', '.join(backends())}")
+    return _backends[name]
+
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

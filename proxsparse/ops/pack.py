@@ -1,0 +1,75 @@
+"""The ops `proxsparse::pack_nm` and `proxsparse::unpack_nm`: n:4 weights to kept values and 2-bit places, and back."""
+
+import torch
+from torch import Tensor
+
+from proxsparse import packed
+from proxsparse.ops.registry import register_kernel, select
+from proxsparse.patterns import NMPattern, PatternLike, check_dtype
+
+torch.library.define("proxsparse::pack_nm", "(Tensor weight, int n, int m) -> (Tensor, Tensor)")
+torch.library.define("proxsparse::unpack_nm", "(Tensor values, Tensor indices, int n, int m) -> Tensor")
+
+
+@torch.library.impl("proxsparse::pack_nm", "CompositeExplicitAutograd")
+def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    dense = weight.contiguous()
+    return select("pack_nm", dense, n, m).run(dense, n, m)
+
+
+@torch.library.register_fake("proxsparse::pack_nm")
+def _pack_nm_fake(weight, n, m):
+    k = weight.shape[-1] // m * n
+    return weight.new_empty((*weight.shape[:-1], k)), weight.new_empty(
+        (*weight.shape[:-1], -(-k // 4)), dtype=torch.uint8
+    )
+
+
+@torch.library.impl("proxsparse::unpack_nm", "CompositeExplicitAutograd")
+def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
+    values, indices = values.contiguous(), indices.contiguous()
+    return select("unpack_nm", values, indices, n, m).run(values, indices, n, m)
+
+
+@torch.library.register_fake("proxsparse::unpack_nm")
+def _unpack_nm_fake(values, indices, n, m):
+    return values.new_empty((*values.shape[:-1], values.shape[-1] // n * m))
+
+
+@register_kernel("pack_nm", "reference", supports=lambda *args: None)
+def _reference_pack(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    return packed.pack_nm(weight, NMPattern(n, m))
+
+
+@register_kernel("unpack_nm", "reference", supports=lambda *args: None)
+def _reference_unpack(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
+    return packed.unpack_nm(values, indices, NMPattern(n, m))
+
+
+@torch.no_grad()
+def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
+    """weight [..., in_features] with at most n nonzeros in every block of 4 -> (values, indices).
+
+    The form is that of `proxsparse.packed`, whose `pack_nm` is the reference: values [..., k] in ascending place,
+    k = in_features * n / 4, and uint8 indices [..., ceil(k / 4)], two bits a value.
+
+    Raises:
+        ValueError: m is not 4, in_features is no multiple of 4, the dtype is not floating point, or a block has more
+            than n nonzeros.
+    """
+    pattern = packed.packable(pattern)
+    check_dtype(weight, "weight")
+    pattern.check_blocks(weight.shape)
+    return torch.ops.proxsparse.pack_nm(weight, pattern.n, pattern.m)
+
+
+@torch.no_grad()
+def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> Tensor:
+    """The inverse of `pack_nm`: -> weight [..., in_features], +0.0 where nothing was kept.
+
+    Raises:
+        ValueError: shapes, dtypes or places that `pack_nm` cannot have made.
+    """
+    pattern = packed.packable(pattern)
+    packed.check_packed(values, indices, pattern)
+    return torch.ops.proxsparse.unpack_nm(values, indices, pattern.n, pattern.m)

@@ -1,0 +1,105 @@
+"""The packed form of n:4 weights, in plain torch: kept values and their 2-bit places. Hardware-independent.
+
+A row of in_features weights becomes k = in_features * n / 4 values, those of each block in ascending place, and
+ceil(k / 4) bytes: value j of the row stands at place (indices[j // 4] >> 2 * (j % 4)) & 3 of its block, j // n. Bits
+behind the last place are 0. For 2:4 a block is a nibble, i0 | i1 << 2 with i0 < i1; in bf16 the whole takes 9/16 of
+the dense weight. The form is this project's own.
+"""
+
+import torch
+from torch import Tensor
+
+from proxsparse.patterns import NMPattern, PatternLike, check_dtype
+
+PLACES = 4  # of a block: what two bits can tell apart
+
+
+def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
+    """weight [..., in_features] with at most n nonzeros a block -> values [..., k], uint8 indices [..., ceil(k / 4)].
+
+    Every bit pattern but a +0.0 counts before it, a nonzero (or NaN) before a -0.0; then the lower place. So
+    `unpack_nm` gives every nonzero back bit for bit, and a -0.0 wherever its block has room; +0.0 otherwise.
+
+    Raises:
+        ValueError: the pattern's m is not 4, in_features is no multiple of 4, the dtype is not floating point, or a
+            block has more than n nonzeros; the message names the first.
+    """
+    pattern = packable(pattern)
+    check_dtype(weight, "weight")
+    blocks = pattern.blocks(weight)
+    refuse_infeasible(weight, pattern)
+    rank = torch.where(blocks != 0, 0, torch.where(blocks.signbit(), 1, 2))
+    places = rank.argsort(dim=-1, stable=True)[..., : pattern.n].sort(dim=-1).values
+    return blocks.gather(-1, places).flatten(-2), pack_places(places.flatten(-2))
+
+
+def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> Tensor:
+    """The inverse of `pack_nm`: [..., k] and [..., ceil(k / 4)] -> [..., in_features]. Shapes must fit."""
+    pattern = packable(pattern)
+    places = unpack_places(indices, values.shape[-1]).unflatten(-1, (-1, pattern.n))
+    blocks = values.new_zeros((*values.shape[:-1], values.shape[-1] // pattern.n, PLACES))
+    return blocks.scatter_(-1, places, values.unflatten(-1, (-1, pattern.n))).flatten(-2)
+
+
+def pack_places(places: Tensor) -> Tensor:
+    """int64 [..., k], each 0 to 3 -> uint8 [..., ceil(k / 4)], the first in the lowest bits."""
+    padded = torch.nn.functional.pad(places, (0, -places.shape[-1] % 4)).unflatten(-1, (-1, 4))
+    shifts = torch.arange(0, 8, 2, device=places.device)
+    return (padded << shifts).sum(-1).to(torch.uint8)
+
+
+def unpack_places(indices: Tensor, k: int) -> Tensor:
+    """The inverse of `pack_places`: uint8 [..., ceil(k / 4)] -> int64 [..., k]."""
+    shifts = torch.arange(0, 8, 2, device=indices.device)
+    return (indices.long().unsqueeze(-1) >> shifts & 3).flatten(-2)[..., :k]
+
+
+def packable(pattern: PatternLike) -> NMPattern:
+    """The pattern. Raises ValueError unless its blocks have four weights: a place takes two bits."""
+    pattern = NMPattern.parse(pattern)
+    if pattern.m != PLACES:
+        raise ValueError(f"pattern {pattern}: only blocks of 4 are packed, 1:4, 2:4 or 3:4; leave the weight dense")
+    return pattern
+
+
+def refuse_infeasible(weight: Tensor, pattern: NMPattern) -> None:
+    """Raises ValueError for a weight with more than n nonzeros in some block."""
+    wrong = ~pattern.feasible_blocks(weight)
+    if count := int(wrong.sum()):
+        *row, block = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"weight of shape {list(weight.shape)}: {count} of {wrong.numel()} blocks hold more than {pattern.n} "
+            f"nonzeros, the first is block {block} of row {row}; prune it to {pattern} first"
+        )
+
+
+def check_packed(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> None:
+    """Raises ValueError, with what is wrong, for tensors that `pack_nm` cannot have made: before a kernel reads them.
+
+    Args:
+        values, indices: of any origin, a file's for example; see the head of this module.
+    """
+    pattern = packable(pattern)
+    check_dtype(values, "values")
+    k = values.shape[-1] if values.ndim else 0
+    expected = [*values.shape[:-1], -(-k // 4)]
+    if not values.ndim or k % pattern.n:
+        raise ValueError(
+            f"values of shape {list(values.shape)}: the last dimension must hold {pattern.n} for each block"
+        )
+    if indices.dtype != torch.uint8 or list(indices.shape) != expected or indices.device != values.device:
+        raise ValueError(
+            f"indices are {indices.dtype} {list(indices.shape)} on {indices.device}: values of shape "
+            f"{list(values.shape)} need torch.uint8 {expected} on {values.device}"
+        )
+    places = unpack_places(indices, 4 * indices.shape[-1])
+    if bool(places[..., k:].any()):
+        raise ValueError("indices: bits behind the last place of a row must be 0; the file is damaged")
+    blocks = places[..., :k].unflatten(-1, (-1, pattern.n))
+    wrong = (blocks.diff(dim=-1) <= 0).any(-1)
+    if bool(wrong.any()):
+        *row, block = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"indices out of order: block {block} of row {row} has the places "
+            f"{blocks[(*row, block)].tolist()}, which must ascend; the file is damaged"
+        )
