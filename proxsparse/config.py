@@ -272,8 +272,12 @@ def recipe_path(name: str) -> Path:
     return RECIPES / f"{name}.yaml"
 
 
-def read_settings(path: Path, what: str) -> dict:
-    """A YAML file of flags. Raises InputError if it is absent, malformed, or names a flag that does not exist."""
+def read_settings(path: Path, what: str, types: dict[str, type] | None = None) -> dict:
+    """A YAML file of flags, by default those of proxsparse.train; `types` are others' names and types.
+
+    Raises:
+        InputError: it is absent, malformed, or names a flag that does not exist.
+    """
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
@@ -282,7 +286,7 @@ def read_settings(path: Path, what: str) -> dict:
         raise InputError(f"{what} {path}: is not YAML ({' '.join(str(error).split())}); mend the file") from error
     if not isinstance(settings, dict):
         raise InputError(f"{what} {path}: must be a mapping of flags to values, such as seq_len: 512")
-    types = typing.get_type_hints(TrainConfig)
+    types = types or typing.get_type_hints(TrainConfig)
     for name in settings:
         if name not in types or name in NOT_REPEATED:
             raise InputError(f"{what} {path}: there is no flag --{name} for a file; --help lists the flags")

@@ -2,6 +2,8 @@
 
 import math
 import signal
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +105,32 @@ class RunAverage:
         """The parameters become the mean of the runs that have ended; if none has, they stay."""
         for parameter, total in zip(self.parameters, self.sum, strict=True) if self.ended else ():
             parameter.copy_(total / self.ended)
+
+
+def averaged_runs(
+    model: nn.Module, runs: int, steps: int, one_run: Callable[[], Iterator[dict]], stop: "StopSignal"
+) -> Iterator[dict[str, float]]:
+    """So many runs of so many steps from the same weights, one after the other; the weights end as their mean.
+
+    Yields the figures of every step that `one_run()` yields, its tokens, step and seconds counted through all runs; the
+    last step of a run sees the mean so far. A signal ends it after a step, with the mean of the runs that were
+    complete; the weights of that step if none was.
+    """
+    average, tokens, started = None, 0, time.monotonic()
+    for run_index in range(runs):
+        if average:
+            average.restart_()
+        rows = one_run()  # makes the optimizer, which says what learns
+        average = average or RunAverage(model, runs)
+        for row in rows:
+            tokens += row["tokens"]
+            if row["step"] == steps:
+                average.end_run_()
+            elapsed = {"tokens": tokens, "seconds": time.monotonic() - started}
+            yield row | elapsed | {"step": run_index * steps + row["step"]}
+            if stop.number:
+                average.mean_()
+                return
 
 
 REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}

@@ -8,8 +8,9 @@ import argparse
 import dataclasses
 import textwrap
 import typing
+from pathlib import Path
 
-from proxsparse.config import Parser, TrainConfig, add_field, add_flag, converted
+from proxsparse.config import Parser, TrainConfig, add_field, add_flag, converted, read_settings
 from proxsparse.errors import InputError
 from proxsparse.methods import Method, method, methods
 from proxsparse.methods.allocation import Allocation, allocation, allocations
@@ -31,18 +32,22 @@ PROXSPARSE = Method(  # its code is proxsparse.train, its options are the flags 
 
 
 def parse_flags(arguments: list[str]) -> argparse.Namespace:
-    """The command line: the shared flags, method, allocation, and the options of these two, each in its type.
+    """The command line over its --config: the shared flags, method, allocation, the options of these two, typed.
 
     Raises:
         InputError: an unknown flag, method or allocation, an option of another one, a value that makes no sense.
     """
     given = vars(flag_parser().parse_args(arguments))
+    all_types = typing.get_type_hints(TrainConfig) | {"method": str, "allocation": str}
+    all_types |= {name: type(default) for row in rows() for name, default in row.options.items()}
+    if "config" in given:
+        given = read_settings(Path(given.pop("config")), "--config", all_types) | given
     if given.get("method") not in methods():
         what = f"--method {given['method']!r}: there is no such method" if "method" in given else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(choices())}; --list says what they are")
     names = {"method": given.pop("method"), "allocation": given.pop("allocation", "uniform")}
     options = method(names["method"]).options | allocation(names["allocation"]).options
-    types = typing.get_type_hints(TrainConfig) | {name: type(default) for name, default in options.items()}
+    types = all_types | {name: type(default) for name, default in options.items()}
     for name in given:
         if name not in options and name not in SHARED:
             raise InputError(
@@ -74,7 +79,7 @@ def flag_parser() -> argparse.ArgumentParser:
     )
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
-        if field.name in SHARED:
+        if field.name in (*SHARED, "config"):
             add_field(parser, field, types[field.name])
     group = parser.add_argument_group("options of single methods and allocations")
     for name in {name: None for row in rows() for name in row.options if name not in SHARED}:

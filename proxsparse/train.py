@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     config = parse_config(sys.argv[1:] if arguments is None else arguments)
     pattern = NMPattern.parse(config.pattern)
-    start = None if config.start == "pretrained" else method(config.start)
+    start = None if config.start == "pretrained" else method(config.start, "--start")
     run_dir = run.open_run_dir(config)
     device = choose_device(config.device)
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
@@ -67,9 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
     monitor = MaskMonitor(layers, pattern, metric, all_steps, signed=config.forward == "masked")
     lambdas = [learning.layer_lambda(learned_weight(layer), config) for layer in layers.values()]
     samples = sample_stream(batches, config.seed)
+
+    def one_run() -> Iterator[dict[str, float]]:
+        optimizer = learning.prox_adamw(model, layers, metric, config, steps)
+        return learn_masks(model, optimizer, samples, steps, compute_dtype, config)
+
     with learning.StopSignal() as stop:
         with RunLog(run_dir, all_steps, config.pattern, config.report_to) as log:
-            for row in learn_runs(model, layers, metric, samples, steps, compute_dtype, config, stop):
+            for row in learning.averaged_runs(model, config.average_runs, steps, one_run, stop):
                 log.step(row | monitor.observe(row["step"]))
         masks = learning.current_masks(layers, metric, config)
         decided = feasible_share(layers, pattern)
@@ -100,38 +105,6 @@ def main(arguments: list[str] | None = None) -> int:
     write_report(run_dir)
     print(run.summary(result, run_dir))
     return 128 + stop.number if stop.number else 0
-
-
-def learn_runs(
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    metric: dict[str, Tensor],
-    samples: Iterator[dict[str, Tensor]],
-    steps: int,
-    compute_dtype: torch.dtype | None,
-    config: TrainConfig,
-    stop: learning.StopSignal,
-) -> Iterator[dict[str, float]]:
-    """--average_runs runs of so many steps from the same weights, whose mean the weights are in the end.
-
-    Yields the figures of every step; the last of a run sees the mean so far. A signal ends it after a step, with the
-    mean of the runs that were complete; the weights of that step if none was.
-    """
-    average, tokens, started = None, 0, time.monotonic()
-    for run_index in range(config.average_runs):
-        if average:
-            average.restart_()
-        optimizer = learning.prox_adamw(model, layers, metric, config, steps)
-        average = average or learning.RunAverage(model, config.average_runs)
-        for row in learn_masks(model, optimizer, samples, steps, compute_dtype, config):
-            tokens += row["tokens"]
-            if row["step"] == steps:
-                average.end_run_()
-            elapsed = {"tokens": tokens, "seconds": time.monotonic() - started}
-            yield row | elapsed | {"step": run_index * steps + row["step"]}
-            if stop.number:
-                average.mean_()
-                return
 
 
 def learn_masks(

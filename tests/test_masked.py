@@ -15,7 +15,7 @@ from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, lea
 from proxsparse.methods import masks_of, method, prune_
 from proxsparse.models import copy_weights, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, feasible_share
-from proxsparse.train import learn_runs
+from proxsparse.train import learn_masks
 
 PATTERN = NMPattern(2, 4)
 
@@ -168,8 +168,13 @@ class StopAt:
         model = tiny_models.tiny_model("llama")
         layers = prunable_layers(model)
         learn_under_masks_(layers, {}, {}, PATTERN)
-        rows = []
-        for row in learn_runs(model, layers, {}, iter(samples), 4, None, config, self):
+        rows, documents = [], iter(samples)
+
+        def one_run():
+            optimizer = learning.prox_adamw(model, layers, {}, config, 4)
+            return learn_masks(model, optimizer, documents, 4, None, config)
+
+        for row in learning.averaged_runs(model, average_runs, 4, one_run, self):
             rows.append(row)
             self.number = 15 if len(rows) == self.step else None
         return {name: parameter.detach() for name, parameter in model.named_parameters()}, rows

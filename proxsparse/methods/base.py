@@ -144,10 +144,10 @@ def methods() -> list[str]:
     return sorted(_methods)
 
 
-def method(name: str) -> Method:
-    """The method of that name. Raises InputError, listing the choices, if there is none."""
+def method(name: str, what: str = "method") -> Method:
+    """The method of that name. Raises InputError, naming `what` asked for it and the choices, if there is none."""
     if name not in _methods:
-        raise InputError(f"method {name!r}: there is no such method; choose from {', '.join(methods())}")
+        raise InputError(f"{what} {name!r}: there is no such method; choose from {', '.join(methods())}")
     return _methods[name]
 
 

@@ -68,6 +68,7 @@ def flags(tiny_llama, text_file, tmp_path):
         (["--device", "cuda:7"], ["cuda:7", "--device cpu"]),
         (["--report_to", "wandb"], ["wandb", "pip install"]),
         (["--eval_data", "absent.txt"], ["absent.txt"]),
+        (["--start", "swop"], ["--start 'swop'", "swap"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
 )

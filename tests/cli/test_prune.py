@@ -74,6 +74,18 @@ def test_families_that_store_no_linear_layers(name, family, text_file, tmp_path)
     check_pruned(model, tmp_path / "run", name == "sparsegpt", dict.fromkeys(masks, "2:4"))
 
 
+def test_a_run_is_repeated_from_its_config(tiny_llama, text_file, tmp_path):
+    flags = ["--method", "sparsegpt", "--allocation", "owl", "--damping", "0.05", "--exclude", "down_proj"]
+    first = prune(tiny_llama, text_file, tmp_path / "first", *flags)
+    config = tmp_path / "first" / "config.yaml"
+    assert main(["--config", str(config), "--output_dir", str(tmp_path / "again")]) == 0
+    again = json.loads((tmp_path / "again" / "result.json").read_text())
+    assert again["masks_sha256"] == first["masks_sha256"]
+    assert (tmp_path / "again" / "config.yaml").read_text() == config.read_text()
+    assert main(["--config", str(config), "--damping", "0.5", "--output_dir", str(tmp_path / "other")]) == 0
+    assert "damping: 0.5" in (tmp_path / "other" / "config.yaml").read_text()
+
+
 @pytest.mark.parametrize("name", allocations())
 def test_allocations(name, tiny_llama, text_file, tmp_path, capsys):
     flags = ["--method", "wanda", "--pattern", "4:8", "--allocation", name]
