@@ -28,6 +28,7 @@ METRIC_DEFAULTS = {
 CHOSEN_FOR = {"metric": (*METRIC_DEFAULTS["none"], "start", "average_runs"), "forward": ("start", "average_runs")}
 # A source that sets one of these takes back what a weaker source said of the other.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
+PRETRAINED = "pretrained"  # the --start that no method computes
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir")  # flags of one run, not of its repetition
 
 
@@ -83,7 +84,9 @@ class TrainConfig:
     )  # fmt: skip
     distill: float = flag(0.0, "share in the loss of the divergence from the dense model, 0 to 1; the rest: the text")
     start: str = flag(
-        "pretrained", "the mask to start from: that of a method, such as swap; pretrained: that of the weights"
+        PRETRAINED,
+        "the mask to start from: that of a method, such as swap; FILE.safetensors: the masks of an earlier run; "
+        "pretrained: that of the weights",
     )
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
@@ -164,7 +167,7 @@ class TrainConfig:
                 "--metric activation --forward dense needs a lambda above 0, as the metric acts in the prox alone; "
                 "raise --reg_lambda_rel, or give --metric none or --forward masked"
             )
-        if self.forward == "dense" and self.start != "pretrained":
+        if self.forward == "dense" and self.start != PRETRAINED:
             raise InputError(
                 f"--start {self.start} needs --forward masked: dense learning starts from the pretrained weights"
             )

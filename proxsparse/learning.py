@@ -9,15 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from proxsparse.config import TrainConfig
+from proxsparse.checkpoint import load_masks
+from proxsparse.config import PRETRAINED, TrainConfig
 from proxsparse.data import IGNORED_LABEL
 from proxsparse.device import autocast
 from proxsparse.distillation import calibration_loss
 from proxsparse.errors import InputError
 from proxsparse.masked import learned_weight, pretrained_weight, ranking
+from proxsparse.methods import Method, masks_of, method
 from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
+from proxsparse.patterns import NMPattern
 
 
 def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
@@ -71,6 +74,42 @@ def prox_adamw(
     for name, scale in metric.items():
         optimizer.set_metric(learned_weight(layers[name]), scale)
     return optimizer
+
+
+def start_of(start: str) -> Method | dict[str, Tensor] | None:
+    """What --start names: a method, the masks in a .safetensors file, or None, the mask of the pretrained weights.
+
+    Raises:
+        InputError: no such method or file, a file that holds no masks.
+    """
+    if start == PRETRAINED:
+        return None
+    return load_masks(start) if start.endswith(".safetensors") else method(start, "--start")
+
+
+def first_masks(
+    start: Method | dict[str, Tensor] | None,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: list[dict[str, Tensor]],
+    pattern: NMPattern,
+) -> dict[str, Tensor]:
+    """The masks to start from: layer name -> bool [out_features, in_features]; {} is the ranking of the weights.
+
+    Raises:
+        InputError: masks of a file that do not fit the layers, by name; what the method raises.
+    """
+    if start is None:
+        return {}
+    if isinstance(start, Method):
+        return masks_of(start, model, layers, batches, dict.fromkeys(layers, pattern), progress=True)
+    for name, layer in layers.items():
+        mask = start.get(name)
+        if mask is None or mask.shape != layer.weight.shape or (pattern.blocks(mask).sum(-1) != pattern.n).any():
+            held = "none" if mask is None else f"one of {list(mask.shape)}, not {pattern}"
+            wanted = f"a {pattern} mask of {list(layer.weight.shape)}"
+            raise InputError(f"--start: layer {name} needs {wanted}, the file has {held}; give masks of this model")
+    return start
 
 
 class RunAverage:

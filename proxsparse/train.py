@@ -18,7 +18,6 @@ from proxsparse.distillation import teacher_targets
 from proxsparse.errors import InputError, run_command
 from proxsparse.log import RunLog
 from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, learned_weight
-from proxsparse.methods import masks_of, method
 from proxsparse.metric import activation_metric
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, agreement, feasible_share
@@ -32,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     config = parse_config(sys.argv[1:] if arguments is None else arguments)
     pattern = NMPattern.parse(config.pattern)
-    start = None if config.start == "pretrained" else method(config.start, "--start")
+    start = learning.start_of(config.start)
     run_dir = run.open_run_dir(config)
     device = choose_device(config.device)
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
@@ -57,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
             metric = activation_metric(model, layers, batches, config.metric_samples)
         if config.distill:
             batches = teacher_targets(model, batches)
-        first_masks = masks_of(start, model, layers, batches, dict.fromkeys(layers, pattern), True) if start else {}
+        first_masks = learning.first_masks(start, model, layers, batches, pattern)
 
     run.start_run(run_dir, config)
     steps = learning.step_count(len(batches), config)

@@ -69,6 +69,7 @@ def flags(tiny_llama, text_file, tmp_path):
         (["--report_to", "wandb"], ["wandb", "pip install"]),
         (["--eval_data", "absent.txt"], ["absent.txt"]),
         (["--start", "swop"], ["--start 'swop'", "swap"]),
+        (["--start", "absent.safetensors"], ["absent.safetensors", "no such file"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
 )

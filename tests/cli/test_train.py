@@ -13,8 +13,9 @@ import yaml
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
-from proxsparse import NMPattern
-from proxsparse.checkpoint import load_masks
+from proxsparse import NMPattern, prune
+from proxsparse.checkpoint import load_masks, save_masks
+from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.train import main
 
@@ -87,6 +88,21 @@ def test_same_seed_gives_the_same_masks(tiny_llama, text_file, tmp_path):
     runs = [train(tiny_llama, text_file, tmp_path / name) for name in ("a", "b")]
     other = train(tiny_llama, text_file, tmp_path / "c", "--seed", "7", "--learning_rate", "0.1")
     assert runs[0]["masks_sha256"] == runs[1]["masks_sha256"] != other["masks_sha256"]
+
+
+def test_masks_of_a_file_start_a_run_as_their_method_does(tiny_llama, text_file, tmp_path):
+    flags = ["--model", str(tiny_llama), "--data", str(text_file), "--eval_data", "none", *QUICK[:4]]
+    assert prune.main(["--method", "wanda", "--output_dir", str(tmp_path / "wanda"), *flags]) == 0
+    masks = str(tmp_path / "wanda" / "masks.safetensors")
+    by_file = train(tiny_llama, text_file, tmp_path / "file", "--start", masks)
+    assert by_file["masks_sha256"] == train(tiny_llama, text_file, tmp_path / "a", "--start", "wanda")["masks_sha256"]
+    assert by_file["masks_sha256"] != train(tiny_llama, text_file, tmp_path / "b")["masks_sha256"]
+    with pytest.raises(InputError, match=r"q_proj needs a 1:4 mask .* not 1:4; give masks of this model"):
+        train(tiny_llama, text_file, tmp_path / "c", "--start", masks, "--pattern", "1:4")
+    part = str(tmp_path / "part.safetensors")
+    save_masks(part, {"model.layers.0.mlp.up_proj": load_masks(masks)["model.layers.0.mlp.up_proj"]}, "2:4", "x")
+    with pytest.raises(InputError, match=r"layer model.layers.0.self_attn.q_proj needs .* the file has none"):
+        train(tiny_llama, text_file, tmp_path / "d", "--start", part)
 
 
 def test_strong_lambda_decides_every_block(tiny_llama, text_file, tmp_path):
