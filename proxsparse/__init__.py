@@ -1,13 +1,15 @@
 """proxsparse: learn N:M sparsity masks of pretrained language models by proximal gradient descent.
 
-`import proxsparse` needs torch only. The command lines are `python -m proxsparse.train`, `.evaluate`, `.report` and
-`.env`.
+`import proxsparse` needs torch only; transformers, once imported too, loads packed checkpoints. The command lines are
+`python -m proxsparse.train`, `.prune`, `.pack`, `.evaluate`, `.report` and `.env`.
 """
 
 import pathlib
 
 from proxsparse._version import __version__
-from proxsparse.ops import nm_mask, prox_nm, prox_nm_, use_backend
+from proxsparse.inference.convert import sparsify_
+from proxsparse.inference.linear import SparseLinear
+from proxsparse.ops import nm_mask, pack_nm, prox_nm, prox_nm_, unpack_nm, use_backend
 from proxsparse.optim import ProxAdamW, ProxOptimizer
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import reg_nm
@@ -22,10 +24,14 @@ __all__ = [
     "NMPattern",
     "ProxAdamW",
     "ProxOptimizer",
+    "SparseLinear",
     "__version__",
     "nm_mask",
+    "pack_nm",
     "prox_nm",
     "prox_nm_",
     "reg_nm",
+    "sparsify_",
+    "unpack_nm",
     "use_backend",
 ]

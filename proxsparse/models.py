@@ -4,6 +4,7 @@ The only file that imports transformers' models. A model name is a Hub id, a fol
 135M-parameter model inside the PyPI package of that name, which needs no network.
 """
 
+import collections
 import importlib.util
 import re
 import textwrap
@@ -87,6 +88,26 @@ def locate(name: str) -> tuple[str, str | None]:
     return name, None
 
 
+def linear_layers(folder: Path) -> dict[str, nn.Linear]:
+    """The nn.Linear layers of a checkpoint by their names, on the meta device: shapes without weights. None is tied.
+
+    Raises:
+        InputError: the folder's config.json is none of a causal language model.
+    """
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as in load_model: many errors, one message
+        reason = textwrap.shorten(str(error), 300) or type(error).__name__
+        raise InputError(f"{folder / 'config.json'}: {reason}; give the folder of a causal language model") from error
+    uses = collections.Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    return {name: linear for name, linear in linears.items() if uses[id(linear.weight)] == 1}
+
+
 def refuse_pickles(folder: Path) -> None:
     """Raises InputError for a checkpoint that has pickled weights only."""
     if not list(folder.glob("*.safetensors")) and list(folder.glob("*.bin")):
@@ -135,6 +156,7 @@ def prunable_layers(
     Raises:
         InputError: nothing is left, an expression is malformed, or a layer cannot be cut into blocks.
     """
+    refuse_packed(model)
     blocks = {id(block) for block in decoder_blocks(model)}
     inside = [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
     candidates = {
@@ -175,6 +197,15 @@ def refuse_fused_weights(
                 f"{name}: {type(module).__name__} holds {len(fused[0])} matrices in one tensor, not nn.Linear layers "
                 f"(and load_model could not split it); leave them dense with --exclude {name.rpartition('.')[2]}"
             )
+
+
+def refuse_packed(model: nn.Module) -> None:
+    """Raises InputError for a model whose weights are packed or quantised: there is nothing dense to prune."""
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        raise InputError(
+            f"model {model.name_or_path!r} is not dense (quant_method {quantizer.quantization_config.quant_method}): "
+            "it cannot be pruned; give the dense model (a packed one: python -m proxsparse.pack MODEL_DIR --unpack)"
+        )
 
 
 def check_length(model: nn.Module, tokens: int, flag: str) -> None:

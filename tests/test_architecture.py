@@ -48,7 +48,7 @@ SEES = {
     "device code": (),
     "ops": ("equations", "device code"),
     "optim": ("equations", "ops"),
-    "public names": ("equations", "ops", "optim"),
+    "public names": ("equations", "ops", "optim", "inference"),
     "parts": ("equations", "ops"),
     "methods": ("equations", "ops", "optim", "parts"),
     "inference": ("equations", "ops"),
@@ -68,7 +68,9 @@ OWNERS = {
         "proxsparse/layout.py",
         "proxsparse/config.py",
         "proxsparse/inference/hf_quantizer.py",
+        "proxsparse/inference/generate.py",
     ),
+    "safetensors": ("proxsparse/checkpoint.py", "proxsparse/inference/packed_checkpoint.py"),
     "matplotlib": ("proxsparse/report.py",),
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda"}

@@ -6,8 +6,11 @@ from torch import Tensor, nn
 from proxsparse.inference.backends import backend as backend_named
 from proxsparse.inference.choice import choose
 from proxsparse.ops import pack_nm, unpack_nm
+from proxsparse.packed import check_packed
+from proxsparse.patterns import NMPattern
 
 AUTO = "auto"
+PATTERN = NMPattern(2, 4)
 
 torch.library.define(
     "proxsparse::sparse_linear",
@@ -19,56 +22,158 @@ torch.library.define(
 def _sparse_linear(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None, backend: str
 ) -> Tensor:
+    check_call(x, values, indices, bias)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     chosen = choose(rows, values) if backend == AUTO else backend_named(backend)
     if backend != AUTO and (reason := chosen.supports(rows, values)):
         raise RuntimeError(
             f"sparse_linear: backend {backend!r} cannot serve this call: {reason}; choose backend='auto'"
         )
+    if chosen.prepare and prepared is None:
+        prepared = chosen.prepare(values, indices)
     return chosen.linear(rows, values, indices, bias, prepared).view(*x.shape[:-1], values.shape[0])
 
 
 @torch.library.register_fake("proxsparse::sparse_linear")
 def _sparse_linear_fake(x, values, indices, bias, prepared, backend):
+    check_call(x, values, indices, bias)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+def _keep_weight(ctx, inputs: tuple, output: Tensor) -> None:
+    _x, values, indices, *_others = inputs
+    ctx.save_for_backward(values, indices)
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """dL/dx = dL/dy W, what LoRA beside a packed layer needs; the packed weight itself cannot learn."""
+    if any(ctx.needs_input_grad[1:4]):
+        raise RuntimeError(
+            "sparse_linear: a packed weight and its bias have no gradient; freeze them with requires_grad_(False), "
+            "or train the dense layer (proxsparse.inference.convert.unsparsify_)"
+        )
+    values, indices = ctx.saved_tensors
+    grad_x = grad @ torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
+    return grad_x, None, None, None, None, None
+
+
+torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_context=_keep_weight)
+
+
+def check_call(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError, before any kernel reads, unless shapes, dtypes and devices fit; the places are not read."""
+    out_features, k = values.shape
+    if x.ndim == 0 or x.shape[-1] != 2 * k:
+        raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be in_features={2 * k}")
+    if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-k // 4)):
+        raise ValueError(
+            f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}: values of shape {list(values.shape)} "
+            f"need torch.uint8 {[out_features, -(-k // 4)]}; pack the weight anew"
+        )
+    if bias is not None and tuple(bias.shape) != (out_features,):
+        raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
+    for what, tensor in (("values", values), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ValueError(
+                f"sparse_linear: x is {x.dtype}, {what} {tensor.dtype}: convert one of them, or use torch.autocast"
+            )
+    for what, tensor in (("values", values), ("indices", indices), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"sparse_linear: x is on {x.device}, {what} on {tensor.device}: move one of them")
+
+
+def autocast_to(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
+    """The tensor as autocast hands it to a matmul: in `dtype`, float64 as it is."""
+    return tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 class SparseLinear(nn.Module):
     """y = x W^T + b with W [out_features, in_features] 2:4 and packed: 9/16 of the memory in bf16. For inference.
 
     `values` [out_features, in_features / 2] and `indices` uint8 [out_features, ceil(in_features / 8)] are its state;
-    the form is that of `proxsparse.packed`.
+    the form is that of `proxsparse.packed`. x [..., in_features] has their dtype, or torch.autocast is on. The layer is
+    frozen; dL/dx is there, so that an adapter beside it or a layer before it can learn.
+
+    A backend with a form of its own (cuSPARSELt) prepares it once, in the first call, and holds it beside the packed
+    one: more memory, no state. It is dropped whenever the weight moves, is cast, or is loaded.
 
     Args:
         backend: a name of `proxsparse.inference.backends`, or "auto": the fastest for the rows of each call.
+    Raises:
+        ValueError: in_features is no multiple of 4, or there is no such backend.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None, backend=AUTO):
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None, backend: str = AUTO
+    ):
         super().__init__()
+        PATTERN.check_blocks((out_features, in_features))
+        if backend != AUTO:
+            backend_named(backend)
         self.in_features, self.out_features, self.backend = in_features, out_features, backend
-        values = torch.empty(out_features, in_features // 2, device=device, dtype=dtype)
-        self.values = nn.Parameter(values, requires_grad=False)
-        self.register_buffer(
-            "indices", torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
-        )
-        self.bias = (
-            nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), requires_grad=False) if bias else None
-        )
-        self.prepared = None
+        self.values = frozen(torch.empty(out_features, in_features // 2, device=device, dtype=dtype))
+        indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
+        self.register_buffer("indices", indices)
+        self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.prepared: tuple[torch.dtype, Tensor] | None = None
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, backend: str = AUTO) -> "SparseLinear":
-        """The packed layer of a 2:4 nn.Linear. Raises ValueError if it is not 2:4."""
-        values, indices = pack_nm(linear.weight.detach())
+        """The packed layer of a 2:4 nn.Linear, on its device. Raises ValueError if it is not 2:4."""
         layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend)
-        layer.values = nn.Parameter(values, requires_grad=False)
-        layer.indices = indices
-        layer.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
-        return layer
+        values, layer.indices = pack_nm(linear.weight.detach(), PATTERN)
+        layer.values = frozen(values)
+        layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
+        return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.proxsparse.sparse_linear(x, self.values, self.indices, self.bias, self.prepared, self.backend)
+        values, bias, device = self.values, self.bias, x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            x, values, bias = (autocast_to(dtype, tensor) for tensor in (x, values, bias))
+        prepared = None if self.backend == AUTO else self.prepare(values)
+        return torch.ops.proxsparse.sparse_linear(x, values, self.indices, bias, prepared, self.backend)
+
+    def prepare(self, values: Tensor) -> Tensor | None:
+        """The backend's own form of the weight, made once for each dtype of `values`; None if it has none."""
+        prepare = backend_named(self.backend).prepare
+        if prepare is None:
+            return None
+        if self.prepared is None or self.prepared[0] != values.dtype:
+            self.prepared = values.dtype, prepare(values.detach(), self.indices)
+        return self.prepared[1]
 
     def dense_weight(self) -> Tensor:
         """W, unpacked: [out_features, in_features]."""
-        return unpack_nm(self.values, self.indices)
+        return unpack_nm(self.values, self.indices, PATTERN)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"pattern={PATTERN}, backend={self.backend}"
+        )
+
+    def _apply(self, fn, recurse: bool = True) -> "SparseLinear":
+        self.prepared = None
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "prepared": None}
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *arguments) -> None:
+        """Loads, unless what is there is damaged: then load_state_dict raises with the name of the layer."""
+        self.prepared = None
+        *_others, errors = arguments
+        values, indices = (state.get(prefix + name) for name in ("values", "indices"))
+        if values is not None and indices is not None and not indices.is_meta and not values.is_meta:
+            try:
+                check_packed(values, indices, PATTERN)
+            except ValueError as error:
+                errors.append(f"{prefix.removesuffix('.')}: {error}")
+                return
+        super()._load_from_state_dict(state, prefix, *arguments)
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter that does not learn."""
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,36 @@
+"""Acting on a package that may never be imported: `import proxsparse` needs torch alone."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable
+
+
+def after_import(name: str, act: Callable[[], None]) -> None:
+    """Calls `act` once the module `name` is imported: now if it is there, else when that happens, if ever."""
+    if name in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _Waiting(name, act))
+
+
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Finds one module, as Python itself would, and puts `act` behind its execution; then it goes."""
+
+    def __init__(self, name: str, act: Callable[[], None]):
+        self.name, self.act = name, act
+
+    def find_spec(self, name: str, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name == self.name else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_then_act(module) -> None:
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.act()
+
+        spec.loader.exec_module = execute_then_act
+        return spec

@@ -1,0 +1,94 @@
+"""Packed checkpoints in transformers: `from_pretrained` loads them straight into SparseLinear layers.
+
+Registered when transformers is imported (`proxsparse.inference`). The dense weights are never made: the packed layers
+take the places of the dense ones while the model is on the meta device, and the files hold nothing else.
+"""
+
+from pathlib import Path
+
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from proxsparse.inference.convert import unsparsify_
+from proxsparse.inference.linear import SparseLinear
+from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_description, check_layer, description, headers
+from proxsparse.packed import check_packed
+
+
+@register_quantization_config(QUANT_METHOD)
+class PackedConfig(QuantizationConfigMixin):
+    """The quantization_config of a packed checkpoint. Raises ValueError for one that cannot be read."""
+
+    def __init__(self, **entries):
+        check_description(entries)
+        vars(self).update(description(entries["layers"]))
+
+
+@register_quantizer(QUANT_METHOD)
+class PackedQuantizer(HfQuantizer):
+    """What transformers calls while it loads and saves a packed model."""
+
+    requires_calibration = True  # there is no packing while loading: the mask comes from pruning
+
+    def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files=None, **_others) -> None:
+        """SparseLinear on the meta device for every packed layer; its tensors' headers are checked."""
+        found = headers(map(Path, checkpoint_files)) if checkpoint_files else None
+        for name in self.quantization_config.layers:
+            place = place_of(model, name)
+            linear = model.get_submodule(place)
+            bias = linear.bias is not None
+            if found is not None:
+                check_layer(found, name, linear.in_features, linear.out_features, bias)
+            packed = SparseLinear(linear.in_features, linear.out_features, bias, "meta", linear.weight.dtype)
+            model.set_submodule(place, packed)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
+        """Every packed layer is checked once; from then on kernels may trust it."""
+        for name, layer in model.named_modules():
+            if isinstance(layer, SparseLinear):
+                layer.requires_grad_(False)
+                if not layer.indices.is_meta and not layer.values.is_meta:  # else offloaded to disk
+                    refuse_damaged(model, name, layer)
+        return model
+
+    def _dequantize(self, model: nn.Module, dtype=None) -> nn.Module:
+        return unsparsify_(model) if dtype is None else unsparsify_(model).to(dtype)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """By adapters: dL/dx is there."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def place_of(model: nn.Module, name: str) -> str:
+    """The module name of a packed layer: as in the file, or with or without the name of the base model before it.
+
+    Raises:
+        ValueError: the model has no nn.Linear there.
+    """
+    prefix = f"{model.base_model_prefix}."
+    for place in (name, name.removeprefix(prefix), prefix + name):
+        try:
+            if isinstance(model.get_submodule(place), nn.Linear):
+                return place
+        except AttributeError:
+            continue
+    raise ValueError(
+        f"packed layer {name}: {type(model).__name__} has no nn.Linear of this name; config.json is of another model"
+    )
+
+
+def refuse_damaged(model: nn.Module, name: str, layer: SparseLinear) -> None:
+    """Raises ValueError, with the name of the layer, for places that no packing has made."""
+    try:
+        check_packed(layer.values, layer.indices)
+    except ValueError as error:
+        raise ValueError(f"{model.name_or_path}: packed layer {name}: {error}; get the checkpoint again") from error

@@ -1,0 +1,157 @@
+"""A packed checkpoint on disk: what config.json says of it, which tensors it has, and how it is checked and written.
+
+A Hugging Face folder in which each layer of `quantization_config["layers"]` has `<layer>.values` and `<layer>.indices`
+in the place of `<layer>.weight`; see `proxsparse.packed` for the form. All else is as in the dense checkpoint.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+QUANT_METHOD = "proxsparse"
+FORMAT_VERSION = 1
+PATTERN = "2:4"
+SAFETENSORS_FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of values, as the files call them
+ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def description(layers: list[str]) -> dict:
+    """The quantization_config of config.json for these packed layers."""
+    return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "pattern": PATTERN, "layers": layers}
+
+
+def check_description(config: dict) -> None:
+    """Raises ValueError for a quantization_config that this version cannot read."""
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if method != QUANT_METHOD:
+        raise ValueError(f"quantization_config of quant_method {method!r}: not a packed checkpoint of proxsparse")
+    version, pattern, layers = (config.get(key) for key in ("format_version", "pattern", "layers"))
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"packed checkpoint of format version {version!r}, this proxsparse reads {FORMAT_VERSION}; "
+            "update proxsparse, or pack the dense checkpoint again"
+        )
+    if pattern != PATTERN:
+        raise ValueError(f"packed checkpoint of pattern {pattern!r}: only {PATTERN} is read; pack a {PATTERN} model")
+    if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
+        raise ValueError(
+            "packed checkpoint: layers in the quantization_config of config.json must be a list of layer names; "
+            "pack the dense checkpoint again"
+        )
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of one tensor before it is read."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: one, or the shards that its index names.
+
+    Raises:
+        ValueError: there are none, one is absent, or the index is malformed.
+    """
+    if (folder / INDEX).is_file():
+        try:
+            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            files = [folder / Path(name).name for name in sorted(set(index["weight_map"].values()))]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{folder / INDEX} is malformed: {error}; get the checkpoint again") from error
+    else:
+        files = [folder / ONE_FILE]
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{str(folder)!r} has no {file.name}: give the folder of a whole safetensors checkpoint")
+    return files
+
+
+def open_file(file: Path):
+    """The open safetensors file, a context manager. Raises ValueError for a damaged one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut off ({error}); get the file again") from error
+
+
+def headers(files: Iterable[Path]) -> dict[str, Header]:
+    """Tensor name -> header, without reading a tensor. Raises ValueError for a damaged file."""
+    found = {}
+    for path in files:
+        with open_file(path) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
+            found |= {name: Header(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    return found
+
+
+def check_layer(found: dict[str, Header], name: str, in_features: int, out_features: int, bias: bool) -> None:
+    """Raises ValueError unless the files hold the tensors of a packed layer in the shapes and dtypes of its place."""
+    needed = {
+        f"{name}.values": ((out_features, in_features // 2), SAFETENSORS_FLOATS),
+        f"{name}.indices": ((out_features, -(-in_features // 8)), ("U8",)),
+    }
+    if bias:
+        needed[f"{name}.bias"] = ((out_features,), SAFETENSORS_FLOATS)
+    for tensor, (shape, dtypes) in needed.items():
+        header = found.get(tensor)
+        if header is None:
+            raise ValueError(f"packed layer {name}: no file has {tensor}; get the whole checkpoint, or pack it again")
+        if header.shape != shape or header.dtype not in dtypes:
+            raise ValueError(
+                f"{header.file}: {tensor} is {header.dtype} {list(header.shape)}, the model needs {' or '.join(dtypes)}"
+                f" {list(shape)}; the file or config.json is of another model: pack it again"
+            )
+
+
+def read(found: dict[str, Header], name: str) -> Tensor:
+    """The tensor of that name, alone in memory. Raises ValueError for a damaged file."""
+    with open_file(found[name].file) as file:
+        return file.get_tensor(name)
+
+
+def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> dict[str, int]:
+    """Writes the tensors as model.safetensors, or as shards with an index where they exceed `max_bytes`.
+
+    In memory is one shard at a time. A tensor larger than `max_bytes` gets a shard of its own.
+
+    Returns: tensor name -> bytes, of all.
+    """
+    sizes: dict[str, int] = {}
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    for name, tensor in stream:
+        size = tensor.numel() * tensor.element_size()
+        if shard and sum(sizes[other] for other in shard) + size > max_bytes:
+            shards.append(write_shard(folder, shard, len(shards)))
+        shard[name], sizes[name] = tensor, size
+    if shard:
+        shards.append(write_shard(folder, shard, len(shards)))
+    names = [ONE_FILE]
+    if len(shards) > 1:
+        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        weight_map = {tensor: name for name, shard_names in zip(names, shards, strict=True) for tensor in shard_names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for number, name in enumerate(names):
+        (folder / f"{number}.part").rename(folder / name)
+    return sizes
+
+
+def write_shard(folder: Path, shard: dict[str, Tensor], number: int) -> list[str]:
+    """Writes and empties a shard, under a name of its own until the number of shards is known; returns the names."""
+    from safetensors.torch import save_file
+
+    names = sorted(shard)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in shard.items()}, folder / f"{number}.part", {"format": "pt"}
+    )
+    shard.clear()
+    return names

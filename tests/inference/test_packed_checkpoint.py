@@ -1,0 +1,310 @@
+"""Packed checkpoints in transformers: loaded straight into SparseLinear, saved bit for bit, refused when damaged."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from pruned import pruned_model, save_pruned_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import MODELS
+
+from proxsparse import SparseLinear, sparsify_
+from proxsparse.inference import hf_quantizer, register_quantizer
+from proxsparse.inference.after_import import after_import
+from proxsparse.inference.convert import unsparsify_
+from proxsparse.pack import main as pack
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = torch.arange(3, 23).view(2, 10)
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+LAYER = "model.layers.1.mlp.up_proj"
+load = transformers.AutoModelForCausalLM.from_pretrained
+
+
+def all_tensors(folder):
+    """Every tensor of every model file of a folder."""
+    paths = [path for path in folder.glob("*.safetensors") if path.name != "masks.safetensors"]
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
+def same_tensors(first, second):
+    return first.keys() == second.keys() and all(
+        tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]) for name, tensor in first.items()
+    )
+
+
+def packed_copy(folder, name="llama", dtype=torch.bfloat16, flags=(), **save_options):
+    """A pruned tiny model: its dense and its packed folder."""
+    dense = save_pruned_model(folder / "dense", name, dtype, **save_options)
+    assert pack([str(dense), "--output_dir", str(folder / "packed"), *flags]) == 0
+    return dense, folder / "packed"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The dense and the packed folder of a tiny llama in fp32."""
+    return packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
+
+
+@pytest.fixture
+def damaged(folders, tmp_path):
+    """damaged(change_config, change_tensors) -> a packed folder with these changes."""
+
+    def make(change_config=lambda config: None, change_tensors=lambda tensors: None):
+        folder = tmp_path / "damaged"
+        folder.mkdir()
+        config, tensors = json.loads((folders[1] / "config.json").read_text()), all_tensors(folders[1])
+        change_config(config["quantization_config"])
+        change_tensors(tensors)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gpt2"}))
+def test_families_load_packed_and_generate_the_same(name, tmp_path):
+    dense, packed = (load(folder) for folder in packed_copy(tmp_path, name, torch.float32))
+    linears = {n for n, module in dense.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
+    assert {n for n, module in packed.named_modules() if isinstance(module, SparseLinear)} == linears
+    assert not any(m.values.requires_grad for m in packed.modules() if isinstance(m, SparseLinear))
+    assert torch.equal(packed.generate(TOKENS, **GREEDY), dense.generate(TOKENS, **GREEDY))
+    packed.save_pretrained(tmp_path / "again")
+    assert same_tensors(all_tensors(tmp_path / "packed"), all_tensors(tmp_path / "again"))
+
+
+def test_saved_again_it_is_bit_for_bit_the_same(folders, tmp_path):
+    load(folders[1]).save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == (folders[1] / "config.json").read_bytes()
+    assert same_tensors(all_tensors(tmp_path), all_tensors(folders[1]))
+
+
+def test_a_sparsified_model_saves_what_the_command_writes(folders, tmp_path):
+    sparsify_(load(folders[0])).save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == (folders[1] / "config.json").read_bytes()
+    assert same_tensors(all_tensors(tmp_path), all_tensors(folders[1]))
+
+
+@pytest.mark.parametrize("unpack", [unsparsify_, lambda model: model.dequantize() or model])
+def test_a_loaded_model_unpacked_saves_the_dense_checkpoint(unpack, folders, tmp_path):
+    unpack(load(folders[1])).save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == (folders[0] / "config.json").read_bytes()
+    assert same_tensors(all_tensors(tmp_path), all_tensors(folders[0]))
+
+
+def test_no_dense_weight_is_ever_there(folders, monkeypatch):
+    replaced = []
+
+    class Watched(SparseLinear):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            replaced.append(self)
+
+    def watched_init(layer, *arguments, real=torch.nn.Linear.__init__, **keywords):
+        real(layer, *arguments, **keywords)
+        assert layer.weight.is_meta
+
+    monkeypatch.setattr(torch.nn.Linear, "__init__", watched_init)
+    monkeypatch.setattr(hf_quantizer, "SparseLinear", Watched)
+    monkeypatch.setattr("proxsparse.packed.unpack_nm", lambda *_: pytest.fail("unpacked"))
+    model = load(folders[1])
+    assert len(replaced) == 14
+    assert not any(name.endswith("proj.weight") for name in model.state_dict())
+    assert not any(name.endswith("proj.weight") for name in all_tensors(folders[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
+def test_dtype(dtype, folders):
+    model = load(folders[1], dtype=dtype)
+    expected = torch.float32 if dtype == "auto" else dtype
+    assert {p.dtype for p in model.parameters()} == {expected}
+    dense = load(folders[0], dtype=dtype)
+    assert torch.equal(model.get_submodule(LAYER).dense_weight(), dense.get_submodule(LAYER).weight)
+
+
+def test_shards(tmp_path):
+    dense, packed = packed_copy(tmp_path, flags=("--max_shard_size", "10KB"))
+    assert len(list(packed.glob("model-*-of-*.safetensors"))) > 3
+    model = load(packed)
+    load(packed).save_pretrained(tmp_path / "again", max_shard_size="10KB")
+    assert same_tensors(all_tensors(tmp_path / "again"), all_tensors(packed))
+    assert torch.equal(model(TOKENS).logits, sparsify_(load(dense))(TOKENS).logits)
+
+
+def test_device_map(folders, tmp_path):
+    expected = load(folders[1])(TOKENS).logits
+    assert torch.equal(load(folders[1], device_map="cpu")(TOKENS).logits, expected)
+    layers = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    layers |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    offloaded = load(folders[1], device_map=layers, offload_folder=tmp_path)
+    with torch.no_grad():
+        assert torch.equal(offloaded(TOKENS).logits, expected)
+
+
+def test_tied_embeddings(tmp_path):
+    model = pruned_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "dense")
+    assert pack([str(tmp_path / "dense"), "--output_dir", str(tmp_path / "packed")]) == 0
+    loaded = load(tmp_path / "packed")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded.generate(TOKENS, **GREEDY), model.generate(TOKENS, **GREEDY))
+
+
+def test_the_base_model_alone_loads_packed(folders, tmp_path):
+    model = transformers.AutoModel.from_pretrained(folders[1])
+    assert sum(isinstance(module, SparseLinear) for module in model.modules()) == 14
+    expected = transformers.AutoModel.from_pretrained(folders[0])(TOKENS).last_hidden_state
+    torch.testing.assert_close(model(TOKENS).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_gpt2_has_nothing_to_pack(tmp_path, capsys):
+    save_pruned_model(tmp_path / "dense", "gpt2")
+    with pytest.raises(ValueError, match=r"nothing to pack.*Conv1D"):
+        pack([str(tmp_path / "dense"), "--output_dir", str(tmp_path / "packed")])
+
+
+def test_trains_an_adapter_but_not_itself(folders):
+    model = load(folders[1])
+    embedding = model.get_input_embeddings().weight
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert embedding.grad.abs().sum() > 0
+    assert model.get_submodule(LAYER).values.grad is None
+
+
+def test_a_loaded_model_compiles_into_one_graph(folders):
+    model = load(folders[1])
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(TOKENS).logits, model(TOKENS).logits)
+
+
+def set_entry(name, value):
+    return lambda config: config.__setitem__(name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (set_entry("format_version", 2), ["format version 2", "update proxsparse"]),
+        (lambda config: config.pop("format_version"), ["format version None"]),
+        (set_entry("pattern", "1:4"), ["'1:4'", "2:4"]),
+        (set_entry("layers", []), ["layers", "config.json"]),
+        (set_entry("layers", "all"), ["layers", "config.json"]),
+        (set_entry("layers", ["model.layers.7.mlp.up_proj"]), ["model.layers.7.mlp.up_proj", "config.json"]),
+        (set_entry("layers", ["model.embed_tokens"]), ["model.embed_tokens", "no nn.Linear"]),
+    ],
+)
+def test_a_config_that_cannot_be_read_is_refused(change, words, damaged):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the words are checked below)
+        load(damaged(change))
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+def change(name, function):
+    return lambda tensors: tensors.__setitem__(f"{LAYER}.{name}", function(tensors[f"{LAYER}.{name}"]).contiguous())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(f"{LAYER}.values"), ["no file has", f"{LAYER}.values"]),
+        (lambda tensors: tensors.pop(f"{LAYER}.indices"), ["no file has", f"{LAYER}.indices"]),
+        (change("values", lambda t: t[:, :-2]), ["model.safetensors", "[64, 14]", "[64, 16]"]),
+        (change("values", lambda t: t[1:]), ["[63, 16]", "[64, 16]"]),
+        (change("values", lambda t: t.int()), ["I32", "BF16"]),
+        (change("indices", lambda t: t[:, :-1]), ["[64, 3]", "[64, 4]"]),
+        (change("indices", lambda t: t.int()), ["I32", "U8"]),
+        (change("indices", lambda t: t.float()), ["F32", "U8"]),
+        (change("indices", lambda t: t * 0), [LAYER, "out of order", "damaged"]),
+    ],
+)
+def test_damaged_tensors_are_refused_by_name(change, words, damaged):
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the words are checked below)
+        load(damaged(change_tensors=change))
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
+
+
+def test_a_truncated_shard_is_refused_by_name(tmp_path):
+    _, packed = packed_copy(tmp_path, flags=("--max_shard_size", "20KB"))
+    shard = sorted(packed.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=rf"{shard.name} is damaged or cut off"):
+        load(packed)
+
+
+def test_packing_while_loading_is_refused(folders):
+    config = hf_quantizer.PackedConfig(**json.loads((folders[1] / "config.json").read_text())["quantization_config"])
+    with pytest.raises(ValueError, match="pre-quantized"):
+        load(folders[0], quantization_config=config)
+
+
+PROGRAM = """
+import sys
+{imports}
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sum(isinstance(module, proxsparse.SparseLinear) for module in model.modules()))
+"""
+ORDERS = {
+    "proxsparse first": "import proxsparse; import transformers",
+    "transformers first": "import transformers; transformers.LlamaForCausalLM; import proxsparse",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_both_orders_of_import(order, folders):
+    """`import transformers` alone loads little of it: in the second order the model class is loaded too."""
+    program = PROGRAM.format(imports=ORDERS[order])
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(folders[1])], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["14"], result.stderr
+
+
+def test_another_transformers_is_left_alone(monkeypatch):
+    monkeypatch.setitem(sys.modules, "proxsparse.inference.hf_quantizer", None)  # its import fails
+    with pytest.warns(UserWarning, match="packed checkpoints cannot be loaded"):
+        register_quantizer()
+
+
+def test_after_import(tmp_path, monkeypatch):
+    (tmp_path / "awaited_package").mkdir()
+    (tmp_path / "awaited_package" / "__init__.py").write_text("ready = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen, finders = [], len(sys.meta_path)
+    after_import("awaited_package", lambda: seen.append(sys.modules["awaited_package"].ready))
+    assert importlib.util.find_spec("awaited_package") is not None  # only asked for
+    assert seen == []
+    importlib.import_module("awaited_package")
+    importlib.reload(sys.modules["awaited_package"])
+    assert seen == [True]
+    after_import("awaited_package", lambda: seen.append("at once"))
+    assert seen == [True, "at once"]
+    assert len(sys.meta_path) == finders
+
+
+def test_the_files_say_what_they_are(folders):
+    with safe_open(folders[1] / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert file.get_slice(f"{LAYER}.values").get_shape() == [64, 16]
+        assert file.get_slice(f"{LAYER}.indices").get_dtype() == "U8"
+    entry = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
+    assert {key: entry[key] for key in entry if key != "layers"} == {
+        "quant_method": "proxsparse",
+        "format_version": 1,
+        "pattern": "2:4",
+    }
+    assert entry["layers"] == [f"model.layers.{i}.{name}" for i in (0, 1) for name in PROJECTIONS]
+
+
+PROJECTIONS = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]

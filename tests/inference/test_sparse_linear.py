@@ -1,0 +1,290 @@
+"""SparseLinear: what nn.Linear does, on a packed weight: autocast, autograd, compile, export, copies, state."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from pruned import pruned_linear
+from torch import nn
+
+from proxsparse import SparseLinear
+from proxsparse.inference import backends
+
+sparse_linear = torch.ops.proxsparse.sparse_linear
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def assert_as_good_as(linear, sparse, x):
+    """Within twice the dense layer's own distance from the float64 result, and an ulp of the largest output."""
+    exact = copy.deepcopy(linear).double()(x.double())
+    dense = linear(x)
+    ulp = exact.abs().max() * torch.finfo(x.dtype).eps if exact.numel() else 0.0
+    allowed = 2 * (dense.double() - exact).abs().max() + ulp if exact.numel() else 0.0
+    result = sparse(x)
+    assert result.dtype == dense.dtype
+    assert result.shape == dense.shape
+    assert bool(((result.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (0, 64), (2, 0, 64), (5, 1, 3, 64)], ids=str)
+def test_equals_the_dense_layer(shape, bias, dtype, backend):
+    linear = pruned_linear(64, 33, bias, dtype)
+    with torch.no_grad():
+        assert_as_good_as(linear, SparseLinear.from_linear(linear, backend), torch.randn(shape).to(dtype))
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(4, 1), (12, 3), (20, 128), (256, 1)])
+def test_awkward_sizes(in_features, out_features):
+    linear = pruned_linear(in_features, out_features)
+    sparse = SparseLinear.from_linear(linear)
+    with torch.no_grad():
+        assert_as_good_as(linear, sparse, torch.randn(5, in_features))
+        assert_as_good_as(linear, sparse, torch.randn(in_features, 9).T)  # strided
+    assert torch.equal(sparse.dense_weight(), linear.weight)
+
+
+def test_autocast_is_that_of_linear():
+    linear = pruned_linear()
+    sparse, x = SparseLinear.from_linear(linear, "reference"), torch.randn(3, 24)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            assert torch.equal(sparse(x), linear(x))
+            assert torch.equal(sparse(x.to(dtype)), linear(x.to(dtype)))
+            assert sparse(x).dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        assert SparseLinear.from_linear(linear.double())(x.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.zeros(3, 20), ["[3, 20]", "in_features=24"]),
+        (torch.zeros(()), ["in_features=24"]),
+        (torch.zeros(3, 24, dtype=torch.bfloat16), ["torch.bfloat16", "torch.float32", "autocast"]),
+        (torch.zeros(3, 24, dtype=torch.long), ["torch.int64"]),
+        (torch.zeros(3, 24, device="meta"), ["meta", "cpu"]),
+    ],
+)
+def test_a_wrong_x_is_refused_before_any_kernel(x, words, monkeypatch):
+    monkeypatch.setattr("proxsparse.inference.linear.choose", lambda *_: pytest.fail("a kernel was chosen"))
+    with pytest.raises(ValueError, match="sparse_linear") as error:
+        SparseLinear.from_linear(pruned_linear())(x)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_the_op_refuses_tensors_that_do_not_fit_together():
+    sparse = SparseLinear.from_linear(pruned_linear())
+    x, values, indices, bias = torch.zeros(2, 24), sparse.values, sparse.indices, sparse.bias
+    for call, word in (
+        ((x, values, indices[:, :2], bias), "indices"),
+        ((x, values, indices.int(), bias), "indices"),
+        ((x, values, indices, bias[:3]), "bias"),
+        ((x, values, indices, bias.double()), "bias"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            sparse_linear(*call, None, "auto")
+
+
+def test_wrong_layers_are_refused():
+    with pytest.raises(ValueError, match="multiple of 4"):
+        SparseLinear(6, 8)
+    with pytest.raises(ValueError, match="'fastest'"):
+        SparseLinear(8, 8, backend="fastest")
+    with pytest.raises(ValueError, match="blocks hold more than 2"):
+        SparseLinear.from_linear(nn.Linear(8, 8))
+
+
+def test_an_explicit_backend_never_falls_back(monkeypatch):
+    never = backends.Backend("never", lambda x, values: "it is a test", None)
+    monkeypatch.setitem(backends._backends, "never", never)
+    with pytest.raises(RuntimeError, match=r"'never' cannot serve.*it is a test.*backend='auto'"):
+        SparseLinear.from_linear(pruned_linear(), "never")(torch.zeros(1, 24))
+
+
+def test_gradient_of_x():
+    linear = pruned_linear()
+    sparse = SparseLinear.from_linear(linear)
+    x, grad = torch.randn(2, 3, 24, requires_grad=True), torch.randn(2, 3, 7)
+    (expected,) = torch.autograd.grad(linear(x), x, grad)
+    (found,) = torch.autograd.grad(sparse(x), x, grad)
+    torch.testing.assert_close(found, expected)
+    double = SparseLinear.from_linear(linear.double())
+    assert torch.autograd.gradcheck(double, torch.randn(2, 24, dtype=torch.float64, requires_grad=True))
+
+
+def test_an_adapter_learns_beside_it():
+    sparse = SparseLinear.from_linear(pruned_linear())
+    down, up = nn.Linear(24, 2, bias=False), nn.Linear(2, 7, bias=False)
+    nn.init.zeros_(up.weight)
+    model = nn.ModuleList([sparse, down, up])
+    x, target = torch.randn(16, 24), torch.randn(16, 7)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append((sparse(x) + up(down(x)) - target).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.9 * losses[0]
+    assert sparse.values.grad is None
+
+
+def test_a_packed_weight_that_shall_learn_is_refused():
+    sparse = SparseLinear.from_linear(pruned_linear()).requires_grad_(True)
+    with pytest.raises(RuntimeError, match="requires_grad_"):
+        sparse(torch.randn(2, 24)).sum().backward()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck(bias):
+    sparse = SparseLinear.from_linear(pruned_linear(bias=bias))
+    for x in (torch.randn(2, 3, 24, requires_grad=True), torch.randn(24, 5).T, torch.randn(0, 24)):
+        torch.library.opcheck(sparse_linear.default, (x, sparse.values, sparse.indices, sparse.bias, None, "auto"))
+
+
+def test_compiles_into_one_graph():
+    linear = pruned_linear()
+    sparse, x = SparseLinear.from_linear(linear, "reference"), torch.randn(2, 3, 24, requires_grad=True)
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), sparse(x))
+    torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], torch.autograd.grad(linear(x).sum(), x)[0])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(x), linear(x))
+
+
+def test_exports():
+    sparse, x = SparseLinear.from_linear(pruned_linear()), torch.randn(3, 24)
+    rows = torch.export.Dim("rows", max=64)
+    program = torch.export.export(sparse, (x,), dynamic_shapes=({0: rows},))
+    for count in (3, 5):
+        x = torch.randn(count, 24)
+        assert torch.equal(program.module()(x), sparse(x))
+
+
+def test_meta():
+    sparse = SparseLinear(24, 7, device="meta", dtype=torch.bfloat16)
+    assert sparse(torch.empty(2, 24, device="meta", dtype=torch.bfloat16)).shape == (2, 7)
+    with pytest.raises(ValueError, match="meta"):
+        sparse(torch.zeros(2, 24, dtype=torch.bfloat16))
+    assert sparse.to_empty(device="cpu").indices.device.type == "cpu"
+
+
+def test_casts_and_moves():
+    linear = pruned_linear()
+    sparse = SparseLinear.from_linear(linear)
+    for cast in (lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(), lambda m: m.float()):
+        before = sparse.indices.clone()
+        cast(sparse)
+        assert sparse.values.dtype == sparse.bias.dtype
+        assert torch.equal(sparse.indices, before)
+        x = torch.randn(2, 24).to(sparse.values.dtype)
+        assert sparse(x).dtype == x.dtype
+    assert sparse.to("meta").indices.is_meta
+
+
+def test_copies_and_pickles():
+    sparse, x = SparseLinear.from_linear(pruned_linear()).eval(), torch.randn(2, 24)
+    buffer = io.BytesIO()
+    torch.save(sparse, buffer)
+    buffer.seek(0)
+    for other in (
+        copy.deepcopy(sparse),
+        pickle.loads(pickle.dumps(sparse)),
+        torch.load(buffer, weights_only=False),
+    ):
+        assert torch.equal(other(x), sparse(x))
+        assert not any(p.requires_grad for p in other.parameters())
+        assert other.values.data_ptr() != sparse.values.data_ptr()
+
+
+def test_state_dict_round_trip():
+    sparse, x = SparseLinear.from_linear(pruned_linear()), torch.randn(2, 24)
+    other = SparseLinear(24, 7)
+    for assign in (False, True):
+        assert other.load_state_dict(sparse.state_dict(), assign=assign) == ([], [])
+        assert torch.equal(other(x), sparse(x))
+    assert set(sparse.state_dict()) == {"values", "indices", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "word"),
+    [
+        ("indices", lambda tensor: tensor.zero_(), "out of order"),
+        ("indices", lambda tensor: tensor.fill_(255), "out of order"),
+        ("indices", lambda tensor: tensor[:, :2], "indices"),
+        ("indices", lambda tensor: tensor.int(), "indices"),
+        ("values", lambda tensor: tensor[:, :10], "indices"),
+        ("values", lambda tensor: tensor.int(), "dtype"),
+    ],
+)
+def test_damaged_state_is_refused_with_the_name_of_the_layer(name, damage, word):
+    model = nn.ModuleDict({"up_proj": SparseLinear.from_linear(pruned_linear())})
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state = {key: tensor.clone() for key, tensor in before.items()}
+    state[f"up_proj.{name}"] = damage(state[f"up_proj.{name}"])
+    with pytest.raises(RuntimeError, match=rf"up_proj: .*{word}"):
+        model.load_state_dict(state)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_missing_state_is_refused():
+    sparse = SparseLinear.from_linear(pruned_linear())
+    with pytest.raises(RuntimeError, match="indices"):
+        SparseLinear(24, 7).load_state_dict({"values": sparse.values, "bias": sparse.bias})
+
+
+@pytest.fixture
+def preparing(monkeypatch):
+    """A backend with a form of its own: the dense weight. Returns the list of the dtypes that it has prepared."""
+    prepared = []
+
+    def prepare(values, indices):
+        prepared.append(values.dtype)
+        return torch.ops.proxsparse.unpack_nm(values, indices, 2, 4)
+
+    def linear(x, values, indices, bias, weight):
+        assert weight.device == x.device
+        return nn.functional.linear(x, weight, bias)
+
+    row = backends.Backend("preparing", lambda x, values: None, linear, prepare)
+    monkeypatch.setitem(backends._backends, "preparing", row)
+    return prepared
+
+
+def test_a_backends_own_form_is_made_once_and_dropped_when_the_weight_changes(preparing):
+    linear = pruned_linear()
+    sparse, x = SparseLinear.from_linear(linear, "preparing"), torch.randn(2, 24)
+    assert preparing == []
+    torch.testing.assert_close(sparse(x), linear(x))
+    sparse(x)
+    assert preparing == [torch.float32]
+    sparse.double()(x.double())
+    assert preparing == [torch.float32, torch.float64]
+    sparse.float().load_state_dict(SparseLinear.from_linear(other := pruned_linear()).state_dict())
+    torch.testing.assert_close(sparse(x), other(x))
+    assert len(preparing) == 3
+    copy.deepcopy(sparse)(x)
+    assert len(preparing) == 4
+    assert set(sparse.state_dict()) == {"values", "indices", "bias"}
+
+
+def test_a_backends_own_form_under_autocast_and_compile(preparing):
+    linear = pruned_linear()
+    sparse, x = SparseLinear.from_linear(linear, "preparing"), torch.randn(2, 24)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(sparse(x), linear(x))
+        assert preparing == [torch.bfloat16]
+        compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), linear(x))
+
+
+def test_repr():
+    text = repr(SparseLinear(24, 7, bias=False))
+    assert text == "SparseLinear(in_features=24, out_features=7, bias=False, pattern=2:4, backend=auto)"
