@@ -74,6 +74,18 @@ def rotation(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, 
     return [first] + [views(shapes, first.source.clone()) for _ in range(count - 1)]
 
 
+def packed_weight(shape: Shape, dtype: torch.dtype, device: torch.device, sigma: float) -> tuple[Tensor, Tensor]:
+    """A random 2:4 weight in the packed form, (values, indices): Gaussian values, every pair of places as likely."""
+    out_features, in_features = shape
+    values = torch.empty(out_features, in_features // 2, dtype=dtype, device=device).normal_(0, sigma)
+    pairs = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8, device=device)  # i0 | i1 << 2, i0 < i1
+    blocks = pairs[torch.randint(6, (out_features, in_features // 4), dtype=torch.int32, device=device)]
+    low, high = blocks[:, ::2], blocks[:, 1::2]
+    indices = low.clone()
+    indices[:, : high.shape[1]] |= high << 4
+    return values, indices
+
+
 # ---------------------------------------------------------------------------------------------- timing
 
 
@@ -246,6 +258,14 @@ def show(where: dict[str, object], header: list[str], rows: list[list[str]], in_
     """Prints where the rows were measured, their table, and what they say in short."""
     print(f"\n{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}\n")
     print(f"{table(header, rows)}\n\n{in_short}")
+
+
+def write_table(file: Path, where: dict[str, object], header: list[str], rows: list[list[str]], in_short: str) -> None:
+    """What `show` prints and the command that measured it, as a page in Markdown."""
+    measured = f"{where['device']}, torch {where['torch']}, commit {where['commit']}: `{where['command']}`"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{measured}\n\n{table(header, rows)}\n\n{in_short}\n", encoding="utf-8")
+    print(f"written {file}")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,7 +1,8 @@
-"""Everything that needs a GPU, in one command of at most nine minutes: build, checks, sanitizer, tests, benchmarks.
+"""Everything that needs a GPU, in two commands of at most nine minutes: build, checks, sanitizer, tests, benchmarks.
 
-    python benchmarks/gpu_suite.py                          # all parts; run it where there is a GPU and commit the rows
-    python benchmarks/gpu_suite.py checks prox_speed        # some of them
+    python benchmarks/gpu_suite.py pruning                  # run it where there is a GPU and commit the rows
+    python benchmarks/gpu_suite.py inference                # packed 2:4 layers and models
+    python benchmarks/gpu_suite.py checks prox_speed        # some parts
     python benchmarks/gpu_suite.py --device cpu             # rehearsal: the same on a CPU, small, nothing is saved
 
 It needs a checkout, a CUDA build of torch and no network; nothing is written outside the checkout. Each part is a
@@ -30,6 +31,8 @@ LIMIT_S = 530  # of all parts together: under nine minutes with the start of Pyt
 PYTHON = sys.executable
 NO_TESTS = 5  # pytest's exit code if nothing was selected
 TINY = ["--seconds", "0", "--repetitions", "1", "--no-save"]
+GENERATE_TINY = [PYTHON, "benchmarks/generate_speed.py", "--models", "tiny", "--prompt", "4", "--new_tokens", "3"]
+KERNELS = "triton or cuda or gemv or cutlass or cusparselt"  # in the names of their tests
 HEADER = ["part", "outcome", "seconds", "what it said"]
 
 
@@ -65,7 +68,7 @@ PARTS = {
     "build": Part(
         cuda=[PYTHON, "setup.py", "build_ext", "--inplace"],
         cpu=None,
-        limit_s=150,
+        limit_s=300,  # a tile of CUTLASS compiles for a minute or two
         environment=(("PROXSPARSE_EXTENSION", "1"), ("PROXSPARSE_CUDA", "1"), ("MAX_JOBS", str(os.cpu_count()))),
     ),
     "env": Part(cuda=[PYTHON, "-m", "proxsparse.env"], cpu=[PYTHON, "-m", "proxsparse.env"], limit_s=30),
@@ -86,19 +89,45 @@ PARTS = {
     ),
     "memcheck": sanitizer("memcheck", 60),
     "tests": Part(
-        cuda=[PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "tests/ops", "tests/optim"],
+        cuda=[
+            PYTHON,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "gpu",
+            "tests/ops",
+            "tests/optim",
+            "tests/inference",
+        ],
         cpu=None,
         limit_s=90,
         skipped_codes=(NO_TESTS,),
     ),
     "parity": Part(
-        cuda=[PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-k", "triton or cuda", "tests/ops"],
+        cuda=[PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-k", KERNELS, "tests/ops", "tests/inference"],
         cpu=None,
         limit_s=90,
         skipped_codes=(NO_TESTS,),
     ),
     "racecheck": sanitizer("racecheck", 45),
     "initcheck": sanitizer("initcheck", 45),
+    "linear_speed": Part(
+        cuda=[PYTHON, "benchmarks/linear_speed.py"],
+        cpu=[PYTHON, "benchmarks/linear_speed.py", "--shapes", "64x64", "--rows", "1", "3", "--devices", "cpu", *TINY],
+        limit_s=200,
+    ),
+    "generate_speed": Part(
+        cuda=[PYTHON, "benchmarks/generate_speed.py"],
+        cpu=[*GENERATE_TINY, "--devices", "cpu", "--modes", "eager", "--no-save"],
+        limit_s=270,
+    ),
+}
+# What fits into one command; the second builds again only what has changed.
+GROUPS = {
+    "pruning": [name for name in PARTS if name not in ("linear_speed", "generate_speed")],
+    "inference": ["build", "linear_speed", "generate_speed"],
 }
 
 
@@ -107,13 +136,13 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("gpu_suite: torch sees no CUDA GPU here; rehearse with --device cpu", file=sys.stderr)
         return 2
-    device, start, outcomes = torch.device(args.device), time.monotonic(), []
+    device, started, start, outcomes = torch.device(args.device), time.time(), time.monotonic(), []
     log = results_file("gpu_suite").with_suffix(".log") if args.device == "cuda" else Path(os.devnull)
     log.write_bytes(b"")
-    for name in args.parts or PARTS:
+    for name in parts(args.parts):
         left = args.limit - (time.monotonic() - start)
         outcomes.append({"part": name} | run(name, args.device, left, log))
-        save(outcomes, device)
+        save(outcomes, device, started)
     print(f"\n{summary(outcomes, device)}")
     return 1 if any(outcome["outcome"] == "failed" for outcome in outcomes) else 0
 
@@ -121,14 +150,21 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {' '.join(PARTS)}; default: all")
+    known = [*GROUPS, *PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {' '.join(known)}; default: all")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all parts together")
     args = parser.parse_args(arguments)
     for part in args.parts:  # `choices` cannot say that none is allowed too
-        if part not in PARTS:
-            parser.error(f"there is no part {part!r}; choose from {', '.join(PARTS)}")
+        if part not in known:
+            parser.error(f"there is no part {part!r}; choose from {', '.join(known)}")
     return args
+
+
+def parts(names: list[str]) -> list[str]:
+    """The parts that these names of parts and groups mean, each once, in the order of PARTS; no names: all."""
+    wanted = {part for name in names or PARTS for part in GROUPS.get(name, [name])}
+    return [part for part in PARTS if part in wanted]
 
 
 # ---------------------------------------------------------------------------------------------- one part
@@ -211,16 +247,19 @@ def follow(process: subprocess.Popen, sink, limit_s: float) -> tuple[int | None,
 # ---------------------------------------------------------------------------------------------- the summary
 
 
-def save(outcomes: list[dict], device: torch.device) -> None:
-    """After each part, so that what was measured survives an end from outside; nothing for a rehearsal."""
+def save(outcomes: list[dict], device: torch.device, started: float) -> None:
+    """After each part, so that what was measured survives an end from outside; nothing for a rehearsal.
+
+    $OUT gets what was written since the start: few files, for a lent machine may give back no more than eight.
+    """
     if device.type != "cuda":
         return
     page = results_file("gpu_suite").with_suffix(".md")
     page.write_text(summary(outcomes, device) + "\n", encoding="utf-8")
     append_rows(results_file("gpu_suite"), [provenance(device) | outcomes[-1]])
     if os.environ.get("OUT"):
-        for pattern in ("gpu_suite.*", "prox_speed*", "optimizer_step*"):
-            for file in results_file("gpu_suite").parent.glob(pattern):
+        for file in results_file("gpu_suite").parent.iterdir():
+            if file.stat().st_mtime >= started:
                 shutil.copy(file, os.environ["OUT"])
 
 

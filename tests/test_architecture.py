@@ -61,6 +61,7 @@ OWNERS = {
     "triton_kernels": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
     "proxsparse._C": ("proxsparse/ops/backends/cpp.py",),
     "proxsparse._C_cuda": ("proxsparse/ops/backends/cuda.py",),
+    "proxsparse._C_cutlass": ("proxsparse/inference/backends/cutlass.py",),
     "datasets": ("proxsparse/data.py",),
     "lm_eval": ("proxsparse/evaluation/zero_shot.py",),
     "transformers": (
@@ -73,7 +74,7 @@ OWNERS = {
     "safetensors": ("proxsparse/checkpoint.py", "proxsparse/inference/packed_checkpoint.py"),
     "matplotlib": ("proxsparse/report.py",),
 }
-COMPILED = {"proxsparse._C", "proxsparse._C_cuda"}
+COMPILED = {"proxsparse._C", "proxsparse._C_cuda", "proxsparse._C_cutlass"}
 MAX_LINES = 400
 
 

@@ -1,15 +1,109 @@
-"""Which backend multiplies: the `auto` of `SparseLinear`, by device, dtype, rows and shape."""
+"""Which backend multiplies: the `auto` of `SparseLinear`, from a table of what was fastest where it was measured.
 
+measured.json holds, for each kind of device and each dtype, what
+
+    python benchmarks/linear_speed.py --update_choice
+
+makes of the rows of benchmarks/results/linear_speed.jsonl, and from which device, torch and commit they come:
+
+    {"cpu avx512_bf16": {"bfloat16": {"measured": {...}, "fastest": {"4096x4096": {"1": "cpp > reference", ...}}}}}
+
+that is, shape of the weight (out_features x in_features) -> rows of x -> backends, the fastest first. A call takes the
+nearest shape and the nearest number of rows, and the first backend there that supports it. `reference`, which unpacks
+the weight and leaves the rest to torch's dense matmul, supports everything: it stands first where sparse loses. A
+backend that needs a form of its own (`prepare`) is never chosen: the layer may not hold that form.
+"""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import torch
 from torch import Tensor
 
 from proxsparse.inference.backends import Backend, backend, backends
 
-AUTOMATIC = {"cpu": ("cpp", "reference"), "cuda": ("gemv", "cutlass", "reference")}
+MEASURED = Path(__file__).with_name("measured.json")
+REFERENCE, ORDER = "reference", " > "
+# Where nothing was measured: rows -> backends. Few rows are bound by memory, of which every sparse kernel reads less.
+UNMEASURED = {
+    "cpu": {1: "cpp > reference", 256: "cpp > reference", 1024: "reference"},
+    "cuda": {1: "gemv > cutlass > reference", 16: "gemv > cutlass > reference", 64: "cutlass > reference"},
+}
+MAX_CHOICES = 10_000  # remembered: a server meets many numbers of rows
+_choices: dict[tuple, Backend] = {}
 
 
 def choose(x: Tensor, values: Tensor) -> Backend:
-    """The backend for x [rows, in_features] and packed values [out_features, k]."""
-    for name in AUTOMATIC.get(x.device.type, ()):
-        if name in backends() and backend(name).supports(x, values) is None:
+    """The backend for x [rows, in_features] and packed values [out_features, in_features / 2].
+
+    Devices, dtypes and shapes decide alone, and are looked up the second time: under a microsecond.
+    """
+    key = (x.device, x.dtype, values.dtype, x.shape[0], values.shape)
+    found = _choices.get(key)
+    if found is None:
+        if len(_choices) >= MAX_CHOICES:
+            _choices.clear()
+        found = _choices[key] = first_that_serves(x, values)
+    return found
+
+
+def forget() -> None:
+    """Reads the table and chooses anew from now on."""
+    measured.cache_clear()
+    _choices.clear()
+
+
+def first_that_serves(x: Tensor, values: Tensor) -> Backend:
+    """The first of the order that is there, needs no form of its own and supports the call."""
+    rows, (out_features, k) = x.shape[0], values.shape
+    for name in order(x.device, x.dtype, rows, (out_features, 2 * k)):
+        if name in backends() and backend(name).prepare is None and backend(name).supports(x, values) is None:
             return backend(name)
-    return backend("reference")
+    return backend(REFERENCE)
+
+
+def order(device: torch.device, dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> list[str]:
+    """The names of backends, the fastest first, for so many rows and a weight [out_features, in_features]."""
+    fastest = measured(str(MEASURED)).get((device_kind(device), str(dtype).removeprefix("torch.")))
+    by_rows = fastest[nearest(fastest, shape)] if fastest else UNMEASURED.get(device.type, {1: REFERENCE})
+    return by_rows[nearest(by_rows, (rows,))].split(ORDER)
+
+
+def nearest(table: dict, size: tuple[int, ...]):
+    """The key whose numbers differ from `size` by the smallest factors, all of them multiplied."""
+
+    def distance(key: tuple[int, ...] | int) -> float:
+        numbers = key if isinstance(key, tuple) else (key,)
+        return sum(abs(math.log(max(number, 1) / max(own, 1))) for number, own in zip(numbers, size, strict=True))
+
+    return min(table, key=distance)
+
+
+@functools.cache
+def measured(file: str) -> dict[tuple[str, str], dict[tuple[int, ...], dict[int, str]]]:
+    """(device kind, dtype) -> (out_features, in_features) -> rows -> backends; {} without a file."""
+    if not Path(file).is_file():
+        return {}
+    kinds = json.loads(Path(file).read_text(encoding="utf-8"))
+    return {
+        (kind, dtype): {
+            tuple(map(int, shape.split("x"))): {int(rows): names for rows, names in by_rows.items()}
+            for shape, by_rows in entry["fastest"].items()
+        }
+        for kind, dtypes in kinds.items()
+        for dtype, entry in dtypes.items()
+    }
+
+
+@functools.cache
+def device_kind(device: torch.device) -> str:
+    """What devices of equal kernels share: "sm_90" for an H100 or H200, the widest instructions of a CPU."""
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        known = [name for name in ("avx512_bf16", "avx512_f", "avx2") if capabilities.get(name)]
+        return " ".join(["cpu", *known[:1]])
+    return device.type

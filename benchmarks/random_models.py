@@ -1,0 +1,86 @@
+"""Decoders of published shapes with random 2:4 weights, built layer by layer where they will run, dense or packed.
+
+The same seed gives both forms the same weights, and the packed form never holds a dense one.
+"""
+
+import torch
+from common import packed_weight
+from shapes import MODELS, Model
+from torch import nn
+
+from proxsparse.inference.linear import SparseLinear, frozen
+from proxsparse.models import decoder_blocks
+from proxsparse.ops import unpack_nm
+
+HEAD = 128  # head_dim of all three
+SIZES = MODELS | {"tiny": Model(2, 64, 32, 128)}  # tiny: for rehearsals
+# name in SIZES -> transformers' model type, vocabulary, what else config.json says of the shape
+KINDS = {
+    "mistral-7b-v0.1": ("mistral", 32000, {"sliding_window": None, "max_position_embeddings": 32768}),
+    "qwen2.5-14b": ("qwen2", 152064, {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}),
+    "openllama-7b-v2": ("llama", 32000, {"max_position_embeddings": 2048}),
+    "tiny": ("qwen2", 260, {}),
+}
+
+
+def random_model(
+    name: str, blocks: int | None, dtype: torch.dtype, device: torch.device, sparse: bool, sigma: float = 0.02
+) -> nn.Module:
+    """A causal language model; the layers of its decoder blocks have random 2:4 weights, packed if `sparse`.
+
+    Args:
+        name: of KINDS.
+        blocks: how many decoder blocks; None: all of the model.
+        sigma: standard deviation of all weights, 0.02 as the models are initialised.
+    """
+    import transformers
+
+    sizes = SIZES[name]
+    model_type, vocabulary, others = KINDS[name]
+    head = min(HEAD, sizes.kv)
+    config = transformers.AutoConfig.for_model(
+        model_type,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.intermediate,
+        num_hidden_layers=blocks or sizes.blocks,
+        num_attention_heads=sizes.hidden // head,
+        num_key_value_heads=sizes.kv // head,
+        head_dim=head,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+        **others,
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    torch.manual_seed(0)
+    fill_layers_(decoder_blocks(model), dtype, device, sparse, sigma)
+    fill_rest_(model, device, sigma)
+    return model.eval().requires_grad_(False)
+
+
+def fill_layers_(decoder: nn.ModuleList, dtype: torch.dtype, device: torch.device, sparse: bool, sigma: float) -> None:
+    """Gives every nn.Linear its weight, or puts a SparseLinear with the same weight in its place."""
+    for name, layer in list(decoder.named_modules()):
+        if isinstance(layer, nn.Linear):
+            values, indices = packed_weight((layer.out_features, layer.in_features), dtype, device, sigma)
+            bias = None if layer.bias is None else torch.zeros(layer.out_features, dtype=dtype, device=device)
+            if sparse:
+                packed = SparseLinear(layer.in_features, layer.out_features, False, "meta", dtype)
+                packed.values, packed.indices = frozen(values), indices
+                packed.bias = None if bias is None else frozen(bias)
+                decoder.set_submodule(name, packed)
+            else:
+                layer.weight = frozen(unpack_nm(values, indices))
+                layer.bias = None if bias is None else frozen(bias)
+
+
+def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
+    """Embeddings and lm_head random, norms one; rotary embeddings, which have no weights, are made anew."""
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            with device:
+                model.set_submodule(name, type(module)(config=model.config))
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                tensor = torch.ones_like(parameter, device=device)
+                module.register_parameter(key, nn.Parameter(tensor.normal_(0, sigma) if tensor.ndim > 1 else tensor))

@@ -1,0 +1,117 @@
+"""Greedy generation: one prefill, then decode steps on a cache of fixed size; on a GPU a step is one CUDA graph.
+
+Dense and sparse models run through the same loop, so that their speeds compare.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+WARM_UPS = 3  # before a capture: libraries choose algorithms and allocate their workspaces
+
+
+def generate(model: nn.Module, input_ids: Tensor, max_new_tokens: int, cuda_graph: bool | None = None) -> Tensor:
+    """input_ids [batch, prompt] -> [batch, prompt + max_new_tokens]: every new token is the likeliest one.
+
+    It does not stop at an end-of-text token: cut the text there. All prompts have the same length.
+
+    Args:
+        model: a causal language model of transformers.
+        cuda_graph: one decode step is captured once and replayed, which spares the launches of its kernels; None: on
+            a GPU yes, on a CPU, where there are none, no.
+    Raises:
+        ValueError: fewer than one new token, or a CUDA graph for tokens that are not on a GPU.
+    """
+    on_gpu = input_ids.device.type == "cuda"
+    if cuda_graph and not on_gpu:
+        raise ValueError(f"cuda_graph=True: the tokens are on {input_ids.device}; move model and tokens to a GPU")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: ask for one at least")
+    batch, prompt = input_ids.shape
+    faster = captured if cuda_graph or (cuda_graph is None and on_gpu) else None
+    decoder = GreedyDecoder(model, batch, prompt + max_new_tokens, faster)
+    new = [decoder.prefill(input_ids).clone()]
+    new += [decoder.step().clone() for _ in range(max_new_tokens - 1)]
+    return torch.cat([input_ids, *new], dim=1)
+
+
+class GreedyDecoder:
+    """Continues `batch` prompts of equal length by the likeliest tokens, one step at a time.
+
+    Keys and values stay in a cache of fixed size, the newest tokens in one tensor [batch, 1]: so a step is the same
+    work on the same memory every time, which CUDA graphs and torch.compile ask for. `prefill` and `step` return that
+    tensor: clone what is to be kept.
+
+    Args:
+        model: a causal language model of transformers, every decoder block of it with attention.
+        length: of prompt and new tokens together, what the cache holds.
+        faster: step -> the same, faster: `captured`, or torch.compile; it is applied here. None: eager.
+    """
+
+    def __init__(self, model: nn.Module, batch: int, length: int, faster: Callable[[Callable], Callable] | None = None):
+        self.model, self.length, self.seen = model, length, 0
+        self.cache = static_cache(model, max(length, WARM_UPS + 3))
+        self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+        self.run = self.eager_step
+        if faster is not None:
+            self.prefill(self.tokens.clone())  # the cache gets its memory
+            with torch.no_grad():
+                self.run = faster(self.eager_step)
+                self.run()  # what compiles, compiles now
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor) -> Tensor:
+        """The prompts, [batch, prompt] -> the first new tokens, [batch, 1]. Forgets whatever was seen before."""
+        self.cache.reset()
+        self.seen = input_ids.shape[1]
+        self.choose(input_ids)
+        return self.tokens
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """The newest tokens -> the next ones, [batch, 1]. Raises ValueError where the cache is full."""
+        if self.seen >= self.length:
+            raise ValueError(f"the cache is full: it was made for length={self.length} tokens; make it longer")
+        self.seen += 1
+        self.run()
+        return self.tokens
+
+    def eager_step(self) -> None:
+        """tokens <- the likeliest after them."""
+        self.choose(self.tokens)
+
+    def choose(self, input_ids: Tensor) -> None:
+        """Appends input_ids to what was seen; tokens <- the likeliest next ones."""
+        logits = self.model(input_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+
+def static_cache(model: nn.Module, length: int):
+    """transformers' cache of fixed size, all of it for every decoder block.
+
+    StaticCache would give blocks with a sliding window a shorter one that counts its tokens in Python: a captured step
+    would see the count of its capture forever. A full one is right for them too, the mask holds the window.
+    """
+    from transformers.cache_utils import Cache, StaticLayer
+
+    blocks = model.config.get_text_config(decoder=True).num_hidden_layers
+    return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(blocks)])
+
+
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """A step as a CUDA graph: its kernels in one launch. It runs a few times here.
+
+    Its tensors have to stay where they are, on the current device (torch.cuda.set_device).
+    See "CUDA Graphs" in torch's documentation: work before a capture has to be on a side stream.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay

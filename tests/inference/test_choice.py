@@ -1,0 +1,114 @@
+"""`auto`: the measured table decides, what a backend refuses goes to the next, and looking up costs next to nothing."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from proxsparse.inference import backends, choice
+from proxsparse.inference.backends import Backend
+from proxsparse.inference.linear import SparseLinear
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_memory():
+    """Every test chooses anew."""
+    choice.forget()
+    yield
+    choice.forget()
+
+
+@pytest.fixture
+def table(monkeypatch, tmp_path):
+    """table({shape: {rows: order}}) -> what was measured for float32 on this CPU, beside three backends."""
+    named = {name: Backend(name, lambda x, values: None, None) for name in ("fast", "faster", "reference")}
+    monkeypatch.setattr(backends, "_backends", named)
+
+    def write(fastest: dict) -> dict:
+        kind = {"float32": {"measured": {}, "fastest": fastest}}
+        file = tmp_path / f"measured{len(list(tmp_path.iterdir()))}.json"
+        file.write_text(json.dumps({choice.device_kind(CPU): kind}))
+        monkeypatch.setattr(choice, "MEASURED", file)
+        return named
+
+    return write
+
+
+def chosen(rows: int, out_features: int, in_features: int, dtype=torch.float32, device="cpu") -> str:
+    x = torch.empty(rows, in_features, dtype=dtype, device=device)
+    return choice.choose(x, torch.empty(out_features, in_features // 2, dtype=dtype, device=device)).name
+
+
+def test_the_nearest_shape_and_rows_decide(table):
+    table(
+        {
+            "64x64": {"1": "fast > reference", "16": "faster > reference", "256": "reference > faster"},
+            "64x1024": {"1": "faster > fast > reference"},
+        }
+    )
+    assert [chosen(rows, 64, 64) for rows in (0, 1, 3, 5, 16, 63, 65, 9999)] == (
+        ["fast"] * 3 + ["faster"] * 3 + ["reference"] * 2
+    )
+    assert chosen(1, 32, 128) == "fast"
+    assert chosen(1, 128, 1024) == "faster"
+    assert chosen(64, 16, 4096) == "faster"
+
+
+def test_what_a_backend_refuses_goes_to_the_next(table):
+    named = table({"8x8": {"1": "gone > faster > fast > reference"}})
+    assert chosen(1, 8, 8) == "faster"
+    named["faster"] = Backend("faster", lambda x, values: "not today", None)
+    choice.forget()
+    assert chosen(1, 8, 8) == "fast"
+    named["fast"] = Backend("fast", lambda x, values: None, None, prepare=lambda values, indices: values)
+    choice.forget()
+    assert chosen(1, 8, 8) == "reference"
+
+
+def test_without_a_measurement_a_stated_order(monkeypatch, tmp_path, table):
+    table({"8x8": {"1": "faster"}})
+    assert chosen(1, 8, 8, torch.bfloat16) == "reference"  # no cpp among these three
+    monkeypatch.setattr(choice, "MEASURED", tmp_path / "nothing.json")
+    assert choice.order(CPU, torch.float32, 1, (8, 8)) == ["cpp", "reference"]
+    assert choice.order(CPU, torch.float32, 4096, (8, 8)) == ["reference"]
+    assert chosen(1, 8, 8, device="meta") == "reference"
+
+
+def test_the_committed_table_names_its_origin_and_backends_that_exist():
+    if not choice.MEASURED.is_file():
+        pytest.skip("nothing was measured yet")
+    for dtypes in json.loads(choice.MEASURED.read_text()).values():
+        for entry in dtypes.values():
+            assert {"device", "torch", "commit", "command", "results"} <= entry["measured"].keys()
+            orders = [names.split(choice.ORDER) for rows in entry["fastest"].values() for names in rows.values()]
+            assert all("reference" in names for names in orders)
+            assert {name for names in orders for name in names} <= set(backends.backends())
+
+
+def test_choosing_again_takes_microseconds():
+    x, values = torch.empty(3, 64), torch.empty(32, 32)
+    found = choice.choose(x, values)
+    start = time.perf_counter()
+    assert all(choice.choose(x, values) is found for _ in range(2000))
+    assert (time.perf_counter() - start) / 2000 < 100e-6  # 1 us on a quiet machine
+
+
+def test_the_memory_of_choices_is_bounded(monkeypatch):
+    monkeypatch.setattr(choice, "MAX_CHOICES", 8)
+    for rows in range(1, 40):
+        chosen(rows, 8, 8)
+    assert len(choice._choices) <= 8
+
+
+def test_auto_chooses_inside_a_compiled_graph():
+    layer = SparseLinear.from_linear(torch.nn.Linear(8, 4).requires_grad_(False).apply(prune))
+    x = torch.randn(5, 8)
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+    torch.testing.assert_close(layer(x), x @ layer.dense_weight().T + layer.bias)
+
+
+def prune(linear: torch.nn.Linear) -> None:
+    linear.weight.data[:, 1::2] = 0

@@ -1,0 +1,98 @@
+"""The loop of prefill and decode: the tokens of `model.generate`, for dense and sparse models, eager and faster."""
+
+import pytest
+import torch
+from tiny_models import MODELS, tiny_model
+from torch import nn
+
+from proxsparse.inference.generate import GreedyDecoder, generate
+from proxsparse.inference.linear import SparseLinear
+from proxsparse.ops import nm_mask
+
+
+def expected(model, input_ids, max_new_tokens):
+    """What transformers' own greedy generation gives, never stopped by an end-of-text token."""
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False)
+
+
+def prompts(batch=2, length=7):
+    return torch.randint(3, 260, (batch, length))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_says_what_generate_says(name):
+    model, input_ids = tiny_model(name), prompts()
+    found = generate(model, input_ids, 12)  # beyond the sliding windows of 4 and 8
+    assert torch.equal(found, expected(model, input_ids, 12))
+    assert torch.equal(found[:, :7], input_ids)
+
+
+def test_one_new_token():
+    model, input_ids = tiny_model("llama"), prompts(1, 1)
+    assert torch.equal(generate(model, input_ids, 1), expected(model, input_ids, 1))
+
+
+def test_a_sparse_model_says_what_its_dense_form_says():
+    model, input_ids = tiny_model("llama"), prompts()
+    for layer in model.model.layers.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data *= nm_mask(layer.weight)
+    dense = generate(model, input_ids, 8)
+    for name, layer in list(model.model.layers.named_modules()):
+        if isinstance(layer, nn.Linear):
+            model.model.layers.set_submodule(name, SparseLinear.from_linear(layer))
+    assert torch.equal(generate(model, input_ids, 8), dense)
+
+
+def test_a_decoder_starts_again_and_keeps_its_memory():
+    model, first, second = tiny_model("mistral"), prompts(), prompts()
+    decoder = GreedyDecoder(model, 2, 16)
+    for input_ids in (first, second, first):
+        tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(9))]
+        assert torch.equal(torch.cat([input_ids, *tokens], 1), expected(model, input_ids, 10))
+    with pytest.raises(ValueError, match="cache is full: it was made for length=16"):
+        decoder.step()
+
+
+def test_a_faster_step_is_warmed_up_on_memory_that_the_prefill_clears():
+    """What `captured` does, without a GPU: the step runs a few times before the first prompt."""
+    model, input_ids, runs = tiny_model("llama"), prompts(), []
+
+    def faster(step):
+        for _ in range(4):
+            step()
+        return lambda: (runs.append("run"), step())
+
+    decoder = GreedyDecoder(model, 2, 10, faster)
+    tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(3))]
+    assert torch.equal(torch.cat([input_ids, *tokens], 1), expected(model, input_ids, 4))
+    assert len(runs) == 4  # one of them to compile
+
+
+def test_a_decode_step_compiles_as_a_whole():
+    model, input_ids = tiny_model("llama"), prompts()
+    model.model.layers[0].mlp.up_proj.weight.data *= nm_mask(model.model.layers[0].mlp.up_proj.weight)
+    model.model.layers[0].mlp.up_proj = SparseLinear.from_linear(model.model.layers[0].mlp.up_proj)
+    plain = generate(model, input_ids, 4)
+    decoder = GreedyDecoder(model, 2, 11, lambda step: torch.compile(step, backend="aot_eager", fullgraph=True))
+    tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(3))]
+    assert torch.equal(torch.cat([input_ids, *tokens], 1), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed"])
+def test_a_cuda_graph_says_what_generate_says(name):
+    model, input_ids = tiny_model(name).cuda(), prompts().cuda()
+    assert torch.equal(generate(model, input_ids, 12), expected(model, input_ids, 12))
+    assert torch.equal(generate(model, input_ids, 12, cuda_graph=False), expected(model, input_ids, 12))
+
+
+def test_bad_input():
+    model, input_ids = tiny_model("llama"), prompts()
+    with pytest.raises(ValueError, match=r"cuda_graph=True: the tokens are on cpu"):
+        generate(model, input_ids, 4, cuda_graph=True)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        generate(model, input_ids, 0)

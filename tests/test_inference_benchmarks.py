@@ -1,0 +1,311 @@
+"""The benchmarks of packed layers and models at tiny sizes: their rows, what they count, and the table of `auto`."""
+
+import json
+
+import choice_table
+import common
+import generate_speed
+import gpu_suite
+import linear_speed
+import pytest
+import random_models
+import torch
+
+from proxsparse.checkpoint import save_masks
+from proxsparse.inference import backends, choice
+from proxsparse.inference.linear import SparseLinear
+from proxsparse.models import decoder_blocks
+from proxsparse.ops import nm_mask, unpack_nm
+from proxsparse.packed import check_packed
+
+CPU = torch.device("cpu")
+QUICK = ["--devices", "cpu", "--seconds", "0", "--repetitions", "1"]
+TINY = ["--devices", "cpu", "--models", "tiny", "--modes", "eager", "--prompt", "4", "--new_tokens", "3"]
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    """Rows and pictures go to a folder of the test."""
+    for module in (common, linear_speed, generate_speed):
+        monkeypatch.setattr(module, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
+    for module in (linear_speed, generate_speed):
+        monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setitem(linear_speed.COPY_BYTES, "cpu", 2**16)
+    yield tmp_path / "results"
+    choice.forget()
+
+
+def lines(file) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("in_features", [4, 24, 64])
+def test_random_packed_weights_are_valid_and_use_every_pair_of_places(in_features):
+    values, indices = common.packed_weight((96, in_features), torch.bfloat16, CPU, sigma=1.0)
+    check_packed(values, indices)
+    weight = unpack_nm(values, indices)
+    assert weight.shape == (96, in_features)
+    kept = (weight != 0).view(-1, 4).double().mean(0)
+    assert (kept - 0.5).abs().max() < 0.25
+    assert torch.equal(nm_mask(weight.abs()) & (weight != 0), weight != 0)
+
+
+# ------------------------------------------------------------------------------------------ linear_speed
+
+
+def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_call(results, capsys):
+    page = results / "page.md"
+    flags = ["--shapes", "16x64", "64x24", "--rows", "1", "5", "512", "--states", "cold", "warm", "--table", str(page)]
+    assert linear_speed.main([*QUICK, *flags]) == 0
+    rows = lines(results / "linear_speed.jsonl")
+    x, values = torch.empty(1, 64), torch.empty(16, 32)
+    served = {"dense", *(name for name in backends.backends() if backends.backend(name).supports(x, values) is None)}
+    assert {"dense", "reference"} <= served
+    cases = {(row["weights"], row["dtype"], row["rows"], row["state"], row["backend"]) for row in rows}
+    assert len(cases) == len(rows) == 2 * 2 * 3 * 2 * len(served)
+    assert {row["backend"] for row in rows} == served
+    for row in rows:
+        size = 2 if row["dtype"] == "bfloat16" else 4
+        out_features, in_features = map(int, row["weights"].split("x"))
+        weight = out_features * in_features * size
+        if row["backend"] != "dense":
+            weight = weight // 2 + out_features * -(-in_features // 8)
+        assert row["bytes"] == weight + size * row["rows"] * (in_features + out_features)
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_ms"] / 1e6)
+        operations = 2 * row["rows"] * in_features * out_features
+        assert row["tflop_per_s"] == pytest.approx(operations / row["p50_ms"] / 1e9)
+        assert row["limit"] in ("memory", "compute")
+        assert row["device_kind"] == choice.device_kind(CPU)
+        assert row["command"].startswith("python benchmarks/linear_speed.py --devices cpu")
+        assert row["when"]
+        assert row["times_dense"] == 1 or row["backend"] != "dense"
+    autos = [row["backend"] for row in rows if row["auto"]]
+    assert len(autos) == 2 * 2 * 3 * 2
+    assert (results / "linear_speed_cpu.png").stat().st_size > 1000
+    assert page.read_text().count("\n|") == len(rows) + 2
+    assert "times dense" in capsys.readouterr().out
+
+
+def right(x, values, indices, bias, prepared):
+    return x @ unpack_nm(values, indices).T
+
+
+def wrong(x, values, indices, bias, prepared):
+    return 1.02 * right(x, values, indices, bias, prepared)
+
+
+def wrong_in_the_last_row(x, values, indices, bias, prepared):
+    y = right(x, values, indices, bias, prepared)
+    y[-1, -1] += 1
+    return y
+
+
+def broken(x, values, indices, bias, prepared):
+    raise RuntimeError("no such\nkernel")
+
+
+def not_a_number(x, values, indices, bias, prepared):
+    return torch.full_like(right(x, values, indices, bias, prepared), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("linear", "said"),
+    [
+        (wrong, "wrong: its error is"),
+        (wrong_in_the_last_row, "wrong: its error is"),
+        (not_a_number, "wrong: its error is nan"),
+        (broken, "RuntimeError: no such kernel"),
+    ],
+)
+def test_a_wrong_backend_gets_a_note_and_no_time(linear, said, results, monkeypatch, capsys):
+    named = {"reference": backends.backend("reference")}
+    named["new"] = backends.Backend("new", lambda x, values: None, linear)
+    monkeypatch.setattr(backends, "_backends", named)
+    assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32"]) == 1
+    rows = [row for row in lines(results / "linear_speed.jsonl") if row["backend"] == "new"]
+    assert len(rows) == 2
+    assert all(row["note"].startswith(said) and "p50_ms" not in row for row in rows)
+    assert said in capsys.readouterr().out
+
+
+def test_a_backend_with_a_form_of_its_own_is_measured_on_it(monkeypatch, capsys):
+    def on_its_own_form(x, values, indices, bias, prepared):
+        return x @ prepared.T
+
+    named = {"own": backends.Backend("own", lambda x, values: None, on_its_own_form, unpack_nm)}
+    monkeypatch.setattr(backends, "_backends", backends._backends | named)
+    assert linear_speed.main([*QUICK, "--no-save", "--shapes", "16x64", "--rows", "2", "--backends", "own"]) == 0
+    assert capsys.readouterr().out.count(" own |") == 2
+
+
+@pytest.mark.parametrize("text", ["64", "64x", "64x66", "ax4"])
+def test_a_shape_that_is_none_is_refused(text, capsys):
+    with pytest.raises(SystemExit):
+        linear_speed.main(["--shapes", text])
+    assert "in_features a multiple of 4" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ the table of `auto`
+
+
+def row(backend: str, ms: float, **others) -> dict:
+    """A row of linear_speed.jsonl."""
+    where = {"device": "a CPU", "torch": "2.13", "commit": "abc", "command": "python b.py", "when": "2026-01-02"}
+    point = {"device_kind": "cpu", "dtype": "float32", "weights": "8x16", "rows": 4, "state": "cold"}
+    return where | point | {"backend": backend, "p50_ms": ms} | others
+
+
+def test_the_table_holds_the_fastest_of_the_newest_run(monkeypatch):
+    forms = {"own": lambda values, indices: values}
+    named = {
+        name: backends.Backend(name, lambda x, values: None, None, forms.get(name))
+        for name in ("a", "b", "own", "reference")
+    }
+    monkeypatch.setattr(backends, "_backends", named)
+    rows = [
+        row("a", 1.0, when="2026-01-01", commit="old"),
+        *(row("a", 3.0), row("b", 2.0), row("reference", 4.0), row("dense", 0.1), row("own", 0.2)),
+        *(row("a", 5.0, rows=16), row("reference", 4.0, rows=16), row("gone", 1.0, rows=16)),
+        row("a", 0.1, state="warm"),
+        row("b", 7.0, weights="8x8", dtype="bfloat16", commit="def"),
+        {key: value for key, value in row("reference", 0).items() if key != "p50_ms"} | {"note": "wrong"},
+    ]
+    table = choice_table.choice_table(rows)
+    origin = {"device": "a CPU", "torch": "2.13", "command": "python b.py"}
+    origin |= {"results": "benchmarks/results/linear_speed.jsonl"}
+    assert table == {
+        "cpu": {
+            "bfloat16": {"measured": origin | {"commit": "def"}, "fastest": {"8x8": {"4": "b > reference"}}},
+            "float32": {
+                "measured": origin | {"commit": "abc"},
+                "fastest": {"8x16": {"4": "b > a > reference", "16": "reference"}},
+            },
+        }
+    }
+
+
+def test_update_choice_writes_what_auto_reads(results, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(choice, "MEASURED", tmp_path / "measured.json")
+    with pytest.raises(ValueError, match="measure first"):
+        linear_speed.main(["--update_choice"])
+    linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "1", "64", "--dtypes", "float32"])
+    linear_speed.main(["--update_choice"])
+    assert f"{choice.device_kind(CPU)}, float32: 1 shapes" in capsys.readouterr().out
+    fastest = {}
+    for found in lines(results / "linear_speed.jsonl"):
+        if found["backend"] != "dense":
+            key = found["rows"]
+            fastest[key] = min(fastest.get(key, found), found, key=lambda found: found["p50_ms"])
+    for rows in (1, 64):
+        x, values = torch.empty(rows, 64), torch.empty(16, 32)
+        assert choice.choose(x, values).name == fastest[rows]["backend"]
+
+
+# ------------------------------------------------------------------------------------------ generate_speed
+
+
+def test_both_forms_of_a_random_model_have_the_same_weights():
+    dense, sparse = (random_models.random_model("tiny", 3, torch.float32, CPU, form) for form in (False, True))
+    blocks = decoder_blocks(sparse)
+    assert len(blocks) == 3
+    packed = {name: layer for name, layer in blocks.named_modules() if isinstance(layer, SparseLinear)}
+    assert len(packed) == 7 * 3
+    for name, layer in packed.items():
+        assert torch.equal(layer.dense_weight(), decoder_blocks(dense).get_submodule(name).weight)
+    tensors = [*dense.parameters(), *dense.buffers(), *sparse.parameters(), *sparse.buffers()]
+    assert not any(tensor.is_meta or tensor.isnan().any() for tensor in tensors)
+    tokens = torch.randint(260, (2, 9))
+    torch.testing.assert_close(sparse(tokens).logits, dense(tokens).logits)
+
+
+@pytest.mark.parametrize("name", [name for name in random_models.KINDS if name != "tiny"])
+def test_the_shapes_are_those_of_the_published_models(name, monkeypatch):
+    """Without the weights."""
+    monkeypatch.setattr(random_models, "fill_layers_", lambda *arguments: None)
+    monkeypatch.setattr(random_models, "fill_rest_", lambda *arguments: None)
+    model = random_models.random_model(name, None, torch.bfloat16, CPU, sparse=False)
+    published = {  # parameters, with embeddings, norms and biases
+        "mistral-7b-v0.1": 7_241_732_096,
+        "qwen2.5-14b": 14_770_033_664,
+        "openllama-7b-v2": 6_738_415_616,
+    }
+    assert sum(parameter.numel() for parameter in model.parameters()) == published[name]
+
+
+def test_generate_speed_saves_a_row_for_each_form_mode_and_batch(results, capsys):
+    page = results / "page.md"
+    flags = ["--batches", "1", "2", "--dtypes", "float32", "bfloat16", "--repetitions", "2", "--table", str(page)]
+    generate_speed.main([*TINY, *flags, "--layers", "2"])
+    rows = lines(results / "generate_speed.jsonl")
+    cases = {(row["dtype"], row["batch"], row["mode"], row["form"]) for row in rows}
+    assert len(cases) == len(rows) == 2 * 2 * 2
+    weights = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    for row in rows:
+        size = 2 if row["dtype"] == "bfloat16" else 4
+        biases = 2 * (64 + 2 * 32) * size
+        of_dense = weights * size if row["form"] == "dense" else weights * size // 2 + weights // 8
+        assert row["layer_bytes"] == of_dense + biases
+        assert row["decode_tokens_per_s"] == pytest.approx(1000 * row["batch"] / row["p50_ms"])
+        assert row["prefill_tokens_per_s"] == pytest.approx(1000 * row["batch"] * 4 / row["prefill_p50_ms"])
+        assert row["same_tokens"] == 1 or row["dtype"] == "bfloat16"
+        assert row["decode_times_dense"] == 1 or row["form"] != "dense"
+        assert row["layers"] == 2
+        assert row["commit"]
+    assert (results / "generate_speed_cpu.png").stat().st_size > 1000
+    assert page.read_text().count("\n|") == len(rows) + 2
+    assert "decode" in capsys.readouterr().out
+
+
+def test_on_a_cpu_the_best_dense_mode_is_the_yardstick_on_a_gpu_the_same_mode():
+    def speed(mode: str, form: str, speed: float) -> dict:
+        sizes = {f"{part}_bytes": 100 if form == "dense" else 60 for part in ("layer", "built", "peak")}
+        return {"mode": mode, "form": form, "decode_tokens_per_s": speed, "prefill_tokens_per_s": speed} | sizes
+
+    rows = [speed("eager", "dense", 2.0), speed("compile", "dense", 4.0), speed("eager", "sparse", 6.0)]
+    assert generate_speed.ratios(rows[2], rows, CPU)["decode_times_dense"] == 1.5
+    assert generate_speed.ratios(rows[2], rows, torch.device("cuda"))["decode_times_dense"] == 3.0
+    assert generate_speed.ratios(rows[2], rows, CPU)["peak_bytes_of_dense"] == 0.6
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
+        generate_speed.main([*TINY, "--modes", "graph"])
+    with pytest.raises(ValueError, match="ask for two at least"):
+        generate_speed.main([*TINY, "--new_tokens", "1"])
+
+
+def test_the_masks_of_a_file_prune_the_embedded_model(tmp_path, monkeypatch):
+    def model() -> torch.nn.Module:
+        return random_models.random_model("tiny", 1, torch.float32, CPU, sparse=False)
+
+    monkeypatch.setattr(generate_speed, "load_model", lambda name, dtype: (model(), None))
+    layers = generate_speed.prunable_layers(model())
+    masks = {name: nm_mask(torch.rand_like(layer.weight)) for name, layer in layers.items()}
+    save_masks(tmp_path / "masks.safetensors", masks, "2:4", "tiny")
+    pruned = generate_speed.pruned(tmp_path / "masks.safetensors", torch.float32)
+    for name, layer in generate_speed.prunable_layers(pruned).items():
+        assert torch.equal(layer.weight, torch.where(masks[name], layers[name].weight, 0.0))
+    masks.popitem()
+    save_masks(tmp_path / "masks.safetensors", masks, "2:4", "tiny")
+    with pytest.raises(ValueError, match="they differ from the layers of"):
+        generate_speed.pruned(tmp_path / "masks.safetensors", torch.float32)
+
+
+# ------------------------------------------------------------------------------------------ gpu_suite
+
+
+def test_groups_are_parts_in_their_order():
+    assert gpu_suite.parts([]) == list(gpu_suite.PARTS)
+    assert gpu_suite.parts(["generate_speed", "inference"]) == ["build", "linear_speed", "generate_speed"]
+    assert gpu_suite.parts(["pruning", "linear_speed"])[-1] == "linear_speed"
+    everything = {part for group in gpu_suite.GROUPS.values() for part in group}
+    assert everything == set(gpu_suite.PARTS)
+
+
+@pytest.mark.parametrize("name", ["linear_speed", "generate_speed"])
+def test_the_new_parts_can_be_rehearsed(name, monkeypatch):
+    """Their commands are understood, without running them as processes."""
+    module, arguments = {"linear_speed": linear_speed, "generate_speed": generate_speed}[name], gpu_suite.PARTS[name]
+    for command in (arguments.cpu, arguments.cuda):
+        assert command[1] == f"benchmarks/{name}.py"
+        module.parse_arguments(command[2:])
