@@ -38,8 +38,30 @@ void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Ten
 //   mask   bool, shape of score, contiguous; overwritten
 void mask_n4(const at::Tensor& score, int64_t n, const at::Tensor& mask);
 
-// The instruction set the kernels run with: "default", "avx2" or "avx512"; the widest of this CPU, at most the one that
-// the environment's PROXSPARSE_CPU_CAPABILITY names.
+// weight to kept values and their places; proxsparse/packed.py describes the form and the rule. False if a block has
+// more than n nonzeros: what was written is then worthless.
+//   weight   [..., in_features], CPU, contiguous; float32, float64, bfloat16 or float16
+//   n        1, 2 or 3
+//   values   [..., k], k = in_features * n / 4, as weight; overwritten
+//   indices  uint8, [..., ceil(k / 4)], contiguous; overwritten
+bool pack_n4(const at::Tensor& weight, int64_t n, const at::Tensor& values, const at::Tensor& indices);
+
+// The inverse: weight, as above, is overwritten. Places out of order give wrong weights, nothing worse.
+void unpack_n4(const at::Tensor& values, const at::Tensor& indices, int64_t n, const at::Tensor& weight);
+
+// y <- x W^T + bias with a packed 2:4 W [out_features, in_features], accumulated in float32. A number of x has no
+// influence where its weight was not kept, be it infinite or NaN. A CPU that multiplies pairs of bfloat16 takes
+// subnormal numbers for zero.
+//   x        [rows, in_features], CPU, contiguous, as all that follow; float32 or bfloat16
+//   values   [out_features, in_features / 2], as x
+//   indices  uint8, [out_features, ceil(in_features / 8)]
+//   bias     [out_features], as x, or none
+//   y        [rows, out_features], as x; overwritten
+void packed_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
+                   const std::optional<at::Tensor>& bias, const at::Tensor& y);
+
+// The instruction set the kernels run with: "default", "avx2", "avx512" or "avx512_bf16"; the widest of this CPU, at
+// most the one that the environment's PROXSPARSE_CPU_CAPABILITY names.
 std::string cpu_capability();
 
 }  // namespace proxsparse

@@ -12,6 +12,7 @@ from torch import Tensor
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
 PLACES = 4  # of a block: what two bits can tell apart
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: torch may alter a NaN that it moves, no integer
 
 
 def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
@@ -30,15 +31,17 @@ def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tenso
     refuse_infeasible(weight, pattern)
     rank = torch.where(blocks != 0, 0, torch.where(blocks.signbit(), 1, 2))
     places = rank.argsort(dim=-1, stable=True)[..., : pattern.n].sort(dim=-1).values
-    return blocks.gather(-1, places).flatten(-2), pack_places(places.flatten(-2))
+    values = blocks.view(BITS[weight.itemsize]).gather(-1, places).view(weight.dtype)
+    return values.flatten(-2), pack_places(places.flatten(-2))
 
 
 def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> Tensor:
     """The inverse of `pack_nm`: [..., k] and [..., ceil(k / 4)] -> [..., in_features]. Shapes must fit."""
     pattern = packable(pattern)
-    places = unpack_places(indices, values.shape[-1]).unflatten(-1, (-1, pattern.n))
-    blocks = values.new_zeros((*values.shape[:-1], values.shape[-1] // pattern.n, PLACES))
-    return blocks.scatter_(-1, places, values.unflatten(-1, (-1, pattern.n))).flatten(-2)
+    places = unpack_places(indices, values.shape[-1]).long().unflatten(-1, (-1, pattern.n))
+    kept = values.view(BITS[values.itemsize]).unflatten(-1, (-1, pattern.n))
+    blocks = kept.new_zeros((*kept.shape[:-1], PLACES)).scatter_(-1, places, kept)
+    return blocks.flatten(-2).view(values.dtype)
 
 
 def pack_places(places: Tensor) -> Tensor:
@@ -49,9 +52,9 @@ def pack_places(places: Tensor) -> Tensor:
 
 
 def unpack_places(indices: Tensor, k: int) -> Tensor:
-    """The inverse of `pack_places`: uint8 [..., ceil(k / 4)] -> int64 [..., k]."""
-    shifts = torch.arange(0, 8, 2, device=indices.device)
-    return (indices.long().unsqueeze(-1) >> shifts & 3).flatten(-2)[..., :k]
+    """The inverse of `pack_places`: uint8 [..., ceil(k / 4)] -> uint8 [..., k]."""
+    shifts = torch.arange(0, 8, 2, device=indices.device, dtype=torch.uint8)
+    return (indices.unsqueeze(-1) >> shifts & 3).flatten(-2)[..., :k]
 
 
 def packable(pattern: PatternLike) -> NMPattern:
@@ -96,7 +99,7 @@ def check_packed(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") 
     if bool(places[..., k:].any()):
         raise ValueError("indices: bits behind the last place of a row must be 0; the file is damaged")
     blocks = places[..., :k].unflatten(-1, (-1, pattern.n))
-    wrong = (blocks.diff(dim=-1) <= 0).any(-1)
+    wrong = (blocks[..., 1:] <= blocks[..., :-1]).any(-1)
     if bool(wrong.any()):
         *row, block = wrong.nonzero()[0].tolist()
         raise ValueError(

@@ -20,13 +20,15 @@ constexpr Capability kCapabilities[] = {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
     {"avx2", &kAvx2Kernels},
     {"avx512", &kAvx512Kernels},
+    {"avx512_bf16", &kAvx512Bf16Kernels},
 #endif
 };
 
 size_t widest() {
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return 2;
+    const bool expands = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+    return expands && __builtin_cpu_supports("avx512bf16") ? 3 : 2;
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
@@ -35,12 +37,12 @@ size_t widest() {
 
 size_t limit() {
   const char* variable = std::getenv("PROXSPARSE_CPU_CAPABILITY");
-  constexpr const char* names[] = {"default", "avx2", "avx512"};
-  for (size_t i = 0; i < 3; ++i) {
-    if (variable == nullptr || std::string(variable) == names[2 - i]) return 2 - i;
+  constexpr const char* names[] = {"default", "avx2", "avx512", "avx512_bf16"};
+  for (size_t i = 0; i < 4; ++i) {
+    if (variable == nullptr || std::string(variable) == names[3 - i]) return 3 - i;
   }
   throw std::invalid_argument("PROXSPARSE_CPU_CAPABILITY='" + std::string(variable) +
-                              "': choose one of default, avx2, avx512");
+                              "': choose one of default, avx2, avx512, avx512_bf16");
 }
 
 const Capability& capability() {

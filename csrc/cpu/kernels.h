@@ -42,17 +42,47 @@ struct MaskArguments {
   int64_t n;
 };
 
-// Each for the chunks, or blocks, from begin to end.
+// proxsparse/packed.py describes the form.
+struct PackArguments {
+  const void* weight;  // [rows, in_features]
+  void* values;        // [rows, in_features * n / 4]
+  uint8_t* indices;    // [rows, ceil(in_features * n / 16)]
+  int64_t in_features;
+};
+
+struct UnpackArguments {
+  const void* values;      // [rows, in_features * n / 4]
+  const uint8_t* indices;  // [rows, ceil(in_features * n / 16)]
+  void* weight;            // [rows, in_features]
+  int64_t in_features;
+};
+
+struct LinearArguments {
+  const void* x;       // [rows, in_features], as the values if they are bfloat16 and `Kernels` says so, else float32
+  const void* values;  // [out_features, in_features / 2]
+  const uint8_t* indices;  // [out_features, ceil(in_features / 8)]
+  const void* bias;        // [out_features] as the values, or null
+  void* y;                 // [rows, out_features] as the values
+  int64_t rows, in_features, out_features;
+};
+
+constexpr int kTile = 4;  // output features that are computed together
+
+// Each for the chunks, blocks, rows of the weight or tiles of output features from begin to end.
 struct Kernels {
   void (*prox[kDtypes])(const ProxArguments&, int64_t begin, int64_t end);
   void (*adamw_prox[kDtypes])(const AdamWProxArguments&, int64_t begin, int64_t end);
   void (*adamw_prox_bfloat16_moments[kDtypes])(const AdamWProxArguments&, int64_t begin, int64_t end);
   void (*mask[kDtypes])(const MaskArguments&, int64_t begin, int64_t end);
+  void (*unpack_24[kDtypes])(const UnpackArguments&, int64_t begin, int64_t end);
+  void (*linear[kDtypes])(const LinearArguments&, int64_t begin, int64_t end);
+  bool linear_reads_bfloat16;  // x, beside bfloat16 values
 };
 
-extern const Kernels kDefaultKernels, kAvx2Kernels, kAvx512Kernels;
+extern const Kernels kDefaultKernels, kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels;
 
-// Those for the widest vectors of this CPU, at most PROXSPARSE_CPU_CAPABILITY=default|avx2|avx512 of the environment.
+// Those for the widest vectors of this CPU, at most PROXSPARSE_CPU_CAPABILITY=default|avx2|avx512|avx512_bf16 of the
+// environment.
 const Kernels& kernels();
 
 }  // namespace proxsparse

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "adamw_prox_chunks.h"
+#include "linear_tiles.h"
 #include "mask_blocks.h"
 #include "prox_chunks.h"
+#include "unpack_rows.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
@@ -15,6 +17,9 @@ constexpr Kernels kKernels = {
     {adamw_prox_chunks<Float32, BFloat16>, nullptr, adamw_prox_chunks<BFloat16, BFloat16>,
      adamw_prox_chunks<Float16, BFloat16>},
     {mask_blocks<Float32>, mask_blocks<Float64>, mask_blocks<BFloat16>, mask_blocks<Float16>},
+    {unpack_24_rows<uint32_t>, unpack_24_rows<uint64_t>, unpack_24_rows<uint16_t>, unpack_24_rows<uint16_t>},
+    {linear_tiles<Float32>, nullptr, linear_tiles<BFloat16>, nullptr},
+    kReadsBFloat16,
 };
 
 }  // namespace PROXSPARSE_ISA

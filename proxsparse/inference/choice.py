@@ -26,9 +26,10 @@ from proxsparse.inference.backends import Backend, backend, backends
 
 MEASURED = Path(__file__).with_name("measured.json")
 REFERENCE, ORDER = "reference", " > "
-# Where nothing was measured: rows -> backends. Few rows are bound by memory, of which every sparse kernel reads less.
+# Where nothing was measured: rows -> backends. Few rows are bound by memory, of which every sparse kernel reads less;
+# for many, cpp unpacks and multiplies as the reference does, a slab at a time.
 UNMEASURED = {
-    "cpu": {1: "cpp > reference", 256: "cpp > reference", 1024: "reference"},
+    "cpu": {1: "cpp > reference"},
     "cuda": {1: "gemv > cutlass > reference", 16: "gemv > cutlass > reference", 64: "cutlass > reference"},
 }
 MAX_CHOICES = 10_000  # remembered: a server meets many numbers of rows

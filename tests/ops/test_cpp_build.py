@@ -1,5 +1,6 @@
 """setup.py without a working C++ compiler, what it builds where, and the kernels' variants for other CPUs."""
 
+import importlib.util
 import os
 import runpy
 import shutil
@@ -110,6 +111,30 @@ def test_the_cuda_kernels_are_built_where_torch_is_a_cuda_build(torch_cuda, desc
     assert f"{toolkit}/include" in extension.include_dirs
 
 
+@pytest.mark.parametrize(
+    ("gpus", "hopper", "older"), [("8.0;9.0", True, True), ("9.0a", True, False), ("8.6", False, True)]
+)
+def test_the_cutlass_tiles_are_those_of_the_gpus(gpus, hopper, older, described, toolkit, tmp_path, monkeypatch):
+    """Where its headers are; those of Hopper, which take minutes, only for Hopper."""
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = {"CUDA_HOME": toolkit, "PROXSPARSE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": gpus}
+    package = tmp_path / "cutlass_library"
+    if importlib.util.find_spec("cutlass_library") is None:
+        assert "proxsparse._C_cutlass" not in described(**wanted)
+    package.mkdir()
+    (package / "__init__.py").touch()
+    importlib.invalidate_caches()
+    extension = described(**wanted)["proxsparse._C_cutlass"]
+    assert str(package / "source" / "include") in extension.include_dirs
+    assert any("sm80" in source for source in extension.sources)
+    assert any("sm90" in source for source in extension.sources) == hopper
+    flags = extension.extra_compile_args["nvcc"]
+    assert ("-gencode=arch=compute_90a,code=sm_90a" in flags) == hopper
+    assert any("compute_80" in flag for flag in flags) == older
+    assert "-DNDEBUG" in flags
+    assert "proxsparse._C_cutlass" not in described(PROXSPARSE_CUDA="0")
+
+
 def test_demanded_cuda_kernels_without_a_toolkit_are_refused_with_the_remedy(described, monkeypatch):
     exists = os.path.exists
     monkeypatch.setattr(os.path, "exists", lambda path: "cuda_runtime_api" not in str(path) and exists(path))
@@ -133,7 +158,7 @@ def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, toolkit, cap
     command = builder(setuptools.Distribution())
     for extension in described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="1").values():
         command.build_extension(extension)
-    assert built == ["proxsparse._C"]
+    assert [name for name in built if name != "proxsparse._C_cutlass"] == ["proxsparse._C"]
     warning = capsys.readouterr().err
     assert warning.count("WITHOUT its compiled CUDA kernels") == 1
     assert "remedy install the CUDA toolkit" in warning
@@ -166,7 +191,7 @@ def run_variant(capability: str, *arguments: Path) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
 def test_the_kernels_are_exact_with_every_instruction_set(capability, tmp_path):
     pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
     blocks = random_blocks(20_003, 0.7, seed=30)

@@ -5,7 +5,9 @@ import importlib
 import torch
 from torch import Tensor
 
+from proxsparse import packed
 from proxsparse.ops.registry import register_kernel
+from proxsparse.patterns import NMPattern
 
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
@@ -53,3 +55,46 @@ def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
 def _adamw_prox_(*arguments) -> None:
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
     _C.adamw_prox_(*head, n, frozen_lambda, frozen_eps, seed)
+
+
+def _supports_packed(tensor: Tensor, *arguments) -> str | None:
+    """Of a weight, or of values and indices; then n and m, of which any is served that can be packed."""
+    if _C is not None and not hasattr(_C, "packed_linear"):
+        return "the compiled extension is older than the packed form; remedy: install again"
+    return _supports(tensor, 2, 4)
+
+
+@register_kernel("pack_nm", "cpp", supports=_supports_packed)
+def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    k = weight.shape[-1] // m * n
+    values = weight.new_empty((*weight.shape[:-1], k))
+    indices = weight.new_empty((*weight.shape[:-1], -(-k // 4)), dtype=torch.uint8)
+    if not _C.pack_n4(weight, n, values, indices):
+        packed.refuse_infeasible(weight, NMPattern(n, m))
+    return values, indices
+
+
+@register_kernel("unpack_nm", "cpp", supports=_supports_packed)
+def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
+    return unpack_into(values.new_empty((*values.shape[:-1], values.shape[-1] // n * m)), values, indices, n)
+
+
+def unpack_into(weight: Tensor, values: Tensor, indices: Tensor, n: int = 2) -> Tensor:
+    """weight [..., in_features], overwritten and returned: for a caller with a buffer to fill again and again."""
+    _C.unpack_n4(values, indices, n, weight)
+    return weight
+
+
+def supports_packed_linear(x: Tensor, values: Tensor) -> str | None:
+    """None, or why `packed_linear` cannot multiply x [rows, in_features] by these values [out_features, k]."""
+    if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype != x.dtype:
+        return f"it serves float32 or bfloat16, not {x.dtype} times {values.dtype}"
+    return _supports_packed(x) or _supports_packed(values)
+
+
+def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias, [rows, out_features]; csrc/ops.h has the contract. Strides may be any."""
+    y = x.new_empty((x.shape[0], values.shape[0]))
+    bias = None if bias is None else bias.contiguous()
+    _C.packed_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
+    return y

@@ -1,0 +1,156 @@
+"""The packed linear layer on the CPU: as exact as torch's dense one, with every instruction set, in its memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pruned import pruned_linear
+from torch.nn.functional import linear
+
+from proxsparse.inference.backends import backend, cpp
+from proxsparse.ops import pack_nm
+from proxsparse.ops.backends import cpp as kernels
+
+CASES = Path(__file__).with_name("packed_kernel_cases.py")
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def compiled():
+    """proxsparse._C."""
+    return pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
+
+
+def assert_as_good_as_dense(y, x, weight, bias):
+    """Within twice the distance of torch's dense layer from the float64 result, and an ulp of the largest output."""
+    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert y.dtype == x.dtype
+    assert y.shape == exact.shape
+    if exact.numel():
+        allowed = 2 * (linear(x, weight, bias).double() - exact).abs().max()
+        allowed += torch.finfo(x.dtype).eps * exact.abs().max()
+        assert bool(((y.double() - exact).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
+def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
+    process = subprocess.run(
+        [sys.executable, CASES],
+        env=os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
+        cwd=CASES.parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr or process.returncode
+    if process.stdout.strip() != capability:
+        pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")
+
+
+@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 64])
+def test_few_rows_and_slabs(rows, bias, dtype, slabs, compiled, monkeypatch):
+    monkeypatch.setattr(cpp, "FEW_ROWS", dict.fromkeys(DTYPES, -1 if slabs else 1000))
+    monkeypatch.setattr(cpp, "SLAB_BYTES", 64)  # the least height, 64 rows
+    layer = pruned_linear(76, 133, bias, dtype)
+    weight, bias = layer.weight.detach(), layer.bias if layer.bias is None else layer.bias.detach()
+    x = torch.randn(rows, 76).to(dtype)
+    assert_as_good_as_dense(backend("cpp").linear(x, *pack_nm(weight), bias, None), x, weight, bias)
+
+
+@pytest.mark.parametrize("few_rows", [-1, 1000])
+def test_strides_may_be_any(few_rows, compiled, monkeypatch):
+    monkeypatch.setattr(cpp, "FEW_ROWS", dict.fromkeys(DTYPES, few_rows))
+    layer, x = pruned_linear(40, 10), torch.randn(40, 3).T
+    values, indices = (torch.stack([part, part], -1)[..., 0][1::2] for part in pack_nm(layer.weight.detach()))
+    weight, bias = layer.weight.detach()[1::2], layer.bias.detach()[1::2]
+    assert_as_good_as_dense(backend("cpp").linear(x, values, indices, bias, None), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_change_nothing(dtype, compiled):
+    """Every output is computed by one thread, in one order."""
+    weight, x = pruned_linear(1024, 301, False, dtype).weight.detach(), torch.randn(6, 1024).to(dtype)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(kernels.packed_linear(x, *pack_nm(weight), None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert_as_good_as_dense(results[0], x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_meet_the_kept_weights_alone(dtype, compiled):
+    weight = torch.tensor([1.0, 2.0, 0, 0, 0, 0, 3.0, 4.0], dtype=dtype).repeat(3, 1)
+    weight[1, 0], weight[2, 0] = torch.nan, -torch.inf
+    x = torch.ones(4, 8, dtype=dtype)
+    x[1, 2], x[2, 7], x[3, 1] = torch.nan, torch.inf, torch.nan  # the first meets no weight
+    y = kernels.packed_linear(x, *pack_nm(weight), None)
+    expected = [[10, "nan", "-inf"], [10, "nan", "-inf"], ["inf", "nan", "nan"], ["nan", "nan", "nan"]]
+    assert [[str(number).removesuffix(".0") for number in row] for row in y.tolist()] == [
+        [str(number) for number in row] for row in expected
+    ]
+
+
+def test_no_inputs_and_no_outputs(compiled):
+    x, bias = torch.ones(3, 0), torch.arange(5.0)
+    indices = torch.zeros(5, 0, dtype=torch.uint8)
+    assert torch.equal(kernels.packed_linear(x, torch.zeros(5, 0), indices, bias), bias.expand(3, 5))
+    assert backend("cpp").linear(x[:, :0], torch.zeros(0, 0), indices[:0], None, None).shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "values", "reason"),
+    [
+        (torch.zeros(1, 8, dtype=torch.float16), torch.zeros(2, 4, dtype=torch.float16), "not torch.float16 times"),
+        (torch.zeros(1, 8), torch.zeros(2, 4, dtype=torch.bfloat16), "not torch.float32 times torch.bfloat16"),
+        (torch.zeros(1, 8, device="meta"), torch.zeros(2, 4), "the tensor is on meta"),
+        (torch.zeros(1, 8), torch.zeros(2, 4, device="meta"), "the tensor is on meta"),
+    ],
+)
+def test_what_it_does_not_serve(x, values, reason, compiled):
+    assert reason in backend("cpp").supports(x, values)
+    assert backend("cpp").supports(torch.zeros(1, 8), torch.zeros(2, 4)) is None
+
+
+def test_without_the_compiled_extension_it_serves_nothing(monkeypatch):
+    monkeypatch.setattr(kernels, "_C", None)
+    monkeypatch.setattr(kernels, "_missing", "the compiled extension is missing")
+    assert backend("cpp").supports(torch.zeros(1, 8), torch.zeros(2, 4)) == "the compiled extension is missing"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": torch.zeros(2, 8, dtype=torch.float64)}, "x has dtype Double: this kernel serves float32 and bfloat16"),
+        ({"x": torch.zeros(8)}, r"x of shape \[8\]"),
+        ({"x": torch.zeros(2, 10)}, "in_features must be a multiple of 4"),
+        ({"x": torch.zeros(2, 12)}, r"values of shape \[3, 4\].*of shape \[3, 6\]"),
+        ({"x": torch.zeros(8, 2).T}, "x of shape .* must be a contiguous"),
+        ({"values": torch.zeros(3, 4, dtype=torch.bfloat16)}, "values .* must be a contiguous Float"),
+        ({"values": torch.zeros(3, 4, device="meta")}, "on meta"),
+        ({"indices": torch.zeros(3, 2, dtype=torch.uint8)}, r"indices of shape \[3, 2\].*shape \[3, 1\]"),
+        ({"indices": torch.zeros(3, 1, dtype=torch.int8)}, "indices .* contiguous Byte"),
+        ({"bias": torch.zeros(2)}, r"bias of shape \[2\].*shape \[3\]"),
+        ({"y": torch.zeros(2, 4)}, r"y of shape \[2, 4\].*shape \[2, 3\]"),
+    ],
+)
+def test_the_kernel_refuses_what_does_not_fit(changed, message, compiled):
+    indices = torch.zeros(3, 1, dtype=torch.uint8)
+    good = {
+        "x": torch.zeros(2, 8),
+        "values": torch.zeros(3, 4),
+        "indices": indices,
+        "bias": None,
+        "y": torch.ones(2, 3),
+    }
+    with pytest.raises(ValueError, match=message):
+        compiled.packed_linear(**good | changed)
