@@ -10,6 +10,8 @@ import torch
 import proxsparse
 from proxsparse.device import choose_device, device_name, version
 from proxsparse.errors import run_command
+from proxsparse.inference import backends as inference
+from proxsparse.inference.choice import choose
 from proxsparse.ops.registry import BACKENDS, chosen_backend, kernels, ops, select
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
@@ -25,7 +27,7 @@ TYPICAL_ARGUMENTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints versions, the table op x backend, and the reason for every cell that is empty."""
+    """Prints versions, who serves each op and a packed layer, and the reason for every cell that is empty."""
     parser = argparse.ArgumentParser(prog="python -m proxsparse.env", description=__doc__.partition(": ")[2])
     parser.parse_args(arguments)
     device = choose_device("auto")
@@ -33,23 +35,45 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"device {device_name(device)}, {torch.get_num_threads()} threads")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
     print(f"\nbackends of a bfloat16 2:4 weight on {device}, chosen explicitly: {chosen_backend() or 'none'}")
-    print(backend_table(torch.zeros(4, 8, dtype=torch.bfloat16, device=device)))
+    print(table(op_rows(torch.zeros(4, 8, dtype=torch.bfloat16, device=device))))
+    print(f'\nbackends of a packed bfloat16 layer (SparseLinear) on {device}, backend="auto"')
+    print(table(packed_rows(device)))
     return 0
 
 
-def backend_table(tensor: torch.Tensor) -> str:
-    """One row an op, one column a backend ("serves" a call like this one, "ready" behind it, "-"), and why not."""
-    width = max(map(len, ops())) + 2
-    lines, reasons = [" " * width + "".join(f"{backend:<12}" for backend in BACKENDS)], []
+def op_rows(tensor: torch.Tensor) -> dict[str, tuple[dict, str | None]]:
+    """Op -> (backend -> None or why it does not serve, the backend that serves a call like this one)."""
+    rows = {}
     for op in ops():
-        answers = {kernel.backend: kernel.supports(tensor, *TYPICAL_ARGUMENTS[op]) for kernel in kernels(op)}
-        answers = {backend: answers.get(backend, "it has no kernel for this op") for backend in BACKENDS}
-        words = {backend: "ready" for backend, reason in answers.items() if reason is None}
+        reasons = dict.fromkeys(BACKENDS, "it has no kernel for this op")
+        reasons |= {kernel.backend: kernel.supports(tensor, *TYPICAL_ARGUMENTS[op]) for kernel in kernels(op)}
+        serving = None
         with contextlib.suppress(RuntimeError):  # an explicit choice that cannot serve this op
-            words[select(op, tensor, *TYPICAL_ARGUMENTS[op]).backend] = "serves"
-        lines.append(f"{op:<{width}}" + "".join(f"{words.get(backend, '-'):<12}" for backend in BACKENDS))
-        reasons += [f"  {op} on {backend}: {reason}" for backend, reason in answers.items() if reason is not None]
-    return "\n".join([*lines, "", "why not:", *reasons])
+            serving = select(op, tensor, *TYPICAL_ARGUMENTS[op]).backend
+        rows[op] = reasons, serving
+    return rows
+
+
+def packed_rows(device: torch.device) -> dict[str, tuple[dict, str | None]]:
+    """The same for the rows of x that a packed layer multiplies, of 4,096 features."""
+    rows, values = {}, torch.zeros(4096, 2048, dtype=torch.bfloat16, device=device)
+    for count in (1, 16, 512):
+        x = torch.zeros(count, 4096, dtype=torch.bfloat16, device=device)
+        reasons = {name: inference.backend(name).supports(x, values) for name in inference.backends()}
+        rows[f"{count} rows"] = reasons, choose(x, values).name
+    return rows
+
+
+def table(rows: dict[str, tuple[dict, str | None]]) -> str:
+    """A line a row, a column a backend ("serves", "ready" behind it, "-"), and why not."""
+    backends = list(next(iter(rows.values()))[0])
+    width = max(map(len, rows)) + 2
+    lines, why_not = [" " * width + "".join(f"{backend:<12}" for backend in backends)], []
+    for row, (reasons, serving) in rows.items():
+        words = {backend: "-" if reason else "ready" for backend, reason in reasons.items()} | {serving: "serves"}
+        lines.append(f"{row:<{width}}" + "".join(f"{words[backend]:<12}" for backend in backends))
+        why_not += [f"  {row} on {backend}: {reason}" for backend, reason in reasons.items() if reason is not None]
+    return "\n".join([*lines, "", "why not:", *why_not])
 
 
 if __name__ == "__main__":

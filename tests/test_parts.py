@@ -273,5 +273,8 @@ def test_env_prints_who_serves_and_why_not(capsys, monkeypatch):
     assert "it serves CUDA GPUs" in capsys.readouterr().out or torch.cuda.is_available()
     monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
     env.main([])
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("prox_nm_")]
-    assert rows[0][-1] == "serves"
+    printed = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line.split() for line in printed.splitlines() if line}
+    assert rows["prox_nm_"][-1] == "serves"
+    assert {"serves", "ready"} & set(rows["512 rows"])
+    assert "1 rows on cusparselt: it serves CUDA GPUs" in printed or torch.cuda.is_available()
