@@ -1,4 +1,4 @@
-"""Builds proxsparse._C and proxsparse._C_cuda, the compiled kernels; everything else is in pyproject.toml.
+"""Builds proxsparse._C, _C_cuda and _C_cutlass, the compiled kernels; everything else is in pyproject.toml.
 
 PROXSPARSE_EXTENSION decides what happens without a working C++ compiler:
     auto (default)  the package installs without the kernels, with a warning: all operations still run, slower
@@ -6,10 +6,13 @@ PROXSPARSE_EXTENSION decides what happens without a working C++ compiler:
     1               a failed build is an error
 PROXSPARSE_CUDA decides about the CUDA kernels: auto (default: built where torch is a CUDA build and there is a CUDA
 toolkit), 0 (not built), 1 (built for any torch; no toolkit is an error). TORCH_CUDA_ARCH_LIST names the GPUs to build
-for; default: those of this machine, or 8.0;9.0;10.0+PTX without one.
+for; default: those of this machine, or 8.0;9.0;10.0+PTX without one. Where the CUDA kernels are built, so are those of
+csrc/cutlass, if the package nvidia-cutlass is there already (its headers suffice: pip install --no-deps). Each file
+takes a minute and up to 5 GB of memory; MAX_JOBS says how many at a time.
 """
 
 import glob
+import importlib.util
 import os
 import subprocess
 import sys
@@ -27,6 +30,7 @@ BUILD_ERRORS = (BaseError, OSError, RuntimeError, subprocess.CalledProcessError)
 EXPLAINED = {
     "proxsparse._C": ("CPU kernels", "slow reference", "apt install g++ python3-dev   (or the like)"),
     "proxsparse._C_cuda": ("CUDA kernels", "Triton or slow reference", "install the CUDA toolkit of torch's version"),
+    "proxsparse._C_cutlass": ("CUTLASS kernels", "dense or cuSPARSELt", "set MAX_JOBS=1 if the memory did not suffice"),
 }
 WARNING = """
 ==================================================================================================
@@ -84,10 +88,37 @@ def cuda_kernels(toolkit: str) -> cpp_extension.CppExtension:
     cpp_extension.CUDA_HOME = toolkit
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
+    return with_toolkit("proxsparse._C_cuda", glob.glob("csrc/cuda/*.c*"), toolkit, NVCC_FLAGS)
+
+
+def cutlass_kernels(toolkit: str, headers: list[str]) -> cpp_extension.CppExtension:
+    """proxsparse._C_cutlass, from csrc/cutlass: tiles for sm_90a where there is Hopper, and for all since sm_80."""
+    capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    names = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(f"{major}.{minor}" for major, minor in capabilities)
+    hopper = [name.startswith("9") for name in names.replace(";", " ").split()]
+    sources = ["csrc/cutlass/bindings.cpp", *glob.glob("csrc/cutlass/sm80_*.cu")]
+    flags = ["-O3", "-std=c++20", "-DNDEBUG", "-diag-suppress=2908"]  # without NDEBUG wgmma is serialised: C7510
+    if any(hopper):
+        sources += glob.glob("csrc/cutlass/sm90_*.cu")
+        flags.append("-gencode=arch=compute_90a,code=sm_90a")
+    if not all(hopper):
+        flags += ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80"]
+    return with_toolkit("proxsparse._C_cutlass", sources, toolkit, flags, headers)
+
+
+def with_toolkit(name: str, sources: list[str], toolkit: str, flags: list[str], headers: list[str] = ()):
+    """An extension of C++ and CUDA sources, linked to the static runtime of the toolkit."""
     libraries = {"library_dirs": [f"{toolkit}/lib64"], "libraries": ["cudart_static", "rt", "dl", "pthread"]}
-    options = {"include_dirs": [f"{toolkit}/include"], **libraries}
-    flags = {"cxx": ["-O3", "-g0", "-std=c++20"], "nvcc": NVCC_FLAGS}
-    return kernels("proxsparse._C_cuda", glob.glob("csrc/cuda/*.c*"), extra_compile_args=flags, **options)
+    arguments = {"cxx": ["-O3", "-g0", "-std=c++20"], "nvcc": flags}
+    folders = [f"{toolkit}/include", *headers]
+    return kernels(name, sources, extra_compile_args=arguments, include_dirs=folders, **libraries)
+
+
+def cutlass_headers() -> list[str]:
+    """The folders of the package nvidia-cutlass; none if it is not installed."""
+    package = importlib.util.find_spec("cutlass_library")
+    source = os.path.join(os.path.dirname(package.origin), "source") if package else ""
+    return [os.path.join(source, folder) for folder in ("include", "tools/util/include")] if package else []
 
 
 def toolkits() -> list[str]:
@@ -104,7 +135,10 @@ def extensions() -> list[cpp_extension.CppExtension]:
     if wanted == "1" and not found:
         raise SystemExit("PROXSPARSE_CUDA=1: there is no CUDA toolkit; remedy: set CUDA_HOME to its folder")
     with_cuda = found and (wanted == "1" or (wanted == "auto" and torch.version.cuda is not None))
-    return [cpu_kernels(), cuda_kernels(found[0])] if with_cuda else [cpu_kernels()]
+    if not with_cuda:
+        return [cpu_kernels()]
+    headers = cutlass_headers()
+    return [cpu_kernels(), cuda_kernels(found[0]), *([cutlass_kernels(found[0], headers)] if headers else [])]
 
 
 setup(
@@ -114,7 +148,7 @@ setup(
         "proxsparse.triton_kernels",  # the bare name belongs to another project: installed, ours is a subpackage
     ],
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
-    package_data={"proxsparse.recipes": ["*.yaml"]},
+    package_data={"proxsparse.recipes": ["*.yaml"], "proxsparse.inference": ["*.json"]},
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildKernels},
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from proxsparse import reference
 from proxsparse.ops import use_backend
-from proxsparse.ops.registry import select
+from proxsparse.ops.registry import kernels, select
 from proxsparse.patterns import NMPattern
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -44,26 +44,31 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """A check of every backend of an op; `alone`: it takes much of the memory."""
+    """A check of every backend of an op, or of `backends`; `alone`: it takes much of the memory."""
 
     op: str
     run: Callable[[Place], str | None]
     alone: bool
+    backends: tuple[str, ...] | None
 
     @property
     def name(self) -> str:
         """Such as prox_nm_.exact."""
         return f"{self.op}.{self.run.__name__}"
 
+    def concerns(self, backend: str) -> bool:
+        """Whether there is something of this backend to check."""
+        return backend in (self.backends or [kernel.backend for kernel in kernels(self.op)])
+
 
 CHECKS: list[Check] = []  # in the order of their definition
 
 
-def check(op: str, alone: bool = False):
+def check(op: str, alone: bool = False, backends: tuple[str, ...] | None = None):
     """Decorator: adds a check. It raises AssertionError or Skipped, or returns what is to be said of its success."""
 
     def add(function: Callable[[Place], str | None]) -> Callable[[Place], str | None]:
-        CHECKS.append(Check(op, function, alone))
+        CHECKS.append(Check(op, function, alone, backends))
         return function
 
     return add

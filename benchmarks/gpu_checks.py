@@ -15,12 +15,12 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import checks_adamw  # noqa: F401  registers its checks
+import checks_linear  # noqa: F401
 import checks_prox  # noqa: F401
 import torch
 from checking import CHECKS, Check, Place, Skipped
 
 from proxsparse.device import choose_device
-from proxsparse.ops.registry import kernels
 
 BACKENDS = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpp", "reference")}  # device -> what is checked there
 OUTCOMES = ("passed", "failed", "skipped")
@@ -31,7 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     device = choose_device(args.device)
     backends = args.backends or BACKENDS[device.type]
     print(f"checks on {device}, seed {args.seed}", flush=True)
-    pairs = [(check, backend) for check in CHECKS for backend in backends if args.only in (None, check.name)]
+    pairs = [
+        (check, backend)
+        for check in CHECKS
+        for backend in backends
+        if args.only in (None, check.name) and backend in (check.backends or backends)
+    ]
     together = [pair for pair in pairs if args.jobs > 1 and not pair[0].alone]
     with ThreadPoolExecutor(args.jobs) as pool:
         words = [word for found in pool.map(lambda pair: in_a_process(*pair, args), together) for word in found]
@@ -80,7 +85,7 @@ def outcome(check: Check, place: Place, seed: int) -> str:
     torch.manual_seed(seed)
     start = time.perf_counter()
     try:
-        if place.backend not in [kernel.backend for kernel in kernels(check.op)]:
+        if not check.concerns(place.backend):
             raise Skipped("it has no kernel for this op")
         word, said = "passed", check.run(place) or ""
         if place.device.type == "cuda":

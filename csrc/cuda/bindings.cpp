@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "launch.h"
 
@@ -117,6 +118,94 @@ void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Ten
   check(launch_adamw_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }
 
+// ------------------------------------------------------------------------- packed 2:4 weights
+
+int count(int64_t number) {
+  TORCH_CHECK_VALUE(number <= std::numeric_limits<int>::max() / 64, "a dimension of ", number, " is too large");
+  return static_cast<int>(number);
+}
+
+// [out_features, in_features] of a packed weight; checks both of its tensors.
+std::pair<int, int> check_packed(const at::Tensor& values, const at::Tensor& indices) {
+  TORCH_CHECK_VALUE(values.dim() == 2 && values.size(1) % 2 == 0, "values of shape ", values.sizes(),
+                    " must be [out_features, in_features / 2]");
+  check_tensor("values", values, values.sizes(), values.scalar_type());
+  check_tensor("indices", indices, {values.size(0), (values.size(1) + 3) / 4}, at::kByte);
+  return {count(values.size(0)), count(2 * values.size(1))};
+}
+
+// y [rows, out_features] = x [rows, in_features] W^T + bias, of 1 to 16 rows; all bfloat16 or all float16.
+void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& bias,
+          const at::Tensor& y, int64_t stream) {
+  const auto [out_features, in_features] = check_packed(values, indices);
+  const at::ScalarType dtype = values.scalar_type();
+  const int64_t rows = x.dim() == 2 ? x.size(0) : 0;
+  TORCH_CHECK_VALUE(1 <= rows && rows <= 16, "x of shape ", x.sizes(), ": gemv serves 1 to 16 rows");
+  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kHalf, "gemv serves bfloat16 and float16, not ", dtype);
+  check_tensor("x", x, {rows, in_features}, dtype);
+  check_tensor("y", y, {rows, out_features}, dtype);
+  if (bias) check_tensor("bias", *bias, {out_features}, dtype);
+  if (out_features == 0 || in_features == 0) return;
+  const GemvCall call{.x = x.const_data_ptr(),
+                      .values = values.const_data_ptr(),
+                      .indices = indices.const_data_ptr<uint8_t>(),
+                      .bias = data(bias),
+                      .y = y.mutable_data_ptr(),
+                      .rows = static_cast<int>(rows),
+                      .out_features = out_features,
+                      .in_features = in_features,
+                      .type = type_of(values)};
+  check(launch_gemv(call, reinterpret_cast<cudaStream_t>(stream)));
+}
+
+// Between weight [out_features, in_features] and its packed form: packs if there is a place for `infeasible`, int32
+// [1].
+void pack_24(const at::Tensor& weight, const at::Tensor& values, const at::Tensor& indices,
+             const OptionalTensor& infeasible, int64_t stream) {
+  const auto [out_features, in_features] = check_packed(values, indices);
+  const auto size = static_cast<int>(weight.element_size());
+  check_tensor("weight", weight, {out_features, in_features}, values.scalar_type());
+  TORCH_CHECK_VALUE(size == 2 || size == 4, "pack_24 serves numbers of 2 and 4 bytes, not ", weight.scalar_type());
+  if (infeasible) check_tensor("infeasible", *infeasible, {1}, at::kInt);
+  for (const at::Tensor& tensor : {weight, values}) {
+    const int64_t block = tensor.is_same(weight) ? 4 * size : 2 * size;
+    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % block == 0, "a tensor of shape ",
+                      tensor.sizes(), " must begin at a multiple of ", block, " bytes");
+  }
+  if (weight.numel() == 0) return;
+  const PackCall call{.weight = weight.mutable_data_ptr(),
+                      .values = values.mutable_data_ptr(),
+                      .indices = indices.mutable_data_ptr<uint8_t>(),
+                      .infeasible = infeasible ? infeasible->mutable_data_ptr<int>() : nullptr,
+                      .rows = out_features,
+                      .in_features = in_features,
+                      .bytes_of_weight = size};
+  check(launch_pack(call, reinterpret_cast<cudaStream_t>(stream)));
+}
+
+// indices [out_features, in_features / 8] in the order of CUTLASS's kernels, flat.
+void cutlass_metadata_(const at::Tensor& indices, const at::Tensor& metadata, int64_t architecture, int64_t stream) {
+  TORCH_CHECK_VALUE(indices.dim() == 2, "indices of shape ", indices.sizes(),
+                    " must be [out_features, in_features / 8]");
+  const int64_t rows = indices.size(0), bytes = indices.size(1);
+  const int64_t padded = (rows + 63) / 64 * 64 * ((bytes + 15) / 16 * 16);
+  TORCH_CHECK_VALUE(architecture == 80 ? rows % 32 == 0 && bytes % 8 == 0 : architecture == 90 && bytes % 2 == 0,
+                    "architecture ", architecture, " has no metadata for indices of shape ", indices.sizes());
+  check_tensor("indices", indices, indices.sizes(), at::kByte);
+  check_tensor("metadata", metadata, {architecture == 80 ? rows * bytes : padded}, at::kByte);
+  for (const at::Tensor& tensor : {indices, metadata}) {
+    TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0,
+                      "indices and metadata must begin at a multiple of 16 bytes");
+  }
+  if (indices.numel() == 0) return;
+  const MetadataCall call{.indices = indices.const_data_ptr<uint8_t>(),
+                          .metadata = metadata.mutable_data_ptr<uint8_t>(),
+                          .out_features = count(rows),
+                          .in_features = count(8 * bytes),
+                          .architecture = static_cast<int>(architecture)};
+  check(launch_metadata(call, reinterpret_cast<cudaStream_t>(stream)));
+}
+
 }  // namespace
 }  // namespace proxsparse::gpu
 
@@ -125,4 +214,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   module.def("prox_n4_", &proxsparse::gpu::prox_n4_, without_gil);
   module.def("adamw_prox_", &proxsparse::gpu::adamw_prox_, without_gil);
+  module.def("gemv", &proxsparse::gpu::gemv, without_gil);
+  module.def("pack_24", &proxsparse::gpu::pack_24, without_gil);
+  module.def("cutlass_metadata_", &proxsparse::gpu::cutlass_metadata_, without_gil);
 }

@@ -42,4 +42,38 @@ struct AdamWProxCall {
 };
 cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream);
 
+// y = x W^T + bias, W [out_features, in_features] 2:4 and packed (proxsparse/packed.py).
+struct GemvCall {
+  const void* x;                        // [rows, in_features]
+  const void* values;                   // [out_features, in_features / 2]
+  const uint8_t* indices;               // [out_features, ceil(in_features / 8)]
+  const void* bias;                     // [out_features]; null means 0
+  void* y;                              // [rows, out_features]
+  int rows, out_features, in_features;  // rows: 1 to 16; in_features: a multiple of 4
+  Type type;                            // of all numbers: kBFloat16 or kFloat16; the sums are float32
+};
+cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream);
+
+// A 2:4 weight to its packed form, or back; every row begins at a multiple of a block.
+struct PackCall {
+  void* weight;         // [rows, in_features]
+  void* values;         // [rows, in_features / 2]
+  uint8_t* indices;     // [rows, ceil(in_features / 8)]
+  int* infeasible;      // one number: becomes 1 if a block has more than two nonzeros. Null: unpack
+  int64_t rows;         // > 0
+  int in_features;      // > 0, a multiple of 4
+  int bytes_of_weight;  // 2 or 4
+};
+cudaError_t launch_pack(const PackCall& call, cudaStream_t stream);
+
+// The places of a packed weight in the order of CUTLASS's kernels.
+struct MetadataCall {
+  const uint8_t* indices;  // [out_features, in_features / 8]
+  uint8_t* metadata;  // 16-byte aligned. 80: out_features * in_features / 8 bytes; 90: the same of multiples of 64, 128
+  int out_features;   // 80: a multiple of 32
+  int in_features;    // 80: a multiple of 64; 90: of 16
+  int architecture;   // 80 or 90
+};
+cudaError_t launch_metadata(const MetadataCall& call, cudaStream_t stream);
+
 }  // namespace proxsparse::gpu

@@ -15,6 +15,19 @@ from torch.utils import cpp_extension
 CHECKOUT = Path(__file__).parents[2]
 ARCHITECTURES = (80, 90, 100)
 KERNELS = sorted((CHECKOUT / "csrc" / "cuda").glob("*.cu"))
+TILES = sorted((CHECKOUT / "csrc" / "cutlass").glob("*.cu"))
+# Instructions that each kernel of a file must have, and those it must not: spills, unknown address spaces; but the gemv
+# loads from the shared memory of other thread blocks, which has no instruction of its own.
+EXPECTED = {
+    "adamw_prox.cu": {"LDG.E.128", "STG.E.128"},
+    "prox.cu": {"LDG.E.128", "STG.E.128"},
+    "gemv.cu": {"HMMA.SP.16832.F32"},  # then the type
+    "metadata.cu": {"STG.E.128"},
+    "pack.cu": set(),  # what a thread writes at once is a block, 8 bytes or 16
+}
+FORBIDDEN = {"gemv.cu": r"\b(LDL|STL|ST\.E)\b"}
+FORBIDDEN_ELSEWHERE = r"\b(LDL|STL|LD\.E|ST\.E)\b"
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: no kernel was compiled")
 
@@ -49,18 +62,67 @@ def fatbin(setup, tmp_path):
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
 def test_kernels_compile_into_registers_and_16_byte_accesses(source, fatbin):
     file, report = fatbin(source)
+    frames = check_report(report)
+    functions = disassembled(file)
+    assert len(functions) == frames
+    for function in functions:
+        found = {name for _, name, _ in INSTRUCTION.findall(function)}
+        found |= {name.removesuffix(".BF16") for name in found}
+        assert EXPECTED[source.name] <= found, function[:200]
+        assert not re.search(FORBIDDEN.get(source.name, FORBIDDEN_ELSEWHERE), function), function[:200]
+    if source.name == "gemv.cu":
+        loops = [gemv_loop(function) for function in functions if re.search(r"BFloat16ELi1ELb1", function[:200])]
+        assert len(loops) == len(ARCHITECTURES)
+        for loop in loops:
+            assert sum(name.startswith("LDG") and ".128" in name for name in loop) == 16
+            assert sum(name.startswith("HMMA.SP") for name in loop) == 16
+            assert len(loop) <= 320  # a lane, of 32: 1.25 a weight; memory (H200) takes the time of about 4
+
+
+def gemv_loop(function: str) -> list[str]:
+    """The instructions for 32 rows of W by 256 columns: the shortest loop with tensor cores in it."""
+    code = [(int(address, 16), name, operands.strip()) for address, name, operands in INSTRUCTION.findall(function)]
+    loops = []
+    for end, name, operands in code:
+        target = re.search(r"0x([0-9a-f]+)$", operands)
+        if name.startswith("BRA") and target and int(target[1], 16) < end:
+            loops.append([inner for address, inner, _ in code if int(target[1], 16) <= address <= end])
+    return min((loop for loop in loops if any(name.startswith("HMMA") for name in loop)), key=len)
+
+
+def check_report(report: str) -> int:
+    """The number of kernels that ptxas reports on; fails unless all of them stay in registers."""
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
     assert len(frames) == len(re.findall("Compiling entry function", report)) > 0, "the report was not understood"
     assert set(frames) == {("0", "0", "0")}, report
+    assert "C7510" not in report, "wgmma is serialised"
+    return len(frames)
 
+
+def disassembled(file: Path) -> list[str]:
+    """The machine code of every kernel."""
     triton = pytest.importorskip("triton", reason="cuobjdump comes with triton")
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     code = subprocess.run([cuobjdump, "-sass", file], capture_output=True, text=True, check=True).stdout
-    functions = re.split(r"\n\s+Function : ", code)[1:]
-    assert len(functions) == len(frames)
-    for function in functions:
-        assert {"LDG.E.128", "STG.E.128"} <= set(re.findall(r"\b(?:LD|ST)[A-Z]*\.[\w.]+", function)), function[:200]
-        assert not re.search(r"\b(LDL|STL|LD\.E|ST\.E)\b", function), function[:200]  # spills; unknown address spaces
+    return re.split(r"\n\s+Function : ", code)[1:]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(path, marks=[pytest.mark.slow] * path.name.startswith("sm90"), id=path.name) for path in TILES],
+)
+def test_cutlass_tiles_compile_into_registers(source, setup, request, tmp_path):
+    if not (headers := setup["cutlass_headers"]()):
+        pytest.skip("nvidia-cutlass is not installed")
+    if "sm90" in source.name and "slow" not in request.config.option.markexpr:
+        pytest.skip("takes a minute and 5 GB of memory: pytest -m slow")
+    target = ["-gencode=arch=compute_90a,code=sm_90a"] if "sm90" in source.name else ["-arch=sm_80"]
+    folders = [f"-I{folder}" for folder in headers]
+    flags = ["-O3", "-std=c++20", "-DNDEBUG", "-Xptxas", "-v,-warn-spills"]
+    command = ["nvcc", *flags, *target, *folders, "-cubin", "-o", tmp_path / "tile.cubin", source]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    check_report(process.stdout + process.stderr)
 
 
 def test_the_bindings_compile(setup, monkeypatch):

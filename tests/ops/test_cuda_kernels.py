@@ -1,22 +1,18 @@
 """The CUDA kernels without a GPU: compiled as C++ and run on the CPU, lane by lane; results against float64."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from ops.blocks import random_blocks
+from ops.on_cpu import TYPES as DTYPES
+from ops.on_cpu import address, build
 from reference import ground_truth
 from torch import Tensor
 
 from proxsparse import reference
 from proxsparse.patterns import NMPattern
 
-HERE = Path(__file__).parent
-CSRC = HERE.parents[1] / "csrc" / "cuda"
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]  # in the order of csrc/cuda/launch.h: Type
 # As in test_prox.py.
 GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2 * 2.0**-14, torch.float16: 2e-6 + 2 * 2.0**-20}
 
@@ -24,21 +20,7 @@ GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2 * 2.0**-14, 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     """launch_prox and launch_adamw_prox as C functions, built for this CPU."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    target = tmp_path_factory.mktemp("cuda_on_cpu") / "kernels.so"
-    options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-    sources = [HERE / "cuda_on_cpu" / "library.cpp", CSRC / "prox.cu", CSRC / "adamw_prox.cu"]
-    command = ["g++", *options, "-I", HERE / "cuda_on_cpu", "-x", "c++", *sources, "-o", target]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-4000:]
-    return ctypes.CDLL(str(target))
-
-
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Of the first number; null for None."""
-    assert tensor is None or tensor.is_contiguous()
-    return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+    return build(tmp_path_factory.mktemp("cuda_on_cpu"), "library", "prox.cu", "adamw_prox.cu")
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
 """The CUDA kernels: the only file that imports proxsparse._C_cuda. They serve where Triton is missing."""
 
 import importlib
+import math
 
 import torch
 from torch import Tensor
 
+from proxsparse import packed
 from proxsparse.ops.registry import register_kernel
+from proxsparse.patterns import NMPattern
 
 try:
     _C, _missing = importlib.import_module("proxsparse._C_cuda"), None
@@ -51,3 +54,66 @@ def _adamw_prox_(weight: Tensor, *arguments) -> None:
     with torch.cuda.device_of(weight):
         stream = torch.cuda.current_stream().cuda_stream
         _C.adamw_prox_(weight, *head, n, frozen_lambda, frozen_eps, seed, stream)
+
+
+# ------------------------------------------------------------------------------------------ packed 2:4 weights
+
+
+def _supports_packed(tensor: Tensor, n: int, m: int) -> str | None:
+    if reason := _supports(tensor, n, m) or missing():
+        return reason
+    if (n, m) != (2, 4) or tensor.element_size() not in (2, 4):
+        return f"it packs 2:4 weights of 2 or 4 bytes, not {n}:{m} of {tensor.dtype}"
+    if tensor.data_ptr() % 16:
+        return "the tensor must begin at a multiple of 16 bytes"
+    return None
+
+
+@register_kernel("pack_nm", "cuda", supports=_supports_packed)
+def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
+    rows, columns = math.prod(weight.shape[:-1]), weight.shape[-1]
+    values = weight.new_empty(rows, columns // 2)
+    indices = weight.new_empty((rows, -(-columns // 8)), dtype=torch.uint8)
+    infeasible = weight.new_zeros(1, dtype=torch.int32)
+    _call("pack_24", weight.view(rows, columns), values, indices, infeasible)
+    if infeasible.item():
+        packed.refuse_infeasible(weight, NMPattern(n, m))
+    leading = weight.shape[:-1]
+    return values.view(*leading, columns // 2), indices.view(*leading, indices.shape[1])
+
+
+def _supports_unpack(values: Tensor, indices: Tensor, n: int, m: int) -> str | None:
+    return _supports_packed(values, n, m)
+
+
+@register_kernel("unpack_nm", "cuda", supports=_supports_unpack)
+def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
+    weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
+    rows = math.prod(weight.shape[:-1])
+    matrices = (tensor.view(rows, tensor.shape[-1]) for tensor in (weight, values, indices))
+    _call("pack_24", *matrices, None)
+    return weight
+
+
+def missing() -> str | None:
+    """None, or why nothing here can handle packed weights."""
+    if _C is not None and not hasattr(_C, "gemv"):
+        return "the compiled CUDA extension is older than the packed form; remedy: install again"
+    return _missing
+
+
+def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+    """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu."""
+    y = x.new_empty(len(x), len(values))
+    _call("gemv", x, values, indices, bias, y)
+    return y
+
+
+def cutlass_metadata_(indices: Tensor, metadata: Tensor, architecture: int) -> None:
+    """The places of a packed weight in the order of CUTLASS's kernels: proxsparse/inference/backends/cutlass.py."""
+    _call("cutlass_metadata_", indices, metadata, architecture)
+
+
+def _call(name: str, tensor: Tensor, *arguments) -> None:
+    with torch.cuda.device_of(tensor):
+        getattr(_C, name)(tensor, *arguments, torch.cuda.current_stream().cuda_stream)

@@ -1,17 +1,22 @@
 // Stands in for the header of the CUDA toolkit, so that a C++ compiler makes csrc/cuda/*.cu run on the CPU: what those
-// files use of CUDA, and no more. The lanes of a warp are coroutines that switch where they wait for each other; each
-// round runs them in the opposite order of the one before, so that a forgotten __syncwarp shows. One thread only.
+// files use of CUDA, and no more. The threads of a cluster are coroutines: the lanes of a warp switch where they wait
+// for each other, warps at __syncthreads, thread blocks at cluster_sync. Each round runs lanes and warps in the
+// opposite order of the one before, so that a forgotten barrier shows. The CPU runs one of them at a time.
 #pragma once
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <memory>
+#include <string_view>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #define __host__
 #define __device__
@@ -25,108 +30,196 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFa
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
+
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 inline dim3 threadIdx, blockIdx;
 
 namespace emulated {
 
-constexpr int kLanes = 32, kStackBytes = 1 << 17;
+constexpr int kLanes = 32, kStackBytes = 1 << 17, kWords = 9, kMaxShared = 227 << 10;
+inline int processors = 132, generation = 9;  // of the GPU
 
-struct Lane {
+struct Thread {
   ucontext_t context;
-  char* stack = static_cast<char*>(std::malloc(kStackBytes));
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  unsigned index;
   bool finished;
-  int collectives;      // how many this lane has come to
-  const char* waiting;  // for the other lanes, in this collective
-  uint32_t offered[2];  // to the latest two collectives
+  int collectives;              // how many this lane has come to
+  const char* waiting;          // for the other lanes, in this collective
+  uint32_t offered[2][kWords];  // to the latest two collectives
 };
 
-struct Warp {
+struct Block {
+  dim3 index;
+  std::vector<Thread> threads;
+  std::vector<char> shared;
+};
+
+struct Cluster {
   ucontext_t scheduler;
-  Lane lanes[kLanes];
-  int running;
+  std::vector<Block> blocks;
+  Block* block;  // that runs, and of it
+  Thread* thread;
+  Thread* warp;  // its first lane
   void (*body)(void*);
   void* argument;
 };
-inline Warp warp;
+inline Cluster cluster;
 
 inline void enter() {
-  warp.body(warp.argument);
-  warp.lanes[warp.running].finished = true;
+  cluster.body(cluster.argument);
+  cluster.thread->finished = true;
 }
 
 // Waits until all lanes are here; then `offered(lane)` is what each of them brought.
 struct Collective {
   int parity;
-  Collective(const char* name, uint32_t value) {
-    Lane& lane = warp.lanes[warp.running];
-    parity = lane.collectives++ % 2;
-    lane.offered[parity] = value;
-    lane.waiting = name;
-    swapcontext(&lane.context, &warp.scheduler);
+  explicit Collective(const char* name, std::initializer_list<uint32_t> words = {}) {
+    Thread& thread = *cluster.thread;
+    parity = thread.collectives++ % 2;
+    std::copy(words.begin(), words.end(), thread.offered[parity]);
+    thread.waiting = name;
+    swapcontext(&thread.context, &cluster.scheduler);
   }
-  uint32_t offered(int lane) const { return warp.lanes[lane].offered[parity]; }
+  const uint32_t* offered(int lane) const { return cluster.warp[lane].offered[parity]; }
 };
 
-// False if the lanes of the warp waited for different things, or some had returned while others waited.
-inline bool run_warp(unsigned first_thread, void (*body)(void*), void* argument) {
-  warp.body = body;
-  warp.argument = argument;
-  for (Lane& lane : warp.lanes) {
-    lane.finished = false;
-    lane.collectives = 0;
-    getcontext(&lane.context);
-    lane.context.uc_stack.ss_sp = lane.stack;
-    lane.context.uc_stack.ss_size = kStackBytes;
-    lane.context.uc_link = &warp.scheduler;
-    makecontext(&lane.context, enter, 0);
+// A warp until its lanes have come to their next collective; false if not all of them came to the same one.
+inline bool run_warp(Block& block, size_t first, bool backwards) {
+  cluster.block = &block;
+  cluster.warp = &block.threads[first];
+  blockIdx = block.index;
+  for (int i = 0; i < kLanes; ++i) {
+    cluster.thread = cluster.warp + (backwards ? kLanes - 1 - i : i);
+    threadIdx.x = cluster.thread->index;
+    swapcontext(&cluster.scheduler, &cluster.thread->context);
+  }
+  return std::all_of(cluster.warp, cluster.warp + kLanes, [](const Thread& lane) {
+    return lane.finished == cluster.warp->finished && (lane.finished || lane.waiting == cluster.warp->waiting);
+  });
+}
+
+// Of threads in this state, the barrier that all of them wait at; empty if there is none.
+inline std::string_view barrier(const std::vector<Thread>& threads) {
+  const std::string_view name = threads[0].finished ? "" : threads[0].waiting;
+  const auto same = [&](const Thread& thread) { return !thread.finished && thread.waiting == name; };
+  return name != "syncwarp" && std::all_of(threads.begin(), threads.end(), same) ? name : "";
+}
+
+inline void start(Block& block, dim3 index, unsigned threads, size_t shared) {
+  block.index = index;
+  block.shared.assign(shared, char(0xff));  // as floats: NaN
+  block.threads.resize(threads);
+  for (unsigned i = 0; i < threads; ++i) {
+    Thread& thread = block.threads[i];
+    thread.index = i;
+    thread.finished = false;
+    thread.collectives = 0;
+    thread.waiting = "start";
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStackBytes;
+    thread.context.uc_link = &cluster.scheduler;
+    makecontext(&thread.context, enter, 0);
+  }
+}
+
+// False if threads waited for different things, or some had returned while others waited.
+inline bool run_cluster() {
+  std::vector<std::pair<Block*, size_t>> warps;
+  for (Block& block : cluster.blocks) {
+    for (size_t first = 0; first < block.threads.size(); first += kLanes) warps.emplace_back(&block, first);
   }
   for (int round = 0;; ++round) {
-    for (int i = 0; i < kLanes; ++i) {
-      warp.running = round % 2 ? kLanes - 1 - i : i;
-      threadIdx.x = first_thread + warp.running;
-      swapcontext(&warp.scheduler, &warp.lanes[warp.running].context);
+    std::vector<std::string_view> barriers;
+    for (Block& block : cluster.blocks) barriers.push_back(barrier(block.threads));
+    const bool all_in_cluster = std::count(barriers.begin(), barriers.end(), "cluster_sync") == int(barriers.size());
+    bool ran = false, finished = true;
+    for (const auto& [block, first] : warps) {
+      const Thread& lane = block->threads[first];
+      const std::string_view name = lane.finished ? "finished" : lane.waiting;
+      const bool open = name == "syncthreads"    ? barriers[block - cluster.blocks.data()] == name
+                        : name == "cluster_sync" ? all_in_cluster
+                                                 : name != "finished";
+      if (open && !run_warp(*block, first, round % 2)) return false;
+      ran |= open;
+      finished &= block->threads[first].finished;
     }
-    const Lane& first = warp.lanes[0];
-    for (const Lane& lane : warp.lanes) {
-      if (lane.finished != first.finished || (!lane.finished && lane.waiting != first.waiting)) return false;
-    }
-    if (first.finished) return true;
+    if (finished) return true;
+    if (!ran) return false;
+    std::reverse(warps.begin(), warps.end());
   }
 }
 
 }  // namespace emulated
 
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? emulated::processors : emulated::generation;
+  return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  return bytes <= emulated::kMaxShared ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 template <typename Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Arguments),
                                const Arguments& arguments) {
+  const dim3 grid = config->gridDim, shape = config->numAttrs ? config->attrs->val.clusterDim : dim3();
+  if (config->blockDim.x > 1024 || config->blockDim.x % emulated::kLanes || shape.x * shape.y > 8) {
+    return cudaErrorInvalidValue;
+  }
+  if (grid.x == 0 || grid.y == 0 || grid.x % shape.x || grid.y % shape.y) return cudaErrorInvalidValue;
   auto call = std::pair(kernel, arguments);
-  const auto body = [](void* argument) {
+  emulated::cluster.body = [](void* argument) {
     const auto& [function, values] = *static_cast<decltype(call)*>(argument);
     function(values);
   };
-  for (blockIdx.x = 0; blockIdx.x < config->gridDim.x; ++blockIdx.x) {
-    for (unsigned thread = 0; thread < config->blockDim.x; thread += emulated::kLanes) {
-      if (!emulated::run_warp(thread, body, &call)) return cudaErrorLaunchFailure;
+  emulated::cluster.argument = &call;
+  emulated::cluster.blocks.resize(shape.x * shape.y);
+  for (unsigned y = 0; y < grid.y; y += shape.y) {
+    for (unsigned x = 0; x < grid.x; x += shape.x) {
+      for (unsigned i = 0; i < shape.x * shape.y; ++i) {
+        emulated::start(emulated::cluster.blocks[i], {x + i % shape.x, y + i / shape.x}, config->blockDim.x,
+                        config->dynamicSmemBytes);
+      }
+      if (!emulated::run_cluster()) return cudaErrorLaunchFailure;
     }
   }
   return cudaSuccess;
 }
 
-inline void __syncwarp() { emulated::Collective("syncwarp", 0); }
+inline void __syncwarp() { emulated::Collective("syncwarp"); }
+inline void __syncthreads() { emulated::Collective("syncthreads"); }
 inline unsigned __ballot_sync(unsigned, bool yes) {
-  const emulated::Collective all("ballot", yes);
+  const emulated::Collective all("ballot", {yes});
   unsigned lanes = 0;
-  for (int i = 0; i < emulated::kLanes; ++i) lanes |= all.offered(i) << i;
+  for (int i = 0; i < emulated::kLanes; ++i) lanes |= all.offered(i)[0] << i;
   return lanes;
 }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
-  const emulated::Collective all("reduce_max", value);
-  for (int i = 0; i < emulated::kLanes; ++i) value = value > all.offered(i) ? value : all.offered(i);
+  const emulated::Collective all("reduce_max", {value});
+  for (int i = 0; i < emulated::kLanes; ++i) value = std::max(value, all.offered(i)[0]);
   return value;
 }
 
@@ -138,3 +231,13 @@ inline float __double2float_ru(double x) {
   const float nearest = static_cast<float>(x);
   return nearest < x ? std::nextafter(nearest, std::numeric_limits<float>::infinity()) : nearest;
 }
+
+// Byte i of the result is byte (selector >> 4 i & 7) of low, followed by high.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t both = uint64_t{high} << 32 | low;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+
+#include "tensor_cores.h"

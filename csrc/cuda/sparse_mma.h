@@ -1,0 +1,98 @@
+// The instructions of the gemv that C++ has no words for. The tests replace those of tensor cores and clusters.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "number.h"
+
+namespace proxsparse::gpu {
+
+struct alignas(16) Words4 {
+  uint32_t word[4];
+};
+struct alignas(8) Words2 {
+  uint32_t word[2];
+};
+
+// What is read once and never again: it leaves the L1 cache to x.
+__device__ inline Words4 load_once(const Words4* source) {
+#ifdef __CUDA_ARCH__
+  Words4 got;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(got.word[0]), "=r"(got.word[1]), "=r"(got.word[2]), "=r"(got.word[3])
+               : "l"(source));
+  return got;
+#else
+  return *source;
+#endif
+}
+__device__ inline Words2 load_once(const Words2* source) {
+#ifdef __CUDA_ARCH__
+  Words2 got;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(got.word[0]), "=r"(got.word[1])
+               : "l"(source));
+  return got;
+#else
+  return *source;
+#endif
+}
+
+#ifdef __CUDACC__
+// D += A B by a warp: A [16, 32] 2:4, B [32, 8], D [16, 8] in fp32 (PTX ISA, "mma.sp", m16n8k32). Lane 4g+q holds
+//   a        the two values of block q of row g, of block q of row g+8, of block q+4 of each
+//   b        rows 2q+8t and 2q+8t+1 of column g, t = 0 to 3
+//   places   of four blocks, a nibble each: row g in the lower half, row g+8 in the upper; only lanes with
+//            q = 2 kSelector (blocks 0 to 3) and 2 kSelector + 1 (blocks 4 to 7) are asked
+//   d        columns 2q and 2q+1 of row g, then of row g+8
+#define PROXSPARSE_MMA_SP(type)                                                                                       \
+  asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type                            \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"             \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(places), \
+                 "n"(kSelector))
+template <int kSelector>
+__device__ inline void mma_sp(BFloat16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],
+                              uint32_t places) {
+  PROXSPARSE_MMA_SP("bf16");
+}
+template <int kSelector>
+__device__ inline void mma_sp(Float16, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4], uint32_t places) {
+  PROXSPARSE_MMA_SP("f16");
+}
+#undef PROXSPARSE_MMA_SP
+
+__device__ inline char* dynamic_shared() {
+  extern __shared__ Words4 memory[];
+  return reinterpret_cast<char*>(memory);
+}
+
+// Thread blocks of a cluster see each other's shared memory; compute capability 9.0.
+__device__ inline void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive;\n\tbarrier.cluster.wait;" ::: "memory");
+#endif
+}
+__device__ inline float load_from_block(const float* shared, int rank) {
+  float value = *shared;
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+#endif
+  return value;
+}
+#endif
+
+// The same for a selector that is known once loops are unrolled.
+template <typename Format>
+__device__ inline void mma_sp(Format format, int selector, float (&d)[4], const uint32_t (&a)[4],
+                              const uint32_t (&b)[4], uint32_t places) {
+  selector ? mma_sp<1>(format, d, a, b, places) : mma_sp<0>(format, d, a, b, places);
+}
+
+}  // namespace proxsparse::gpu

@@ -1,0 +1,48 @@
+// A tile for all GPUs since Ampere: mma.sp. It writes y^T, knows no bias, and wants rows to be a multiple of 8.
+#pragma once
+
+#include "cutlass/cutlass.h"
+// keeps the order: SparseGemm needs cutlass.h
+#include "cutlass/gemm/device/gemm_sparse.h"
+#include "gemm.h"
+
+namespace proxsparse::gemm {
+
+// A warp computes kWarpOut by kWarpRows of the kOut by kRows.
+template <int kOut, int kRows, int kWarpOut, int kWarpRows, int kStages>
+struct Sm80 {
+  using Element = cutlass::bfloat16_t;
+  using RowMajor = cutlass::layout::RowMajor;
+  using Gemm = cutlass::gemm::device::SparseGemm<
+      Element, RowMajor, Element, cutlass::layout::ColumnMajor, Element, RowMajor, float,
+      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, cutlass::gemm::GemmShape<kOut, kRows, 64>,
+      cutlass::gemm::GemmShape<kWarpOut, kWarpRows, 64>, cutlass::gemm::GemmShape<16, 8, 32>,
+      cutlass::epilogue::thread::LinearCombination<Element, 8, float, float>,
+      cutlass::gemm::threadblock::GemmIdentityThreadblockSwizzle<8>, kStages>;
+
+  static typename Gemm::Arguments arguments(const Call& call) {
+    const auto reordered = Gemm::LayoutE::packed({call.out_features, call.in_features / 16});
+    auto* y = static_cast<Element*>(call.y);
+    return {{call.out_features, call.rows, call.in_features},
+            {static_cast<const Element*>(call.values), call.in_features / 2},
+            {static_cast<const Element*>(call.x), call.in_features},
+            {y, call.rows},
+            {y, call.rows},
+            {static_cast<typename Gemm::ElementE*>(const_cast<void*>(call.metadata)), reordered},
+            {1.0f, 0.0f}};
+  }
+
+  static size_t workspace_bytes(const Call& call) { return Gemm::get_workspace_size(arguments(call)); }
+
+  static const char* run(const Call& call, cudaStream_t stream) {
+    Gemm gemm;
+    cutlass::Status status = gemm.can_implement(arguments(call));
+    if (status == cutlass::Status::kSuccess) status = gemm.initialize(arguments(call), call.workspace, stream);
+    if (status == cutlass::Status::kSuccess) status = gemm.run(stream);
+    return status == cutlass::Status::kSuccess ? nullptr : cutlass::cutlassGetStatusString(status);
+  }
+
+  static Tile tile(const char* name) { return {name, 80, workspace_bytes, run}; }
+};
+
+}  // namespace proxsparse::gemm

@@ -1,0 +1,6 @@
+// Hundreds of rows of x and more.
+#include "sm80.h"
+
+namespace proxsparse::gemm {
+static const Registered registered(Sm80<128, 128, 64, 64, 4>::tile("128x128"));
+}  // namespace proxsparse::gemm

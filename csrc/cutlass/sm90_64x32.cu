@@ -1,0 +1,7 @@
+// The smallest: up to a few dozen rows of x.
+#include "sm90.h"
+
+namespace proxsparse::gemm {
+using Chosen = Sm90<64, 32, 1, cutlass::gemm::KernelTmaWarpSpecialized, cutlass::epilogue::TmaWarpSpecialized>;
+static const Registered registered(Chosen::tile("64x32"));
+}  // namespace proxsparse::gemm

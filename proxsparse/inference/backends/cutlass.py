@@ -1,0 +1,129 @@
+"""Many rows on CUDA GPUs: CUTLASS's sparse matrix multiplications (csrc/cutlass), tile by the number of rows.
+
+They read the values as they are packed. The places they want in an order of their own, "metadata" (CUTLASS calls it E),
+which a small kernel derives in each call from the one packed copy: in_features * out_features / 8 bytes are read and as
+many written. Here stand the equations of those orders; csrc/cuda/metadata.cu is their fast form.
+"""
+
+import importlib
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from proxsparse.inference.backends import register_backend
+from proxsparse.ops.backends import cuda
+
+try:
+    _C, _missing = importlib.import_module("proxsparse._C_cutlass"), None
+except ImportError as error:
+    _C = None
+    _missing = (
+        f"the compiled extension is missing ({error}); remedy: pip install nvidia-cutlass --no-deps, then with a CUDA "
+        "build of torch and nvcc, install again"
+    )
+
+ANY_PLACES = 0x44  # places 0 and 1 of two blocks: where a padded tile has no weights
+# architecture -> [(the most rows it is for, tile)]. By arithmetic, not measured: as few idle rows as possible.
+TILES = {
+    90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
+    80: [(128, "64x64"), (None, "128x128")],
+}
+
+
+def metadata_sm80(indices: Tensor) -> Tensor:
+    """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_80, in bytes, flat.
+
+    out_features is a multiple of 32, in_features too. With the row 32 t + 16 r + 8 h + g and the byte 4 c + 2 k + b of
+    it, from the slowest to the fastest: c, t, g, r, k, h, b. (CUTLASS says this in two steps, `reorder_meta` and the
+    layout ColumnMajorInterleaved<2>, of 16-bit elements.)
+    """
+    c, t, g, r, k, h, b = 4, 0, 3, 1, 5, 2, 6
+    return indices.view(-1, 2, 2, 8, indices.shape[1] // 4, 2, 2).permute(c, t, g, r, k, h, b).flatten()
+
+
+def metadata_sm90(indices: Tensor) -> Tensor:
+    """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_90a, in bytes, flat.
+
+    Padded to multiples of 64 rows and 128 columns. With the row 64 t + 16 r + 8 h + g and the byte 16 c + 4 j + 2 k + b
+    of it, from the slowest to the fastest: c, t, r, k, g, j, h, b. This is the order of tiles of 128 columns or more.
+    """
+    rows, columns = indices.shape
+    padded = functional.pad(indices, (0, -columns % 16, 0, -rows % 64), value=ANY_PLACES)
+    t, r, h, g, c, j, k, b = range(8)
+    return padded.view(-1, 4, 2, 8, padded.shape[1] // 16, 4, 2, 2).permute(c, t, r, k, g, j, h, b).flatten()
+
+
+def metadata_bytes(out_features: int, in_features: int, architecture: int) -> int:
+    """The size of the metadata."""
+    if architecture == 80:
+        return out_features * in_features // 8
+    return -(-out_features // 64) * 64 * -(-in_features // 128) * 16
+
+
+def architecture_of(device: torch.device) -> int:
+    """90 for Hopper, which has kernels of its own, else 80."""
+    return 90 if torch.cuda.get_device_capability(device)[0] == 9 else 80
+
+
+def tile_for(rows: int, architecture: int) -> str:
+    """The name of the tile for this many rows."""
+    return next(tile for most, tile in TILES[architecture] if most is None or rows <= most)
+
+
+def _supports(x: Tensor, values: Tensor) -> str | None:
+    if x.device.type != "cuda" or values.device != x.device:
+        return f"it serves CUDA GPUs, x is on {x.device} and the weight on {values.device}"
+    if reason := _missing or cuda.missing():
+        return reason
+    if x.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
+        return f"it serves bfloat16, not x of {x.dtype} with a weight of {values.dtype}"
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < (8, 0):
+        return f"it serves GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
+    return shape_reason(len(x), *values.shape, architecture_of(x.device))
+
+
+def shape_reason(rows: int, out_features: int, k: int, architecture: int) -> str | None:
+    """None, or why CUTLASS cannot: it moves 16 bytes at once, and for sm_80 orders the places of 32 rows together."""
+    out_step, in_step = (8, 16) if architecture == 90 else (32, 64)
+    if rows == 0:
+        return "there are no rows"
+    if out_features % out_step:
+        return f"out_features={out_features} must be a multiple of {out_step}"
+    if 2 * k % in_step:
+        return f"in_features={2 * k} must be a multiple of {in_step}"
+    return None
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy, at a multiple of 16 bytes; a view may begin anywhere, what torch allocates does not."""
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+@register_backend("cutlass", supports=_supports)
+def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+    rows, architecture = len(x), architecture_of(x.device)
+    x, values, indices = aligned(x), aligned(values), aligned(indices)
+    size = metadata_bytes(len(values), x.shape[1], architecture)
+    metadata = torch.empty(size, dtype=torch.uint8, device=x.device)
+    cuda.cutlass_metadata_(indices, metadata, architecture)
+    tile = tile_for(rows, architecture)
+    if architecture == 90:
+        bias = None if bias is None else aligned(bias)
+        return _gemm(architecture, tile, values, metadata, x, bias, x.new_empty(rows, len(values)))
+    # y^T, of rows that are a multiple of 8; the bias is added to what has been rounded to bfloat16
+    x = functional.pad(x, (0, 0, 0, -rows % 8))
+    y = _gemm(architecture, tile, values, metadata, x, None, x.new_empty(len(values), len(x)))[:, :rows].t()
+    return y.contiguous() if bias is None else torch.add(y, bias, out=x.new_empty(rows, len(values)))
+
+
+def _gemm(
+    architecture: int, tile: str, values: Tensor, metadata: Tensor, x: Tensor, bias: Tensor | None, y: Tensor
+) -> Tensor:
+    with torch.cuda.device_of(x):
+        size = _C.workspace_bytes(architecture, tile, values, x)
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        stream = torch.cuda.current_stream().cuda_stream
+        _C.gemm(architecture, tile, values, metadata, x, bias, y, workspace, stream)
+    return y

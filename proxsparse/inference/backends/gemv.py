@@ -1,0 +1,29 @@
+"""Few rows on CUDA GPUs: csrc/cuda/gemv.cu reads the packed weight once and leaves the picking to the tensor cores."""
+
+import torch
+from torch import Tensor
+
+from proxsparse.inference.backends import register_backend
+from proxsparse.ops.backends import cuda
+
+MAX_ROWS = 16
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _supports(x: Tensor, values: Tensor) -> str | None:
+    if x.device.type != "cuda" or values.device != x.device:
+        return f"it serves CUDA GPUs, x is on {x.device} and the weight on {values.device}"
+    if not 1 <= len(x) <= MAX_ROWS:
+        return f"it serves 1 to {MAX_ROWS} rows, not {len(x)}"
+    if x.dtype not in DTYPES or values.dtype != x.dtype:
+        return f"it serves bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
+    if reason := cuda.missing():
+        return reason
+    if torch.cuda.get_device_capability(x.device) < (8, 0):
+        return f"it serves GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
+    return None
+
+
+@register_backend("gemv", supports=_supports)
+def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+    return cuda.gemv(x, values, indices, bias)

@@ -1,0 +1,128 @@
+"""The inference backends `cusparselt` and `gemv` without a GPU: whom they serve, and what torch's library is handed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from proxsparse import packed
+from proxsparse.inference.backends import backend, cusparselt
+from proxsparse.ops.backends import cuda
+
+
+class Library:
+    """The functions of torch that call cuSPARSELt, by their signatures; the compressed form is the dense weight."""
+
+    def __init__(self) -> None:
+        self.searched, self.algorithms = [], []
+
+    def compress(self, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    def search(self, compressed, columns, bias=None, alpha=None, out_dtype=None, transpose_result=False) -> int:
+        self.searched.append((tuple(columns.shape), bias is not None))
+        return 40 + len(self.searched)
+
+    def multiply(
+        self, compressed, columns, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, split_k=1,
+        split_k_mode=-1,
+    ):  # fmt: skip
+        assert columns.shape[1] % cusparselt.ROW_STEP == 0
+        assert transpose_result
+        self.algorithms.append(alg_id)
+        return columns.t() @ compressed.t() + (0 if bias is None else bias)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    fake = Library()
+    for name, function in (
+        ("compress", fake.compress),
+        ("sparse_mm_search", fake.search),
+        ("sparse_mm", fake.multiply),
+    ):
+        monkeypatch.setattr(torch, f"_cslt_{name}", function)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cusparselt, "_algorithms", {})
+    return fake
+
+
+def layer(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight = torch.randn(32, 48).unflatten(-1, (-1, 4))
+    weight[..., [0, 3]] = 0
+    weight = weight.flatten(-2)
+    return torch.randn(rows, 48), weight, *packed.pack_nm(weight)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 13])
+def test_rows_are_padded_and_the_bias_goes_along(rows, library):
+    x, weight, values, indices = layer(rows)
+    prepared, bias = backend("cusparselt").prepare(values, indices), torch.randn(32)
+    assert torch.equal(prepared, weight)
+    for extra in (None, bias):
+        y = backend("cusparselt").linear(x, values, indices, extra, prepared)
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, extra))
+
+
+def test_each_shape_is_searched_once(library):
+    for rows in (1, 5, 8, 9, 16, 1):
+        x, _weight, values, indices = layer(rows)
+        prepared = backend("cusparselt").prepare(values, indices)
+        for bias in (None, torch.zeros(32)):
+            backend("cusparselt").linear(x, values, indices, bias, prepared)
+    assert library.searched == [((48, 8), False), ((48, 8), True), ((48, 16), False), ((48, 16), True)]
+    assert library.algorithms == [41, 42] * 3 + [43, 44] * 2 + [41, 42]
+
+
+def test_a_capture_never_searches(library, monkeypatch):
+    x, _weight, values, indices = layer(8)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    prepared = backend("cusparselt").prepare(values, indices)
+    backend("cusparselt").linear(x, values, indices, None, prepared)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    backend("cusparselt").linear(x, values, indices, None, prepared)
+    assert library.algorithms == [0, 41]
+
+
+class OnGPU:
+    """As much of a CUDA tensor as `supports` looks at."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype, self.device = (rows, columns), dtype, torch.device("cuda", 0)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+@pytest.mark.parametrize("name", ["cusparselt", "gemv"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_serves_gpus(device, name):
+    x, values = (torch.empty(16, size, dtype=torch.bfloat16, device=device) for size in (128, 64))
+    assert backend(name).supports(x, values) == f"it serves CUDA GPUs, x is on {device} and the weight on {device}"
+
+
+def test_the_limits_of_cusparselt(monkeypatch):
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    supports = backend("cusparselt").supports
+    assert supports(OnGPU(3, 128), OnGPU(48, 64)) is None
+    assert supports(OnGPU(3, 128, torch.float32), OnGPU(48, 64, torch.float32)).startswith("it serves bfloat16")
+    assert supports(OnGPU(3, 128), OnGPU(40, 64)) == "out_features=40 must be a multiple of 16"
+    assert supports(OnGPU(3, 120), OnGPU(48, 60)) == "in_features=120 must be a multiple of 16"
+    assert supports(OnGPU(0, 128), OnGPU(48, 64)) == "there are no rows"
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
+    assert "has no cuSPARSELt" in supports(OnGPU(3, 128), OnGPU(48, 64))
+
+
+def test_the_limits_of_gemv(monkeypatch):
+    monkeypatch.setattr(cuda, "_C", None)
+    monkeypatch.setattr(cuda, "_missing", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    supports = backend("gemv").supports
+    assert supports(OnGPU(16, 12), OnGPU(7, 6)) is None
+    assert supports(OnGPU(17, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 17"
+    assert supports(OnGPU(0, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 0"
+    assert supports(OnGPU(1, 12, torch.float32), OnGPU(7, 6, torch.float32)).startswith("it serves bfloat16")
+    monkeypatch.setattr(cuda, "_missing", "no compiler")
+    assert supports(OnGPU(1, 12), OnGPU(7, 6)) == "no compiler"
+    monkeypatch.setattr(cuda, "_C", object())
+    assert "older than the packed form" in supports(OnGPU(1, 12), OnGPU(7, 6))

@@ -1,0 +1,83 @@
+"""The inference backend `cutlass` without a GPU: its metadata against CUTLASS's own layouts, and whom it refuses."""
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from proxsparse.inference.backends import backend, cutlass
+
+PROGRAM = Path(__file__).parents[1] / "ops" / "cuda_on_cpu" / "cutlass_layouts.cu"
+EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
+SHAPES = {80: [(32, 64), (96, 320), (256, 1024)], 90: [(64, 128), (128, 384), (8, 16), (72, 144), (200, 1600)]}
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """A program that orders indices by the functions and layouts of CUTLASS's headers."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed")
+    package = importlib.util.find_spec("cutlass_library")
+    if package is None:
+        pytest.skip("nvidia-cutlass is not installed")
+    source = Path(package.origin).parent / "source"
+    program = tmp_path_factory.mktemp("cutlass") / "layouts"
+    folders = [f"-I{source / folder}" for folder in ("include", "tools/util/include")]
+    command = ["nvcc", "-std=c++17", "-O0", "-w", "-arch=sm_90", *folders, PROGRAM, "-o", program]
+    subprocess.run(command, check=True, capture_output=True)
+    return program
+
+
+@pytest.mark.parametrize(("architecture", "shape"), [(a, shape) for a in SHAPES for shape in SHAPES[a]], ids=str)
+def test_metadata_is_that_of_the_headers(architecture, shape, layouts):
+    out_features, in_features = shape
+    indices = torch.randint(0, 256, (out_features, in_features // 8), dtype=torch.uint8)
+    head = f"{architecture} {out_features} {in_features}\n".encode()
+    process = subprocess.run([layouts], input=head + bytes(indices.flatten().tolist()), capture_output=True, check=True)
+    metadata = EQUATIONS[architecture](indices)
+    assert process.stdout == bytes(metadata.tolist())
+    assert len(metadata) == cutlass.metadata_bytes(out_features, in_features, architecture)
+
+
+def test_padding_is_places_that_exist():
+    indices = torch.zeros(8, 2, dtype=torch.uint8)
+    metadata = cutlass.metadata_sm90(indices)
+    assert metadata.bincount().nonzero().flatten().tolist() == [0, cutlass.ANY_PLACES]
+    assert (metadata == 0).sum() == indices.numel()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_serves_gpus(device):
+    x, values = (torch.empty(64, size, dtype=torch.bfloat16, device=device) for size in (128, 64))
+    assert backend("cutlass").supports(x, values) == f"it serves CUDA GPUs, x is on {device} and the weight on {device}"
+
+
+def test_what_does_not_fit_is_refused_by_its_number():
+    assert cutlass.shape_reason(1, 4096, 2048, 90) is None
+    assert cutlass.shape_reason(100, 96, 96, 80) is None
+    assert cutlass.shape_reason(1, 100, 2048, 90) == "out_features=100 must be a multiple of 8"
+    assert cutlass.shape_reason(1, 4104, 2048, 80) == "out_features=4104 must be a multiple of 32"
+    assert cutlass.shape_reason(1, 4096, 2050, 90) == "in_features=4100 must be a multiple of 16"
+    assert cutlass.shape_reason(1, 4096, 24, 80) == "in_features=48 must be a multiple of 64"
+    assert cutlass.shape_reason(0, 4096, 2048, 90) == "there are no rows"
+
+
+def test_what_begins_anywhere_is_copied():
+    tensor = torch.arange(32, dtype=torch.bfloat16)
+    assert cutlass.aligned(tensor) is tensor
+    copy = cutlass.aligned(tensor[1:])
+    assert copy.data_ptr() % 16 == 0
+    assert torch.equal(copy, tensor[1:])
+
+
+def test_tiles_grow_with_the_rows_and_all_of_them_exist():
+    assert [cutlass.tile_for(rows, 90) for rows in (1, 33, 512, 513)] == ["64x32", "64x64", "128x128", "128x256"]
+    assert [cutlass.tile_for(rows, 80) for rows in (17, 129)] == ["64x64", "128x128"]
+    folder = Path(__file__).parents[2] / "csrc" / "cutlass"
+    for architecture, tiles in cutlass.TILES.items():
+        assert {f"sm{architecture}_{tile}" for _, tile in tiles} == {
+            path.stem for path in folder.glob(f"sm{architecture}_*.cu")
+        }

@@ -1,0 +1,20 @@
+// The launchers of packed weights as C functions, for ctypes.
+#include "../../../csrc/cuda/launch.h"
+
+using namespace proxsparse::gpu;
+
+extern "C" int gemv(const void* x, const void* values, const uint8_t* indices, const void* bias, void* y, int rows,
+                    int out_features, int in_features, int type, int processors, int generation) {
+  emulated::processors = processors, emulated::generation = generation;
+  return launch_gemv({x, values, indices, bias, y, rows, out_features, in_features, static_cast<Type>(type)}, nullptr);
+}
+
+extern "C" int pack(void* weight, void* values, uint8_t* indices, int* infeasible, int64_t rows, int in_features,
+                    int bytes_of_weight) {
+  return launch_pack({weight, values, indices, infeasible, rows, in_features, bytes_of_weight}, nullptr);
+}
+
+extern "C" int metadata(const uint8_t* indices, uint8_t* metadata, int out_features, int in_features,
+                        int architecture) {
+  return launch_metadata({indices, metadata, out_features, in_features, architecture}, nullptr);
+}

@@ -1,0 +1,122 @@
+"""What Python hands to proxsparse._C_cuda and _C_cutlass: the calls of a GPU from end to end, kernels on the CPU."""
+
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ops.on_cpu import TYPES, address
+from torch import Tensor
+
+from proxsparse import packed
+from proxsparse.inference.backends import backend, cutlass
+from proxsparse.ops.backends import cuda
+
+EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
+
+
+class Kernels:
+    """proxsparse._C_cuda (csrc/cuda/bindings.cpp) on tensors of the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def gemv(self, x, values, indices, bias, y, stream):
+        tensors = (address(tensor) for tensor in (x, values, indices, bias, y))
+        assert self.library.gemv(*tensors, *y.shape, x.shape[1], TYPES.index(x.dtype), 132, 9) == 0
+
+    def pack_24(self, weight, values, indices, infeasible, stream):
+        if weight.numel():
+            tensors = (address(tensor) for tensor in (weight, values, indices, infeasible))
+            rows, columns = weight.shape
+            assert self.library.pack(*tensors, ctypes.c_int64(rows), columns, weight.itemsize) == 0
+
+    def cutlass_metadata_(self, indices, metadata, architecture, stream):
+        rows, columns = len(indices), 8 * indices.shape[1]
+        assert self.library.metadata(address(indices), address(metadata), rows, columns, architecture) == 0
+
+
+class Multiplications:
+    """proxsparse._C_cutlass (csrc/cutlass/bindings.cpp): multiplies by what the metadata say."""
+
+    def __init__(self) -> None:
+        self.tiles = []
+
+    def workspace_bytes(self, architecture, tile, values, x):
+        return 0
+
+    def gemm(self, architecture, tile, values, metadata, x, bias, y, workspace, stream):
+        self.tiles.append(tile)
+        indices = torch.full((len(values), values.shape[1] // 4), -1, dtype=torch.int32)
+        place = EQUATIONS[architecture](torch.arange(indices.numel(), dtype=torch.int32).view(indices.shape) + 1000)
+        real = place >= 1000
+        indices.view(-1)[place[real].long() - 1000] = metadata[real].int()
+        weight = packed.unpack_nm(values, indices.to(torch.uint8)).float()
+        product = x.float() @ weight.t() + (0 if bias is None else bias.float())
+        if architecture == 80:
+            assert bias is None
+            assert len(x) % 8 == 0
+            product = product.t()
+        assert y.shape == product.shape
+        y.copy_(product)
+
+
+@pytest.fixture
+def multiplications(linear_library, monkeypatch):
+    """Both extensions replaced, and no GPU asked for."""
+    fake = Multiplications()
+    monkeypatch.setattr(cuda, "_C", Kernels(linear_library))
+    monkeypatch.setattr(cutlass, "_C", fake)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    return fake
+
+
+def pruned(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    blocks = torch.randn(*shape[:-1], shape[-1] // 4, 4)
+    return blocks.where(torch.rand(blocks.shape).argsort(-1) < 2, 0).flatten(-2).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (3, 12), (4,), (2, 3, 20), (0, 8), (5, 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packing(shape, dtype, multiplications):
+    weight = pruned(shape, dtype)
+    values, indices = cuda._pack_nm(weight, 2, 4)
+    expected = packed.pack_nm(weight)
+    assert torch.equal(values, expected[0])
+    assert torch.equal(indices, expected[1])
+    assert torch.equal(cuda._unpack_nm(values, indices, 2, 4), weight)
+
+
+def test_packing_refuses_what_is_not_24(multiplications):
+    weight = pruned((3, 12))
+    weight[1, 8:] = 1
+    with pytest.raises(ValueError, match="block 2 of row"):
+        cuda._pack_nm(weight, 2, 4)
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(33)], ids=["", "bias"])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_gemv(rows, bias, multiplications):
+    weight, x = pruned((33, 320), torch.float16), torch.randn(rows, 320).half()
+    bias = None if bias is None else bias.half()
+    y = backend("gemv").linear(x, *packed.pack_nm(weight), bias, None)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("major", "shape"), [(9, (72, 144)), (8, (96, 320)), (10, (32, 64))], ids=str)
+def test_cutlass(major, shape, with_bias, multiplications, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    weight, bias = pruned(shape), torch.randn(shape[0]).bfloat16() if with_bias else None
+    values, indices = packed.pack_nm(weight)
+    for rows in (17, 40, 200, 600):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        y = backend("cutlass").linear(x, values, indices, bias, None)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if with_bias else None)
+        assert y.is_contiguous()
+        torch.testing.assert_close(y.double(), exact, rtol=8e-3, atol=3e-2)
+    small, large = ["64x64"] * 2, ["128x128"] * 2
+    assert multiplications.tiles == (["64x32", "64x64", "128x128", "128x256"] if major == 9 else small + large)

@@ -1,0 +1,104 @@
+"""csrc/cuda/gemv.cu without a GPU: the kernel on the CPU, tensor cores after the PTX ISA; results against float64."""
+
+import pytest
+import torch
+from ops.on_cpu import TYPES, address, fenced, survives
+from torch import Tensor
+
+from proxsparse import packed
+
+# (out_features, in_features): whole steps of 256 columns, parts of one, tiles that do not fill up, rows of W that no
+# 16-byte access fits, a single block.
+SHAPES = [(64, 1024), (32, 320), (7, 64), (33, 576), (40, 260), (9, 12), (1, 4), (50, 1288)]
+
+
+@pytest.fixture
+def gemv(linear_library):
+    """gemv(x, values, indices, bias, processors, generation) -> y, by csrc/cuda/gemv.cu."""
+
+    def run(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9):
+        y = torch.empty(len(x), len(values), dtype=x.dtype)
+        status = linear_library.gemv(
+            *(address(tensor) for tensor in (x, values, indices, bias, y)),
+            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), processors, generation),
+        )
+        assert status == 0
+        return y
+
+    return run
+
+
+def layer(rows: int, out_features: int, in_features: int, dtype: torch.dtype):
+    """x, a packed weight with every pattern of zeros, and the weight."""
+    weight = torch.randn(out_features, in_features // 4, 4)
+    weight *= torch.rand(weight.shape).argsort(-1) < torch.randint(0, 3, weight.shape[:2]).unsqueeze(-1)
+    weight = weight.view(out_features, in_features).to(dtype)
+    return torch.randn(rows, in_features).to(dtype), *packed.pack_nm(weight), weight
+
+
+def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Rounded once from sums in fp32."""
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs() @ weight.double().abs().T
+    allowed = torch.finfo(y.dtype).eps / 2 * exact.abs() + 1e-6 * magnitude + 1e-7
+    assert ((y.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 11, 16])
+def test_every_number_of_rows_and_every_tail(rows, shape, dtype, gemv):
+    x, values, indices, weight = layer(rows, *shape, dtype)
+    bias = torch.randn(shape[0]).to(dtype) if rows % 2 else None
+    check(gemv(x, values, indices, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize(("processors", "generation"), [(1, 9), (2, 9), (8, 9), (132, 9), (108, 8), (148, 10)])
+def test_however_the_work_is_split(processors, generation, gemv):
+    """Few processors: 8 warps a thread block; many: clusters of up to 8, where the GPU has them."""
+    for rows in (2, 16):
+        x, values, indices, weight = layer(rows, 40, 5 * 1024 + 64, torch.bfloat16)
+        y = gemv(x, values, indices, None, processors, generation)
+        check(y, x, weight)
+        assert torch.equal(y, gemv(x, values, indices, None, processors, generation))
+
+
+def test_one_block_at_every_place(gemv):
+    """Each weight alone meets its own number of x: all columns of two steps, every place of a block."""
+    x = torch.arange(1, 513).view(1, 512).to(torch.float16)  # exact
+    for place in range(4):
+        weight = torch.zeros(128, 512, dtype=torch.float16)
+        weight[torch.arange(128), 4 * torch.arange(128) + place] = 1
+        assert torch.equal(gemv(x, *packed.pack_nm(weight))[0], x[0, place::4])
+
+
+def test_a_number_that_is_not_finite_stays_in_its_row(gemv):
+    for dtype in (torch.bfloat16, torch.float16):
+        x, values, indices, _ = layer(3, 20, 200, dtype)
+        x[1, 17] = float("nan")
+        values[5, 40:44] = float("inf")
+        y = gemv(x, values, indices)
+        fine = torch.ones(3, 20, dtype=torch.bool)
+        fine[:, 5] = fine[1] = False
+        assert y[fine].isfinite().all()
+        assert not y[:, 5].isfinite().any()
+
+
+@pytest.mark.parametrize("at_end", [True, False], ids=["behind", "before"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nothing_beyond_the_tensors_is_touched(shape, at_end, gemv):
+    for rows in (1, 5, 16):
+        x, values, indices, _ = layer(rows, *shape, torch.bfloat16)
+        inputs = [fenced(tensor, at_end) for tensor in (x, values, indices, torch.randn(shape[0]).to(x.dtype))]
+        assert survives(lambda: gemv(*inputs))  # noqa: B023 it runs at once
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4])
+def test_any_alignment(offset, gemv):
+    x, values, indices, weight = layer(2, 24, 512, torch.bfloat16)
+
+    def moved(tensor: Tensor) -> Tensor:
+        memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
+        return memory[offset:].view(tensor.shape).copy_(tensor)
+
+    check(gemv(moved(x), moved(values), moved(indices)), x, weight)
