@@ -29,6 +29,7 @@ from common import append_rows, provenance, results_file, table
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 530  # of all parts together: under nine minutes with the start of Python
 PYTHON = sys.executable
+PYTEST = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider"]
 NO_TESTS = 5  # pytest's exit code if nothing was selected
 TINY = ["--seconds", "0", "--repetitions", "1", "--no-save"]
 GENERATE_TINY = [PYTHON, "benchmarks/generate_speed.py", "--models", "tiny", "--prompt", "4", "--new_tokens", "3"]
@@ -89,24 +90,13 @@ PARTS = {
     ),
     "memcheck": sanitizer("memcheck", 60),
     "tests": Part(
-        cuda=[
-            PYTHON,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "gpu",
-            "tests/ops",
-            "tests/optim",
-            "tests/inference",
-        ],
+        cuda=[*PYTEST, "-m", "gpu", "tests/ops", "tests/optim", "tests/inference"],
         cpu=None,
         limit_s=90,
         skipped_codes=(NO_TESTS,),
     ),
     "parity": Part(
-        cuda=[PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "-k", KERNELS, "tests/ops", "tests/inference"],
+        cuda=[*PYTEST, "-k", KERNELS, "tests/ops", "tests/inference"],
         cpu=None,
         limit_s=90,
         skipped_codes=(NO_TESTS,),

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
 MIXED = "mixed"  # in the place of a pattern: the layers have different ones
+SCRATCH = ".incomplete"  # a folder for what is being written; it outlives a killed process only
+# What a run writes into its folder, and an overwriting run removes: files of two runs must not stand side by side.
+WRITTEN = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jsonl", "*.jinja", "*.png", "config.yaml", "*.md")
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -100,7 +105,7 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
         raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
     for name, mask in masks.items():
         pattern = patterns[name]
-        if not (pattern.blocks(mask).sum(-1) == pattern.n).all():
+        if not (pattern.nonzeros(mask) == pattern.n).all():
             raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in every block")
     return masks
 
@@ -108,15 +113,18 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
 def prepare_output_dir(folder: Path, overwrite: bool) -> None:
     """Creates the output folder, and fails now rather than after hours if it cannot be written.
 
+    What a killed process was writing there is removed.
+
     Raises:
         InputError: the path is a file, cannot be written, or holds an earlier run and `overwrite` is off.
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {str(folder)!r} is a file; name a folder")
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
+    if not overwrite and folder.is_dir() and any(entry.name != SCRATCH for entry in folder.iterdir()):
         raise InputError(f"--output_dir {str(folder)!r} is not empty; choose another or add --overwrite_output_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
         probe = folder / ".write-test"
         probe.write_bytes(b"proxsparse")
         probe.unlink()
@@ -124,6 +132,32 @@ def prepare_output_dir(folder: Path, overwrite: bool) -> None:
         raise InputError(
             f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); choose another"
         ) from error
+
+
+def remove_written(folder: Path) -> None:
+    """Removes the files that an earlier run has left; folders stay, whatever their names."""
+    for pattern in WRITTEN:
+        for path in folder.glob(pattern):
+            if not path.is_dir():
+                path.unlink()
+
+
+def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[str] = ()) -> None:
+    """Copies the files of a folder, but not the hidden ones and not what matches `but` and not `keep` (patterns).
+
+    A link out of the folder is left out, aloud: a stranger's folder must not choose what of this machine is copied. The
+    blobs of the Hugging Face cache that it is part of are its own.
+    """
+    folder = source.resolve()
+    for path in sorted(source.iterdir()):
+        wanted = any(map(path.match, keep)) or not any(map(path.match, but))
+        if not wanted or not path.is_file() or path.name.startswith("."):
+            continue
+        real = path.resolve()
+        if real.is_relative_to(folder) or real.parent == folder.parent.parent / "blobs":
+            shutil.copyfile(path, target / path.name)
+        else:
+            print(f"left out: {path.name}, a link out of {str(source)!r}", file=sys.stderr)
 
 
 def require_space(folder: Path, needed_bytes: int) -> None:
@@ -142,7 +176,7 @@ def staged(folder: Path):
 
     The move is a few renames on one disk, the weights last: whoever finds weights finds the rest of the save too.
     """
-    scratch = folder / ".incomplete"
+    scratch = folder / SCRATCH
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:

@@ -12,6 +12,7 @@ from proxsparse.device import choose_device, device_name, version
 from proxsparse.errors import run_command
 from proxsparse.inference import backends as inference
 from proxsparse.inference.choice import choose
+from proxsparse.inference.linear import AUTO, explicit
 from proxsparse.ops.registry import BACKENDS, chosen_backend, kernels, ops, select
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
@@ -60,7 +61,9 @@ def packed_rows(device: torch.device) -> dict[str, tuple[dict, str | None]]:
     for count in (1, 16, 512):
         x = torch.zeros(count, 4096, dtype=torch.bfloat16, device=device)
         reasons = {name: inference.backend(name).supports(x, values) for name in inference.backends()}
-        rows[f"{count} rows"] = reasons, choose(x, values).name
+        insisted = explicit(AUTO)
+        serving = choose(x, values).name if insisted == AUTO else insisted
+        rows[f"{count} rows"] = reasons, None if reasons[serving] else serving
     return rows
 
 

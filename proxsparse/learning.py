@@ -87,6 +87,23 @@ def start_of(start: str) -> Method | dict[str, Tensor] | None:
     return load_masks(start) if start.endswith(".safetensors") else method(start, "--start")
 
 
+def check_start(start: Method | dict[str, Tensor] | None, layers: dict[str, nn.Linear], pattern: NMPattern) -> None:
+    """Before the passes over the calibration text: raises InputError for masks of a file that do not fit the layers."""
+    for name, layer in layers.items() if isinstance(start, dict) else ():
+        mask, shape = start.get(name), list(layer.weight.shape)
+        if mask is None:
+            held = "none"
+        elif list(mask.shape) != shape:
+            held = f"one of {list(mask.shape)}"
+        elif (pattern.nonzeros(mask) != pattern.n).any():
+            held = f"one that is not {pattern}"
+        else:
+            continue
+        raise InputError(
+            f"--start: layer {name} needs a {pattern} mask of {shape}, the file has {held}; give masks of this model"
+        )
+
+
 def first_masks(
     start: Method | dict[str, Tensor] | None,
     model: nn.Module,
@@ -96,20 +113,11 @@ def first_masks(
 ) -> dict[str, Tensor]:
     """The masks to start from: layer name -> bool [out_features, in_features]; {} is the ranking of the weights.
 
-    Raises:
-        InputError: masks of a file that do not fit the layers, by name; what the method raises.
+    `start` has passed `check_start`. Raises what the method raises.
     """
-    if start is None:
-        return {}
     if isinstance(start, Method):
         return masks_of(start, model, layers, batches, dict.fromkeys(layers, pattern), progress=True)
-    for name, layer in layers.items():
-        mask = start.get(name)
-        if mask is None or mask.shape != layer.weight.shape or (pattern.blocks(mask).sum(-1) != pattern.n).any():
-            held = "none" if mask is None else f"one of {list(mask.shape)}, not {pattern}"
-            wanted = f"a {pattern} mask of {list(layer.weight.shape)}"
-            raise InputError(f"--start: layer {name} needs {wanted}, the file has {held}; give masks of this model")
-    return start
+    return start or {}
 
 
 class RunAverage:

@@ -4,7 +4,6 @@ The only file that imports transformers' models. A model name is a Hub id, a fol
 135M-parameter model inside the PyPI package of that name, which needs no network.
 """
 
-import collections
 import importlib.util
 import re
 import textwrap
@@ -33,22 +32,20 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
 
     source, gguf_file = locate(name)
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
+    tokenizer_keywords = {"gguf_file": gguf_file} if gguf_file else {}
     if gguf_file and dtype == "auto":
         dtype = torch.float32  # what the quantised tensors are unpacked to
     transformers.utils.logging.disable_progress_bar()
     try:
         model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, **keywords
+            source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, **({"gguf_file": gguf_file} if gguf_file else {})
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **tokenizer_keywords)
     except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, the hub's client
-        reason = textwrap.shorten(str(error), 300) or type(error).__name__
         where = (
             "the files of the folder" if Path(source).is_dir() else "the name (no folder here has it) and the network"
         )
-        raise InputError(f"cannot load model {name!r}: {reason}; check {where}") from error
+        raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check {where}") from error
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
             f"model {name!r} lacks {len(incomplete)} tensors, the first is {sorted(map(str, incomplete))[0]}: "
@@ -88,24 +85,29 @@ def locate(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def linear_layers(folder: Path) -> dict[str, nn.Linear]:
-    """The nn.Linear layers of a checkpoint by their names, on the meta device: shapes without weights. None is tied.
+def skeleton(folder: Path) -> nn.Module:
+    """The causal language model of a checkpoint's config.json on the meta device: shapes without weights.
 
     Raises:
-        InputError: the folder's config.json is none of a causal language model.
+        InputError: the folder's config.json is none of a causal language model of transformers.
     """
     import transformers
 
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # as in load_model: many errors, one message
-        reason = textwrap.shorten(str(error), 300) or type(error).__name__
-        raise InputError(f"{folder / 'config.json'}: {reason}; give the folder of a causal language model") from error
-    uses = collections.Counter(id(parameter) for _name, parameter in model.named_parameters(remove_duplicate=False))
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    return {name: linear for name, linear in linears.items() if uses[id(linear.weight)] == 1}
+        raise InputError(
+            f"{folder / 'config.json'}: {reason_of(error)}; give the folder of a causal language model"
+        ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """The error of a library in at most 300 characters of one line; our own words where a model brings code."""
+    if "trust_remote_code" in str(error):
+        return "the model is built by code of its own (auto_map in config.json), which is never run here"
+    return textwrap.shorten(str(error), 300) or type(error).__name__
 
 
 def refuse_pickles(folder: Path) -> None:

@@ -41,7 +41,7 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     all_types = typing.get_type_hints(TrainConfig) | {"method": str, "allocation": str}
     all_types |= {name: type(default) for row in rows() for name, default in row.options.items()}
     if "config" in given:
-        given = read_settings(Path(given.pop("config")), "--config", all_types) | given
+        given = read_config(given.pop("config"), all_types) | given
     if given.get("method") not in methods():
         what = f"--method {given['method']!r}: there is no such method" if "method" in given else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(choices())}; --list says what they are")
@@ -58,6 +58,19 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     checked = TrainConfig(**{name: value for name, value in values.items() if name in SHARED}).check()
     shared = {name: getattr(checked, name) for name in SHARED}
     return argparse.Namespace(**names, **{**options, **shared, **values})
+
+
+def read_config(path: str, types: dict[str, type]) -> dict:
+    """The settings of a --config file. Raises InputError for one of proxsparse.train, and as `read_settings` does."""
+    settings, to_train = read_settings(Path(path), "--config", types), f"python -m proxsparse.train --config {path}"
+    if settings.get("method") == PROXSPARSE.name:
+        raise InputError(
+            f"--config {path}: method {PROXSPARSE.name} is proxsparse.train: drop this line, run {to_train}"
+        )
+    for name in settings:
+        if name not in (*SHARED, "method", "allocation") and not defaults_of(name):
+            raise InputError(f"--config {path} is a config of proxsparse.train (see {name}): run it with {to_train}")
+    return settings
 
 
 def flag_parser() -> argparse.ArgumentParser:

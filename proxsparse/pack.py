@@ -6,74 +6,74 @@ The folder that comes out is a Hugging Face checkpoint: after `import proxsparse
 import argparse
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
-from proxsparse.checkpoint import prepare_output_dir, require_space, staged
+from torch import nn
+
+from proxsparse.checkpoint import copy_files, prepare_output_dir, remove_written, require_space, staged
 from proxsparse.errors import InputError, run_command
-from proxsparse.inference.packed_checkpoint import check_description, description, headers, weight_files, write_shards
-from proxsparse.inference.packing import pack_tensors, unpack_tensors
-from proxsparse.models import linear_layers, refuse_pickles
-from proxsparse.run import WRITTEN
+from proxsparse.inference import convert
+from proxsparse.inference import packed_checkpoint as disk
+from proxsparse.models import refuse_pickles, skeleton
 
 DESCRIPTION = """\
 Packs every 2:4 nn.Linear layer of a pruned checkpoint: in bf16 9/16 of its bytes. Other tensors stay as they are.
 After `import proxsparse`, AutoModelForCausalLM.from_pretrained loads the folder, without ever holding dense weights."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
+# Not copied: weights in any form, and what a run says of itself: the result is no run.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
-# What a run of proxsparse.train or .prune says of itself: the folder that comes out is no run.
+FOREIGN_WEIGHTS = ("*.h5", "*.msgpack", "*.pth", "*.pt", "*.ot", "*.onnx")
 OF_THE_RUN = ("result.json", "config.yaml", "metrics.jsonl", "report.md", "*.png")
-NOTE = """
-<!-- proxsparse.pack -->
-The 2:4 layers of this checkpoint are packed: `import proxsparse`, then `AutoModelForCausalLM.from_pretrained` loads it.
-`python -m proxsparse.pack THIS_FOLDER --unpack --output_dir DENSE` gives the dense checkpoint back, bit for bit.
-<!-- /proxsparse.pack -->
-"""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Checks, packs or unpacks tensor by tensor, copies the rest, says what it did. Returns the exit code."""
+    """Checks, decides, packs or unpacks tensor by tensor, copies the rest, says what it did. Returns the exit code."""
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
-    config = read_config(source, options.unpack)
+    config = disk.read_config(source / CONFIG, packed=options.unpack)
     refuse_pickles(source)
-    paths = weight_files(source)
-    found, linears = headers(paths), linear_layers(source)
+    found, model = disk.headers(disk.weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r} is the folder of the model: the result would replace it")
     prepare_output_dir(target, options.overwrite_output_dir)
-    before = sum(path.stat().st_size for path in paths)
-    require_space(target, 2 * before if options.unpack else before)
 
-    if options.unpack:
-        layers = config.pop("quantization_config")["layers"]
-        stream = unpack_tensors(found, linears, layers)
-    else:
-        stream = pack_tensors(found, linears, options.include, options.exclude)
+    plan, done, note, growth = UNPACK if options.unpack else PACK
+    before = file_bytes(source)
+    require_space(target, growth * before)
+    layers, stream = plan(options, config, found, model)
     with staged(target) as scratch:
-        sizes = write_shards(scratch, stream, shard_bytes)
-        if not options.unpack:
-            layers = [name for name in linears if f"{name}.values" in sizes]
-            if not layers:
-                raise InputError(
-                    f"nothing to pack in {options.model!r}: none of its {len(linears)} nn.Linear layers is 2:4 and "
-                    "selected (Conv1D layers, fused experts: not packed); prune it first: python -m proxsparse.prune"
-                )
-            config["quantization_config"] = description(layers)
+        disk.write_shards(scratch, stream, shard_bytes)
         (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        copy_rest(source, scratch, options.unpack)
-        after = sum(path.stat().st_size for path in weight_files(scratch))
-        for stale in (path for pattern in WRITTEN for path in target.glob(pattern)):
-            stale.unlink()
-    what = "unpacked" if options.unpack else "packed"
-    print(f"{what} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are as they were")
-    if not options.unpack:
-        print(change("these layers", *layer_bytes(layers, sizes)))
+        copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
+        disk.annotate(scratch / CARD, note)
+        after, written = file_bytes(scratch), disk.headers(disk.weight_files(scratch))
+        remove_written(target)
+    linears = convert.names_of_modules(model, nn.Linear)
+    print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are as they were")
+    print(change("these layers", disk.layer_bytes(layers, found), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")
     return 0
+
+
+def packing(options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
+    """The layers to pack and the tensors of the result, nothing written yet; `config` becomes that of the result."""
+    layers = convert.layers_to_pack(found, model, options.include, options.exclude)
+    config["quantization_config"] = disk.description(layers)
+    return layers, convert.pack_tensors(found, layers)
+
+
+def unpacking(_options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
+    """The same of the inverse."""
+    layers = list(convert.packed_layers(found, model, config.pop("quantization_config")["layers"]))
+    return layers, convert.unpack_tensors(found, layers)
+
+
+# What to do, its name, the note on the card, and how many times the bytes of the source the result has at most.
+PACK = packing, "packed", disk.NOTE, 1
+UNPACK = unpacking, "unpacked", b"", 2
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -106,41 +106,9 @@ def parse_size(text: str) -> int:
     return int(match[1]) * UNITS[match[2].upper()]
 
 
-def read_config(folder: Path, unpack: bool) -> dict:
-    """config.json. Raises InputError if there is none, or if it is packed already (with --unpack: if it is not)."""
-    if not (folder / CONFIG).is_file():
-        raise InputError(f"{str(folder)!r} has no {CONFIG}: give the folder of a pruned checkpoint (proxsparse.prune)")
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        entry = config.get("quantization_config")
-    except (AttributeError, ValueError) as error:
-        raise InputError(f"{folder / CONFIG} is malformed: {error}; get the checkpoint again") from error
-    if unpack and entry is None:
-        raise InputError(f"{str(folder)!r} is not packed: there is nothing to unpack")
-    if unpack:
-        check_description(entry)
-    elif entry is not None:
-        method = entry.get("quant_method") if isinstance(entry, dict) else entry
-        raise InputError(f"{str(folder)!r} is not dense (quant_method {method}): give the dense pruned checkpoint")
-    return config
-
-
-def copy_rest(source: Path, target: Path, unpack: bool) -> None:
-    """Tokenizer, generation config, masks and whatever else belongs to the model; the card with a note, or without."""
-    for path in sorted(source.iterdir()):
-        skipped = any(path.match(pattern) for pattern in (CONFIG, CARD, *WEIGHTS, *OF_THE_RUN))
-        if path.is_file() and not path.name.startswith(".") and (path.name == MASKS or not skipped):
-            shutil.copyfile(path, target / path.name)
-    card = (source / CARD).read_text(encoding="utf-8") if (source / CARD).is_file() else ""
-    card = card.replace(NOTE, "") if unpack else card + NOTE
-    if card:
-        (target / CARD).write_text(card, encoding="utf-8")
-
-
-def layer_bytes(layers: list[str], sizes: dict[str, int]) -> tuple[int, int]:
-    """Of the packed layers' weights: dense, packed."""
-    values = sum(sizes[f"{name}.values"] for name in layers)
-    return 2 * values, values + sum(sizes[f"{name}.indices"] for name in layers)
+def file_bytes(folder: Path) -> int:
+    """Of the weights on disk."""
+    return sum(path.stat().st_size for path in disk.weight_files(folder))
 
 
 def change(what: str, before: int, after: int) -> str:

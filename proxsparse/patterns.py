@@ -69,9 +69,16 @@ class NMPattern:
         self.check_blocks(weight.shape)
         return weight.unflatten(-1, (weight.shape[-1] // self.m, self.m))
 
+    def nonzeros(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight or mask [..., in_features] -> uint8 [..., in_features / m]: how many of each block are not 0.
+
+        Bytes hold any count, m <= 64, and are added as bytes: torch would widen a bool to int64, 8 bytes a weight.
+        """
+        return (self.blocks(weight) != 0).view(torch.uint8).sum(-1, dtype=torch.uint8)
+
     def feasible_blocks(self, weight: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> bool [..., in_features / m]: which blocks hold at most n nonzeros."""
-        return (self.blocks(weight) != 0).sum(-1) <= self.n
+        return self.nonzeros(weight) <= self.n
 
     def is_feasible(self, weight: torch.Tensor) -> bool:
         """Whether every block holds at most n nonzeros."""

@@ -15,7 +15,14 @@ import yaml
 from torch import Tensor, nn
 
 from proxsparse._version import __version__
-from proxsparse.checkpoint import prepare_output_dir, require_space, save_masks, staged, write_file
+from proxsparse.checkpoint import (
+    prepare_output_dir,
+    remove_written,
+    require_space,
+    save_masks,
+    staged,
+    write_file,
+)
 from proxsparse.config import NOT_REPEATED, TrainConfig
 from proxsparse.data import evaluation_split, load_texts, read_limit
 from proxsparse.device import environment, peak_memory_bytes
@@ -30,8 +37,6 @@ Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of
 FEW_DECIDED = 0.5
 # What result.json says of a run in its first lines, where the run has it.
 IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
-# What a run writes into its folder, and an overwriting run removes: files of two runs must not stand side by side.
-WRITTEN = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jsonl", "*.jinja", "*.png", "config.yaml", "*.md")
 
 
 def open_run_dir(config: Config) -> Path:
@@ -47,9 +52,7 @@ def open_run_dir(config: Config) -> Path:
 
 def start_run(run_dir: Path, config: Config) -> None:
     """From here on the folder is this run's: what an earlier one left is removed, config.yaml is written."""
-    for pattern in WRITTEN:
-        for path in run_dir.glob(pattern):
-            path.unlink()
+    remove_written(run_dir)
     settings = {name: value for name, value in vars(config).items() if value is not None}
     settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
     write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode())

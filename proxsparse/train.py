@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     model, tokenizer = load_model(config.model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
+    learning.check_start(start, layers, pattern)
     check_length(model, config.seq_len, "seq_len")
     run.require_space_for(model, run_dir)
     texts = load_texts(config.data, "train", config.text_field, read_limit(config.data))

@@ -73,5 +73,22 @@ def test_feasible_blocks_hold_at_most_n_nonzeros():
     assert NMPattern(2, 4).is_feasible(weight[:0])
 
 
+def test_nonzeros_counts_weights_and_masks():
+    weight = torch.tensor([[1.0, 0, -2, 0, 0, 0, -0.0, 0], [1, 2, 3, 4, 0, 5, float("nan"), 0]])
+    assert NMPattern(2, 4).nonzeros(weight).tolist() == NMPattern(2, 4).nonzeros(weight != 0).tolist()
+    assert NMPattern(2, 4).nonzeros(weight).tolist() == [[2, 0], [4, 2]]
+    assert NMPattern(2, 64).nonzeros(torch.ones(64)).tolist() == [64]
+    assert NMPattern(2, 4).nonzeros(weight[:0].T.reshape(0, 8)).shape == (0, 2)
+
+
+def test_counting_takes_a_byte_a_weight():
+    """torch adds bools as int64; the largest temporary of a bfloat16 weight would be four times the weight."""
+    weight = torch.ones(256, 1024, dtype=torch.bfloat16)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        assert not NMPattern(2, 4).is_feasible(weight)
+    largest = max(event.self_cpu_memory_usage for event in profile.key_averages())
+    assert 0 < largest <= weight.numel()
+
+
 def test_a_nan_counts_as_a_nonzero():
     assert not NMPattern(2, 4).is_feasible(torch.tensor([float("nan"), 1.0, 2.0, 0.0]))

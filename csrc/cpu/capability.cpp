@@ -1,6 +1,7 @@
 // Which instruction set the kernels run with.
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -10,17 +11,14 @@
 namespace proxsparse {
 namespace {
 
-struct Capability {
-  const char* name;
-  const Kernels* kernels;
-};
-constexpr Capability kCapabilities[] = {
-    // in ascending order
-    {"default", &kDefaultKernels},
+// In ascending order; a name without kernels is a limit that holds anyway.
+constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
+constexpr const Kernels* kKernels[] = {
+    &kDefaultKernels,
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-    {"avx2", &kAvx2Kernels},
-    {"avx512", &kAvx512Kernels},
-    {"avx512_bf16", &kAvx512Bf16Kernels},
+    &kAvx2Kernels,
+    &kAvx512Kernels,
+    &kAvx512Bf16Kernels,
 #endif
 };
 
@@ -37,23 +35,23 @@ size_t widest() {
 
 size_t limit() {
   const char* variable = std::getenv("PROXSPARSE_CPU_CAPABILITY");
-  constexpr const char* names[] = {"default", "avx2", "avx512", "avx512_bf16"};
-  for (size_t i = 0; i < 4; ++i) {
-    if (variable == nullptr || std::string(variable) == names[3 - i]) return 3 - i;
+  if (variable == nullptr) return std::size(kNames) - 1;
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    if (std::string(variable) == kNames[i]) return i;
   }
   throw std::invalid_argument("PROXSPARSE_CPU_CAPABILITY='" + std::string(variable) +
                               "': choose one of default, avx2, avx512, avx512_bf16");
 }
 
-const Capability& capability() {
+size_t capability() {
   static const size_t chosen = std::min(widest(), limit());
-  return kCapabilities[chosen];
+  return chosen;
 }
 
 }  // namespace
 
-const Kernels& kernels() { return *capability().kernels; }
+const Kernels& kernels() { return *kKernels[capability()]; }
 
-std::string cpu_capability() { return capability().name; }
+std::string cpu_capability() { return kNames[capability()]; }
 
 }  // namespace proxsparse

@@ -10,7 +10,7 @@ def register_quantizer() -> None:
     """Makes `from_pretrained` of transformers read packed checkpoints."""
     try:
         importlib.import_module("proxsparse.inference.hf_quantizer")
-    except ImportError as error:  # of another version: nobody's `import transformers` may fail for that
+    except Exception as error:  # of another version, whatever it is: nobody's `import transformers` may fail for that
         warnings.warn(f"packed checkpoints cannot be loaded with this transformers: {error}", stacklevel=2)
 
 

@@ -1,14 +1,29 @@
-"""`sparsify_`: every 2:4 nn.Linear of a model becomes a SparseLinear; `unsparsify_` is the inverse."""
+"""To packed and back: a model in memory (`sparsify_`, `unsparsify_`), a checkpoint as a stream of (name, tensor).
+
+One rule decides for both which layers are packed: `packable_layers`.
+"""
 
 import collections
 import re
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import AUTO, PATTERN, SparseLinear
-from proxsparse.inference.packed_checkpoint import QUANT_METHOD, description
+from proxsparse.inference.packed_checkpoint import (
+    QUANT_METHOD,
+    Header,
+    check_layer,
+    check_layers,
+    description,
+    read,
+    spellings,
+)
+from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.patterns import FLOAT_DTYPES
+
+Stream = Iterator[tuple[str, Tensor]]  # the tensors of a checkpoint by name, one after the other
 
 
 @torch.no_grad()
@@ -19,7 +34,8 @@ def sparsify_(
 
     One layer after the other, each dense weight freed before the next is packed: the peak is the model plus one layer.
     Dense layers (lm_head) stay as they are; weights that are tied stay tied and dense. Nothing is replaced if any layer
-    is refused. A model of transformers can be saved afterwards: `from_pretrained` loads the folder packed.
+    is refused. A model of transformers can be saved afterwards, and `from_pretrained` loads the folder packed: give the
+    model that you will save, not a part of it, because its config says which layers are packed.
 
     Args:
         backend: of the packed layers, see `SparseLinear`.
@@ -29,7 +45,9 @@ def sparsify_(
         ValueError: no layer is 2:4; a layer is almost 2:4, or `include` names one that is not; a layer is a subclass of
             nn.Linear, or has hooks, and would not be the same afterwards. The message names the layer and the remedy.
     """
-    for names in selected(model, include, exclude):
+    if (method := quant_method(model)) not in (None, QUANT_METHOD):
+        raise ValueError(f"the model is quantised by {method}: it cannot be packed too; load the dense model")
+    for names in packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude):
         packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend)
         for name in names:
             model.set_submodule(name, packed)
@@ -39,7 +57,10 @@ def sparsify_(
 
 @torch.no_grad()
 def unsparsify_(model: nn.Module) -> nn.Module:
-    """The inverse of `sparsify_`: every SparseLinear becomes a nn.Linear again, bit for bit, in place."""
+    """The inverse of `sparsify_`: every SparseLinear becomes a nn.Linear again, with every number, in place.
+
+    Bit for bit, unless pruned places held -0.0: of those some may come back as +0.0. Our own checkpoints have none.
+    """
     for names in names_of_modules(model, SparseLinear):
         packed = model.get_submodule(names[0])
         linear = nn.Linear(packed.in_features, packed.out_features, bias=False, device="meta")
@@ -51,53 +72,151 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     return model
 
 
-def selected(model: nn.Module, include: list[str] | None, exclude: list[str] | None) -> list[list[str]]:
-    """The layers to pack, each by all its names. Raises as `sparsify_` does."""
-    if (method := quant_method(model)) not in (None, QUANT_METHOD):
-        raise ValueError(f"the model is quantised by {method}: it cannot be packed too; load the dense model")
+def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
+    """The tensors of a dense checkpoint, one after the other; values and indices for the weight of each of `layers`."""
+    packed = set(layers)
+    for name in found:
+        layer, _, part = name.rpartition(".")
+        if part != "weight" or layer not in packed:
+            yield name, read(found, name)
+            continue
+        values, indices = pack_nm(read(found, name))
+        yield f"{layer}.values", values
+        yield f"{layer}.indices", indices
+
+
+def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
+    """The inverse of `pack_tensors`. Raises ValueError for damaged indices."""
+    packed = set(layers)
+    for name, header in found.items():
+        layer, _, part = name.rpartition(".")
+        if part not in ("values", "indices") or layer not in packed:
+            yield name, read(found, name)
+        elif part == "values":
+            try:
+                yield f"{layer}.weight", unpack_nm(read(found, name), read(found, f"{layer}.indices"))
+            except ValueError as error:
+                raise ValueError(f"{header.file}: packed layer {layer}: {error}; get the file again") from error
+
+
+def layers_to_pack(
+    found: dict[str, Header], model: nn.Module, include: list[str] | None = None, exclude: list[str] | None = None
+) -> list[str]:
+    """What `sparsify_` would pack of this checkpoint, decided before anything is written.
+
+    Args:
+        found: the headers of the dense checkpoint.
+        model: the model of its config.json; on the meta device will do.
+        include, exclude: see `sparsify_`.
+    Raises:
+        ValueError: as `sparsify_` does; a weight has another shape than the model's; the files have other names.
+    """
+    refuse_other_names(found, model)
+    chosen = packable_layers(model, lambda name: stored_weight(found, model, name), include, exclude)
+    return [names[0] for names in chosen if len(names) == 1]  # held twice, only one of its places would be packed
+
+
+def refuse_other_names(found: dict[str, Header], model: nn.Module) -> None:
+    """Raises ValueError if the files have none of the model's nn.Linear weights by name; tied ones may be absent."""
+    tied, linears = tied_weights(model), [names[0] for names in names_of_modules(model, nn.Linear)]
+    needed = [f"{name}.weight" for name in linears if id(model.get_submodule(name).weight) not in tied]
+    if needed and not any(name in found for name in needed):
+        name, header = next(iter(found.items()))
+        raise ValueError(
+            f"{header.file}: its names, such as {name}, are not those of {type(model).__name__}, such as {needed[0]}; "
+            "save the whole causal language model, not its base model"
+        )
+
+
+def stored_weight(found: dict[str, Header], model: nn.Module, layer: str) -> Tensor | None:
+    """The weight of a layer of the model, None if no file has it. Raises ValueError if it has another shape."""
+    name, shape = f"{layer}.weight", model.get_submodule(layer).weight.shape
+    if name not in found:
+        return None
+    if (header := found[name]).shape != shape:
+        raise ValueError(f"{header.file}: {name} is {list(header.shape)}, by config.json it must be {list(shape)}")
+    return read(found, name)
+
+
+def packed_layers(found: dict[str, Header], model: nn.Module, layers: list[str]) -> dict[str, str]:
+    """Name in the files -> name in the model, of the packed layers of a checkpoint; all of them are checked.
+
+    Args:
+        layers: as config.json has them; see `spellings`.
+    Raises:
+        ValueError: the files hold other layers packed than these, the model has no such nn.Linear, a tensor is absent
+            or of another shape or dtype.
+    """
+    there = [place_of(model, layer) for layer in layers]
+    places = dict(zip(check_layers(found, layers, model.base_model_prefix), there, strict=True))
+    for name, place in places.items():
+        check_layer(found, name, model.get_submodule(place))
+    return places
+
+
+def place_of(model: nn.Module, name: str) -> str:
+    """The name of a packed layer in the model. Raises ValueError if the model has no nn.Linear there."""
+    for place in spellings(name, model.base_model_prefix):
+        try:
+            if isinstance(model.get_submodule(place), nn.Linear):
+                return place
+        except AttributeError:
+            continue
+    raise ValueError(
+        f"packed layer {name}: {type(model).__name__} has no nn.Linear of this name; config.json is of another model"
+    )
+
+
+def packable_layers(
+    model: nn.Module,
+    weight_of: Callable[[str], Tensor | None],
+    include: list[str] | None,
+    exclude: list[str] | None,
+) -> list[list[str]]:
+    """The layers to pack, each by all its names; `weight_of` gives the weight of a name. Raises as `sparsify_` does."""
     linears, tied, chosen = names_of_modules(model, nn.Linear), tied_weights(model), []
     for names in linears:
-        weight = model.get_submodule(names[0]).weight
-        if is_packable(names[0], weight, include, exclude, tied=id(weight) in tied):
-            refuse_altered(model, names[0])
+        name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
+        if is_selected(name, include, exclude) and is_packable(name, weight_of(name), bool(include), is_tied):
+            refuse_altered(model, name)
             chosen.append(names)
     if not chosen:
         raise ValueError(
             f"nothing to pack: none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "
-            f"exclude={exclude}); prune the model first: python -m proxsparse.prune"
+            f"exclude={exclude}; Conv1D and fused experts stay dense); prune the model: python -m proxsparse.prune"
         )
     return chosen
 
 
-def is_packable(
-    name: str,
-    weight: Tensor,
-    include: list[str] | None = None,
-    exclude: list[str] | None = None,
-    tied: bool = False,
-) -> bool:
-    """Whether the layer `name` is to be packed: selected and 2:4. False for a dense one, which few blocks of 2:4 tell.
+def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: bool = False) -> bool:
+    """Whether the layer `name` is to be packed: its weight is 2:4 and nobody else's. False for a dense one.
 
     Raises:
-        ValueError: the weight is almost 2:4, at least half of its blocks, or `include` names it and it is not.
+        ValueError: at least half of its blocks are 2:4, but not all; or it cannot be packed, and `include` names it.
     """
-    if not is_selected(name, include, exclude):
-        return False
-    if weight.is_meta:
-        raise ValueError(f"{name}: its weight is on the meta device, there is nothing to pack; load the model first")
-    blocks = wrong = 1
-    reason = f"its weight is {weight.dtype} {list(weight.shape)}, which has no blocks of {PATTERN.m}"
-    if weight.dtype in FLOAT_DTYPES and weight.shape[-1] % PATTERN.m == 0:
-        feasible = PATTERN.feasible_blocks(weight)
-        blocks, wrong = feasible.numel(), feasible.numel() - int(feasible.sum())
-        reason = f"{wrong} of {blocks} blocks are not {PATTERN}"
-    if wrong == 0 and not tied:
+    reason, alarming = obstacle(weight, tied)
+    if reason is None:
         return True
-    if wrong == 0:
-        reason = "its weight is tied to another module's, which needs it dense"
-    if include or 0 < 2 * wrong <= blocks:
-        raise ValueError(f"{name}: {reason}; prune it to {PATTERN} first, or leave it dense: exclude {name!r}")
+    if alarming or named:
+        raise ValueError(f"{name}: {reason}; exclude {name!r} leaves it dense")
     return False
+
+
+def obstacle(weight: Tensor | None, tied: bool) -> tuple[str | None, bool]:
+    """Why a weight cannot be packed, None if it can; and whether to say so of a layer that nobody named, too."""
+    if tied:
+        return "its weight is tied to another module's, which needs it dense", False
+    if weight is None:
+        return "no file has its weight", False
+    if weight.is_meta:
+        return "its weight is on the meta device, there is nothing to pack; load the model first", True
+    if weight.dtype not in FLOAT_DTYPES or weight.shape[-1] % PATTERN.m:
+        return f"its weight is {weight.dtype} {list(weight.shape)}, which has no blocks of {PATTERN.m}", False
+    feasible = PATTERN.feasible_blocks(weight)
+    blocks, wrong = feasible.numel(), feasible.numel() - int(feasible.sum())
+    if wrong:
+        return f"{wrong} of {blocks} blocks are not {PATTERN}; prune it to {PATTERN} first", 2 * wrong <= blocks
+    return None, False
 
 
 def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
@@ -147,7 +266,7 @@ def tied_weights(model: nn.Module) -> set[int]:
 
 def declare_(model: nn.Module) -> None:
     """Has the config of a model of transformers say which layers are packed: what `save_pretrained` writes."""
-    if not hasattr(model, "save_pretrained"):
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return
     layers = [name for names in names_of_modules(model, SparseLinear) for name in names]
     if layers:

@@ -28,6 +28,7 @@ def generate(model: nn.Module, input_ids: Tensor, max_new_tokens: int, cuda_grap
         raise ValueError(f"cuda_graph=True: the tokens are on {input_ids.device}; move model and tokens to a GPU")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: ask for one at least")
+    check_prompts(input_ids)
     batch, prompt = input_ids.shape
     faster = captured if cuda_graph or (cuda_graph is None and on_gpu) else None
     decoder = GreedyDecoder(model, batch, prompt + max_new_tokens, faster)
@@ -62,7 +63,16 @@ class GreedyDecoder:
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor) -> Tensor:
-        """The prompts, [batch, prompt] -> the first new tokens, [batch, 1]. Forgets whatever was seen before."""
+        """The prompts, [batch, prompt] -> the first new tokens, [batch, 1]. Forgets whatever was seen before.
+
+        Raises ValueError for another batch, or more tokens, than the decoder was made for.
+        """
+        check_prompts(input_ids)
+        if len(input_ids) != len(self.tokens) or input_ids.shape[1] > self.length:
+            raise ValueError(
+                f"input_ids of shape {list(input_ids.shape)}: the decoder was made for batch={len(self.tokens)} and "
+                f"length={self.length} tokens; make another one"
+            )
         self.cache.reset()
         self.seen = input_ids.shape[1]
         self.choose(input_ids)
@@ -85,6 +95,14 @@ class GreedyDecoder:
         """Appends input_ids to what was seen; tokens <- the likeliest next ones."""
         logits = self.model(input_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+
+def check_prompts(input_ids: Tensor) -> None:
+    """Raises ValueError unless input_ids is [batch, prompt], with a token in it."""
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise ValueError(
+            f"input_ids of shape {list(input_ids.shape)} must be [batch, prompt]: prompts of one length, at least 1"
+        )
 
 
 def static_cache(model: nn.Module, length: int):

@@ -10,9 +10,9 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from proxsparse.inference.convert import unsparsify_
-from proxsparse.inference.linear import SparseLinear
-from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_description, check_layer, description, headers
+from proxsparse.inference.convert import packed_layers, unsparsify_
+from proxsparse.inference.linear import PATTERN, SparseLinear
+from proxsparse.inference.packed_checkpoint import FORMAT_VERSION, QUANT_METHOD, check_description, headers
 from proxsparse.packed import check_packed
 
 
@@ -22,7 +22,10 @@ class PackedConfig(QuantizationConfigMixin):
 
     def __init__(self, **entries):
         check_description(entries)
-        vars(self).update(description(entries["layers"]))
+        self.quant_method = QUANT_METHOD
+        self.format_version = FORMAT_VERSION
+        self.pattern = str(PATTERN)
+        self.layers = entries["layers"]
 
 
 @register_quantizer(QUANT_METHOD)
@@ -32,14 +35,16 @@ class PackedQuantizer(HfQuantizer):
     requires_calibration = True  # there is no packing while loading: the mask comes from pruning
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files=None, **_others) -> None:
-        """SparseLinear on the meta device for every packed layer; its tensors' headers are checked."""
-        found = headers(map(Path, checkpoint_files)) if checkpoint_files else None
-        for name in self.quantization_config.layers:
-            place = place_of(model, name)
+        """SparseLinear on the meta device for every packed layer; its tensors' headers are checked.
+
+        Raises ValueError for a state_dict in the place of files: nobody would see which of its tensors are missing.
+        """
+        if not checkpoint_files:
+            raise ValueError("a packed model is loaded from its folder, not from a state_dict: give the folder")
+        found = headers([Path(file) for file in checkpoint_files])
+        for place in packed_layers(found, model, self.quantization_config.layers).values():
             linear = model.get_submodule(place)
             bias = linear.bias is not None
-            if found is not None:
-                check_layer(found, name, linear.in_features, linear.out_features, bias)
             packed = SparseLinear(linear.in_features, linear.out_features, bias, "meta", linear.weight.dtype)
             model.set_submodule(place, packed)
 
@@ -60,30 +65,15 @@ class PackedQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """By adapters: dL/dx is there."""
+        """dL/dx is there: what stands before a packed layer learns, and a module of your own beside it.
+
+        peft's LoRA refuses a SparseLinear, which it does not know.
+        """
         return True
 
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-def place_of(model: nn.Module, name: str) -> str:
-    """The module name of a packed layer: as in the file, or with or without the name of the base model before it.
-
-    Raises:
-        ValueError: the model has no nn.Linear there.
-    """
-    prefix = f"{model.base_model_prefix}."
-    for place in (name, name.removeprefix(prefix), prefix + name):
-        try:
-            if isinstance(model.get_submodule(place), nn.Linear):
-                return place
-        except AttributeError:
-            continue
-    raise ValueError(
-        f"packed layer {name}: {type(model).__name__} has no nn.Linear of this name; config.json is of another model"
-    )
 
 
 def refuse_damaged(model: nn.Module, name: str, layer: SparseLinear) -> None:

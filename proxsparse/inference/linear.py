@@ -1,11 +1,15 @@
 """`SparseLinear`: nn.Linear on a packed 2:4 weight, and its op `proxsparse::sparse_linear`."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.backends import backend as backend_named
+from proxsparse.inference.backends import backends
 from proxsparse.inference.choice import choose
 from proxsparse.ops import pack_nm, unpack_nm
+from proxsparse.ops.registry import chosen_backend
 from proxsparse.packed import check_packed
 from proxsparse.patterns import NMPattern
 
@@ -23,15 +27,26 @@ def _sparse_linear(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None, backend: str
 ) -> Tensor:
     check_call(x, values, indices, bias)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+    backend = explicit(backend)
     chosen = choose(rows, values) if backend == AUTO else backend_named(backend)
     if backend != AUTO and (reason := chosen.supports(rows, values)):
         raise RuntimeError(
-            f"sparse_linear: backend {backend!r} cannot serve this call: {reason}; choose backend='auto'"
+            f"sparse_linear: backend {backend!r} was chosen explicitly but cannot serve this call: {reason}; choose "
+            "backend='auto', without PROXSPARSE_BACKEND or use_backend"
         )
     if chosen.prepare and prepared is None:
-        prepared = chosen.prepare(values, indices)
+        raise RuntimeError(
+            f"sparse_linear: backend {backend!r} reads a form of its own; pass its prepare(values, indices) as "
+            "`prepared`, or call a SparseLinear, which holds it"
+        )
     return chosen.linear(rows, values, indices, bias, prepared).view(*x.shape[:-1], values.shape[0])
+
+
+def explicit(backend: str) -> str:
+    """The backend to insist on: the call's own, else that of `use_backend` if it is one of packed layers; or "auto"."""
+    everywhere = chosen_backend() if backend == AUTO else None
+    return everywhere if everywhere and everywhere in backends() else backend
 
 
 @torch.library.register_fake("proxsparse::sparse_linear")
@@ -42,11 +57,16 @@ def _sparse_linear_fake(x, values, indices, bias, prepared, backend):
 
 def _keep_weight(ctx, inputs: tuple, output: Tensor) -> None:
     _x, values, indices, *_others = inputs
+    if values.is_inference():
+        raise RuntimeError(
+            "sparse_linear: no dL/dx through a weight that was packed or loaded under torch.inference_mode(): "
+            "do that under torch.no_grad()"
+        )
     ctx.save_for_backward(values, indices)
 
 
 def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """dL/dx = dL/dy W, what LoRA beside a packed layer needs; the packed weight itself cannot learn."""
+    """dL/dx = dL/dy W, what an adapter beside a packed layer needs; the packed weight itself cannot learn."""
     if any(ctx.needs_input_grad[1:4]):
         raise RuntimeError(
             "sparse_linear: a packed weight and its bias have no gradient; freeze them with requires_grad_(False), "
@@ -62,6 +82,10 @@ torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_co
 
 def check_call(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> None:
     """Raises ValueError, before any kernel reads, unless shapes, dtypes and devices fit; the places are not read."""
+    if values.ndim != 2:
+        raise ValueError(
+            f"sparse_linear: values of shape {list(values.shape)} must be a matrix, [out_features, in_features / 2]"
+        )
     out_features, k = values.shape
     if x.ndim == 0 or x.shape[-1] != 2 * k:
         raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be in_features={2 * k}")
@@ -97,8 +121,12 @@ class SparseLinear(nn.Module):
     A backend with a form of its own (cuSPARSELt) prepares it once, in the first call, and holds it beside the packed
     one: more memory, no state. It is dropped whenever the weight moves, is cast, or is loaded.
 
+    Where W keeps no weight, an infinity or NaN in x makes y NaN or has no influence, as the backend and the number of
+    rows have it; subnormal bfloat16 weights count as 0 on CPUs that multiply bfloat16 (AVX512-BF16).
+
     Args:
-        backend: a name of `proxsparse.inference.backends`, or "auto": the fastest for the rows of each call.
+        backend: a name of `proxsparse.inference.backends`, which serves every call or raises; or "auto": the fastest
+            for the rows of each call, unless `use_backend` or PROXSPARSE_BACKEND insist on "cpp" or "reference".
     Raises:
         ValueError: in_features is no multiple of 4, or there is no such backend.
     """
@@ -131,10 +159,10 @@ class SparseLinear(nn.Module):
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, values, bias = (autocast_to(dtype, tensor) for tensor in (x, values, bias))
-        prepared = None if self.backend == AUTO else self.prepare(values)
+        prepared = None if self.backend == AUTO else self.own_form(values)
         return torch.ops.proxsparse.sparse_linear(x, values, self.indices, bias, prepared, self.backend)
 
-    def prepare(self, values: Tensor) -> Tensor | None:
+    def own_form(self, values: Tensor) -> Tensor | None:
         """The backend's own form of the weight, made once for each dtype of `values`; None if it has none."""
         prepare = backend_named(self.backend).prepare
         if prepare is None:

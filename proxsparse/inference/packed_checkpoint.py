@@ -5,22 +5,33 @@ in the place of `<layer>.weight`; see `proxsparse.packed` for the form. All else
 """
 
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from proxsparse.inference.linear import PATTERN
 
 QUANT_METHOD = "proxsparse"
 FORMAT_VERSION = 1
-PATTERN = "2:4"
 SAFETENSORS_FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of values, as the files call them
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NOTE = b"""
+<!-- proxsparse.pack -->
+The 2:4 layers of this checkpoint are packed: `import proxsparse`, then `AutoModelForCausalLM.from_pretrained` loads it.
+`python -m proxsparse.pack THIS_FOLDER --unpack --output_dir DENSE` gives the dense checkpoint back, every number of it
+(of -0.0 in pruned places +0.0 may come back; the checkpoints of proxsparse have none).
+<!-- /proxsparse.pack -->
+"""
+ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
 
 
 def description(layers: list[str]) -> dict:
     """The quantization_config of config.json for these packed layers."""
-    return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "pattern": PATTERN, "layers": layers}
+    return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "pattern": str(PATTERN), "layers": layers}
 
 
 def check_description(config: dict) -> None:
@@ -34,13 +45,41 @@ def check_description(config: dict) -> None:
             f"packed checkpoint of format version {version!r}, this proxsparse reads {FORMAT_VERSION}; "
             "update proxsparse, or pack the dense checkpoint again"
         )
-    if pattern != PATTERN:
+    if pattern != str(PATTERN):
         raise ValueError(f"packed checkpoint of pattern {pattern!r}: only {PATTERN} is read; pack a {PATTERN} model")
     if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
         raise ValueError(
             "packed checkpoint: layers in the quantization_config of config.json must be a list of layer names; "
             "pack the dense checkpoint again"
         )
+
+
+def read_config(path: Path, packed: bool) -> dict:
+    """The config.json of a checkpoint. Raises ValueError unless it is there and, as it says, packed, or dense."""
+    folder = str(path.parent)
+    if not path.is_file():
+        raise ValueError(f"{folder!r} has no {path.name}: give the folder of a pruned checkpoint (proxsparse.prune)")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        entry = config.get("quantization_config")
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is malformed: {error}; get the checkpoint again") from error
+    if packed and entry is None:
+        raise ValueError(f"{folder!r} is not packed: there is nothing to unpack")
+    if packed:
+        check_description(entry)
+    elif entry is not None:
+        method = entry.get("quant_method") if isinstance(entry, dict) else entry
+        raise ValueError(f"{folder!r} is not dense (quant_method {method}): give the dense pruned checkpoint")
+    return config
+
+
+def annotate(card: Path, note: bytes) -> None:
+    """The model card with this note, b"" for none, in the place of any earlier one; bytes, whatever their encoding."""
+    text = ANY_NOTE.sub(b"", card.read_bytes() if card.is_file() else b"") + note
+    card.unlink(missing_ok=True)
+    if text:
+        card.write_bytes(text)
 
 
 @dataclass(frozen=True)
@@ -51,12 +90,17 @@ class Header:
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes; the dtypes have their bits in their names: BF16, U8, F8_E4M3."""
+        return math.prod(self.shape) * int(re.search(r"\d+", self.dtype)[0]) // 8
+
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint: one, or the shards that its index names.
 
     Raises:
-        ValueError: there are none, one is absent, or the index is malformed.
+        ValueError: there are none, one is absent, or the index is malformed or empty.
     """
     if (folder / INDEX).is_file():
         try:
@@ -64,6 +108,8 @@ def weight_files(folder: Path) -> list[Path]:
             files = [folder / Path(name).name for name in sorted(set(index["weight_map"].values()))]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{folder / INDEX} is malformed: {error}; get the checkpoint again") from error
+        if not files:
+            raise ValueError(f"{folder / INDEX} holds no tensors; get the checkpoint again")
     else:
         files = [folder / ONE_FILE]
     for file in files:
@@ -83,22 +129,52 @@ def open_file(file: Path):
 
 
 def headers(files: Iterable[Path]) -> dict[str, Header]:
-    """Tensor name -> header, without reading a tensor. Raises ValueError for a damaged file."""
-    found = {}
+    """Tensor name -> header, without reading a tensor. Raises ValueError for a damaged file, or without any tensor."""
+    found: dict[str, Header] = {}
     for path in files:
         with open_file(path) as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
             found |= {name: Header(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    if not found:
+        raise ValueError(f"{' '.join(map(str, files))} holds no tensors; get the checkpoint again")
     return found
 
 
-def check_layer(found: dict[str, Header], name: str, in_features: int, out_features: int, bias: bool) -> None:
+def spellings(name: str, prefix: str) -> tuple[str, str, str]:
+    """The names that a layer may have: as it is, without the name of the base model before it, and with it.
+
+    A model and its base model read each other's files, and share a config.
+    """
+    return name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
+
+
+def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> list[str]:
+    """The names in the files of the layers that config.json lists.
+
+    Raises:
+        ValueError: the files hold a layer packed that is not listed, or one dense that is: loaded, it would be random.
+    """
+    stored = [next((s for s in spellings(layer, prefix) if f"{s}.values" in found), layer) for layer in layers]
+    packed = set(stored)
+    for tensor, header in found.items():
+        layer, _, part = tensor.rpartition(".")
+        if (part in ("values", "indices") and layer not in packed) or (part == "weight" and layer in packed):
+            says = "lists this layer as packed" if layer in packed else "does not list this layer as packed"
+            raise ValueError(
+                f"{header.file} holds {tensor}, but the quantization_config in config.json {says}; "
+                "get the whole checkpoint, or pack it again"
+            )
+    return stored
+
+
+def check_layer(found: dict[str, Header], name: str, linear: nn.Linear) -> None:
     """Raises ValueError unless the files hold the tensors of a packed layer in the shapes and dtypes of its place."""
+    in_features, out_features = linear.in_features, linear.out_features
     needed = {
         f"{name}.values": ((out_features, in_features // 2), SAFETENSORS_FLOATS),
         f"{name}.indices": ((out_features, -(-in_features // 8)), ("U8",)),
     }
-    if bias:
+    if linear.bias is not None:
         needed[f"{name}.bias"] = ((out_features,), SAFETENSORS_FLOATS)
     for tensor, (shape, dtypes) in needed.items():
         header = found.get(tensor)
@@ -111,18 +187,22 @@ def check_layer(found: dict[str, Header], name: str, in_features: int, out_featu
             )
 
 
+def layer_bytes(layers: list[str], found: dict[str, Header]) -> int:
+    """Of the weights of these layers, dense or packed."""
+    tensors = (f"{layer}.{part}" for layer in layers for part in ("weight", "values", "indices"))
+    return sum(found[tensor].size for tensor in tensors if tensor in found)
+
+
 def read(found: dict[str, Header], name: str) -> Tensor:
     """The tensor of that name, alone in memory. Raises ValueError for a damaged file."""
     with open_file(found[name].file) as file:
         return file.get_tensor(name)
 
 
-def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> dict[str, int]:
+def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
     """Writes the tensors as model.safetensors, or as shards with an index where they exceed `max_bytes`.
 
     In memory is one shard at a time. A tensor larger than `max_bytes` gets a shard of its own.
-
-    Returns: tensor name -> bytes, of all.
     """
     sizes: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
@@ -142,7 +222,6 @@ def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: 
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for number, name in enumerate(names):
         (folder / f"{number}.part").rename(folder / name)
-    return sizes
 
 
 def write_shard(folder: Path, shard: dict[str, Tensor], number: int) -> list[str]:

@@ -57,6 +57,9 @@ def ops() -> list[str]:
 def use_backend(backend: str | None) -> Iterator[None]:
     """Within the block every op of this thread runs on `backend` or raises; None returns to the automatic choice.
 
+    So does a packed layer (`SparseLinear`) on "auto" for "cpp" and "reference", which are backends of such layers too;
+    "triton" and "cuda" concern the ops alone. A layer that was given a backend keeps it.
+
     Raises:
         ValueError: if there is no such backend.
     """
@@ -101,11 +104,11 @@ def select(op: str, tensor, *args) -> Kernel:
             reason = kernel.supports(tensor, *args)
             if reason is None:
                 return kernel
-            _announce(op, backend, reason)
+            announce(op, backend, reason)
     raise RuntimeError(f"{op}: no backend supports a {tensor.dtype} tensor on {tensor.device}")
 
 
-def _announce(op: str, backend: str, reason: str) -> None:
+def announce(op: str, backend: str, reason: str) -> None:
     """One warning for each reason, whichever op met it first."""
     if (backend, reason) not in _announced:
         _announced.add((backend, reason))

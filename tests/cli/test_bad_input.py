@@ -212,6 +212,22 @@ def test_prune_refuses(arguments, words, prune_flags, capsys, tmp_path):
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("settings", "arguments", "words"),
+    [
+        ("metric: activation\nseq_len: 32\n", ["--method", "wanda"], ["(see metric)", "{train}"]),
+        ("recipe: demo\n", [], ["(see recipe)", "{train}"]),
+        ("method: proxsparse\n", [], ["method proxsparse", "drop this line", "{train}"]),
+        ("learning_rate: 0.1\n", ["--method", "wanda"], ["--learning_rate is an option of maskllm, not of"]),
+        ("method: obs\n", [], ["'obs': there is no such method; choose from"]),
+    ],
+)
+def test_prune_refuses_the_config_of_another_command(settings, arguments, words, capsys, tmp_path):
+    (file := tmp_path / "config.yaml").write_text(settings)
+    train = f"python -m proxsparse.train --config {file}"
+    fails(capsys, prune.main, ["--config", file, *arguments], *(word.format(train=train) for word in words))
+
+
 def test_prune_needs_a_method(capsys):
     fails(capsys, prune.main, [], "--method is missing", "sparsegpt")
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from inference.pruned import pruned_model
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
 from proxsparse import evaluate, pack, prune, train
 from proxsparse.checkpoint import load_masks
 from proxsparse.errors import run_command
+from proxsparse.inference import packed_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
@@ -82,13 +84,13 @@ def test_the_summary_tells_the_bytes(run_dir, tmp_path, capsys):
 
 def test_shards_and_one_shard_of_memory(run_dir, tmp_path, monkeypatch):
     held = []
-    save = pack.write_shards.__globals__["write_shard"]
+    save = packed_checkpoint.write_shard
 
     def watched(folder, shard, number):
         held.append(sum(tensor.numel() * tensor.element_size() for tensor in shard.values()))
         return save(folder, shard, number)
 
-    monkeypatch.setitem(pack.write_shards.__globals__, "write_shard", watched)
+    monkeypatch.setattr(packed_checkpoint, "write_shard", watched)
     flags = [str(run_dir), "--output_dir", str(tmp_path / "packed"), "--max_shard_size", "20KB"]
     assert pack.main(flags) == 0
     assert len(held) > 2
@@ -103,10 +105,7 @@ def test_shards_and_one_shard_of_memory(run_dir, tmp_path, monkeypatch):
 
 
 def test_a_card_gets_a_note_and_loses_it_again(run_dir, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in run_dir.iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = copy(run_dir, tmp_path / "source")
     (source / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n")
     pack.main([str(source), "--output_dir", str(tmp_path / "packed")])
     card = (tmp_path / "packed" / "README.md").read_text()
@@ -132,10 +131,10 @@ def test_overwriting_leaves_nothing_of_what_was_there(run_dir, tmp_path, capsys)
 
 
 def test_an_interrupted_pack_leaves_nothing(run_dir, tmp_path, monkeypatch):
-    def interrupted(*_arguments):
+    def interrupted(*_arguments, **_keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pack, "copy_rest", interrupted)
+    monkeypatch.setattr(pack, "copy_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pack.main([str(run_dir), "--output_dir", str(tmp_path / "packed")])
     assert list((tmp_path / "packed").iterdir()) == []
@@ -148,6 +147,96 @@ def test_evaluate_takes_a_packed_folder(run_dir, packed_dir, text_file, capsys):
         assert evaluate.main([str(folder), *flags]) == 0
         scores.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"])
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+
+
+def copy(source, folder):
+    """A folder of one's own with the same files."""
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_a_folder_named_like_a_file_survives_overwriting(run_dir, tmp_path):
+    (tmp_path / "zz.json").mkdir()
+    (tmp_path / "model.safetensors").write_text("of an earlier run")
+    assert pack.main([str(run_dir), "--output_dir", str(tmp_path), "--overwrite_output_dir"]) == 0
+    assert (tmp_path / "zz.json").is_dir()
+    assert len(model_tensors(tmp_path)) > 14
+
+
+def test_what_a_killed_pack_leaves_is_no_obstacle(run_dir, tmp_path):
+    (tmp_path / ".incomplete").mkdir()
+    (tmp_path / ".incomplete" / "0.part").write_text("half")
+    assert pack.main([str(run_dir), "--output_dir", str(tmp_path)]) == 0
+    assert not (tmp_path / ".incomplete").exists()
+
+
+def test_code_of_a_checkpoint_never_runs(run_dir, tmp_path, monkeypatch, capsys):
+    folder = copy(run_dir, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    refused(capsys, pack.main, [folder, "--output_dir", tmp_path / "out"], "auto_map", "never run")
+    refused(capsys, evaluate.main, [folder, "--data", "builtin"], "auto_map", "never run")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_layer_that_is_tied_is_refused_only_where_it_is_named(tmp_path, capsys):
+    model = pruned_model()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "model")
+    flags = [tmp_path / "model", "--output_dir", tmp_path / "out"]
+    refused(capsys, pack.main, [*flags, "--include", "mlp", "lm_head"], "lm_head: its weight is tied")
+    assert pack.main([str(flag) for flag in flags]) == 0
+
+
+def test_nothing_is_written_before_all_is_decided(tiny_llama, run_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(packed_checkpoint, "write_shard", lambda *_: pytest.fail("written"))
+    refused(capsys, pack.main, [tiny_llama, "--output_dir", tmp_path / "a"], "nothing to pack")
+    spoiled = copy(run_dir, tmp_path / "spoiled")
+    rewrite(lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][0, :4].fill_(1.0))(spoiled)
+    refused(capsys, pack.main, [spoiled, "--output_dir", tmp_path / "b"], "1 of 512 blocks")
+
+
+def test_a_base_model_is_refused_for_its_names(tmp_path, capsys):
+    pruned_model().model.save_pretrained(tmp_path / "model")
+    words = "embed_tokens.weight", "LlamaForCausalLM", "model.layers.0.self_attn.q_proj.weight"
+    refused(capsys, pack.main, [tmp_path / "model", "--output_dir", tmp_path / "out"], *words)
+
+
+def test_weights_in_other_forms_and_links_out_of_the_folder_are_not_copied(run_dir, tmp_path, capsys):
+    cache = tmp_path / "models--tiny"
+    (cache / "snapshots").mkdir(parents=True)
+    folder = copy(run_dir, cache / "snapshots" / "0a1b")
+    for name in ("tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "model.onnx", "rust_model.ot", "w.pt"):
+        (folder / name).write_bytes(b"weights")
+    (cache / "blobs").mkdir()
+    (cache / "blobs" / "77").write_text("a template")
+    (tmp_path / "secret").write_text("not for publishing")
+    (folder / "chat_template.jinja").symlink_to("../../blobs/77")
+    (folder / "notes.txt").symlink_to(tmp_path / "secret")
+    (folder / "README.md").symlink_to(tmp_path / "secret")
+    (folder / "alias.json").symlink_to("generation_config.json")
+    assert pack.main([str(folder), "--output_dir", str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    added = {"chat_template.jinja", "alias.json", "README.md"}
+    model = {"config.json", "generation_config.json", "model.safetensors", "masks.safetensors"}
+    assert names == model | TOKENIZER | added
+    assert b"publishing" not in (tmp_path / "out" / "README.md").read_bytes()
+    assert "notes.txt" in capsys.readouterr().err
+
+
+def test_a_card_in_any_encoding(run_dir, tmp_path):
+    folder, card = copy(run_dir, tmp_path / "model"), b"\xff\xfe caf\xe9"
+    (folder / "README.md").write_bytes(card)
+    assert pack.main([str(folder), "--output_dir", str(tmp_path / "packed")]) == 0
+    assert (tmp_path / "packed" / "README.md").read_bytes().startswith(card)
+    assert pack.main([str(tmp_path / "packed"), "--unpack", "--output_dir", str(tmp_path / "dense")]) == 0
+    assert (tmp_path / "dense" / "README.md").read_bytes() == card
 
 
 @pytest.mark.parametrize("command", [train.main, lambda arguments: prune.main(["--method", "magnitude", *arguments])])
@@ -200,6 +289,12 @@ def index_of(content):
     return lambda folder: (folder / "model.safetensors.index.json").write_text(content)
 
 
+def forget_layer(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["layers"].remove(UP)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 UP = "model.layers.0.mlp.up_proj"
 
 
@@ -210,6 +305,8 @@ UP = "model.layers.0.mlp.up_proj"
         (False, lambda folder: (folder / "model.safetensors").unlink(), ["no model.safetensors"]),
         (False, index_of('{"weight_map": {"a": "b.safetensors"}}'), ["no b.safetensors"]),
         (False, index_of('{"weights": 1}'), ["index.json is malformed"]),
+        (False, index_of('{"weight_map": {}}'), ["index.json holds no tensors"]),
+        (False, lambda folder: save_file({}, folder / "model.safetensors"), ["model.safetensors holds no tensors"]),
         (False, lambda folder: (folder / "config.json").write_text("{"), ["config.json", "malformed"]),
         (False, lambda folder: (folder / "config.json").write_text("{}"), ["config.json"]),
         (False, rewrite(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][1:]})), [UP, "[63, 32]", "[64, 32]"]),
@@ -217,13 +314,16 @@ UP = "model.layers.0.mlp.up_proj"
         (True, cut, ["model.safetensors", "cut off"]),
         (True, rewrite(lambda t: t.pop(f"{UP}.indices")), [UP, "no file has"]),
         (True, rewrite(lambda t: t[f"{UP}.indices"].zero_()), ["model.safetensors", UP, "out of order"]),
+        (
+            True,
+            rewrite(lambda t: t.update({f"{UP}.weight": torch.zeros(64, 32)})),
+            [f"{UP}.weight", "lists this layer"],
+        ),
+        (True, forget_layer, [f"{UP}.indices", "config.json does not list"]),
     ],
 )
 def test_damaged_folders(packed, damage, words, run_dir, packed_dir, tmp_path, capsys):
-    folder = tmp_path / "damaged"
-    folder.mkdir()
-    for path in (packed_dir if packed else run_dir).iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = copy(packed_dir if packed else run_dir, tmp_path / "damaged")
     damage(folder)
     flags = [folder, "--output_dir", tmp_path / "out", *(["--unpack"] if packed else [])]
     refused(capsys, pack.main, flags, *words)

@@ -169,6 +169,9 @@ def test_proxsparse_is_the_training_command(tiny_llama, text_file, tmp_path):
     data = ["--data", str(text_file), "--eval_data", str(text_file), *QUICK, *flags]
     assert train.main(["--model", str(tiny_llama), "--output_dir", str(tmp_path / "b"), *data]) == 0
     assert json.loads((tmp_path / "b" / "result.json").read_text())["masks_sha256"] == pruned["masks_sha256"]
+    config, again = str(tmp_path / "b" / "config.yaml"), tmp_path / "c"
+    assert main(["--method", "proxsparse", "--config", config, "--output_dir", str(again)]) == 0
+    assert json.loads((again / "result.json").read_text())["masks_sha256"] == pruned["masks_sha256"]
 
 
 def test_the_list_has_every_method_and_allocation(capsys):

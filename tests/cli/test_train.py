@@ -97,8 +97,19 @@ def test_masks_of_a_file_start_a_run_as_their_method_does(tiny_llama, text_file,
     by_file = train(tiny_llama, text_file, tmp_path / "file", "--start", masks)
     assert by_file["masks_sha256"] == train(tiny_llama, text_file, tmp_path / "a", "--start", "wanda")["masks_sha256"]
     assert by_file["masks_sha256"] != train(tiny_llama, text_file, tmp_path / "b")["masks_sha256"]
-    with pytest.raises(InputError, match=r"q_proj needs a 1:4 mask .* not 1:4; give masks of this model"):
+
+
+def test_masks_of_a_file_that_do_not_fit_are_refused_before_the_work(tiny_llama, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("proxsparse.train.load_texts", lambda *_: pytest.fail("the calibration text is read"))
+    flags = ["--model", str(tiny_llama), "--eval_data", "none"]
+    assert prune.main(["--method", "magnitude", "--output_dir", str(tmp_path / "magnitude"), *flags]) == 0
+    masks = str(tmp_path / "magnitude" / "masks.safetensors")
+    with pytest.raises(InputError, match=r"q_proj needs a 1:4 mask .* that is not 1:4; give masks of this model"):
         train(tiny_llama, text_file, tmp_path / "c", "--start", masks, "--pattern", "1:4")
+    other = str(tmp_path / "other.safetensors")
+    save_masks(other, {name: mask[:4] for name, mask in load_masks(masks).items()}, "2:4", "x")
+    with pytest.raises(InputError, match=r"needs a 2:4 mask of \[32, 32\], the file has one of \[4, 32\]; give"):
+        train(tiny_llama, text_file, tmp_path / "e", "--start", other)
     part = str(tmp_path / "part.safetensors")
     save_masks(part, {"model.layers.0.mlp.up_proj": load_masks(masks)["model.layers.0.mlp.up_proj"]}, "2:4", "x")
     with pytest.raises(InputError, match=r"layer model.layers.0.self_attn.q_proj needs .* the file has none"):

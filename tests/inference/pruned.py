@@ -1,10 +1,38 @@
-"""Tiny models and layers whose weights are 2:4: what everything packed starts from."""
+"""Weights, layers and tiny models that are 2:4, what everything packed starts from; and how exact a product must be."""
 
 import torch
 from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
+from torch.nn.functional import linear
 
 from proxsparse import nm_mask
+
+
+def pruned_weight(shape, dtype=torch.float32):
+    """Random numbers, of every four the larger two; +0.0 in the place of the others."""
+    return prune(torch.randn(shape)).to(dtype)
+
+
+def prune(weight):
+    """The larger two of every four; +0.0 in the place of the others."""
+    return torch.where(nm_mask(weight.abs()), weight, 0.0)
+
+
+def assert_as_good_as_dense(y, x, weight, bias=None):
+    """y = x W^T + b, but for twice the error of torch's dense layer, an ulp of the largest output, and one of a sum.
+
+    The sum is the largest of |x| |W|^T, its precision that of x, at least float32.
+    """
+    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert y.dtype == x.dtype
+    assert y.shape == exact.shape
+    if exact.numel():
+        allowed = 2 * (linear(x, weight, bias).double() - exact).abs().max()
+        allowed += torch.finfo(x.dtype).eps * exact.abs().max()
+        largest_sum = linear(x.double().abs(), weight.double().abs()).max()
+        allowed += torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps * largest_sum
+        error = (y.double() - exact).abs().max()
+        assert error <= allowed, f"{error} > {allowed}: {x.dtype} {list(x.shape)} times {list(weight.shape)}"
 
 
 @torch.no_grad()
@@ -12,7 +40,7 @@ def prune_(module: nn.Module, but: tuple[str, ...] = ("lm_head",)) -> nn.Module:
     """Keeps the larger two of every four weights of all nn.Linear layers, but of those whose name has one of `but`."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and not any(part in name for part in but):
-            layer.weight.copy_(torch.where(nm_mask(layer.weight.abs()), layer.weight, 0.0))
+            layer.weight.copy_(prune(layer.weight))
     return module
 
 

@@ -2,13 +2,16 @@
 
 import json
 import time
+import warnings
 
 import pytest
 import torch
+from pruned import pruned_linear
 
 from proxsparse.inference import backends, choice
 from proxsparse.inference.backends import Backend
 from proxsparse.inference.linear import SparseLinear
+from proxsparse.ops import registry
 
 CPU = torch.device("cpu")
 
@@ -68,6 +71,41 @@ def test_what_a_backend_refuses_goes_to_the_next(table):
     assert chosen(1, 8, 8) == "reference"
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """said(call) -> the warnings of a call; nothing was announced before the test."""
+    monkeypatch.setattr(registry, "_announced", set())
+
+    def warnings_of(call) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        return [str(warning.message) for warning in caught]
+
+    return warnings_of
+
+
+def test_a_backend_that_is_missing_is_announced_once(table, said):
+    named = table({"8x8": {"1": "faster > fast > reference"}})
+    named["faster"] = Backend("faster", lambda x, values: "it is not installed; remedy: install it", None)
+    assert said(lambda: chosen(1, 8, 8)) == [
+        "sparse_linear: not on the faster backend, a slower one serves: it is not installed; remedy: install it"
+    ]
+    assert said(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
+
+
+def test_a_backend_that_refuses_this_size_alone_is_passed_over_in_silence(table, said):
+    def few_rows_of_many_features(x, values):
+        small = values.shape[1] < 32 and "too few features"
+        return f"not {len(x)} rows" if len(x) > 16 else small or None
+
+    named = table({"8x8": {"1": "faster > fast"}})
+    named["faster"] = Backend("faster", few_rows_of_many_features, None)
+    assert said(lambda: [chosen(rows, 8, size) for rows in (1, 99) for size in (8, 64)]) == []
+    assert chosen(1, 8, 64) == "faster"
+    assert chosen(1, 8, 8) == chosen(99, 8, 64) == "fast"
+
+
 def test_without_a_measurement_a_stated_order(monkeypatch, tmp_path, table):
     table({"8x8": {"1": "faster"}})
     assert chosen(1, 8, 8, torch.bfloat16) == "reference"  # no cpp among these three
@@ -103,11 +141,7 @@ def test_the_memory_of_choices_is_bounded(monkeypatch):
 
 
 def test_auto_chooses_inside_a_compiled_graph():
-    layer = SparseLinear.from_linear(torch.nn.Linear(8, 4).requires_grad_(False).apply(prune))
+    layer = SparseLinear.from_linear(pruned_linear(8, 4))
     x = torch.randn(5, 8)
     assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
     torch.testing.assert_close(layer(x), x @ layer.dense_weight().T + layer.bias)
-
-
-def prune(linear: torch.nn.Linear) -> None:
-    linear.weight.data[:, 1::2] = 0

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pruned import pruned_linear
-from torch.nn.functional import linear
+from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
 
 from proxsparse.inference.backends import backend, cpp
 from proxsparse.ops import pack_nm
@@ -22,17 +21,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 def compiled():
     """proxsparse._C."""
     return pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
-
-
-def assert_as_good_as_dense(y, x, weight, bias):
-    """Within twice the distance of torch's dense layer from the float64 result, and an ulp of the largest output."""
-    exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert y.dtype == x.dtype
-    assert y.shape == exact.shape
-    if exact.numel():
-        allowed = 2 * (linear(x, weight, bias).double() - exact).abs().max()
-        allowed += torch.finfo(x.dtype).eps * exact.abs().max()
-        assert bool(((y.double() - exact).abs() <= allowed).all())
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
@@ -74,7 +62,7 @@ def test_strides_may_be_any(few_rows, compiled, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_threads_change_nothing(dtype, compiled):
     """Every output is computed by one thread, in one order."""
-    weight, x = pruned_linear(1024, 301, False, dtype).weight.detach(), torch.randn(6, 1024).to(dtype)
+    weight, x = pruned_weight((301, 1024), dtype), torch.randn(6, 1024).to(dtype)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -84,7 +72,7 @@ def test_threads_change_nothing(dtype, compiled):
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
-    assert_as_good_as_dense(results[0], x, weight, None)
+    assert_as_good_as_dense(results[0], x, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from pruned import prune_
 from tiny_models import MODELS, tiny_model
 from torch import nn
 
 from proxsparse.inference.generate import GreedyDecoder, generate
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.ops import nm_mask
 
 
 def expected(model, input_ids, max_new_tokens):
@@ -36,9 +36,7 @@ def test_one_new_token():
 
 def test_a_sparse_model_says_what_its_dense_form_says():
     model, input_ids = tiny_model("llama"), prompts()
-    for layer in model.model.layers.modules():
-        if isinstance(layer, nn.Linear):
-            layer.weight.data *= nm_mask(layer.weight)
+    prune_(model.model.layers)
     dense = generate(model, input_ids, 8)
     for name, layer in list(model.model.layers.named_modules()):
         if isinstance(layer, nn.Linear):
@@ -73,8 +71,8 @@ def test_a_faster_step_is_warmed_up_on_memory_that_the_prefill_clears():
 
 def test_a_decode_step_compiles_as_a_whole():
     model, input_ids = tiny_model("llama"), prompts()
-    model.model.layers[0].mlp.up_proj.weight.data *= nm_mask(model.model.layers[0].mlp.up_proj.weight)
-    model.model.layers[0].mlp.up_proj = SparseLinear.from_linear(model.model.layers[0].mlp.up_proj)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = SparseLinear.from_linear(prune_(mlp.up_proj))
     plain = generate(model, input_ids, 4)
     decoder = GreedyDecoder(model, 2, 11, lambda step: torch.compile(step, backend="aot_eager", fullgraph=True))
     tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(3))]
@@ -96,3 +94,16 @@ def test_bad_input():
         generate(model, input_ids, 4, cuda_graph=True)
     with pytest.raises(ValueError, match="max_new_tokens=0"):
         generate(model, input_ids, 0)
+    for wrong in (input_ids[0], input_ids[:, :0], input_ids[:0], input_ids[None]):
+        with pytest.raises(ValueError, match=r"input_ids of shape \[.*\] must be \[batch, prompt\]"):
+            generate(model, wrong, 4)
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (3, 7), (2, 9)])
+def test_a_decoder_refuses_what_it_was_not_made_for_and_serves_on(shape):
+    model, input_ids = tiny_model("llama"), prompts()
+    decoder = GreedyDecoder(model, 2, 8)
+    first = decoder.prefill(input_ids).clone()
+    with pytest.raises(ValueError, match=rf"{shape[1]}\]: the decoder was made for batch=2 and length=8 tokens"):
+        decoder.prefill(prompts(*shape))
+    assert torch.equal(torch.cat([input_ids, first, decoder.step()], 1), expected(model, input_ids, 2))

@@ -129,6 +129,30 @@ def test_dtype(dtype, folders):
     assert torch.equal(model.get_submodule(LAYER).dense_weight(), dense.get_submodule(LAYER).weight)
 
 
+def test_a_part_sparsified_and_the_whole_saved(folders, tmp_path):
+    model = load(folders[0])
+    sparsify_(model.model)  # the config is that of the whole, the names are those of the part
+    model.save_pretrained(tmp_path / "packed")
+    loaded = load(tmp_path / "packed")
+    assert torch.equal(loaded(TOKENS).logits, load(folders[1])(TOKENS).logits)
+    assert pack([str(tmp_path / "packed"), "--unpack", "--output_dir", str(tmp_path / "dense")]) == 0
+    assert same_tensors(all_tensors(tmp_path / "dense"), all_tensors(folders[0]))
+
+
+def test_the_base_model_saved_again_loads(folders, tmp_path):
+    base = transformers.AutoModel.from_pretrained(folders[1])
+    base.save_pretrained(tmp_path)
+    again = transformers.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(again(TOKENS).last_hidden_state, base(TOKENS).last_hidden_state)
+
+
+def test_a_state_dict_without_files_is_refused(folders):
+    model, config = load(folders[1]), transformers.AutoConfig.from_pretrained(folders[1])
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("up_proj.values")}
+    with pytest.raises(ValueError, match="give the folder"):
+        type(model).from_pretrained(None, config=config, state_dict=state)
+
+
 def test_shards(tmp_path):
     dense, packed = packed_copy(tmp_path, flags=("--max_shard_size", "10KB"))
     assert len(list(packed.glob("model-*-of-*.safetensors"))) > 3
@@ -201,6 +225,7 @@ def set_entry(name, value):
         (set_entry("layers", "all"), ["layers", "config.json"]),
         (set_entry("layers", ["model.layers.7.mlp.up_proj"]), ["model.layers.7.mlp.up_proj", "config.json"]),
         (set_entry("layers", ["model.embed_tokens"]), ["model.embed_tokens", "no nn.Linear"]),
+        (lambda config: config["layers"].remove(LAYER), [f"{LAYER}.indices", "config.json does not list"]),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused(change, words, damaged):
@@ -219,6 +244,10 @@ def change(name, function):
     [
         (lambda tensors: tensors.pop(f"{LAYER}.values"), ["no file has", f"{LAYER}.values"]),
         (lambda tensors: tensors.pop(f"{LAYER}.indices"), ["no file has", f"{LAYER}.indices"]),
+        (
+            lambda tensors: tensors.update({f"{LAYER}.weight": torch.zeros(64, 32)}),
+            [f"{LAYER}.weight", "lists this layer"],
+        ),
         (change("values", lambda t: t[:, :-2]), ["model.safetensors", "[64, 14]", "[64, 16]"]),
         (change("values", lambda t: t[1:]), ["[63, 16]", "[64, 16]"]),
         (change("values", lambda t: t.int()), ["I32", "BF16"]),
@@ -271,8 +300,12 @@ def test_both_orders_of_import(order, folders):
     assert result.stdout.split() == ["14"], result.stderr
 
 
-def test_another_transformers_is_left_alone(monkeypatch):
-    monkeypatch.setitem(sys.modules, "proxsparse.inference.hf_quantizer", None)  # its import fails
+@pytest.mark.parametrize("kind", [ImportError, AttributeError, TypeError])
+def test_another_transformers_is_left_alone(kind, monkeypatch):
+    def fail(name):
+        raise kind("moved")
+
+    monkeypatch.setattr("proxsparse.inference.importlib.import_module", fail)
     with pytest.warns(UserWarning, match="packed checkpoints cannot be loaded"):
         register_quantizer()
 

@@ -6,26 +6,14 @@ import pickle
 
 import pytest
 import torch
-from pruned import pruned_linear
+from pruned import assert_as_good_as_dense, pruned_linear
 from torch import nn
 
-from proxsparse import SparseLinear
+from proxsparse import SparseLinear, use_backend
 from proxsparse.inference import backends
 
 sparse_linear = torch.ops.proxsparse.sparse_linear
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-def assert_as_good_as(linear, sparse, x):
-    """Within twice the dense layer's own distance from the float64 result, and an ulp of the largest output."""
-    exact = copy.deepcopy(linear).double()(x.double())
-    dense = linear(x)
-    ulp = exact.abs().max() * torch.finfo(x.dtype).eps if exact.numel() else 0.0
-    allowed = 2 * (dense.double() - exact).abs().max() + ulp if exact.numel() else 0.0
-    result = sparse(x)
-    assert result.dtype == dense.dtype
-    assert result.shape == dense.shape
-    assert bool(((result.double() - exact).abs() <= allowed).all())
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -33,18 +21,19 @@ def assert_as_good_as(linear, sparse, x):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (0, 64), (2, 0, 64), (5, 1, 3, 64)], ids=str)
 def test_equals_the_dense_layer(shape, bias, dtype, backend):
-    linear = pruned_linear(64, 33, bias, dtype)
+    linear, x = pruned_linear(64, 33, bias, dtype), torch.randn(shape).to(dtype)
     with torch.no_grad():
-        assert_as_good_as(linear, SparseLinear.from_linear(linear, backend), torch.randn(shape).to(dtype))
+        assert_as_good_as_dense(SparseLinear.from_linear(linear, backend)(x), x, linear.weight, linear.bias)
 
 
-@pytest.mark.parametrize(("in_features", "out_features"), [(4, 1), (12, 3), (20, 128), (256, 1)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("in_features", "out_features"), [(4, 1), (12, 3), (20, 128), (256, 1), (0, 3), (8, 0)])
 def test_awkward_sizes(in_features, out_features):
     linear = pruned_linear(in_features, out_features)
     sparse = SparseLinear.from_linear(linear)
     with torch.no_grad():
-        assert_as_good_as(linear, sparse, torch.randn(5, in_features))
-        assert_as_good_as(linear, sparse, torch.randn(in_features, 9).T)  # strided
+        for x in (torch.randn(5, in_features), torch.randn(in_features, 9).T):  # strided
+            assert_as_good_as_dense(sparse(x), x, linear.weight, linear.bias)
     assert torch.equal(sparse.dense_weight(), linear.weight)
 
 
@@ -81,6 +70,7 @@ def test_the_op_refuses_tensors_that_do_not_fit_together():
     sparse = SparseLinear.from_linear(pruned_linear())
     x, values, indices, bias = torch.zeros(2, 24), sparse.values, sparse.indices, sparse.bias
     for call, word in (
+        ((x, values[0], indices[0], bias), "values of shape .* must be a matrix"),
         ((x, values, indices[:, :2], bias), "indices"),
         ((x, values, indices.int(), bias), "indices"),
         ((x, values, indices, bias[:3]), "bias"),
@@ -102,8 +92,49 @@ def test_wrong_layers_are_refused():
 def test_an_explicit_backend_never_falls_back(monkeypatch):
     never = backends.Backend("never", lambda x, values: "it is a test", None)
     monkeypatch.setitem(backends._backends, "never", never)
-    with pytest.raises(RuntimeError, match=r"'never' cannot serve.*it is a test.*backend='auto'"):
+    with pytest.raises(RuntimeError, match=r"'never' was chosen .* cannot serve.*it is a test.*backend='auto'"):
         SparseLinear.from_linear(pruned_linear(), "never")(torch.zeros(1, 24))
+
+
+@pytest.fixture
+def served_by(monkeypatch):
+    """served_by(layer, x) -> the name of the backend that multiplied; all that are here claim to serve everything."""
+    used = []
+
+    def add(name: str) -> None:
+        def linear(x, values, *_others):
+            used.append(name)
+            return x.new_zeros(len(x), len(values))
+
+        monkeypatch.setitem(backends._backends, name, backends.Backend(name, lambda x, values: None, linear))
+
+    for name in ("cpp", "reference", "gemv"):
+        add(name)
+    monkeypatch.setattr("proxsparse.inference.linear.choose", lambda *_: backends.backend("cpp"))
+    monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
+    return lambda layer, x: (layer(x), used.pop())[1]
+
+
+def test_use_backend_concerns_layers_on_auto(served_by, monkeypatch):
+    auto, own = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "gemv"))
+    x = torch.zeros(1, 24)
+    with use_backend("reference"):
+        assert (served_by(auto, x), served_by(own, x)) == ("reference", "gemv")
+        with use_backend(None):
+            assert served_by(auto, x) == "cpp"
+    with use_backend("triton"):  # which has no kernel for packed layers: it concerns the ops
+        assert served_by(auto, x) == "cpp"
+    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
+    assert served_by(auto, x) == "reference"
+
+
+def test_use_backend_never_falls_back():
+    sparse = SparseLinear.from_linear(pruned_linear(dtype=torch.float64))
+    with (
+        use_backend("cpp"),
+        pytest.raises(RuntimeError, match=r"'cpp' was chosen explicitly .*without PROXSPARSE_BACK"),
+    ):
+        sparse(torch.zeros(1, 24, dtype=torch.float64))
 
 
 def test_gradient_of_x():
@@ -115,6 +146,16 @@ def test_gradient_of_x():
     torch.testing.assert_close(found, expected)
     double = SparseLinear.from_linear(linear.double())
     assert torch.autograd.gradcheck(double, torch.randn(2, 24, dtype=torch.float64, requires_grad=True))
+
+
+def test_a_weight_packed_under_inference_mode_gives_no_gradient_and_says_so():
+    with torch.inference_mode():
+        sparse = SparseLinear.from_linear(linear := pruned_linear())
+    x = torch.randn(2, 24, requires_grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(x), linear(x))
+    with pytest.raises(RuntimeError, match=r"no dL/dx .* torch.inference_mode\(\): do that under torch.no_grad"):
+        sparse(x)
 
 
 def test_an_adapter_learns_beside_it():
@@ -271,6 +312,13 @@ def test_a_backends_own_form_is_made_once_and_dropped_when_the_weight_changes(pr
     copy.deepcopy(sparse)(x)
     assert len(preparing) == 4
     assert set(sparse.state_dict()) == {"values", "indices", "bias"}
+
+
+def test_the_op_makes_no_form_of_its_own(preparing):
+    sparse = SparseLinear.from_linear(pruned_linear())
+    with pytest.raises(RuntimeError, match=r"'preparing' reads a form of its own; pass its prepare"):
+        sparse_linear(torch.zeros(2, 24), sparse.values, sparse.indices, sparse.bias, None, "preparing")
+    assert preparing == []
 
 
 def test_a_backends_own_form_under_autocast_and_compile(preparing):

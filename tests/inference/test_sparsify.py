@@ -41,6 +41,11 @@ def test_families(name):
 
 def test_there_and_back_bit_for_bit():
     model = pruned_model(dtype=torch.bfloat16)
+    blocks = (
+        torch.tensor([-0.0, 0.0, 0.0, -2.0]),
+        torch.tensor([0.0, -0.0, 0.0, 1.0]),
+    )  # -0.0 where there is room for it
+    model.model.layers[0].mlp.up_proj.weight.data[0, :8] = torch.cat(blocks)
     before, config = {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict()
     unsparsify_(sparsify_(model))
     after = model.state_dict()
@@ -50,6 +55,14 @@ def test_there_and_back_bit_for_bit():
         assert torch.equal(tensor.view(torch.int16), before[name].view(torch.int16)), name  # -0.0 too
     assert model.config.to_dict() == config
     assert packed_names(model) == set()
+
+
+def test_of_minus_zeros_in_pruned_places_some_lose_their_sign():
+    layer = pruned_linear(8, 1)
+    layer.weight.data[0, :4] = torch.tensor([-0.0, -0.0, -0.0, 1.0])
+    back = unsparsify_(sparsify_(nn.ModuleDict({"layer": copy.deepcopy(layer)})))["layer"].weight
+    assert torch.equal(back, layer.weight)
+    assert back[0, :4].signbit().tolist() == [True, False, False, False]
 
 
 def test_memory_is_that_of_the_model_and_one_layer(monkeypatch):
@@ -136,16 +149,21 @@ def test_what_cannot_be_packed_stays_dense_or_is_refused_by_name(odd):
     assert packed_names(sparsify_(model)) == {"even"}
 
 
-def test_tied_weights_stay_tied_and_dense():
+def pruned_tied():
+    """A model whose lm_head is tied, and 2:4 too."""
     config = pruned_model().config
     config.tie_word_embeddings = True
-    model = prune_(type(pruned_model())(config), but=())  # lm_head is 2:4 too
+    return prune_(type(pruned_model())(config), but=())
+
+
+def test_tied_weights_stay_tied_and_dense():
+    model = pruned_tied()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     sparsify_(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert "lm_head" not in packed_names(model)
     with pytest.raises(ValueError, match="lm_head: its weight is tied"):
-        sparsify_(model, include=["lm_head"])
+        sparsify_(pruned_tied(), include=["mlp", "lm_head"])
 
 
 def test_a_module_that_is_held_twice_is_packed_once():
@@ -157,6 +175,23 @@ def test_a_module_that_is_held_twice_is_packed_once():
     unsparsify_(model)
     assert model["first"] is model["second"]
     assert torch.equal(model["first"].weight, layer.weight)
+
+
+class Hub(nn.Module):
+    """A model that is saved, but not by transformers."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.q_proj = pruned_linear(8, 8)
+        vars(self).update(attributes)
+
+    def save_pretrained(self, folder):
+        pass
+
+
+@pytest.mark.parametrize("attributes", [{}, {"config": {}}, {"config": None}])
+def test_a_model_of_another_hub_is_packed_in_memory(attributes):
+    assert packed_names(sparsify_(Hub(**attributes))) == {"q_proj"}
 
 
 class Scaled(nn.Linear):

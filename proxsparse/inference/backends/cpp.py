@@ -8,7 +8,8 @@ from proxsparse.inference.backends import register_backend
 from proxsparse.ops.backends.cpp import packed_linear, supports_packed_linear, unpack_into
 
 # Up to so many rows the packed weight wins over slabs: two cores of an EPYC 9005 (AVX-512 with BF16), torch 2.13,
-# in_features 576 to 4096; the two meet between 32 and 64 rows in bf16, between 256 and 1024 in fp32.
+# in_features 576 to 4096; the two meet between 32 and 64 rows in bf16, between 256 and 1024 in fp32. What comes of it:
+# benchmarks/linear_speed.py, the rows of "cpp" in benchmarks/results/linear_speed.jsonl.
 FEW_ROWS = {torch.bfloat16: 48, torch.float32: 256}
 SLAB_BYTES = 4 << 20  # of dense weights: they stay in the cache of the cores
 
