@@ -4,13 +4,14 @@
 #include "cutlass/cutlass.h"
 // keeps the order: SparseGemm needs cutlass.h
 #include "cutlass/gemm/device/gemm_sparse.h"
-#include "gemm.h"
+#include "tile.h"
 
 namespace proxsparse::gemm {
 
 // A warp computes kWarpOut by kWarpRows of the kOut by kRows.
 template <int kOut, int kRows, int kWarpOut, int kWarpRows, int kStages>
 struct Sm80 {
+  static constexpr int kArchitecture = 80;
   using Element = cutlass::bfloat16_t;
   using RowMajor = cutlass::layout::RowMajor;
   using Gemm = cutlass::gemm::device::SparseGemm<
@@ -31,18 +32,6 @@ struct Sm80 {
             {static_cast<typename Gemm::ElementE*>(const_cast<void*>(call.metadata)), reordered},
             {1.0f, 0.0f}};
   }
-
-  static size_t workspace_bytes(const Call& call) { return Gemm::get_workspace_size(arguments(call)); }
-
-  static const char* run(const Call& call, cudaStream_t stream) {
-    Gemm gemm;
-    cutlass::Status status = gemm.can_implement(arguments(call));
-    if (status == cutlass::Status::kSuccess) status = gemm.initialize(arguments(call), call.workspace, stream);
-    if (status == cutlass::Status::kSuccess) status = gemm.run(stream);
-    return status == cutlass::Status::kSuccess ? nullptr : cutlass::cutlassGetStatusString(status);
-  }
-
-  static Tile tile(const char* name) { return {name, 80, workspace_bytes, run}; }
 };
 
 }  // namespace proxsparse::gemm

@@ -2,5 +2,5 @@
 #include "sm80.h"
 
 namespace proxsparse::gemm {
-static const Registered registered(Sm80<128, 128, 64, 64, 4>::tile("128x128"));
+static const Registered registered(tile<Sm80<128, 128, 64, 64, 4>>("128x128"));
 }  // namespace proxsparse::gemm

@@ -2,5 +2,5 @@
 #include "sm80.h"
 
 namespace proxsparse::gemm {
-static const Registered registered(Sm80<64, 64, 32, 32, 4>::tile("64x64"));
+static const Registered registered(tile<Sm80<64, 64, 32, 32, 4>>("64x64"));
 }  // namespace proxsparse::gemm

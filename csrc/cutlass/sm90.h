@@ -8,13 +8,14 @@
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 #include "cutlass/util/packed_stride.hpp"
-#include "gemm.h"
+#include "tile.h"
 
 namespace proxsparse::gemm {
 
 // Schedule: of the main loop; EpilogueSchedule: of writing y. The metadata is that of all tiles with 128 columns.
 template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule>
 struct Sm90 {
+  static constexpr int kArchitecture = 90;
   using Element = cutlass::bfloat16_t;
   using Shape = cute::Shape<cute::Int<kOut>, cute::Int<kRows>, cute::_128>;
   using Cluster = cute::Shape<cute::Int<kCluster>, cute::_1, cute::_1>;
@@ -55,18 +56,6 @@ struct Sm90 {
     arguments.epilogue.thread.bias_ptr = static_cast<const Element*>(call.bias);
     return arguments;
   }
-
-  static size_t workspace_bytes(const Call& call) { return Gemm::get_workspace_size(arguments(call)); }
-
-  static const char* run(const Call& call, cudaStream_t stream) {
-    Gemm gemm;
-    cutlass::Status status = gemm.can_implement(arguments(call));
-    if (status == cutlass::Status::kSuccess) status = gemm.initialize(arguments(call), call.workspace, stream);
-    if (status == cutlass::Status::kSuccess) status = gemm.run(stream);
-    return status == cutlass::Status::kSuccess ? nullptr : cutlass::cutlassGetStatusString(status);
-  }
-
-  static Tile tile(const char* name) { return {name, 90, workspace_bytes, run}; }
 };
 
 }  // namespace proxsparse::gemm

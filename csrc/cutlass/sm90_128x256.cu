@@ -4,5 +4,5 @@
 namespace proxsparse::gemm {
 using Chosen = Sm90<128, 256, 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                     cutlass::epilogue::TmaWarpSpecializedCooperative>;
-static const Registered registered(Chosen::tile("128x256"));
+static const Registered registered(tile<Chosen>("128x256"));
 }  // namespace proxsparse::gemm

@@ -3,5 +3,5 @@
 
 namespace proxsparse::gemm {
 using Chosen = Sm90<64, 32, 1, cutlass::gemm::KernelTmaWarpSpecialized, cutlass::epilogue::TmaWarpSpecialized>;
-static const Registered registered(Chosen::tile("64x32"));
+static const Registered registered(tile<Chosen>("64x32"));
 }  // namespace proxsparse::gemm

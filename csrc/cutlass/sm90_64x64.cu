@@ -3,5 +3,5 @@
 
 namespace proxsparse::gemm {
 using Chosen = Sm90<64, 64, 1, cutlass::gemm::KernelTmaWarpSpecializedPingpong, cutlass::epilogue::TmaWarpSpecialized>;
-static const Registered registered(Chosen::tile("64x64"));
+static const Registered registered(tile<Chosen>("64x64"));
 }  // namespace proxsparse::gemm
