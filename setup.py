@@ -7,8 +7,9 @@ PROXSPARSE_EXTENSION decides what happens without a working C++ compiler:
 PROXSPARSE_CUDA decides about the CUDA kernels: auto (default: built where torch is a CUDA build and there is a CUDA
 toolkit), 0 (not built), 1 (built for any torch; no toolkit is an error). TORCH_CUDA_ARCH_LIST names the GPUs to build
 for; default: those of this machine, or 8.0;9.0;10.0+PTX without one. Where the CUDA kernels are built, so are those of
-csrc/cutlass, if the package nvidia-cutlass is there already (its headers suffice: pip install --no-deps). Each file
-takes a minute and up to 5 GB of memory; MAX_JOBS says how many at a time.
+csrc/cutlass, if the package nvidia-cutlass is there already (its headers suffice: pip install --no-deps);
+PROXSPARSE_CUTLASS=0 leaves them out, 1 insists. Each file takes a minute and up to 5 GB of memory; MAX_JOBS says how
+many at a time.
 """
 
 import glob
@@ -43,7 +44,7 @@ WARNING: proxsparse is installed WITHOUT its compiled {}: the build failed.
 
 
 def mode(variable: str) -> str:
-    """The environment's PROXSPARSE_EXTENSION or PROXSPARSE_CUDA: auto, 0 or 1."""
+    """The environment's PROXSPARSE_EXTENSION, PROXSPARSE_CUDA or PROXSPARSE_CUTLASS: auto, 0 or 1."""
     value = os.environ.get(variable, "auto")
     if value not in ("auto", "0", "1"):
         raise SystemExit(f"{variable}={value!r}: choose one of auto, 0, 1")
@@ -96,12 +97,13 @@ def cutlass_kernels(toolkit: str, headers: list[str]) -> cpp_extension.CppExtens
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     names = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(f"{major}.{minor}" for major, minor in capabilities)
     hopper = [name.startswith("9") for name in names.replace(";", " ").split()]
-    sources = ["csrc/cutlass/bindings.cpp", *glob.glob("csrc/cutlass/sm80_*.cu")]
+    sources = ["csrc/cutlass/bindings.cpp"]
     flags = ["-O3", "-std=c++20", "-DNDEBUG", "-diag-suppress=2908"]  # without NDEBUG wgmma is serialised: C7510
     if any(hopper):
         sources += glob.glob("csrc/cutlass/sm90_*.cu")
         flags.append("-gencode=arch=compute_90a,code=sm_90a")
     if not all(hopper):
+        sources += glob.glob("csrc/cutlass/sm80_*.cu")
         flags += ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80"]
     return with_toolkit("proxsparse._C_cutlass", sources, toolkit, flags, headers)
 
@@ -137,7 +139,9 @@ def extensions() -> list[cpp_extension.CppExtension]:
     with_cuda = found and (wanted == "1" or (wanted == "auto" and torch.version.cuda is not None))
     if not with_cuda:
         return [cpu_kernels()]
-    headers = cutlass_headers()
+    headers = [] if mode("PROXSPARSE_CUTLASS") == "0" else cutlass_headers()
+    if mode("PROXSPARSE_CUTLASS") == "1" and not headers:
+        raise SystemExit("PROXSPARSE_CUTLASS=1: nvidia-cutlass is not installed; remedy: pip install --no-deps it")
     return [cpu_kernels(), cuda_kernels(found[0]), *([cutlass_kernels(found[0], headers)] if headers else [])]
 
 

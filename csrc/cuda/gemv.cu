@@ -285,8 +285,14 @@ Plan plan(const GemvCall& call, const Device& device) {
 
 template <typename Format, int kGroups, bool kAligned>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  const GemvArguments& arguments = plan.arguments;
+  GemvArguments arguments = plan.arguments;
   const auto kernel = gemv_kernel<Format, kGroups, kAligned>;
+  if (arguments.splits > 1) {  // code for older GPUs that was compiled anew for this one has no clusters
+    cudaFuncAttributes attributes{};
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
+    if (status != cudaSuccess) return status;
+    if (attributes.ptxVersion < 90) arguments.splits = 1;
+  }
   const int shared = arguments.warps * kGroups * kColumns * kXWords * 4;  // bytes; the sums need less
   if (shared > 48 << 10) {                                                // this much is there without asking
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);

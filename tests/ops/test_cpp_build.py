@@ -126,13 +126,14 @@ def test_the_cutlass_tiles_are_those_of_the_gpus(gpus, hopper, older, described,
     importlib.invalidate_caches()
     extension = described(**wanted)["proxsparse._C_cutlass"]
     assert str(package / "source" / "include") in extension.include_dirs
-    assert any("sm80" in source for source in extension.sources)
+    assert any("sm80" in source for source in extension.sources) == older
     assert any("sm90" in source for source in extension.sources) == hopper
     flags = extension.extra_compile_args["nvcc"]
     assert ("-gencode=arch=compute_90a,code=sm_90a" in flags) == hopper
     assert any("compute_80" in flag for flag in flags) == older
     assert "-DNDEBUG" in flags
     assert "proxsparse._C_cutlass" not in described(PROXSPARSE_CUDA="0")
+    assert "proxsparse._C_cutlass" not in described(**wanted, PROXSPARSE_CUTLASS="0")
 
 
 def test_demanded_cuda_kernels_without_a_toolkit_are_refused_with_the_remedy(described, monkeypatch):

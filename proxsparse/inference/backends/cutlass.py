@@ -81,7 +81,12 @@ def _supports(x: Tensor, values: Tensor) -> str | None:
     capability = torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
         return f"it serves GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
-    return shape_reason(len(x), *values.shape, architecture_of(x.device))
+    architecture = architecture_of(x.device)
+    if reason := shape_reason(len(x), *values.shape, architecture):
+        return reason
+    if (architecture, tile := tile_for(len(x), architecture)) not in _C.tiles():
+        return f"its tile {tile} was not built for this GPU; remedy: install again without TORCH_CUDA_ARCH_LIST"
+    return None
 
 
 def shape_reason(rows: int, out_features: int, k: int, architecture: int) -> str | None:

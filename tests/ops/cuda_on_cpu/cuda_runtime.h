@@ -177,6 +177,14 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   *value = attribute == cudaDevAttrMultiProcessorCount ? emulated::processors : emulated::generation;
   return cudaSuccess;
 }
+struct cudaFuncAttributes {
+  int ptxVersion;
+};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  attributes->ptxVersion = 10 * emulated::generation;
+  return cudaSuccess;
+}
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
   return bytes <= emulated::kMaxShared ? cudaSuccess : cudaErrorInvalidValue;
