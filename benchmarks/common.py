@@ -6,6 +6,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,16 @@ def cuda_milliseconds(run: Callable[[], object], launches: int = 1) -> float:
 def devices() -> list[str]:
     """What a benchmark runs on by default: the GPU if there is one, else the CPU."""
     return ["cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def filled(args: argparse.Namespace, defaults: dict[str, object]) -> argparse.Namespace:
+    """The flags, those that were not given from the defaults of a device."""
+    return argparse.Namespace(**vars(args) | {name: v for name, v in defaults.items() if getattr(args, name) is None})
+
+
+def typed(benchmark: str, arguments: list[str] | None) -> str:
+    """What to type for the same measurement; None: this process's own arguments."""
+    return " ".join([f"python benchmarks/{benchmark}.py", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def provenance(device: torch.device) -> dict[str, object]:

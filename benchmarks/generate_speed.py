@@ -33,7 +33,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from common import FOLDER, append_rows, command_line, percentiles, provenance, results_file, show, write_table
+from common import (
+    FOLDER,
+    append_rows,
+    command_line,
+    filled,
+    percentiles,
+    provenance,
+    results_file,
+    show,
+    typed,
+    write_table,
+)
 from generate_plot import plot
 from optimizer_step import resident_bytes
 from random_models import KINDS, random_model
@@ -86,11 +97,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     for device in map(choose_device, args.devices):
         default = DEFAULTS.get(device.type, DEFAULTS["cuda"]) | {"dtypes": ["bfloat16"]}
-        chosen = argparse.Namespace(
-            **vars(args) | {key: value for key, value in default.items() if vars(args)[key] is None}
-        )
-        typed = sys.argv[1:] if arguments is None else arguments
-        where = provenance(device) | {"command": " ".join(["python benchmarks/generate_speed.py", *typed])}
+        chosen = filled(args, default)
+        where = provenance(device) | {"command": typed("generate_speed", arguments)}
         rows = []
         warm_up(device)
         for model in chosen.models:

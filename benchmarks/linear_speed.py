@@ -36,12 +36,14 @@ from common import (
     append_rows,
     command_line,
     elapsed_ms,
+    filled,
     interleaved,
     packed_weight,
     percentiles,
     provenance,
     results_file,
     show,
+    typed,
     write_table,
 )
 from linear_plot import plot
@@ -105,9 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     failed = False
     for device in map(choose_device, args.devices):
-        default = DEFAULTS[device.type]
-        chosen = argparse.Namespace(**vars(args) | {k: v for k, v in default.items() if vars(args)[k] is None})
-        where = provenance(device) | {"device_kind": choice.device_kind(device), "command": command(arguments)}
+        chosen = filled(args, DEFAULTS[device.type])
+        where = provenance(device) | {"device_kind": choice.device_kind(device)}
+        where |= {"command": typed("linear_speed", arguments)}
         where |= {"when": datetime.now(UTC).isoformat(timespec="seconds")}
         rows = []
         for shape in chosen.shapes:
@@ -150,11 +152,6 @@ def shape(text: str) -> Shape:
     if not (out_features.isdecimal() and in_features.isdecimal()) or int(in_features) % 4:
         raise argparse.ArgumentTypeError(f"{text!r}: write OUTxIN, in_features a multiple of 4, such as 4096x11008")
     return int(out_features), int(in_features)
-
-
-def command(arguments: list[str] | None) -> str:
-    """What to type for the same measurement."""
-    return " ".join(["python benchmarks/linear_speed.py", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 # ---------------------------------------------------------------------------------------------- measuring

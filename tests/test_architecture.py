@@ -14,7 +14,8 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 # A new module needs a line here: it says where in the house it lives.
 LAYERS = {
     "equations": tuple(
-        f"proxsparse.{name}" for name in ("patterns", "reference", "packed", "paper_solvers", "_version", "errors")
+        f"proxsparse.{name}"
+        for name in ("patterns", "reference", "packed", "paper_solvers", "selection", "_version", "errors")
     ),
     "device code": ("triton_kernels",),
     "ops": ("proxsparse.ops",),

@@ -31,7 +31,6 @@ constexpr int kXWords = kStep / 2;                                      // of a 
 constexpr int tiles_of(int groups) { return groups == 4 ? 2 : 4; }
 // 16 rows of x take so much shared memory that two thread blocks of 8 warps fit.
 constexpr int max_warps(int groups) { return groups == 4 ? 8 : 16; }
-constexpr uint32_t kAnyPlaces = 0x44444444u;  // 0 and 1 of every block: where there are no weights
 
 struct GemvArguments {
   GemvCall call;

@@ -7,8 +7,6 @@
 namespace proxsparse::gpu {
 namespace {
 
-constexpr uint32_t kAnyPlaces = 0x44444444u;  // 0 and 1 of every block: where there are no weights
-
 // Two bytes of each of two words: the lower two of both, or the upper two.
 __device__ inline uint32_t halves(uint32_t first, uint32_t second, bool upper) {
   return __byte_perm(first, second, upper ? 0x7632 : 0x5410);

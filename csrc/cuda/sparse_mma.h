@@ -9,6 +9,8 @@
 
 namespace proxsparse::gpu {
 
+constexpr uint32_t kAnyPlaces = 0x44444444u;  // 0 and 1 of every block: where there are no weights
+
 struct alignas(16) Words4 {
   uint32_t word[4];
 };

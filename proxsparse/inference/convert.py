@@ -4,7 +4,6 @@ One rule decides for both which layers are packed: `packable_layers`.
 """
 
 import collections
-import re
 from collections.abc import Callable, Iterator
 
 import torch
@@ -22,6 +21,7 @@ from proxsparse.inference.packed_checkpoint import (
 )
 from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.patterns import FLOAT_DTYPES
+from proxsparse.selection import is_selected
 
 Stream = Iterator[tuple[str, Tensor]]  # the tensors of a checkpoint by name, one after the other
 
@@ -217,15 +217,6 @@ def obstacle(weight: Tensor | None, tied: bool) -> tuple[str | None, bool]:
     if wrong:
         return f"{wrong} of {blocks} blocks are not {PATTERN}; prune it to {PATTERN} first", 2 * wrong <= blocks
     return None, False
-
-
-def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
-    """Whether some `include` (None: everything) and no `exclude` expression is found in `name`."""
-    try:
-        included = not include or any(re.search(expression, name) for expression in include)
-        return included and not any(re.search(expression, name) for expression in exclude or [])
-    except re.error as error:
-        raise ValueError(f"include/exclude {error.pattern!r} is not a regular expression: {error}") from error
 
 
 def refuse_altered(model: nn.Module, name: str) -> None:

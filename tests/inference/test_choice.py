@@ -1,7 +1,6 @@
 """`auto`: the measured table decides, what a backend refuses goes to the next, and looking up costs next to nothing."""
 
 import json
-import time
 import warnings
 
 import pytest
@@ -115,8 +114,6 @@ def test_without_a_measurement_a_stated_order(monkeypatch, tmp_path, table):
 
 
 def test_the_committed_table_names_its_origin_and_backends_that_exist():
-    if not choice.MEASURED.is_file():
-        pytest.skip("nothing was measured yet")
     for dtypes in json.loads(choice.MEASURED.read_text()).values():
         for entry in dtypes.values():
             assert {"device", "torch", "commit", "command", "results"} <= entry["measured"].keys()
@@ -125,12 +122,12 @@ def test_the_committed_table_names_its_origin_and_backends_that_exist():
             assert {name for names in orders for name in names} <= set(backends.backends())
 
 
-def test_choosing_again_takes_microseconds():
+def test_a_call_that_was_met_is_not_decided_again(monkeypatch):
     x, values = torch.empty(3, 64), torch.empty(32, 32)
     found = choice.choose(x, values)
-    start = time.perf_counter()
-    assert all(choice.choose(x, values) is found for _ in range(2000))
-    assert (time.perf_counter() - start) / 2000 < 100e-6  # 1 us on a quiet machine
+    monkeypatch.setattr(choice, "first_that_serves", lambda x, values: None)
+    assert choice.choose(torch.empty(3, 64), values) is found
+    assert choice.choose(torch.empty(4, 64), values) is None
 
 
 def test_the_memory_of_choices_is_bounded(monkeypatch):

@@ -14,13 +14,15 @@ SHAPES = [(64, 1024), (32, 320), (7, 64), (33, 576), (40, 260), (9, 12), (1, 4),
 
 @pytest.fixture
 def gemv(linear_library):
-    """gemv(x, values, indices, bias, processors, generation) -> y, by csrc/cuda/gemv.cu."""
+    """gemv(x, values, indices, bias, processors, generation, code) -> y, by csrc/cuda/gemv.cu."""
 
-    def run(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9):
+    def run(
+        x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9, code=90
+    ):
         y = torch.empty(len(x), len(values), dtype=x.dtype)
         status = linear_library.gemv(
             *(address(tensor) for tensor in (x, values, indices, bias, y)),
-            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), processors, generation),
+            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), processors, generation, code),
         )
         assert status == 0
         return y
@@ -61,6 +63,12 @@ def test_however_the_work_is_split(processors, generation, gemv):
         y = gemv(x, values, indices, None, processors, generation)
         check(y, x, weight)
         assert torch.equal(y, gemv(x, values, indices, None, processors, generation))
+
+
+def test_code_for_older_gpus_has_no_clusters(gemv):
+    """Compiled anew by the driver for a GPU that has them: split over thread blocks, y would miss the others' sums."""
+    x, values, indices, weight = layer(2, 40, 5 * 1024 + 64, torch.bfloat16)
+    check(gemv(x, values, indices, generation=9, code=80), x, weight)
 
 
 def test_one_block_at_every_place(gemv):

@@ -54,6 +54,7 @@ namespace emulated {
 
 constexpr int kLanes = 32, kStackBytes = 1 << 17, kWords = 9, kMaxShared = 227 << 10;
 inline int processors = 132, generation = 9;  // of the GPU
+inline int code = 90;                         // what the kernels were compiled for
 
 struct Thread {
   ucontext_t context;
@@ -182,7 +183,7 @@ struct cudaFuncAttributes {
 };
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
-  attributes->ptxVersion = 10 * emulated::generation;
+  attributes->ptxVersion = emulated::code;
   return cudaSuccess;
 }
 template <typename Kernel>
@@ -197,6 +198,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (config->blockDim.x > 1024 || config->blockDim.x % emulated::kLanes || shape.x * shape.y > 8) {
     return cudaErrorInvalidValue;
   }
+  if (shape.x * shape.y > 1 && emulated::code < 90) return cudaErrorInvalidValue;  // a GPU would not even say so
   if (grid.x == 0 || grid.y == 0 || grid.x % shape.x || grid.y % shape.y) return cudaErrorInvalidValue;
   auto call = std::pair(kernel, arguments);
   emulated::cluster.body = [](void* argument) {

@@ -4,8 +4,8 @@
 using namespace proxsparse::gpu;
 
 extern "C" int gemv(const void* x, const void* values, const uint8_t* indices, const void* bias, void* y, int rows,
-                    int out_features, int in_features, int type, int processors, int generation) {
-  emulated::processors = processors, emulated::generation = generation;
+                    int out_features, int in_features, int type, int processors, int generation, int code) {
+  emulated::processors = processors, emulated::generation = generation, emulated::code = code;
   return launch_gemv({x, values, indices, bias, y, rows, out_features, in_features, static_cast<Type>(type)}, nullptr);
 }
 

@@ -1,11 +1,13 @@
-"""The inference backends `cusparselt` and `gemv` without a GPU: whom they serve, and what torch's library is handed."""
+"""The inference backends of GPUs without one: whom they serve, and what torch's library is handed."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from proxsparse import packed
-from proxsparse.inference.backends import backend, cusparselt
+from proxsparse.inference.backends import backend, cusparselt, cutlass
 from proxsparse.ops.backends import cuda
 
 
@@ -126,3 +128,15 @@ def test_the_limits_of_gemv(monkeypatch):
     assert supports(OnGPU(1, 12), OnGPU(7, 6)) == "no compiler"
     monkeypatch.setattr(cuda, "_C", object())
     assert "older than the packed form" in supports(OnGPU(1, 12), OnGPU(7, 6))
+
+
+def test_cutlass_serves_with_the_tiles_that_were_built(monkeypatch):
+    built = SimpleNamespace(tiles=lambda: [(90, "64x32")])
+    for module in (cuda, cutlass):
+        monkeypatch.setattr(module, "_C", built)
+        monkeypatch.setattr(module, "_missing", None)
+    monkeypatch.setattr(cuda, "missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    supports = backend("cutlass").supports
+    assert supports(OnGPU(20, 128), OnGPU(48, 64)) is None
+    assert supports(OnGPU(40, 128), OnGPU(48, 64)).startswith("its tile 64x64 was not built for this GPU")
