@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from proxsparse import train
 from proxsparse.checkpoint import load_masks, masks_sha256, pack_mask, staged, unpack_mask, write_file
-from proxsparse.config import NOT_REPEATED, TrainConfig, parse_config
+from proxsparse.config import NOT_SETTINGS, TrainConfig, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError
@@ -27,7 +27,6 @@ from proxsparse.methods.allocation import allocate, allocation
 from proxsparse.models import load_model, prunable_layers
 
 TRAINED = "proxsparse"  # in the table it stands beside the registered methods
-NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to")  # flags of proxsparse.train that do not change the masks
 SHARED_FLAGS = ("model", "data", "num_samples", "seq_len", "packing", "seed", "pattern", "precision", "device")
 NOT_OPTIONS = (*SHARED_FLAGS, "eval_data")  # what the rows say elsewhere, or what they measure themselves
 BOOLEANS = {"true": True, "false": False}

@@ -26,12 +26,12 @@ import common
 import study_plots
 import torch
 from compare_methods import quoted, read_rows
-from contenders import NOT_SETTINGS, digest, label, settings_of
+from contenders import digest, label, settings_of
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from proxsparse import train
 from proxsparse.checkpoint import write_file
-from proxsparse.config import TrainConfig, parse_config
+from proxsparse.config import NOT_SETTINGS, TrainConfig, parse_config
 from proxsparse.device import choose_device
 from proxsparse.errors import InputError, run_command
 from proxsparse.optim.groups import pruned_parameters

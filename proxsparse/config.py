@@ -29,7 +29,9 @@ CHOSEN_FOR = {"metric": (*METRIC_DEFAULTS["none"], "start", "average_runs"), "fo
 # A source that sets one of these takes back what a weaker source said of the other.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
 PRETRAINED = "pretrained"  # the --start that no method computes
-NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir")  # flags of one run, not of its repetition
+NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # of one run alone
+# Flags that do not change the masks.
+NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit")
 
 
 def choice(*values: str, default: str | None, help: str):
@@ -122,6 +124,22 @@ class TrainConfig:
         "auto: mixed where bf16 is fast, else fp32",
     )  # fmt: skip
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
+    moment_dtype: str | None = choice(
+        "fp32", "bf16", default=None, help="AdamW's moments; bf16 takes half; default: bf16 with --precision bf16"
+    )
+    master_weights: bool = flag(
+        False, "bf16 weights: learn a copy in fp32 instead of rounding stochastically; 4 more bytes a weight"
+    )
+    step_in_backward: bool = flag(
+        False, "step each weight as soon as its gradient is there, and free that; needs --max_grad_norm 0"
+    )
+    pretrained_weights: str = choice(
+        "device",
+        "cpu",
+        "disk",
+        default="cpu",
+        help="where W0 waits for the end; disk: in the files of the model, mapped",
+    )
     device: str = flag("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     seed: int = flag(42, "of the order of the documents and every random number")
 
@@ -129,6 +147,13 @@ class TrainConfig:
     eval_seq_len: int = flag(1024, "window of the perplexity in tokens")
     eval_max_windows: int = flag(8, "windows of the perplexity; -1: all")
     report_to: str = choice("none", "tensorboard", "wandb", default="none", help="also log to")
+
+    save_steps: int = flag(100, "steps between checkpoints, which a completed run removes; 0: only when it is stopped")
+    save_total_limit: int = flag(1, "checkpoints to keep; older ones are removed when a new one is whole")
+    resume_from_checkpoint: str | None = flag(
+        None, "a checkpoint's folder, or last: the newest of --output_dir, from the start if there is none"
+    )
+    plan: bool = flag(False, "print the memory that the run will need on 1 to 512 devices, and load nothing")
 
     def check(self) -> "TrainConfig":
         """Fills in what depends on the metric and returns itself.
@@ -181,12 +206,23 @@ class TrainConfig:
                 f"--frozen_lambda {self.frozen_lambda} needs --forward dense: under the mask the weights are frozen "
                 "already"
             )
+        if self.master_weights and self.precision != "bf16":
+            raise InputError(f"--master_weights is for --precision bf16, not {self.precision}; leave it out")
+        if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
+            raise InputError(
+                "--step_in_backward frees every gradient before the next is there: it needs --max_grad_norm 0 (not "
+                f"{self.max_grad_norm:g}) and --gradient_accumulation_steps 1 (not {self.gradient_accumulation_steps})"
+            )
         return self
 
 
-COUNTS = ("num_samples", "average_runs", "per_device_train_batch_size", "gradient_accumulation_steps", "metric_samples")
+COUNTS = (
+    *("num_samples", "average_runs", "per_device_train_batch_size", "gradient_accumulation_steps", "metric_samples"),
+    "save_total_limit",
+)
 RANGES = (  # flags, what must hold, in words
     (COUNTS, lambda value: value >= 1, "at least 1"),
+    (("save_steps",), lambda value: value >= 0, "at least 0"),
     (("max_steps", "eval_max_windows"), lambda value: value == -1 or value >= 1, "at least 1, or -1 for no bound"),
     (("seq_len", "eval_seq_len"), lambda value: value >= 2, "at least 2 tokens: the first one is not predicted"),
     (("reg_lambda", "reg_lambda_rel", "frozen_lambda"), lambda value: value >= 0, "a finite number >= 0"),
