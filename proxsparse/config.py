@@ -29,9 +29,10 @@ CHOSEN_FOR = {"metric": (*METRIC_DEFAULTS["none"], "start", "average_runs"), "fo
 # A source that sets one of these takes back what a weaker source said of the other.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
 PRETRAINED = "pretrained"  # the --start that no method computes
+LAST = "last"  # the --resume_from_checkpoint that names the newest
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # of one run alone
 # Flags that do not change the masks.
-NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit")
+NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit", "pretrained_weights")
 
 
 def choice(*values: str, default: str | None, help: str):
@@ -133,12 +134,13 @@ class TrainConfig:
     step_in_backward: bool = flag(
         False, "step each weight as soon as its gradient is there, and free that; needs --max_grad_norm 0"
     )
-    pretrained_weights: str = choice(
-        "device",
-        "cpu",
-        "disk",
-        default="cpu",
-        help="where W0 waits for the end; disk: in the files of the model, mapped",
+    pretrained_weights: str | None = choice(
+        "device", "cpu", "disk", default=None,
+        help="where W0 waits; disk: in the model's files, mapped; default: the device with --forward masked, else cpu",
+    )  # fmt: skip
+    shard_within_node: bool = flag(
+        False,
+        "several nodes: each holds the whole model, shared out over its processes (HSDP); else over all processes",
     )
     device: str = flag("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     seed: int = flag(42, "of the order of the documents and every random number")
@@ -165,9 +167,10 @@ class TrainConfig:
             value, allowed = getattr(self, field_.name), field_.metadata.get("choices")
             if allowed and value is not None and value not in allowed:
                 raise InputError(f"--{field_.name} {value}: must be one of {', '.join(allowed)}")
-        defaults = METRIC_DEFAULTS[self.metric]
-        if self.forward == "masked":  # if the other weights moved, the loss would not be that of the saved model
-            defaults = defaults | {"update": "prunable"}
+        defaults = METRIC_DEFAULTS[self.metric] | {"pretrained_weights": "cpu"}
+        if (self.forward or defaults["forward"]) == "masked":
+            # if the other weights moved, the loss would not be that of the saved model; W0 is needed after every step
+            defaults |= {"update": "prunable", "pretrained_weights": "device"}
         for name in defaults:
             if getattr(self, name) is None and not (name == "reg_lambda_rel" and self.reg_lambda is not None):
                 setattr(self, name, defaults[name])

@@ -1,26 +1,28 @@
 """What Algorithm 1 takes for granted: its optimizer, step sizes, the order of the samples, how to stop."""
 
+import itertools
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
-from proxsparse.checkpoint import load_masks
-from proxsparse.config import PRETRAINED, TrainConfig
-from proxsparse.data import IGNORED_LABEL
+from proxsparse import distributed
+from proxsparse.checkpoint import pack_mask, unpack_mask
+from proxsparse.config import TrainConfig
+from proxsparse.data import IGNORED_LABEL, sample_stream
 from proxsparse.device import autocast
 from proxsparse.distillation import calibration_loss
+from proxsparse.distributed import processes
 from proxsparse.errors import InputError
-from proxsparse.masked import learned_weight, pretrained_weight, ranking
-from proxsparse.methods import Method, masks_of, method
-from proxsparse.ops import nm_mask
+from proxsparse.learned import Learned
+from proxsparse.monitor import MaskMonitor
 from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
-from proxsparse.patterns import NMPattern
 
 
 def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
@@ -29,32 +31,35 @@ def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
         return config.reg_lambda
     if config.metric == "activation":
         return config.reg_lambda_rel
-    mean = weight.detach().float().abs().mean().item()
+    mean = mean_size(weight)
     return config.reg_lambda_rel / mean if mean > 0 else 0.0
 
 
-def prox_adamw(
-    model: nn.Module, layers: dict[str, nn.Linear], metric: dict[str, Tensor], config: TrainConfig, steps: int
-) -> ProxAdamW:
-    """AdamW with the prox on the layers' weights; also says which parameters learn (requires_grad).
+def mean_size(weight: Tensor) -> float:
+    """mean|w| over the whole weight."""
+    return distributed.mean_of_shards(distributed.local(weight.detach()).float().abs(), weight).item()
 
-    With --precision bf16 the moments are bfloat16 too, as torch's AdamW keeps them, and all is rounded stochastically:
-    rounding to nearest would lose much of the prox, which moves a weight by 1 to 3 units in the last place.
 
-    Args:
-        metric: layer name -> c; {} is the paper's form. With a metric every weight that is not pruned steps in units
-            of its own mean magnitude, so that one dimensionless learning rate fits all.
+def prox_adamw(model: nn.Module, learned: dict[str, Learned], config: TrainConfig, steps: int) -> ProxAdamW:
+    """AdamW with the prox on what learns in the layers; also says which parameters learn (requires_grad).
+
+    With --precision bf16 the moments are bfloat16 too, as torch's AdamW keeps them, and all is rounded stochastically
+    (or learned in fp32 masters): rounding to nearest would lose much of the prox, which moves a weight by 1 to 3 units
+    in the last place. With a metric every weight that is not pruned steps in units of its own mean magnitude, so that
+    one dimensionless learning rate fits all.
     """
-    prunable = {id(learned_weight(layer)): name for name, layer in layers.items()}
+    prunable = {id(one.layer.weight): one for one in learned.values()}
+    in_metric = any(one.scale is not None for one in learned.values())
     groups = []
-    for parameter in model.parameters():
-        name = prunable.get(id(parameter))
-        parameter.requires_grad_(name is not None or config.update == "all")
-        group = {"params": [parameter], "lr": config.learning_rate, "reg_lambda": 0.0, "frozen_lambda": 0.0}
-        if name is not None:
-            group |= {"reg_lambda": layer_lambda(parameter, config), "frozen_lambda": config.frozen_lambda}
-        elif metric:
-            group["lr"] *= parameter.detach().abs().mean().item()
+    for name, parameter in model.named_parameters():
+        one = prunable.get(id(parameter))
+        parameter.requires_grad_(one is not None or config.update == "all")
+        weight = parameter if one is None else one.weight
+        group = {"params": [(name, weight)], "lr": config.learning_rate, "reg_lambda": 0.0, "frozen_lambda": 0.0}
+        if one is not None:
+            group |= {"reg_lambda": layer_lambda(weight, config), "frozen_lambda": config.frozen_lambda}
+        elif in_metric:
+            group["lr"] *= mean_size(parameter)
         if parameter.requires_grad:
             groups.append(group)
     bf16 = config.precision == "bf16"
@@ -67,57 +72,15 @@ def prox_adamw(
         pattern=config.pattern,
         frozen_eps=config.frozen_eps,
         reg_schedule=REG_SCHEDULES[config.reg_schedule](steps),
-        moment_dtype=torch.bfloat16 if bf16 else None,
-        stochastic_rounding=bf16,
+        moment_dtype=MOMENT_DTYPES[config.moment_dtype or ("bf16" if bf16 else "fp32")],
+        master_weights=config.master_weights,
+        stochastic_rounding=bf16 and not config.master_weights,
         seed=config.seed,
     )
-    for name, scale in metric.items():
-        optimizer.set_metric(learned_weight(layers[name]), scale)
+    for one in learned.values():
+        if one.scale is not None:
+            optimizer.set_metric(one.weight, one.scale)
     return optimizer
-
-
-def start_of(start: str) -> Method | dict[str, Tensor] | None:
-    """What --start names: a method, the masks in a .safetensors file, or None, the mask of the pretrained weights.
-
-    Raises:
-        InputError: no such method or file, a file that holds no masks.
-    """
-    if start == PRETRAINED:
-        return None
-    return load_masks(start) if start.endswith(".safetensors") else method(start, "--start")
-
-
-def check_start(start: Method | dict[str, Tensor] | None, layers: dict[str, nn.Linear], pattern: NMPattern) -> None:
-    """Before the passes over the calibration text: raises InputError for masks of a file that do not fit the layers."""
-    for name, layer in layers.items() if isinstance(start, dict) else ():
-        mask, shape = start.get(name), list(layer.weight.shape)
-        if mask is None:
-            held = "none"
-        elif list(mask.shape) != shape:
-            held = f"one of {list(mask.shape)}"
-        elif (pattern.nonzeros(mask) != pattern.n).any():
-            held = f"one that is not {pattern}"
-        else:
-            continue
-        raise InputError(
-            f"--start: layer {name} needs a {pattern} mask of {shape}, the file has {held}; give masks of this model"
-        )
-
-
-def first_masks(
-    start: Method | dict[str, Tensor] | None,
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    batches: list[dict[str, Tensor]],
-    pattern: NMPattern,
-) -> dict[str, Tensor]:
-    """The masks to start from: layer name -> bool [out_features, in_features]; {} is the ranking of the weights.
-
-    `start` has passed `check_start`. Raises what the method raises.
-    """
-    if isinstance(start, Method):
-        return masks_of(start, model, layers, batches, dict.fromkeys(layers, pattern), progress=True)
-    return start or {}
 
 
 class RunAverage:
@@ -127,59 +90,110 @@ class RunAverage:
     With several runs it holds two more copies of what learns: the start, and the sum in float32.
     """
 
-    def __init__(self, model: nn.Module, runs: int):
-        self.parameters = [parameter for parameter in model.parameters() if runs > 1 and parameter.requires_grad]
-        self.start = [parameter.detach().clone() for parameter in self.parameters]
-        self.sum = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
+    def __init__(self, weights: dict[str, Tensor], runs: int):
+        self.weights = weights if runs > 1 else {}
+        self.start = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.sum = {name: torch.zeros_like(start, dtype=torch.float32) for name, start in self.start.items()}
         self.ended = 0
 
     @torch.no_grad()
     def restart_(self) -> None:
-        """Puts the parameters back to the start."""
-        for parameter, start in zip(self.parameters, self.start, strict=True):
-            parameter.copy_(start)
+        """Puts the weights back to the start."""
+        for name, weight in self.weights.items():
+            weight.copy_(self.start[name])
 
     @torch.no_grad()
     def end_run_(self) -> None:
-        """Counts the parameters in, and leaves the mean in their place."""
+        """Counts the weights in, and leaves the mean in their place."""
         self.ended += 1
-        for parameter, total in zip(self.parameters, self.sum, strict=True):
-            total += parameter
+        for name, weight in self.weights.items():
+            self.sum[name] += weight
         self.mean_()
 
     @torch.no_grad()
     def mean_(self) -> None:
-        """The parameters become the mean of the runs that have ended; if none has, they stay."""
-        for parameter, total in zip(self.parameters, self.sum, strict=True) if self.ended else ():
-            parameter.copy_(total / self.ended)
+        """The weights become the mean of the runs that have ended; if none has, they stay."""
+        for name, weight in self.weights.items() if self.ended else ():
+            weight.copy_(self.sum[name] / self.ended)
+
+
+@dataclass
+class Learning:
+    """All runs of a learning, one after the other: what moves, and how far it has come. A checkpoint holds it."""
+
+    model: nn.Module
+    learned: dict[str, Learned]
+    config: TrainConfig
+    steps: int  # of one run
+    optimizer: ProxAdamW
+    average: RunAverage
+    monitor: MaskMonitor
+    step: int = 0  # those that are done, through all runs
+    batches: int = 0  # of the stream, taken by all processes
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def all_steps(self) -> int:
+        """The steps of all runs."""
+        return self.config.average_runs * self.steps
+
+    def restart_(self) -> None:
+        """Another run: the weights of the start, and an optimizer that knows nothing."""
+        self.average.restart_()
+        self.remask_()
+        self.optimizer = prox_adamw(self.model, self.learned, self.config, self.steps)
+
+    def remask_(self) -> None:
+        """Under the mask: the model computes with that of the learned weights as they are now."""
+        for one in self.learned.values():
+            one.remask_()
+
+
+def begin(model: nn.Module, learned: dict[str, Learned], config: TrainConfig, steps: int) -> Learning:
+    """A learning that has done nothing yet; says which parameters learn (requires_grad)."""
+    optimizer = prox_adamw(model, learned, config, steps)
+    average = RunAverage(weights_of(optimizer), config.average_runs)
+    monitor = MaskMonitor(learned.values(), config.average_runs * steps)
+    return Learning(model, learned, config, steps, optimizer, average, monitor)
+
+
+def weights_of(optimizer: ProxAdamW) -> dict[str, Tensor]:
+    """Parameter name -> what the optimizer moves for it."""
+    groups = optimizer.param_groups
+    return {
+        name: weight for group in groups for name, weight in zip(group["param_names"], group["params"], strict=True)
+    }
 
 
 def averaged_runs(
-    model: nn.Module, runs: int, steps: int, one_run: Callable[[], Iterator[dict]], stop: "StopSignal"
+    state: Learning, learn: Callable[[ProxAdamW, int], Iterator[dict]], stop: "StopSignal"
 ) -> Iterator[dict[str, float]]:
-    """So many runs of so many steps from the same weights, one after the other; the weights end as their mean.
+    """The runs of a learning from where it stands to their end; the weights end as the mean of all runs.
 
-    Yields the figures of every step that `one_run()` yields, its tokens, step and seconds counted through all runs; the
-    last step of a run sees the mean so far. A signal ends it after a step, with the mean of the runs that were
-    complete; the weights of that step if none was.
+    Yields the figures of every step that `learn(optimizer, steps of this run that are done)` yields, its tokens, step
+    and seconds counted through all runs; the last step of a run sees the mean so far. A signal ends it after a step,
+    with the mean of the runs that were complete; the weights of that step if none was.
     """
-    average, tokens, started = None, 0, time.monotonic()
-    for run_index in range(runs):
-        if average:
-            average.restart_()
-        rows = one_run()  # makes the optimizer, which says what learns
-        average = average or RunAverage(model, runs)
-        for row in rows:
-            tokens += row["tokens"]
-            if row["step"] == steps:
-                average.end_run_()
-            elapsed = {"tokens": tokens, "seconds": time.monotonic() - started}
-            yield row | elapsed | {"step": run_index * steps + row["step"]}
+    earlier, started = state.seconds, time.monotonic()
+    while state.step < state.all_steps:
+        done = state.step % state.steps
+        if state.step and not done:
+            state.restart_()
+        for row in learn(state.optimizer, done):
+            state.step += 1
+            state.batches += state.config.gradient_accumulation_steps * processes()
+            state.tokens += row["tokens"]
+            state.seconds = earlier + time.monotonic() - started
+            if state.step % state.steps == 0:
+                state.average.end_run_()
+            yield row | {"step": state.step, "tokens": state.tokens, "seconds": state.seconds}
             if stop.number:
-                average.mean_()
+                state.average.mean_()
                 return
 
 
+MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}
 DECAYS = {  # share of the steps after the warm-up that is done -> factor of the learning rate
     "linear": lambda done: 1 - done,
@@ -196,28 +210,46 @@ def lr_factor(step: int, steps: int, config: TrainConfig) -> float:
     return DECAYS[config.lr_scheduler_type]((step - warmup) / max(1, steps - warmup))
 
 
+def set_rates_(optimizer: ProxAdamW, factor: float) -> None:
+    """The learning rate of every group becomes its first one times the factor."""
+    for group in optimizer.param_groups:
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+
+
 def step_count(batches: int, config: TrainConfig) -> int:
-    """Optimizer steps of the run: --max_steps, or what the epochs give; at least 1."""
+    """Optimizer steps of a run: --max_steps, or what the epochs give; at least 1."""
     if config.max_steps > 0:
         return config.max_steps
-    return max(1, int(batches * config.num_train_epochs) // config.gradient_accumulation_steps)
+    return max(1, int(batches * config.num_train_epochs) // (config.gradient_accumulation_steps * processes()))
 
 
-@torch.no_grad()
-def current_masks(layers: dict[str, nn.Linear], metric: dict[str, Tensor], config: TrainConfig) -> dict[str, Tensor]:
-    """The masks of the learned weights: layer name -> bool [out_features, in_features] on the CPU, True = kept.
+def own_samples(batches: list[dict[str, Tensor]], seed: int, taken: int) -> Iterator[dict[str, Tensor]]:
+    """Every N-th batch of the stream for this one of N processes, after so many that all of them have taken."""
+    return itertools.islice(sample_stream(batches, seed), taken + distributed.rank(), None, processes())
+
+
+def current_masks(learned: dict[str, Learned]) -> dict[str, Tensor]:
+    """The masks of the learned weights: layer name -> bool [rows here, in_features] on the CPU, True = kept.
 
     Raises:
         InputError: a weight is not finite, so the run has diverged.
     """
-    masks = {}
-    for name, layer in layers.items():
-        weight = learned_weight(layer)
-        if not weight.isfinite().all():
-            raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
-        signs = pretrained_weight(layer) if config.forward == "masked" else None
-        masks[name] = nm_mask(ranking(weight, metric.get(name), signs), config.pattern).cpu()
-    return masks
+    finite = [bool(distributed.local(one.weight).isfinite().all()) for one in learned.values()]
+    if sum(distributed.total([not all(finite)])):
+        raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
+    return {name: one.mask().cpu() for name, one in learned.items()}
+
+
+def whole_masks(masks: dict[str, Tensor], learned: dict[str, Learned]) -> dict[str, Tensor]:
+    """All rows of the masks in the first process: bool [out_features, in_features] on the CPU; {} in the others."""
+    found = {}
+    for name, mask in masks.items():
+        if processes() > 1:  # as bits
+            weight = learned[name].weight
+            packed = distributed.whole(pack_mask(mask), weight)
+            mask = unpack_mask(packed, weight.shape[-1]) if distributed.is_first() else None
+        found[name] = mask
+    return found if distributed.is_first() else {}
 
 
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
@@ -232,19 +264,86 @@ def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
 def backward(
     model: nn.Module, batches: list[dict[str, Tensor]], compute_dtype: torch.dtype | None, distill: float
 ) -> float:
-    """Adds the gradient of the loss, the mean over all tokens that the batches predict, to `.grad`; returns the loss.
+    """Adds the gradient of the loss to `.grad`; returns the loss, the mean over all tokens that all processes predict.
 
     A batch counts by its tokens: a short document is as noisy as it is short.
+
+    Raises:
+        InputError: the loss is not finite.
     """
     predicted = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
+    (all_predicted,) = distributed.total([sum(predicted)])
     loss = 0.0
-    with parametrize.cached():  # one mask for all forward passes of a step
-        for batch, count in zip(batches, predicted, strict=True):
-            with autocast(model.device, compute_dtype):
-                batch_loss = calibration_loss(model, batch, distill) * (count / sum(predicted))
-            batch_loss.backward()
-            loss += batch_loss.item()
-    return loss
+    for batch, count in zip(batches, predicted, strict=True):
+        with autocast(model.device, compute_dtype):
+            batch_loss = calibration_loss(model, batch, distill) * (count / all_predicted)
+        if not batch_loss.isfinite():
+            raise InputError(
+                f"the loss is {batch_loss.item()}; lower --learning_rate, or raise --precision if it is not fp32"
+            )
+        batch_loss.backward()
+        loss += batch_loss.item()
+    return distributed.total([loss])[0]
+
+
+def step_(learned: dict[str, Learned], optimizer: ProxAdamW, max_grad_norm: float) -> float:
+    """The base step, then the prox, of every weight; returns the norm of all gradients together, before it was clipped.
+
+    Raises:
+        InputError: that is not finite; no weight has moved.
+    """
+    for one in learned.values():
+        one.take_gradient_()
+    norm = nn.utils.clip_grad_norm_(weights_of(optimizer).values(), max_grad_norm or math.inf)
+    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    if not math.isfinite(norm):
+        raise InputError(
+            f"the gradient's norm is {norm}; lower --learning_rate, or raise --precision if it is not fp32"
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    for one in learned.values():
+        one.remask_()
+    return norm
+
+
+@contextmanager
+def stepping_in_backward(model: nn.Module, learned: dict[str, Learned], optimizer: ProxAdamW):
+    """Within the block a backward pass steps every weight once its gradient is there, and frees that.
+
+    Yields a function: the norm of all gradients since it was last called.
+
+    Raises:
+        InputError: in the backward pass, for a gradient that is not finite; weights behind it have been stepped.
+    """
+    masked = {id(one.layer.weight): one for one in learned.values() if one.masked}
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    squares: list[Tensor] = []
+
+    def step(parameter: Tensor) -> None:
+        one = masked.get(id(parameter))
+        if one:
+            one.take_gradient_()
+        weight = one.weight if one else parameter
+        squares.append(distributed.local(weight.grad).float().square().sum())
+        if not squares[-1].isfinite():
+            raise InputError(f"a gradient of shape {list(weight.shape)} is not finite; lower --learning_rate")
+        optimizer.step_parameter(weight)
+        weight.grad = None
+        if one:
+            one.remask_()
+
+    def norm() -> float:
+        square = distributed.sum_of_shards_(torch.stack(squares).sum(), parameters[0])
+        squares.clear()
+        return square.sqrt().item()
+
+    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in parameters]
+    try:
+        yield norm
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class StopSignal:
@@ -263,3 +362,9 @@ class StopSignal:
 
     def _stop(self, number, _frame) -> None:
         self.number = number
+
+    def agree(self) -> None:
+        """A signal that one process has seen has been seen by all."""
+        seen = distributed.total([self.number == signal.SIGINT, self.number == signal.SIGTERM])
+        if any(seen):
+            self.number = signal.SIGTERM if seen[1] else signal.SIGINT

@@ -2,22 +2,28 @@
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
+from proxsparse.distributed import is_first
 from proxsparse.errors import InputError
 
 
 class RunLog:
-    """One row a step into metrics.jsonl (flushed: a killed run keeps its rows), the bar, and a tracker."""
+    """One row a step into metrics.jsonl (flushed: a killed run keeps its rows), the bar, and a tracker.
 
-    def __init__(self, run_dir: Path, steps: int, pattern: str, report_to: str = "none"):
-        self.pattern = pattern
-        self.file = (run_dir / "metrics.jsonl").open("w", encoding="utf-8")
-        self.bar = tqdm(total=steps, desc="learning masks", unit="step", file=sys.stderr, dynamic_ncols=True)
-        self.track, self.close_tracker = TRACKERS[report_to](run_dir)
+    Of many processes the first one alone writes. `done`: the steps before, whose rows are in the file.
+    """
+
+    def __init__(self, run_dir: Path, done: int, steps: int, pattern: str, report_to: str = "none"):
+        self.pattern, first = pattern, is_first()
+        self.file = (run_dir / "metrics.jsonl" if first else Path(os.devnull)).open("a", encoding="utf-8")
+        bar = {"desc": "learning masks", "unit": "step", "dynamic_ncols": True, "disable": not first}
+        self.bar = tqdm(total=steps, initial=done, file=sys.stderr, **bar)
+        self.track, self.close_tracker = TRACKERS[report_to if first else "none"](run_dir)
 
     def step(self, row: dict) -> None:
         """Records one step; `row` holds "step" and numbers."""

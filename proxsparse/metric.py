@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data import single_samples
+from proxsparse.distributed import local, mean_of_shards, share, total_
 
 # A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
 DEAD_FEATURE = 1e-4
@@ -24,29 +25,32 @@ def activation_metric(
     Returns:
         layer name -> c, fp32 [in_features], positive, on the layer's device.
     """
-    squares = {name: torch.zeros(layer.in_features, device=layer.weight.device) for name, layer in layers.items()}
+    devices = {name: local(layer.weight).device for name, layer in layers.items()}
+    squares = {name: torch.zeros(layer.in_features, device=devices[name]) for name, layer in layers.items()}
+    counts = True
 
     def accumulate(name: str):
         def hook(_module, inputs):
-            squares[name] += inputs[0].detach().float().reshape(-1, squares[name].numel()).square().sum(0)
+            if counts:
+                squares[name] += inputs[0].detach().float().reshape(-1, squares[name].numel()).square().sum(0)
 
         return hook
 
     handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
     try:
-        for ids in islice(single_samples(batches), samples):
+        for ids, counts in share(list(islice(single_samples(batches), samples))):  # noqa: B007 the hooks read `counts`
             model(input_ids=ids.to(model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return {name: normalised_metric(layers[name].weight, square.sqrt()) for name, square in squares.items()}
+    return {name: normalised_metric(layers[name].weight, total_(square).sqrt()) for name, square in squares.items()}
 
 
 def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:
     """norms / mean(|W| * norms), with dead features lifted to a small share of the mean norm; [in_features]."""
-    norms = norms.clamp_min(DEAD_FEATURE * norms.mean())
-    scale = norms / (weight.float().abs() * norms).mean()
+    norms, sizes = norms.clamp_min(DEAD_FEATURE * norms.mean()), local(weight).float().abs()
+    scale = norms / mean_of_shards(sizes * norms, weight)
     if bool((scale.isfinite() & (scale > 0)).all()):
         return scale
     # No token reached the layer (an idle expert) or its weights are zero: all features count the same.
-    return torch.full_like(norms, 1.0) / weight.float().abs().mean().clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.full_like(norms, 1.0) / mean_of_shards(sizes, weight).clamp_min(torch.finfo(torch.float32).tiny)

@@ -235,7 +235,8 @@ def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tens
     """W <- W0 where the mask keeps, +0 elsewhere; every parameter without a mask becomes W0 again. In place.
 
     Args:
-        pretrained: parameter name -> W0, from `copy_weights`; its dtype is restored too.
+        pretrained: parameter name -> W0, from `copy_weights` or `distributed.place_`; its dtype is restored too, but
+            for a sharded model, which keeps its own.
         masks: layer name -> bool [out_features, in_features]; {} restores the dense model.
         updated: the kept weights stay as they are now, rounded to the dtype of W0, instead of becoming W0.
     """
@@ -244,5 +245,8 @@ def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tens
         mask = masks.get(name.removesuffix(".weight"))
         if mask is not None:
             kept = parameter.to("cpu", weight.dtype) if updated else weight
-            weight = torch.where(mask.cpu() & (kept != 0), kept, 0.0)  # a kept -0.0 becomes +0.0 too
-        parameter.data = weight.to(parameter.device, copy=True)
+            weight = torch.where(mask.to(kept.device) & (kept != 0), kept, 0.0)  # a kept -0.0 becomes +0.0 too
+        if hasattr(parameter, "to_local"):
+            parameter.to_local().copy_(weight)
+        else:
+            parameter.data = weight.to(parameter.device, copy=True)

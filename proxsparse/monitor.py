@@ -1,9 +1,12 @@
 """What the masks do while they are learned, measured on a fixed sample of blocks so that it costs next to nothing."""
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Iterable
 
-from proxsparse.masked import learned_weight, pretrained_weight, ranking
+import torch
+from torch import Tensor
+
+from proxsparse.distributed import first_row, local, sum_of_shards_
+from proxsparse.learned import Learned, ranking
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import nm_mask
 
@@ -14,38 +17,37 @@ SNAPSHOTS = 20
 class MaskMonitor:
     """Follows evenly spaced blocks of the learned weights: are they N:M, does their mask change, how far from W0?
 
-    `signed`: they are ranked by c * w * sign(W0), as under `masked.MaskedWeight`, instead of by |c * w|.
+    Under the mask they are ranked by c * w * sign(W0), else by |c * w|, see `learned.ranking`. Every process of a
+    sharded model holds the whole sample.
     """
 
-    def __init__(
-        self,
-        layers: dict[str, nn.Linear],
-        pattern: NMPattern,
-        metric: dict[str, Tensor],
-        steps: int,
-        signed: bool = False,
-    ):
-        weights = {name: learned_weight(layer) for name, layer in layers.items()}
-        self.weights, self.pattern, self.signed = list(weights.values()), pattern, signed
-        self.stride = [max(1, weight.numel() // pattern.m // BLOCKS_PER_LAYER) for weight in self.weights]
-        ones = {name: weight.new_ones(weight.shape[-1]) for name, weight in weights.items()}
-        self.scale = self._sample([(metric or ones)[name].expand_as(weight) for name, weight in weights.items()])
-        self.pretrained = self._sample([pretrained_weight(layer).detach() for layer in layers.values()])
+    def __init__(self, learned: Iterable[Learned], steps: int):
+        self.learned = list(learned)
+        self.pattern, self.signed = self.learned[0].pattern, self.learned[0].masked
+        one = torch.ones(1)
+        scales = [one if each.scale is None else each.scale for each in self.learned]
+        self.scale = self._sample(c.expand(each.pretrained.shape) for c, each in zip(scales, self.learned, strict=True))
+        self.pretrained = self._sample(each.own_pretrained() for each in self.learned)
         self.mask = self._current_mask(self._weights())
         self.every = max(1, steps // SNAPSHOTS)
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
 
-    def _sample(self, weights: list[Tensor]) -> Tensor:
-        """One tensor [sampled blocks, m] of all layers, fp32 on the CPU."""
+    def _sample(self, rows: Iterable[Tensor]) -> Tensor:
+        """One tensor [sampled blocks, m] of all layers, fp32 on the CPU; `rows`: what this process holds of each."""
         sampled = []
-        for weight, stride in zip(weights, self.stride, strict=True):
-            blocks_per_row = weight.shape[-1] // self.pattern.m
-            index = torch.arange(0, weight.shape[0] * blocks_per_row, stride, device=weight.device)
-            sampled.append(self.pattern.blocks(weight)[index // blocks_per_row, index % blocks_per_row].float().cpu())
+        for each, held in zip(self.learned, rows, strict=True):
+            blocks_per_row = held.shape[-1] // self.pattern.m
+            blocks = len(each.weight) * blocks_per_row
+            index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER), device=held.device)
+            row, column = index // blocks_per_row - first_row(each.weight), index % blocks_per_row
+            here = (row >= 0) & (row < len(held))
+            values = torch.zeros(len(index), self.pattern.m, device=held.device)
+            values[here] = self.pattern.blocks(held)[row[here], column[here]].float()
+            sampled.append(sum_of_shards_(values.to(local(each.weight).device), each.weight).cpu())
         return torch.cat(sampled)
 
     def _weights(self) -> Tensor:
-        return self._sample([weight.detach() for weight in self.weights])
+        return self._sample(local(each.weight).detach() for each in self.learned)
 
     def _current_mask(self, weights: Tensor) -> Tensor:
         return nm_mask(ranking(weights, self.scale, self.pretrained if self.signed else None), self.pattern)
@@ -70,11 +72,12 @@ class MaskMonitor:
         return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
 
 
-def feasible_share(layers: dict[str, nn.Linear], pattern: NMPattern) -> float:
-    """Share of the learned weights' blocks that are N:M by themselves, over all layers, exact."""
-    weights = [learned_weight(layer).detach() for layer in layers.values()]
-    shares = [(pattern.feasible_blocks(weight).sum().item(), weight.numel() // pattern.m) for weight in weights]
-    return sum(feasible for feasible, _ in shares) / sum(blocks for _, blocks in shares)
+@torch.no_grad()
+def feasible_share(weights: Iterable[Tensor], pattern: NMPattern) -> float:
+    """Share of the blocks of all weights, sharded or not, that are N:M, exact."""
+    weights = list(weights)
+    counts = [sum_of_shards_(pattern.feasible_blocks(local(weight)).sum(), weight).item() for weight in weights]
+    return sum(counts) / sum(weight.numel() // pattern.m for weight in weights)
 
 
 def agreement(masks: dict[str, Tensor], others: dict[str, Tensor]) -> float:

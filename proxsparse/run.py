@@ -17,20 +17,23 @@ from torch import Tensor, nn
 from proxsparse._version import __version__
 from proxsparse.checkpoint import (
     prepare_output_dir,
+    remove_checkpoints,
     remove_written,
     require_space,
     save_masks,
     staged,
     write_file,
 )
-from proxsparse.config import NOT_REPEATED, TrainConfig
+from proxsparse.config import LAST, NOT_REPEATED, TrainConfig
 from proxsparse.data import evaluation_split, load_texts, read_limit
 from proxsparse.device import environment, peak_memory_bytes
+from proxsparse.distributed import from_first, processes
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
 from proxsparse.log import check_tracker
-from proxsparse.models import cast_parameters_, check_length, snap_
+from proxsparse.models import cast_parameters_, check_length, load_model, snap_
 from proxsparse.patterns import NMPattern
+from proxsparse.report import write_report
 
 Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
 # Below this share of N:M blocks the final projection, not the learning, makes most decisions.
@@ -46,13 +49,20 @@ def open_run_dir(config: Config) -> Path:
     run_dir = Path(config.output_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     if run_dir.exists() and Path(config.model).exists() and run_dir.samefile(config.model):
         raise InputError(f"--output_dir {str(run_dir)!r} is the folder of --model: the result would replace it")
-    prepare_output_dir(run_dir, config.overwrite_output_dir)
+    goes_on = bool(vars(config).get("resume_from_checkpoint")) and (run_dir / "config.yaml").is_file()
+    prepare_output_dir(run_dir, config.overwrite_output_dir or goes_on)
     return run_dir
 
 
-def start_run(run_dir: Path, config: Config) -> None:
-    """From here on the folder is this run's: what an earlier one left is removed, config.yaml is written."""
-    remove_written(run_dir)
+def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> None:
+    """From here on the folder is this run's: what an earlier one left is removed, config.yaml is written.
+
+    `resumed`: the checkpoint that it goes on from, which stays; its metrics.jsonl is put in place.
+    """
+    metrics = (resumed / "metrics.jsonl").read_bytes() if resumed else None
+    remove_written(run_dir, keep_checkpoints=resumed is not None)
+    if metrics is not None:
+        write_file(run_dir / "metrics.jsonl", metrics)
     settings = {name: value for name, value in vars(config).items() if value is not None}
     settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
     write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
@@ -62,6 +72,29 @@ def require_space_for(model: nn.Module, run_dir: Path) -> None:
     """Raises InputError if the disk cannot hold the checkpoint, the masks (a bit a weight) and the small files."""
     weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
     require_space(run_dir, weights + 2**24)
+
+
+def is_complete(run_dir: Path, config: Config) -> bool:
+    """Whether --resume_from_checkpoint last finds nothing left to learn; then it tidies up, and says so."""
+    try:
+        complete = json.loads((run_dir / "result.json").read_bytes())["status"] == "complete"
+    except (OSError, ValueError, TypeError, KeyError):
+        complete = False
+    if complete and config.resume_from_checkpoint == LAST:
+        write_report(run_dir)  # a kill behind result.json can have left the report unwritten and checkpoints
+        remove_checkpoints(run_dir)
+        print(f"{run_dir}: this run is complete, nothing is left to do")
+        return True
+    return False
+
+
+def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:
+    """The model to save. Of a sharded one it is read anew: its weights are the pretrained ones under the masks."""
+    if processes() == 1:
+        return model
+    model, _ = load_model(config.model)
+    snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
+    return model
 
 
 def perplexity_of(
@@ -75,7 +108,7 @@ def perplexity_of(
     if config.eval_data == "none":
         return lambda model: None
     source = config.eval_data
-    texts = load_texts(source, evaluation_split(source), config.text_field, read_limit(source))
+    texts = from_first(lambda: load_texts(source, evaluation_split(source), config.text_field, read_limit(source)))
     check_length(model, config.eval_seq_len, "eval_seq_len")
     tokens = evaluation_tokens(texts, tokenizer)
     return lambda model: perplexity(model, tokens, config.eval_seq_len, config.eval_max_windows, autocast_dtype)

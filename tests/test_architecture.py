@@ -15,7 +15,16 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 LAYERS = {
     "equations": tuple(
         f"proxsparse.{name}"
-        for name in ("patterns", "reference", "packed", "paper_solvers", "selection", "_version", "errors")
+        for name in (
+            "patterns",
+            "reference",
+            "packed",
+            "paper_solvers",
+            "selection",
+            "distributed",
+            "_version",
+            "errors",
+        )
     ),
     "device code": ("triton_kernels",),
     "ops": ("proxsparse.ops",),
@@ -28,18 +37,19 @@ LAYERS = {
             "layout",
             "data",
             "device",
-            "distributed",
             "checkpoint",
             "config",
             "log",
-            "masked",
+            "learned",
             "distillation",
             "monitor",
             "metric",
             "recipes",
         )
     ),
-    "methods": tuple(f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "learning")),
+    "methods": tuple(
+        f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "start", "learning", "training_state")
+    ),
     "inference": ("proxsparse.inference",),
     "commands": tuple(f"proxsparse.{name}" for name in ("train", "prune", "options", "evaluate", "pack", "env", "run")),
 }

@@ -13,6 +13,7 @@ from proxsparse.config import RECIPE_NAMES, TrainConfig, parse_config
 from proxsparse.data import sample_stream
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.learned import learned_layers
 from proxsparse.metric import activation_metric
 from proxsparse.models import prunable_layers
 from proxsparse.monitor import MaskMonitor, agreement, feasible_share
@@ -120,7 +121,9 @@ def test_later_passes_are_shuffled_with_the_seed():
 def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
     flags = ["--precision", precision, "--metric", "none", "--reg_lambda", "1.0", "--seed", "5", "--adam_beta1", "0.5"]
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(dtype)
-    optimizer = learning.prox_adamw(model, {"0": model[0]}, {}, parse_config(["--model", "x", *flags]), steps=1)
+    layers, pretrained = {"0": model[0]}, {"0.weight": model[0].weight.detach().clone()}
+    learned = learned_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
+    optimizer = learning.prox_adamw(model, learned, parse_config(["--model", "x", *flags]), steps=1)
     model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     optimizer.step()
     assert optimizer.stochastic_rounding is (precision == "bf16")
@@ -175,7 +178,9 @@ def test_activation_metric_ignores_padding_and_further_samples(model_and_layers)
 
 def test_monitor_counts_what_it_says(model_and_layers):
     _, layers = model_and_layers
-    monitor = MaskMonitor(layers, NMPattern(2, 4), {}, steps=2)
+    pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
+    learned = learned_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
+    monitor = MaskMonitor(learned.values(), steps=2)
     row = monitor.observe(1)
     assert row == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": 0.0}
     with torch.no_grad():
@@ -186,7 +191,7 @@ def test_monitor_counts_what_it_says(model_and_layers):
     assert (row["feasible_share"], row["mask_change"]) == (1.0, 1.0)
     assert row["norm_gap"] == pytest.approx(0.5)
     assert monitor.similarity() == [{"step": s, "to_final": t} for s, t in ((0, 0.0), (1, 0.0), (2, 1.0))]
-    assert feasible_share(layers, NMPattern(2, 4)) == 1.0
+    assert feasible_share([layer.weight for layer in layers.values()], NMPattern(2, 4)) == 1.0
 
 
 # ---------------------------------------------------------------------------------------------- masks on disk

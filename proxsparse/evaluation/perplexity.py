@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.device import autocast
+from proxsparse.distributed import share
+from proxsparse.distributed import total as sum_over_processes
 from proxsparse.errors import InputError
 
 
@@ -55,11 +57,11 @@ def perplexity(
     training = model.training
     model.eval()
     total = 0.0
-    for window in token_ids[: windows * seq_len].view(windows, 1, seq_len):
+    for window, counts in share(token_ids[: windows * seq_len].view(windows, 1, seq_len)):
         window = window.to(device)
         with autocast(device, autocast_dtype):
             logits = model(input_ids=window, use_cache=False).logits
-        total += nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]).item()
+        total += counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]).item()
     model.train(training)
-    mean = total / windows
+    mean = sum_over_processes([total])[0] / windows
     return Perplexity(math.exp(mean) if mean < 700 else math.inf, windows, windows * seq_len)

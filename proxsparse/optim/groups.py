@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor
 from torch.optim import Optimizer
 
+from proxsparse.distributed import local
 from proxsparse.ops.adamw_prox import check_frozen
 from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
@@ -168,11 +169,6 @@ def learns(group: dict) -> bool:
     lr = group.get("lr")
     on_accelerator = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return lr is None or on_accelerator or bool(lr != 0)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds, sharing its memory; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def add_frozen_gradients(group: dict, pretrained: dict[Tensor, Tensor], grad_scale: Tensor | None) -> None:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from proxsparse.distributed import local
 from proxsparse.ops.adamw_prox import adamw_prox_, check_numbers
 from proxsparse.optim import groups
-from proxsparse.optim.groups import local
 from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import PatternLike, check_dtype
 
@@ -178,17 +178,53 @@ class ProxAdamW(Optimizer):
                 check_gradient(parameter)
         number = 0
         for group, lr, reg_lambda in zip(self.param_groups, rates, lambdas, strict=True):
-            pruned = dict(groups.pruned_parameters(group))
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    prox = WITHOUT_PROX
-                    if parameter in pruned:
-                        scale, frozen_lambda = pruned[parameter], group["frozen_lambda"]
-                        prox = {"reg_lambda": reg_lambda, "frozen_lambda": frozen_lambda, "scale": scale}
-                    self._step_parameter(parameter, number, group, lr, prox)
-                number += 1
-            group["prox_step"] += 1 if lr else 0
+            self._step_group(group, number, lr, reg_lambda)
+            number += len(group["params"])
         return loss
+
+    @torch.no_grad()
+    def step_parameter(self, parameter: Tensor) -> None:
+        """The step of one parameter that is alone in its group, such as inside of the backward pass.
+
+        A `step()` of all is the same, bit by bit, as this for each of them in any order.
+
+        Raises:
+            ValueError: it shares its group, whose `prox_step` counts the steps of all.
+        """
+        number = 0
+        for group in self.param_groups:
+            if any(parameter is other for other in group["params"]):
+                break
+            number += len(group["params"])
+        if len(group["params"]) != 1:
+            raise ValueError(
+                f"parameter of shape {list(parameter.shape)}: step_parameter needs a param group of its own, this one "
+                f"has {len(group['params'])}"
+            )
+        check_gradient(parameter)
+        lr = float(group["lr"])
+        self._step_group(group, number, lr, groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0)
+
+    def prepare_state(self, parameter: Tensor) -> dict:
+        """The state of the parameter, made now if it has none yet: zeros, for a checkpoint to be loaded into."""
+        frozen = any(
+            parameter is pruned and group["frozen_lambda"] > 0
+            for group in self.param_groups
+            for pruned, _ in groups.pruned_parameters(group)
+        )
+        return self._prepared_state(parameter, frozen)
+
+    def _step_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> None:
+        """The fused step of every parameter that has a gradient; `first`: the number of the first one in all groups."""
+        pruned = dict(groups.pruned_parameters(group))
+        for number, parameter in enumerate(group["params"], first):
+            if parameter.grad is not None:
+                prox = WITHOUT_PROX
+                if parameter in pruned:
+                    scale, frozen_lambda = pruned[parameter], group["frozen_lambda"]
+                    prox = {"reg_lambda": reg_lambda, "frozen_lambda": frozen_lambda, "scale": scale}
+                self._step_parameter(parameter, number, group, lr, prox)
+        group["prox_step"] += 1 if lr else 0
 
     def _step_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> None:
         """The fused step on the part of the parameter that this process holds; `number` counts over all groups."""

@@ -1,17 +1,16 @@
-"""Learning under the mask: the model computes with W0 under the current mask, the gradient reaches every weight."""
+"""What learns: under the mask the model computes with W0 under it, and the gradient reaches every weight."""
 
 import pytest
 import tiny_models
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 from proxsparse import NMPattern, learning, nm_mask
 from proxsparse.config import parse_config
 from proxsparse.data import collate
 from proxsparse.distillation import calibration_loss
 from proxsparse.errors import InputError
-from proxsparse.masked import end_learning_under_masks_, learn_under_masks_, learned_weight, ranking, start_from_
+from proxsparse.learned import Learned, learned_layers, ranking, start_from_
 from proxsparse.methods import masks_of, method, prune_
 from proxsparse.models import copy_weights, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor, feasible_share
@@ -26,29 +25,36 @@ def layer_and_scale(rows=6, columns=16):
     return layer, torch.rand(columns) + 0.5
 
 
+def under_masks(layers: dict, metric: dict | None = None, masks: dict | None = None) -> dict[str, Learned]:
+    """The layers learn under their masks from now on."""
+    pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
+    return learned_layers(layers, pretrained, metric or {}, PATTERN, True, masks or {})
+
+
 def test_the_forward_pass_sees_the_mask_and_the_gradient_does_not():
     layer, scale = layer_and_scale()
     pretrained = layer.weight.detach().clone()
     mask = nm_mask((pretrained * scale).abs(), PATTERN)
-    learn_under_masks_({"a": layer}, {}, {"a": scale}, PATTERN)
+    learned = under_masks({"a": layer}, {"a": scale})["a"]
     inputs = torch.randn(5, 16)
     output = layer(inputs)
     torch.testing.assert_close(output, inputs @ torch.where(mask, pretrained, 0.0).T)
     output.square().sum().backward()
-    torch.testing.assert_close(learned_weight(layer).grad, 2 * output.detach().T @ inputs)  # dense: pruned ones too
+    learned.take_gradient_()
+    torch.testing.assert_close(learned.weight.grad, 2 * output.detach().T @ inputs)  # dense: pruned ones too
+    assert layer.weight.grad is None
 
 
-def test_one_mask_a_step_gathers_the_gradients_of_all_forward_passes():
+def test_the_mask_follows_what_is_learned():
     layer, scale = layer_and_scale()
-    learn_under_masks_({"a": layer}, {}, {"a": scale}, PATTERN)
-    inputs = torch.randn(2, 5, 16)
-    layer(inputs).square().sum().backward()
-    expected = learned_weight(layer).grad.clone()
-    learned_weight(layer).grad = None
-    with parametrize.cached():
-        for batch in inputs:
-            layer(batch).square().sum().backward()
-    torch.testing.assert_close(learned_weight(layer).grad, expected)
+    pretrained = layer.weight.detach().clone()
+    learned = under_masks({"a": layer}, {"a": scale})["a"]
+    torch.nn.init.normal_(learned.weight)
+    learned.remask_()
+    mask = nm_mask(learned.weight.detach() * scale * pretrained.sign(), PATTERN)
+    assert torch.equal(learned.mask(), mask)
+    assert torch.equal(layer.weight, torch.where(mask, pretrained, 0.0))
+    assert not layer.weight[~mask].signbit().any()
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "4:8"])
@@ -75,16 +81,15 @@ def test_a_learned_weight_of_the_wrong_sign_is_pruned():
 def test_what_is_saved_is_what_was_measured():
     model = tiny_models.tiny_model("llama")
     layers = prunable_layers(model)
-    config = parse_config(["--model", "x", "--forward", "masked", "--metric", "none"])
     pretrained = copy_weights(model)
-    learn_under_masks_(layers, {}, {}, PATTERN)
+    learned = under_masks(layers)
     with torch.no_grad():
-        for layer in layers.values():
-            learned_weight(layer).add_(0.02 * torch.randn(layer.weight.shape))
+        for one in learned.values():
+            one.weight.add_(0.02 * torch.randn(one.weight.shape))
+            one.remask_()
     ids = torch.randint(0, 50, (2, 12))
     measured = model(input_ids=ids).logits
-    masks = learning.current_masks(layers, {}, config)
-    end_learning_under_masks_(layers)
+    masks = learning.current_masks(learned)
     snap_(model, pretrained, masks)
     assert torch.equal(model(input_ids=ids).logits, measured)
     assert set(dict(model.named_parameters())) == set(pretrained)
@@ -94,17 +99,18 @@ def test_what_is_saved_is_what_was_measured():
 def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(checkpointing):
     model = tiny_models.tiny_model("llama")
     layers = prunable_layers(model)
-    learn_under_masks_(layers, {}, {}, PATTERN)
+    learned = under_masks(layers)
     learning.start_training(model, checkpointing)
     documents = [torch.randint(3, 50, (length,)).tolist() for length in (12, 5)]
     loss = learning.backward(model, [collate([document], 0) for document in documents], None, 0.0)
-    found = {name: learned_weight(layer).grad.clone() for name, layer in layers.items()}
+    found = {name: layer.weight.grad.clone() for name, layer in layers.items()}
     model.zero_grad()
     expected = calibration_loss(model, collate(documents, 0), 0.0)
     expected.backward()
     assert loss == pytest.approx(expected.item())
     for name, layer in layers.items():
-        torch.testing.assert_close(found[name], learned_weight(layer).grad)
+        torch.testing.assert_close(found[name], layer.weight.grad)
+        assert (found[name][~learned[name].mask()] != 0).any(), "pruned weights have a gradient too"
 
 
 def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask():
@@ -112,14 +118,15 @@ def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask():
     layers = prunable_layers(model)
     pretrained = torch.cat([layer.weight.detach().flatten() for layer in layers.values()])
     masks = {name: nm_mask(torch.rand_like(layer.weight), PATTERN) for name, layer in layers.items()}
-    learn_under_masks_(layers, masks, {}, PATTERN)
-    monitor = MaskMonitor(layers, PATTERN, {}, steps=1, signed=True)
+    found = under_masks(layers, masks=masks)
+    monitor = MaskMonitor(found.values(), steps=1)
     kept = torch.cat([mask.flatten() for mask in masks.values()])
-    learned = torch.cat([learned_weight(layer).detach().flatten() for layer in layers.values()])
+    learned = torch.cat([one.weight.detach().flatten() for one in found.values()])
     assert torch.equal(monitor.mask.flatten(), kept)
     gap = (learned - pretrained)[kept].norm() / pretrained[kept].norm()
     assert monitor.observe(1) == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": pytest.approx(gap.item())}
-    assert feasible_share(layers, PATTERN) == 0.0  # of what is learned, not of what the model computes with
+    assert feasible_share([one.weight for one in found.values()], PATTERN) == 0.0
+    assert feasible_share([layer.weight for layer in layers.values()], PATTERN) == 1.0
 
 
 def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
@@ -166,18 +173,18 @@ class StopAt:
         settings = ["--model", "tiny", "--average_runs", str(average_runs), "--learning_rate", "0.01"]
         config = parse_config([*settings, "--forward", "masked", "--reg_schedule", "linear", *flags])
         model = tiny_models.tiny_model("llama")
-        layers = prunable_layers(model)
-        learn_under_masks_(layers, {}, {}, PATTERN)
+        learned = under_masks(prunable_layers(model))
+        state = learning.begin(model, learned, config, 4)
         rows, documents = [], iter(samples)
 
-        def one_run():
-            optimizer = learning.prox_adamw(model, layers, {}, config, 4)
-            return learn_masks(model, optimizer, documents, 4, None, config)
+        def learn(optimizer, done):
+            return learn_masks(model, learned, optimizer, documents, done, 4, None, config)
 
-        for row in learning.averaged_runs(model, average_runs, 4, one_run, self):
+        for row in learning.averaged_runs(state, learn, self):
             rows.append(row)
             self.number = 15 if len(rows) == self.step else None
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}, rows
+        weights = dict(model.named_parameters()) | learning.weights_of(state.optimizer)
+        return {name: weight.detach() for name, weight in weights.items()}, rows
 
 
 @pytest.fixture
@@ -192,7 +199,7 @@ def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(documents, fla
     for name, weight in together.items():
         runs = [weights[name] for weights, _ in one_by_one]
         torch.testing.assert_close(weight, torch.stack(runs).mean(0))
-        moves = "--update" in flags or name.endswith("original")  # the learned weights, else only of the pruned layers
+        moves = "--update" in flags or "proj" in name  # else only the pruned layers
         assert torch.equal(runs[0], runs[1]) != moves, name
     assert [row["step"] for row in rows] == list(range(1, 13))
     alone = [row for _, rows in one_by_one for row in rows]
@@ -212,7 +219,7 @@ def test_a_signal_in_a_later_run_keeps_the_mean_of_those_that_ended(documents, s
 
 def test_the_mean_is_that_of_float32_rounded_once():
     model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    start, average = model.weight.detach().clone(), learning.RunAverage(model, 3)
+    start, average = model.weight.detach().clone(), learning.RunAverage({"": model.weight}, 3)
     runs = [start + torch.randn(8, 8).bfloat16() for _ in range(3)]
     for run in runs:
         average.restart_()
