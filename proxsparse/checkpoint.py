@@ -1,5 +1,6 @@
 """What a run leaves behind: masks on disk, and an output folder in which nothing half-written looks whole."""
 
+import errno
 import hashlib
 import json
 import os
@@ -18,7 +19,8 @@ from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
 MIXED = "mixed"  # in the place of a pattern: the layers have different ones
-SCRATCH = ".incomplete"  # a folder for what is being written; it outlives a killed process only
+SCRATCH = ".incomplete"  # how the name of what is being written begins; it outlives a killed process only
+FINISHED_BLOCKS = "finished_blocks"  # a folder for what a stopped proxsparse.prune goes on from
 # What a run writes into its folder, and an overwriting run removes: files of two runs must not stand side by side.
 WRITTEN = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jsonl", "*.jinja", "*.png", "config.yaml", "*.md")
 
@@ -120,12 +122,17 @@ def prepare_output_dir(folder: Path, overwrite: bool) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {str(folder)!r} is a file; name a folder")
-    if not overwrite and folder.is_dir() and any(entry.name != SCRATCH for entry in folder.iterdir()):
-        raise InputError(f"--output_dir {str(folder)!r} is not empty; choose another or add --overwrite_output_dir")
+    if not overwrite and folder.is_dir() and any(map(is_whole, folder.iterdir())):
+        stopped = (folder / FINISHED_BLOCKS).is_dir()
+        go_on = ", or --resume_from_checkpoint last: a run that was stopped has left finished blocks" if stopped else ""
+        raise InputError(
+            f"--output_dir {str(folder)!r} is not empty; choose another or add --overwrite_output_dir{go_on}"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder / SCRATCH, ignore_errors=True)
-        probe = folder / ".write-test"
+        for entry in folder.glob(f"{SCRATCH}*"):
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        probe = folder / f"{SCRATCH}-write-test"
         probe.write_bytes(b"proxsparse")
         probe.unlink()
     except OSError as error:
@@ -134,12 +141,23 @@ def prepare_output_dir(folder: Path, overwrite: bool) -> None:
         ) from error
 
 
+def is_whole(entry: Path) -> bool:
+    """Whether it is more than what a killed process was writing."""
+    return not entry.name.startswith(SCRATCH)
+
+
 def remove_written(folder: Path) -> None:
-    """Removes the files that an earlier run has left; folders stay, whatever their names."""
+    """Removes the files that an earlier run has left, and its finished blocks; other folders stay."""
+    remove_finished(folder)
     for pattern in WRITTEN:
         for path in folder.glob(pattern):
             if not path.is_dir():
                 path.unlink()
+
+
+def remove_finished(folder: Path) -> None:
+    """Removes the finished blocks in a run's folder, which a complete run needs no longer."""
+    shutil.rmtree(folder / FINISHED_BLOCKS, ignore_errors=True)
 
 
 def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[str] = ()) -> None:
@@ -172,7 +190,7 @@ def require_space(folder: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def staged(folder: Path):
-    """Yields a scratch folder inside `folder`; on success all in it is moved up, on any error it is removed.
+    """Yields a scratch folder inside `folder`; on success all in it is synced and moved up, on any error it is removed.
 
     The move is a few renames on one disk, the weights last: whoever finds weights finds the rest of the save too.
     """
@@ -181,6 +199,8 @@ def staged(folder: Path):
     scratch.mkdir()
     try:
         yield scratch
+        for path in scratch.rglob("*"):
+            sync(path)
         mode = folder.stat().st_mode & 0o666  # safetensors are written readable by their owner alone
         for entry in sorted(scratch.iterdir(), key=lambda entry: (entry.suffix == ".safetensors", entry.name)):
             target = folder / entry.name
@@ -189,15 +209,40 @@ def staged(folder: Path):
             elif target.is_dir():
                 shutil.rmtree(target)
             os.replace(entry, target)
+        sync(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Writes a small file whole or not at all: beside it first, then renamed, so that no reader sees half of it."""
-    beside = path.with_name(f".{path.name}.incomplete")
+@contextmanager
+def written_whole(path: Path):
+    """Yields a path beside `path` to write to; on success it is synced and renamed, on any error removed.
+
+    So no reader sees half of the file, and neither a kill nor a power cut leaves half of it.
+    """
+    beside = path.with_name(f"{SCRATCH}-{path.name}")
     try:
-        beside.write_bytes(content)
+        yield beside
+        sync(beside)
         os.replace(beside, path)
+        sync(path.parent)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a small file whole or not at all, see `written_whole`."""
+    with written_whole(path) as beside:
+        beside.write_bytes(content)
+
+
+def sync(path: Path) -> None:
+    """What was written to a file, or renamed in a folder, is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EBADF, errno.EINVAL)):  # some disks cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
