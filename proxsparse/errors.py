@@ -38,7 +38,7 @@ def run_command(main: Callable[[], int | None]) -> int:
         print(f"error: {with_notes(describe(error), error)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
 
 
 def _terminate(_number, _frame) -> None:
@@ -47,7 +47,7 @@ def _terminate(_number, _frame) -> None:
 
 def with_notes(text: str, error: BaseException) -> str:
     """The text, and what was added to the error on its way up (`add_note`), in one line."""
-    return "; ".join([text, *getattr(error, "__notes__", [])])
+    return " ".join("; ".join([text, *getattr(error, "__notes__", [])]).split())
 
 
 def is_full_disk(error: Exception) -> bool:
