@@ -133,7 +133,7 @@ def prepare_output_dir(folder: Path, overwrite: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for entry in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        probe = folder / ".write-test"
+        probe = folder / f"{SCRATCH}-write-test"
         probe.write_bytes(b"proxsparse")
         probe.unlink()
     except OSError as error:

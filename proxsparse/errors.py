@@ -3,35 +3,62 @@
 import errno
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 
-BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130  # exit codes
+BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 
 class InputError(ValueError):
     """What the user gave cannot be used; the message says what and how to mend it."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, with which a batch system ends a job before it kills it."""
+
+
 def run_command(main: Callable[[], int | None]) -> int:
-    """Calls `main` and returns the exit code; any error is one line on stderr (a traceback with PROXSPARSE_DEBUG=1)."""
+    """Calls `main` and returns the exit code; any error is one line on stderr (a traceback with PROXSPARSE_DEBUG=1).
+
+    SIGTERM ends it as Ctrl-C does.
+    """
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         return main() or 0
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+    except Terminated as stop:
+        print(f"\n{with_notes('stopped by SIGTERM', stop)}", file=sys.stderr)
+        return TERMINATED
+    except KeyboardInterrupt as stop:
+        print(f"\n{with_notes('interrupted', stop)}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # the last resort of a command line: whatever it is, the user gets one line
         if os.environ.get("PROXSPARSE_DEBUG"):
             raise
-        print(f"error: {describe(error)}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, ValueError | OSError) else FAILED
+        print(f"error: {with_notes(describe(error), error)}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
+    finally:
+        signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+
+
+def _terminate(_number, _frame) -> None:
+    raise Terminated
+
+
+def with_notes(text: str, error: BaseException) -> str:
+    """The text, and what was added to the error on its way up (`add_note`), in one line."""
+    return " ".join("; ".join([text, *getattr(error, "__notes__", [])]).split())
+
+
+def is_full_disk(error: Exception) -> bool:
+    """Whether the disk is full; safetensors says so in an error class of its own, with the number in its text."""
+    return getattr(error, "errno", None) == errno.ENOSPC or bool(re.search(rf"os error {errno.ENOSPC}\b", str(error)))
 
 
 def describe(error: Exception) -> str:
     """The error in one line, with the remedy where the system's own text has none."""
     text = " ".join(str(error).split())
-    # safetensors reports a full disk as an error class of its own, with the number in its text
-    if getattr(error, "errno", None) == errno.ENOSPC or re.search(rf"os error {errno.ENOSPC}\b", text):
+    if is_full_disk(error):
         where = f" while writing {error.filename}" if getattr(error, "filename", None) else ""
         return f"the disk is full{where}; free some space or choose another --output_dir"
     if isinstance(error, ValueError | OSError):

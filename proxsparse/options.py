@@ -16,7 +16,7 @@ from proxsparse.methods import Method, method, methods
 from proxsparse.methods.allocation import Allocation, allocation, allocations
 
 SHARED = (
-    *("model", "data", "text_field", "output_dir", "overwrite_output_dir"),
+    *("model", "data", "text_field", "output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
     *("num_samples", "seq_len", "packing", "pattern", "include", "exclude"),
     *("precision", "device", "seed", "eval_data", "eval_seq_len", "eval_max_windows"),
 )

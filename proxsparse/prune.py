@@ -1,21 +1,25 @@
 """`python -m proxsparse.prune --method NAME`: prune a pretrained language model by any of the methods.
 
 --list prints them with their options. What a run leaves behind is what proxsparse.train leaves: the pruned model as a
-Hugging Face checkpoint with its tokenizer, masks.safetensors, config.yaml with every flag, and result.json.
+Hugging Face checkpoint with its tokenizer, masks.safetensors, config.yaml with every flag, and result.json. What a run
+that was stopped leaves behind, by whatever, is its finished decoder blocks, see `methods.finished`; the same command
+line with --resume_from_checkpoint last goes on behind them, starts where there are none, and leaves a complete run be.
 """
 
+import argparse
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from proxsparse import run, train
-from proxsparse.checkpoint import masks_sha256
+from proxsparse.checkpoint import FINISHED_BLOCKS, masks_sha256, remove_finished
 from proxsparse.config import Parser
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import run_command
-from proxsparse.methods import method, prune_
+from proxsparse.methods import finished, method, prune_
 from proxsparse.methods.allocation import allocate, allocation, budget
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.options import PROXSPARSE, parse_flags, tables
@@ -23,8 +27,7 @@ from proxsparse.patterns import NMPattern
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Load, calibrate, allocate, prune, save, evaluate, report. Returns the exit code."""
-    started = time.monotonic()
+    """Does what the flags ask for, unless it is done already. Returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--list" in arguments:
         print(tables())
@@ -33,11 +36,28 @@ def main(arguments: list[str] | None = None) -> int:
     if name == PROXSPARSE.name:
         return train.main(others)
     config = parse_flags(arguments)
+    resumed = finished.dir_to_resume(config)
+    if resumed and finished.is_complete(resumed):
+        remove_finished(resumed)  # a kill right behind the run's last file can have left them
+        print(f"{resumed}: this run is complete, nothing is left to do")
+        return 0
+    run_dir = finished.reopen(resumed) if resumed else run.open_run_dir(config)
+    with finished.saying_what_is_kept(run_dir):
+        result = prune_model(config, run_dir, begun=resumed is not None)
+    print(run.summary(result, run_dir))
+    return 0
+
+
+def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
+    """Load, calibrate, allocate, prune, save, evaluate; returns what result.json holds.
+
+    `begun`: the folder is this run's already, and may hold finished decoder blocks.
+    """
+    started = time.monotonic()
     chosen, sharing = method(config.method), allocation(config.allocation)
     options = {name: getattr(config, name) for name in chosen.options}
     updated = chosen.updates_weights and options.get("update_weights", True)
     pattern = NMPattern.parse(config.pattern)
-    run_dir = run.open_run_dir(config)
     device = choose_device(config.device)
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)
@@ -52,19 +72,24 @@ def main(arguments: list[str] | None = None) -> int:
         batches = calibration_batches(
             texts, tokenizer, config.num_samples, config.seq_len, packing=config.packing, seed=config.seed
         )
+    digest = finished.digest_of(model, batches)
     evaluate = run.perplexity_of(config, model, tokenizer, compute_dtype)
     pretrained = copy_weights(model)
 
     cast_parameters_(model.to(device), weight_dtype)
     scores = {"dense": evaluate(model)}
-    run.start_run(run_dir, config)
+    blocks = run_dir / FINISHED_BLOCKS
+    if not begun:
+        run.start_run(run_dir, config)
     with autocast(device, compute_dtype):
-        sharing_options = {name: getattr(config, name) for name in sharing.options}
-        patterns = allocate(config.allocation, model, layers, batches, pattern, progress=True, **sharing_options)
-        masks = prune_(model, config.method, batches, patterns, progress=True, **options)
+        patterns = finished.load_start(blocks, layers, digest)
+        if patterns is None:
+            sharing_options = {name: getattr(config, name) for name in sharing.options}
+            patterns = allocate(config.allocation, model, layers, batches, pattern, progress=True, **sharing_options)
+            finished.save_start(blocks, patterns, digest)
+        masks = prune_(model, config.method, batches, patterns, progress=True, finished_blocks=blocks, **options)
     snap_(model, pretrained, masks, updated)
     run.save_checkpoint(run_dir, model, tokenizer, masks, config, patterns)
-
     scores |= run.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
     figures = {
         "status": "complete",
@@ -74,12 +99,14 @@ def main(arguments: list[str] | None = None) -> int:
         "budget": {"asked": pattern.density, "kept": budget(layers, patterns)},
         "patterns": {name: str(pattern) for name, pattern in patterns.items()},
         "seconds": time.monotonic() - started,
+        "resumed": begun,
         "masks_sha256": masks_sha256(masks),
         "perplexity": run.perplexity_table(scores, config),
         "warnings": run.few_samples(sum(len(b["input_ids"]) for b in batches), config) if batches else [],
     }
-    print(run.summary(run.save_result(run_dir, config, device, figures), run_dir))
-    return 0
+    result = run.save_result(run_dir, config, device, figures)
+    remove_finished(run_dir)
+    return result
 
 
 def split_method(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -82,7 +82,11 @@ OWNERS = {
         "proxsparse/inference/hf_quantizer.py",
         "proxsparse/inference/generate.py",
     ),
-    "safetensors": ("proxsparse/checkpoint.py", "proxsparse/inference/packed_checkpoint.py"),
+    "safetensors": (
+        "proxsparse/checkpoint.py",
+        "proxsparse/methods/finished.py",
+        "proxsparse/inference/packed_checkpoint.py",
+    ),
     "matplotlib": ("proxsparse/report.py",),
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda", "proxsparse._C_cutlass"}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from proxsparse.errors import InputError
-from proxsparse.methods.base import Batches, options_of, refuse_foreign, walk
+from proxsparse.methods.base import Batches, layers_inside, options_of, refuse_foreign, walk
 from proxsparse.methods.wanda import FeatureNorms
 from proxsparse.models import decoder_blocks
 from proxsparse.patterns import NMPattern, PatternLike
@@ -118,8 +118,7 @@ def numel(layers: Layers) -> int:
 
 def by_decoder_block(model: nn.Module, layers: Layers) -> list[Layers]:
     """The layers of each decoder block, in model order, without decoder blocks that have none of them."""
-    insides = [set(block.modules()) for block in decoder_blocks(model)]
-    blocks = [{name: layer for name, layer in layers.items() if layer in inside} for inside in insides]
+    blocks = [layers_inside(block, layers) for block in decoder_blocks(model)]
     return [block for block in blocks if block]
 
 
@@ -200,9 +199,8 @@ def wish_owl(
     layers, shares = joined(blocks), []
 
     def visit(statistics: dict[str, FeatureNorms]) -> None:
-        if statistics:
-            scores = [(layers[name].weight.abs() * norms.norms()).float() for name, norms in statistics.items()]
-            shares.append(outlier_share(scores, outlier_factor))
+        scores = [(layers[name].weight.abs() * norms.norms()).float() for name, norms in statistics.items()]
+        shares.append(outlier_share(scores, outlier_factor))
 
     walk(model, layers, batches, FeatureNorms, visit, progress)
     extra = spread * relative(shares)

@@ -5,7 +5,8 @@ both look alike: `prune_(model, name, batches)`.
 
 The walk holds one decoder block's statistics at a time: the calibration samples run through the block, its layers are
 pruned, the samples run again, and what the pruned block puts out is what the next one receives. What is held all the
-while is the model on its device and one hidden state a sample, [T, hidden_size] each.
+while is the model on its device and one hidden state a sample, [T, hidden_size] each. A pruned decoder block can be
+kept on disk at once, see `finished`; a later walk takes it from there.
 """
 
 import inspect
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from tqdm import tqdm
 from proxsparse.data import single_samples
 from proxsparse.errors import InputError
 from proxsparse.layout import unfold_
+from proxsparse.methods.finished import load_block, save_block
 from proxsparse.models import decoder_blocks, prunable_layers
 from proxsparse.patterns import NMPattern, PatternLike
 
@@ -48,6 +51,7 @@ class Method:
     paper: str
     prune: Callable[..., dict[str, Tensor]]
     options: dict[str, bool | int | float | str]  # name -> default; the type of the default is that of the option
+    by_block: bool = False  # its `prune` takes `finished_blocks` too, see `prune_`
 
 
 _methods: dict[str, Method] = {}
@@ -77,7 +81,8 @@ def register_layer_method(
 
     def add(prune_layer: Callable) -> Callable:
         prune = partial(prune_layers_, prune_layer, statistics)
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options_of(prune_layer))
+        options = options_of(prune_layer)
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, by_block=needs_data)
         return prune_layer
 
     return add
@@ -85,12 +90,21 @@ def register_layer_method(
 
 @torch.no_grad()
 def prune_layers_(
-    prune_layer: Callable, statistics: type | None, model, layers, batches, patterns, progress=False, **options
+    prune_layer: Callable,
+    statistics: type | None,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    patterns: dict[str, NMPattern],
+    progress: bool = False,
+    finished_blocks: Path | None = None,
+    **options,
 ) -> dict[str, Tensor]:
     """`Method.prune` made of a function for one layer; its arithmetic is in full precision even under autocast."""
     masks = {}
 
     def visit(collected: dict) -> None:
+        updated = {}
         for name, statistic in collected.items():
             layer = layers[name]
             try:
@@ -99,19 +113,29 @@ def prune_layers_(
             except InputError as error:
                 raise InputError(f"{name}: {error}") from error
             masks[name] = apply_mask_(layer, mask, new_weight)
+            if new_weight is not None:
+                updated[name] = layer.weight
+        if finished_blocks:
+            save_block(finished_blocks, {name: masks[name] for name in collected}, updated)
+
+    def restored(inside: dict[str, nn.Linear]) -> bool:
+        finished = load_block(finished_blocks, inside, patterns) if finished_blocks else {}
+        for name, (mask, new_weight) in finished.items():
+            masks[name] = apply_mask_(inside[name], mask, new_weight)
+        return bool(finished)
 
     if statistics is None:
         visit(dict.fromkeys(layers))
     else:
-        walk(model, layers, batches, statistics, visit, progress)
-    return masks
+        walk(model, layers, batches, statistics, visit, progress, restored)
+    return {name: masks[name] for name in layers}
 
 
 @torch.no_grad()
 def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None) -> Tensor:
     """Prunes one layer in place, with its own weights or new ones, and returns the mask on the CPU."""
-    weight = layer.weight if new_weight is None else new_weight.to(layer.weight.dtype)
-    layer.weight.copy_(torch.where(mask, weight, 0.0))  # where, not a product: that would leave -0.0
+    weight = layer.weight if new_weight is None else new_weight.to(layer.weight)
+    layer.weight.copy_(torch.where(mask.to(weight.device), weight, 0.0))  # where, not a product: that would leave -0.0
     return mask.cpu()
 
 
@@ -159,6 +183,7 @@ def prune_(
     include: list[str] | None = None,
     exclude: list[str] | None = None,
     progress: bool = False,
+    finished_blocks: Path | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
@@ -169,6 +194,9 @@ def prune_(
         pattern: one for all layers, or one for every layer by its name (what `allocation.allocate` returns): then the
             layers that it does not name stay as they are.
         include, exclude: which layers, as in `models.prunable_layers`.
+        finished_blocks: a folder, there already, in which every decoder block is kept as soon as it is pruned; those
+            that are there are taken as they are, so give it to the same call again and to no other. A method that
+            prunes the whole model at once, or needs no data, keeps none.
         options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
@@ -178,6 +206,8 @@ def prune_(
     chosen = method(name)
     refuse_foreign(options, chosen.options, f"method {name!r}")
     layers, patterns = layers_and_patterns(unfold_(model), pattern, include, exclude)
+    if chosen.by_block:
+        options["finished_blocks"] = finished_blocks
     return chosen.prune(model, layers, batches, patterns, progress, **options)
 
 
@@ -232,8 +262,12 @@ def walk(
     collect: Callable,
     visit: Callable,
     progress: bool = False,
+    restored: Callable[[dict[str, nn.Linear]], bool] = lambda inside: False,
 ) -> None:
     """Calls `visit({layer name: statistics})` for one decoder block after the other, in evaluation mode.
+
+    Decoder blocks without layers, and those of which `restored({layer name: layer})` says that it has pruned them, are
+    not visited.
 
     `collect(layer)` makes the statistics of a layer's inputs, an object with `add(inputs)`, [tokens, in_features];
     `tokens`, how many so far; `sums`, what was added up. They are let go when `visit` returns. The inputs of later
@@ -249,22 +283,31 @@ def walk(
         samples = [capture(model, blocks, ids) for ids in single_samples(batches)]
         if not samples:
             raise InputError("no calibration sample: this method needs data; give at least one batch")
-        for index, block in enumerate(tqdm(blocks, desc="decoder blocks", unit="block", disable=not progress)):
-            visit(statistics_of(block, index, layers, samples, collect))
-            for sample in samples if index + 1 < len(blocks) else ():
-                sample.hidden = sample.run(block, index)
+        insides = [layers_inside(block, layers) for block in blocks]
+        waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
+        last = max(waiting, default=-1)
+        for index in tqdm(range(last + 1), desc="decoder blocks", unit="block", disable=not progress):
+            if index in waiting:
+                visit(statistics_of(blocks[index], index, insides[index], samples, collect))
+            for sample in samples if index < last else ():
+                sample.hidden = sample.run(blocks[index], index)
     finally:
         for module in training:
             module.training = True
 
 
+def layers_inside(block: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
+    """Those of the layers that are in the decoder block."""
+    inside = set(block.modules())
+    return {name: layer for name, layer in layers.items() if layer in inside}
+
+
 def statistics_of(
     block: nn.Module, index: int, layers: dict[str, nn.Linear], samples: list[Sample], collect: Callable
 ) -> dict:
-    """Layer name -> statistics of its inputs over all samples, for the layers inside one decoder block."""
-    inside = set(block.modules())
-    statistics = {name: collect(layer) for name, layer in layers.items() if layer in inside}
-    for sample in samples if statistics else ():
+    """Layer name -> statistics of its inputs over all samples, for the layers, all of them in that decoder block."""
+    statistics = {name: collect(layer) for name, layer in layers.items()}
+    for sample in samples:
         with ExitStack() as hooks:
             for name, statistic in statistics.items():
                 hooks.enter_context(layers[name].register_forward_pre_hook(feeding(statistic)))

@@ -253,7 +253,7 @@ def test_prune_names_the_layer_whose_inputs_are_not_finite(method, prune_flags, 
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     flags = [*prune_flags, "--model", model, "--method", method]
     fails(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "finished_blocks"}
 
 
 @pytest.mark.parametrize("damping", ["-0.1", "nan", "inf"])
@@ -272,8 +272,8 @@ def test_prune_on_a_full_disk_leaves_nothing_half_written(prune_flags, capsys, t
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("proxsparse.run.save_masks", no_space)
-    fails(capsys, prune.main, prune_flags, "disk is full", "--output_dir")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml"}
+    fails(capsys, prune.main, prune_flags, "disk is full", "2 decoder blocks finished", "--output_dir")
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "finished_blocks"}
 
 
 def test_prune_refuses_too_small_a_disk_before_the_work(prune_flags, capsys, monkeypatch, tmp_path):

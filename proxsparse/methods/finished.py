@@ -1,0 +1,225 @@
+"""The decoder blocks that a method has finished, on disk, so that a run that was stopped goes on behind them.
+
+    OUTPUT_DIR/config.yaml                                what they belong to: the flags of the run
+    OUTPUT_DIR/finished_blocks/start.json                 the pattern of every layer; the digest of model and samples
+    OUTPUT_DIR/finished_blocks/model.layers.0.safetensors one for every decoder block: its masks and updated weights
+
+Each file is written beside its place, synced and renamed, so what is there is whole, whatever has stopped the run. The
+masks and weights of a finished block are put back bit for bit, and the calibration samples run through it to the next:
+on the same machine a resumed run ends with the bits of an undisturbed one. A completed run removes the folder.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from proxsparse.checkpoint import FINISHED_BLOCKS, pack_mask, prepare_output_dir, unpack_mask, write_file, written_whole
+from proxsparse.config import NOT_SETTINGS
+from proxsparse.errors import InputError
+from proxsparse.patterns import NMPattern
+
+Finished = dict[str, tuple[Tensor, Tensor | None]]  # layer name -> mask; updated weight, or None if it stays
+
+FORMAT = "proxsparse-finished-1"
+LAST = "last"
+MAY_DIFFER = (*NOT_SETTINGS, "device", "eval_data", "eval_seq_len", "eval_max_windows")  # none changes the masks
+SAMPLED = 64  # weights of a parameter that tell a changed model: reading all would take as long as loading it
+AGAIN = "give the same, or start anew: leave out --resume_from_checkpoint and add --overwrite_output_dir"
+
+
+def block_file(folder: Path, layers: Iterable[str]) -> Path:
+    """The file of the decoder block with these layers, by what their names have in common: model.layers.0."""
+    common = os.path.commonpath([name.replace(".", "/") for name in layers])
+    return folder / f"{common.replace('/', '.')}.safetensors"
+
+
+def save_block(folder: Path, masks: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    """Keeps a finished decoder block.
+
+    Args:
+        masks: layer name -> bool [out_features, in_features].
+        weights: the same shape, of the layers whose weights the method has changed.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {f"{name}.mask": pack_mask(mask) for name, mask in masks.items()}
+    tensors |= {f"{name}.weight": weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    with written_whole(block_file(folder, masks)) as beside:
+        save_file(tensors, beside, {"format": FORMAT})
+
+
+def load_block(folder: Path, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> Finished:
+    """A decoder block that was kept, by its layers; {} if there is none, or, aloud, if its file is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    path = block_file(folder, layers)
+    if not path.exists():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        finished = {
+            name: (
+                checked_mask(tensors.pop(f"{name}.mask"), layer, patterns[name]),
+                checked_weight(tensors.pop(f"{name}.weight", None), layer),
+            )
+            for name, layer in layers.items()
+        }
+        if tensors:
+            raise ValueError(f"{min(tensors)} is of no layer")
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        print(f"{path} is damaged ({error}): this decoder block is pruned anew", file=sys.stderr)
+        return {}
+    return finished
+
+
+def checked_mask(packed: Tensor, layer: nn.Linear, pattern: NMPattern) -> Tensor:
+    """bool [out_features, in_features]. Raises ValueError if it is no mask of that layer and pattern."""
+    rows, columns = layer.weight.shape
+    if packed.dtype != torch.uint8 or packed.shape != (rows, -(-columns // 8)):
+        raise ValueError(f"a mask of {list(packed.shape)} {packed.dtype} is not one of [{rows}, {columns}]")
+    mask = unpack_mask(packed, columns)
+    if not (pattern.nonzeros(mask) == pattern.n).all():
+        raise ValueError(f"a mask that does not keep {pattern}")
+    return mask
+
+
+def checked_weight(weight: Tensor | None, layer: nn.Linear) -> Tensor | None:
+    """The weight. Raises ValueError if the layer's has another shape or dtype."""
+    if weight is not None and (weight.shape, weight.dtype) != (layer.weight.shape, layer.weight.dtype):
+        raise ValueError(f"a weight of {list(weight.shape)} {weight.dtype}, the layer's is {layer.weight.dtype}")
+    return weight
+
+
+def save_start(folder: Path, patterns: dict[str, NMPattern], digest: str) -> None:
+    """Makes the folder, empty but for what the decoder blocks to come belong to: patterns, and `digest_of` the rest."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    start = {"format": FORMAT, "digest": digest, "patterns": {name: str(pattern) for name, pattern in patterns.items()}}
+    write_file(folder / "start.json", json.dumps(start).encode())
+
+
+def load_start(folder: Path, layers: Iterable[str], digest: str) -> dict[str, NMPattern] | None:
+    """Layer name -> pattern, as `save_start` has kept them; None if there are none, or, aloud, if they are damaged.
+
+    Raises:
+        InputError: the model or the samples are not those that the decoder blocks were finished with.
+    """
+    path = folder / "start.json"
+    try:
+        start = json.loads(path.read_bytes())
+        patterns = {name: NMPattern.parse(start["patterns"][name]) for name in layers}
+        before = start["digest"]
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        print(f"{path} is damaged ({error!r}): all decoder blocks are pruned anew", file=sys.stderr)
+        return None
+    if before != digest:
+        raise InputError(f"{folder}: the files of --model or --data have changed since these were finished; {AGAIN}")
+    return patterns
+
+
+def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:
+    """Tells another model or other samples behind the same names: sha256 of some weights of all, and of the tokens."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:SAMPLED]))
+    for batch in batches:
+        digest.update(bytes_of(batch["input_ids"]) + bytes_of(batch["attention_mask"]))
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The numbers of a tensor as they lie in memory, in any dtype."""
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def dir_to_resume(config: argparse.Namespace) -> Path | None:
+    """The output folder that --resume_from_checkpoint means, where a run has begun; None: start from the beginning.
+
+    Raises:
+        InputError: no folder is named, or its run had other flags; names them.
+    """
+    if config.resume_from_checkpoint is None:
+        return None
+    run_dir = named_dir(config.resume_from_checkpoint, config.output_dir)
+    flags = run_dir / "config.yaml"
+    if not flags.is_file():
+        print(f"nothing to resume in {run_dir}: from the beginning", file=sys.stderr)
+        return None
+    try:
+        before = dict(yaml.safe_load(flags.read_bytes()))
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{flags} is damaged: whose are the finished blocks beside it? {AGAIN}") from error
+    if different := differences(before, vars(config)):
+        raise InputError(f"--resume_from_checkpoint: the run in {str(run_dir)!r} has {different}; {AGAIN}")
+    return run_dir
+
+
+def reopen(run_dir: Path) -> Path:
+    """The folder, of which it is sure that it can be written; says on stderr what it holds."""
+    prepare_output_dir(run_dir, overwrite=True)
+    print(f"resuming in {run_dir}: {kept(run_dir / FINISHED_BLOCKS)}", file=sys.stderr)
+    return run_dir
+
+
+def named_dir(resume: str, output_dir: str | None) -> Path:
+    """The output folder of --resume_from_checkpoint: that of --output_dir with `last`, else the one around the path."""
+    if resume == LAST:
+        if output_dir is None:
+            raise InputError("--resume_from_checkpoint last: of which run? name its folder with --output_dir")
+        return Path(output_dir)
+    folder = Path(resume)
+    if folder.name != FINISHED_BLOCKS or not folder.is_dir():
+        raise InputError(
+            f"--resume_from_checkpoint {resume}: no such folder; give OUTPUT_DIR/{FINISHED_BLOCKS}, or last"
+        )
+    if output_dir is not None and folder.parent.resolve() != Path(output_dir).resolve():
+        raise InputError(f"--resume_from_checkpoint {resume} is not in --output_dir {output_dir}; leave out the latter")
+    return folder.parent
+
+
+def differences(before: dict, now: dict) -> str:
+    """The flags that change the masks and have another value now: "--seed 1 (now 2), --data c4 (now a.txt)"."""
+    names = [name for name in now if name not in MAY_DIFFER and before.get(name) != now[name]]
+    return ", ".join(f"--{name} {before.get(name)} (now {now[name]})" for name in names)
+
+
+def is_complete(run_dir: Path) -> bool:
+    """Whether the run there has left its result, which it writes last."""
+    try:
+        return json.loads((run_dir / "result.json").read_bytes())["status"] == "complete"
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+        return False
+
+
+def kept(folder: Path) -> str:
+    """What is in the folder, in words."""
+    count = len(list(folder.glob("*.safetensors")))
+    return f"{count or 'no'} decoder block{'' if count == 1 else 's'} finished and kept in {folder.name}/"
+
+
+@contextmanager
+def saying_what_is_kept(run_dir: Path) -> Iterator[None]:
+    """Whatever ends the run early, but flags that cannot work, says what is kept and how to go on."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:
+        with suppress(OSError):  # the disk itself may be gone
+            what = kept(run_dir / FINISHED_BLOCKS) if run_dir.is_dir() else f"{run_dir} cannot be reached"
+            flags = f"--output_dir {run_dir} --resume_from_checkpoint {LAST}"
+            error.add_note(f"{what}; to go on: the same command with {flags}")
+        raise

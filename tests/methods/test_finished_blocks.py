@@ -1,0 +1,170 @@
+"""A walk that was stopped goes on behind the decoder blocks that are kept on disk, and ends with the same bits."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from proxsparse.methods import base, finished, method, methods, prune_
+
+BY_BLOCK = [name for name in methods() if method(name).by_block]
+
+
+class Stopped(Exception):
+    """In the place of a kill."""
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """stop_after(k): the walk ends as soon as k decoder blocks are kept."""
+
+    def arm(count):
+        def save(folder, *arguments):
+            finished.save_block(folder, *arguments)
+            if len(list(folder.iterdir())) == count:
+                raise Stopped
+
+        monkeypatch.setattr(base, "save_block", save)
+
+    return arm
+
+
+@pytest.fixture
+def visited(monkeypatch):
+    """The indices of the decoder blocks whose inputs are collected from now on."""
+    indices = []
+
+    def counted(block, index, *arguments):
+        indices.append(index)
+        return statistics_of(block, index, *arguments)
+
+    statistics_of = base.statistics_of
+    monkeypatch.setattr(base, "statistics_of", counted)
+    return indices
+
+
+def check_same(model, masks, other, other_masks):
+    """The same masks in the same order, and parameters with the same bits."""
+    assert list(masks) == list(other_masks)
+    assert all(torch.equal(mask, other_masks[name]) for name, mask in masks.items())
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)), name
+
+
+def stopped(stop_after, tiny_model, batches, folder, name, family="llama", **options):
+    """A folder with the first decoder block of a run that was stopped."""
+    stop_after(1)
+    with pytest.raises(Stopped):
+        prune_(tiny_model(family), name, batches, finished_blocks=folder, **options)
+    stop_after(-1)
+
+
+@pytest.mark.parametrize("name", BY_BLOCK)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2-mixed"])
+def test_a_stopped_walk_goes_on_with_the_same_bits(name, family, tiny_model, batches, stop_after, visited, tmp_path):
+    undisturbed, resumed = tiny_model(family), tiny_model(family)
+    masks = prune_(undisturbed, name, batches)
+    stopped(stop_after, tiny_model, batches, tmp_path, name, family)
+    visited.clear()
+    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, finished_blocks=tmp_path))
+    assert visited == [1]
+    complete = tiny_model(family)
+    check_same(undisturbed, masks, complete, prune_(complete, name, batches, finished_blocks=tmp_path))
+    assert visited == [1]
+
+
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
+def test_in_bfloat16_and_with_layers_left_out(name, tiny_model, batches, stop_after, tmp_path):
+    options = {"pattern": "4:8", "exclude": ["down_proj", r"layers\.1\.self_attn"]}
+    undisturbed, resumed = tiny_model(dtype=torch.bfloat16), tiny_model(dtype=torch.bfloat16)
+    masks = prune_(undisturbed, name, batches, **options)
+    stop_after(1)
+    with pytest.raises(Stopped):
+        prune_(tiny_model(dtype=torch.bfloat16), name, batches, finished_blocks=tmp_path, **options)
+    stop_after(-1)
+    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, finished_blocks=tmp_path, **options))
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"model.layers.0.safetensors", "model.layers.1.mlp.safetensors"}
+    weights = [key for key in load_file(tmp_path / "model.layers.0.safetensors") if key.endswith(".weight")]
+    assert bool(weights) == method(name).updates_weights
+
+
+def test_what_keeps_no_blocks_leaves_the_folder_alone(tiny_model, batches, tmp_path):
+    for name in set(methods()) - set(BY_BLOCK):
+        prune_(tiny_model(), name, batches, finished_blocks=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+LAYER = "model.layers.0.mlp.up_proj"  # [64, 32]
+DAMAGES = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut off": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "no mask": lambda path: change(path, lambda tensors: tensors.pop(f"{LAYER}.mask")),
+    "another layer": lambda path: change(path, lambda tensors: tensors.update({"other.mask": torch.zeros(1)})),
+    "not 2:4": lambda path: change(path, lambda tensors: tensors[f"{LAYER}.mask"].zero_()),
+    "mask of bools": lambda path: change(
+        path, lambda tensors: tensors.update({f"{LAYER}.mask": torch.ones(64, 4) > 0})
+    ),
+    "mask too small": lambda path: change(path, lambda tensors: halve(tensors, f"{LAYER}.mask")),
+    "weight too small": lambda path: change(path, lambda tensors: halve(tensors, f"{LAYER}.weight")),
+    "weight in bf16": lambda path: change(path, lambda tensors: to_bf16(tensors, f"{LAYER}.weight")),
+}
+
+
+def change(path, edit):
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path)
+
+
+def halve(tensors, name):
+    tensors[name] = tensors[name][:32].clone()
+
+
+def to_bf16(tensors, name):
+    tensors[name] = tensors[name].bfloat16()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_pruned_anew_aloud(damage, tiny_model, batches, stop_after, visited, tmp_path, capsys):
+    undisturbed, resumed = tiny_model(), tiny_model()
+    masks = prune_(undisturbed, "sparsegpt", batches)
+    stopped(stop_after, tiny_model, batches, tmp_path, "sparsegpt")
+    DAMAGES[damage](path := tmp_path / "model.layers.0.safetensors")
+    visited.clear()
+    if damage == "a folder":  # nobody's work of ours: it cannot be replaced, and that is said
+        with pytest.raises(OSError, match=r"layers\.0"):
+            prune_(resumed, "sparsegpt", batches, finished_blocks=tmp_path)
+    else:
+        check_same(undisturbed, masks, resumed, prune_(resumed, "sparsegpt", batches, finished_blocks=tmp_path))
+    assert visited[0] == 0
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"{path} is damaged (")
+    assert line.endswith("pruned anew")
+
+
+def test_a_block_of_later_layers_is_taken_behind_a_damaged_one(tiny_model, batches, visited, tmp_path):
+    undisturbed, resumed = tiny_model(), tiny_model()
+    masks = prune_(undisturbed, "admm", batches, finished_blocks=tmp_path)
+    (tmp_path / "model.layers.0.safetensors").unlink()
+    visited.clear()
+    check_same(undisturbed, masks, resumed, prune_(resumed, "admm", batches, finished_blocks=tmp_path))
+    assert visited == [0]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"patterns": {}}', b"\xff", b"[" * 100_000])
+def test_a_damaged_start_is_made_anew_aloud(content, tiny_model, tmp_path, capsys):
+    (tmp_path / "start.json").write_bytes(content)
+    assert finished.load_start(tmp_path, ["a"], "digest") is None
+    assert "start.json is damaged" in capsys.readouterr().err
+
+
+def test_the_digest_tells_other_models_and_samples(tiny_model, batches):
+    digest = finished.digest_of(tiny_model(), batches)
+    assert digest == finished.digest_of(tiny_model(), iter(batches))
+    changed = tiny_model()
+    changed.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    models = [changed, tiny_model(dtype=torch.bfloat16), tiny_model("gpt2")]
+    others = [*(finished.digest_of(model, batches) for model in models), finished.digest_of(tiny_model(), batches[:2])]
+    assert len({digest, *others}) == 5
