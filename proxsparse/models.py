@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.layout import unfold_
+from proxsparse.model_files import check_folder, check_weights, headers, weight_files
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.selection import is_selected
 
@@ -32,6 +33,8 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     import transformers
 
     source, gguf_file = locate(name)
+    if not gguf_file and Path(source).is_dir():
+        refuse_short_files(Path(source))
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
     tokenizer_keywords = {"gguf_file": gguf_file} if gguf_file else {}
     if gguf_file and dtype == "auto":
@@ -75,7 +78,7 @@ def locate(name: str) -> tuple[str, str | None]:
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
-            refuse_pickles(path)
+            check_folder(path)
             return str(path), None
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         if len(gguf_files) == 1:
@@ -104,20 +107,20 @@ def skeleton(folder: Path) -> nn.Module:
         ) from error
 
 
+def refuse_short_files(folder: Path) -> None:
+    """Raises InputError for a dense checkpoint whose files cannot hold the model of its config.json; nothing is read.
+
+    A packed or quantised one has other tensors: its quantizer checks them.
+    """
+    if not hasattr((model := skeleton(folder)).config, "quantization_config"):
+        check_weights(headers(weight_files(folder)), model)
+
+
 def reason_of(error: Exception) -> str:
     """The error of a library in at most 300 characters of one line; our own words where a model brings code."""
     if "trust_remote_code" in str(error):
         return "the model is built by code of its own (auto_map in config.json), which is never run here"
     return textwrap.shorten(str(error), 300) or type(error).__name__
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raises InputError for a checkpoint that has pickled weights only."""
-    if not list(folder.glob("*.safetensors")) and list(folder.glob("*.bin")):
-        raise InputError(
-            f"model {str(folder)!r} holds pickled .bin weights, which can run code when loaded; convert it once with "
-            "save_pretrained(folder, safe_serialization=True) in an environment you trust"
-        )
 
 
 def forget_quantization(model: nn.Module) -> None:

@@ -15,7 +15,10 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 LAYERS = {
     "equations": tuple(
         f"proxsparse.{name}"
-        for name in ("patterns", "reference", "packed", "paper_solvers", "selection", "_version", "errors")
+        for name in (
+            *("patterns", "reference", "packed", "paper_solvers", "selection", "model_files"),
+            *("_version", "errors"),
+        )
     ),
     "device code": ("triton_kernels",),
     "ops": ("proxsparse.ops",),
@@ -31,6 +34,7 @@ LAYERS = {
             "distributed",
             "checkpoint",
             "config",
+            "settings",
             "log",
             "masked",
             "distillation",
@@ -72,7 +76,11 @@ OWNERS = {
         "proxsparse/inference/hf_quantizer.py",
         "proxsparse/inference/generate.py",
     ),
-    "safetensors": ("proxsparse/checkpoint.py", "proxsparse/inference/packed_checkpoint.py"),
+    "safetensors": (
+        "proxsparse/checkpoint.py",
+        "proxsparse/model_files.py",
+        "proxsparse/inference/packed_checkpoint.py",
+    ),
     "matplotlib": ("proxsparse/report.py",),
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda", "proxsparse._C_cutlass"}
