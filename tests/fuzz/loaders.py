@@ -248,7 +248,7 @@ def damage_rows(random: Random, files: Files) -> Files:
 def damage_gzip(random: Random, files: Files) -> Files:
     ((name, content),) = files.items()
     kind = random.randrange(20)
-    if kind == 0:  # a bomb: 1000 to 1
+    if kind == 0 and random.random() < 0.2:  # a bomb: 1000 to 1
         content = gzip.compress(bytes(random.choice((1 << 20, 80 << 20))), 1)
     elif kind == 1:
         content = content * 3 + random.randbytes(9)
