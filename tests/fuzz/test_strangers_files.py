@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import struct
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,22 @@ def test_pickles_alone_are_refused_with_the_remedy(dense):
     (dense / "masks.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match=r"pickled.*convert it once"):
         load_model(str(dense))
+
+
+def test_a_model_of_the_hub_is_judged_in_the_cache(dense, tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name, **patterns):
+        asked.update(patterns, name=name)
+        return str(dense)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_model("someone/tiny")[0].num_parameters() > 0
+    assert asked["name"] == "someone/tiny"
+    assert not any(fnmatch("pytorch_model.bin", p) or fnmatch("modeling.py", p) for p in asked["allow_patterns"])
+    with_index(dense, "../outside.safetensors")
+    with pytest.raises(InputError, match="same folder"):
+        load_model("someone/tiny")
 
 
 @pytest.mark.parametrize(
