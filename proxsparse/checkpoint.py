@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.errors import InputError
+from proxsparse.model_files import is_inside
 from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
@@ -103,14 +104,26 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
         mixed = metadata["pattern"] == MIXED
         named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
         patterns = {name: NMPattern.parse(named[name]) for name in packed}
-        masks = {name: unpack_mask(tensor, columns[name]) for name, tensor in packed.items()}
-    except (KeyError, TypeError, ValueError) as error:
+        masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
     for name, mask in masks.items():
         pattern = patterns[name]
         if not (pattern.nonzeros(mask) == pattern.n).all():
             raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in every block")
     return masks
+
+
+def unpack_checked(packed: Tensor, columns: object) -> Tensor:
+    """`unpack_mask` of a tensor of unknown origin: what it would allocate is decided by `columns`.
+
+    Raises:
+        ValueError: it is no uint8 [out_features, ceil(columns / 8)].
+    """
+    whole = isinstance(columns, int) and not isinstance(columns, bool) and columns > 0
+    if not whole or packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != -(-columns // 8):
+        raise ValueError(f"{packed.dtype} {list(packed.shape)} is no uint8 mask of in_features {columns!r:.40}")
+    return unpack_mask(packed, columns)
 
 
 def prepare_output_dir(folder: Path, overwrite: bool) -> None:
@@ -181,13 +194,11 @@ def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[st
     A link out of the folder is left out, aloud: a stranger's folder must not choose what of this machine is copied. The
     blobs of the Hugging Face cache that it is part of are its own.
     """
-    folder = source.resolve()
     for path in sorted(source.iterdir()):
         wanted = any(map(path.match, keep)) or not any(map(path.match, but))
         if not wanted or not path.is_file() or path.name.startswith("."):
             continue
-        real = path.resolve()
-        if real.is_relative_to(folder) or real.parent == folder.parent.parent / "blobs":
+        if is_inside(path, source):
             shutil.copyfile(path, target / path.name)
         else:
             print(f"left out: {path.name}, a link out of {str(source)!r}", file=sys.stderr)

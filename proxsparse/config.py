@@ -10,10 +10,9 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import yaml
-
 from proxsparse.errors import InputError
 from proxsparse.patterns import NMPattern
+from proxsparse.settings import MOST, read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
@@ -320,14 +319,7 @@ def read_settings(path: Path, what: str, types: dict[str, type] | None = None) -
     Raises:
         InputError: it is absent, malformed, or names a flag that does not exist.
     """
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise InputError(f"{what} {path}: cannot be read ({error.strerror}); check the path") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{what} {path}: is not YAML ({' '.join(str(error).split())}); mend the file") from error
-    if not isinstance(settings, dict):
-        raise InputError(f"{what} {path}: must be a mapping of flags to values, such as seq_len: 512")
+    settings = read_yaml(path, what)
     types = types or typing.get_type_hints(TrainConfig)
     for name in settings:
         if name not in types or name in NOT_REPEATED:
@@ -369,7 +361,10 @@ def _number(kind: type):
     def convert(value):
         if isinstance(value, bool) or (kind is int and isinstance(value, float)):
             raise TypeError
-        return kind(value)
+        number = kind(value)
+        if kind is int and abs(number) >= MOST:
+            raise ValueError
+        return number
 
     return convert
 

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import reprlib
 import textwrap
 import warnings
 import zlib
@@ -27,6 +28,8 @@ Rows = Iterator[tuple[str, object]]
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
 DOCUMENTS_OF_A_DATA_SET = 10_000  # the samples are drawn from them
 DOCUMENT_CHARACTERS = 1200  # of a document cut from prose; builtin then has over 200 to train on
+# What a compressed file may unpack to: text shrinks by 3 to 20, a bomb of zeros by 1000.
+UNPACKED_RATIO, UNPACKED_ALWAYS = 100, 64 << 20
 BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... by name are the validation split
 
 
@@ -91,11 +94,11 @@ def text_of(row: object, where: str, text_field: str) -> str:
     """The text of one row: the row itself if it is a string, else its field `text_field`."""
     if isinstance(row, dict):
         if text_field not in row:
-            fields = ", ".join(map(str, row)) or "none"
+            fields = textwrap.shorten(", ".join(map(str, row)), 300) or "none"
             raise InputError(f"{where}: no field {text_field!r}; name the field with the text, this row has: {fields}")
         row = row[text_field]
     if not isinstance(row, str):
-        raise InputError(f"{where}: {row!r:.60} is not text; a row is a string or an object with a text field")
+        raise InputError(f"{where}: {reprlib.repr(row)} is not text; a row is a string or an object with a text field")
     if re.search("[\ud800-\udfff]", row):  # JSON can spell it, no tokenizer takes it
         raise InputError(f"{where}: holds half a surrogate pair (\\ud800 to \\udfff); mend or drop this row")
     return row
@@ -125,10 +128,14 @@ def read_path(path: Path) -> Rows:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number, line with its end) of a UTF-8 file, gzip or plain; decoded line by line to name the bad one."""
-    number = 0
+    number, packed = 0, path.suffix.lower() == ".gz"
     try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
+        left = unpacked_limit(path) if packed else -2  # -1 then reads a whole line
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            while line := stream.readline(left + 1):
+                number += 1
+                if packed:
+                    left = within_limit(path, left - len(line))
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
@@ -136,15 +143,26 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path}, after line {number}: cannot be read ({error}); repair or replace it") from error
 
 
+def unpacked_limit(path: Path) -> int:
+    """The bytes that a compressed file may unpack to."""
+    return max(UNPACKED_ALWAYS, UNPACKED_RATIO * path.stat().st_size)
+
+
+def within_limit(path: Path, left: int) -> int:
+    """The bytes that are left. Raises InputError for a file that unpacks to more."""
+    if left < 0:
+        raise InputError(f"{path}: unpacks to over {UNPACKED_RATIO} times its size; unpack it yourself if it is right")
+    return left
+
+
 def parse_json(text: str, path: Path, first_line: int) -> object:
     """json.loads whose error names the file and the line; `text` begins at line `first_line`."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise InputError(
-            f"{path}, line {line}: malformed JSON ({error.msg}); use one list, or one row a line"
-        ) from error
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, lists too deep in each other
+        line = first_line + getattr(error, "lineno", 1) - 1
+        reason = getattr(error, "msg", error)
+        raise InputError(f"{path}, line {line}: malformed JSON ({reason}); use one list, or one row a line") from error
 
 
 def read_json(path: Path) -> Rows:
@@ -185,11 +203,15 @@ def read_parquet(path: Path) -> Rows:
     """The rows of a Parquet file."""
     import pyarrow.parquet
 
+    left, number = unpacked_limit(path), 0
     try:
-        batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from ((f"{path}, row {i}", row) for i, row in enumerate(rows, 1))
-    except (pyarrow.ArrowException, OSError) as error:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            left = within_limit(path, left - batch.nbytes)
+            for number, row in enumerate(batch.to_pylist(), number + 1):  # noqa: B020 (it counts on)
+                yield f"{path}, row {number}", row
+    except InputError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise InputError(f"{path}: not a readable Parquet file ({error}); repair or replace it") from error
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.layout import unfold_
+from proxsparse.model_files import OPENED, check_folder, check_weights, headers, weight_files
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.selection import is_selected
 
@@ -32,6 +33,9 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     import transformers
 
     source, gguf_file = locate(name)
+    if not gguf_file:
+        source = source if Path(source).is_dir() else download(source)
+        refuse_short_files(Path(source))
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
     tokenizer_keywords = {"gguf_file": gguf_file} if gguf_file else {}
     if gguf_file and dtype == "auto":
@@ -42,11 +46,8 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **tokenizer_keywords)
-    except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, the hub's client
-        where = (
-            "the files of the folder" if Path(source).is_dir() else "the name (no folder here has it) and the network"
-        )
-        raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check {where}") from error
+    except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, transformers
+        raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check its files") from error
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
             f"model {name!r} lacks {len(incomplete)} tensors, the first is {sorted(map(str, incomplete))[0]}: "
@@ -75,7 +76,7 @@ def locate(name: str) -> tuple[str, str | None]:
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
-            refuse_pickles(path)
+            check_folder(path)
             return str(path), None
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         if len(gguf_files) == 1:
@@ -84,6 +85,27 @@ def locate(name: str) -> tuple[str, str | None]:
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise InputError(f"model {name!r}: there is no such file or folder")
     return name, None
+
+
+def download(name: str) -> str:
+    """The folder in the cache with the files of a model of the Hub: those that are opened, no pickle and no code.
+
+    So a stranger's model is judged in one way, wherever it comes from.
+
+    Raises:
+        InputError: no such model, no network and no copy, or what `check_folder` refuses.
+    """
+    import huggingface_hub
+
+    but = ["*/*", "consolidated*", "*.gguf"]  # the same weights once more, in other forms
+    try:
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=but)
+    except Exception as error:  # the hub's client has errors of many families
+        raise InputError(
+            f"cannot load model {name!r}: {reason_of(error)}; check the name (no folder here has it) and the network"
+        ) from error
+    check_folder(Path(folder))
+    return folder
 
 
 def skeleton(folder: Path) -> nn.Module:
@@ -104,20 +126,20 @@ def skeleton(folder: Path) -> nn.Module:
         ) from error
 
 
+def refuse_short_files(folder: Path) -> None:
+    """Raises InputError for a dense checkpoint whose files cannot hold the model of its config.json; nothing is read.
+
+    A packed or quantised one has other tensors: its quantizer checks them.
+    """
+    if not hasattr((model := skeleton(folder)).config, "quantization_config"):
+        check_weights(headers(weight_files(folder)), model)
+
+
 def reason_of(error: Exception) -> str:
     """The error of a library in at most 300 characters of one line; our own words where a model brings code."""
     if "trust_remote_code" in str(error):
         return "the model is built by code of its own (auto_map in config.json), which is never run here"
     return textwrap.shorten(str(error), 300) or type(error).__name__
-
-
-def refuse_pickles(folder: Path) -> None:
-    """Raises InputError for a checkpoint that has pickled weights only."""
-    if not list(folder.glob("*.safetensors")) and list(folder.glob("*.bin")):
-        raise InputError(
-            f"model {str(folder)!r} holds pickled .bin weights, which can run code when loaded; convert it once with "
-            "save_pretrained(folder, safe_serialization=True) in an environment you trust"
-        )
 
 
 def forget_quantization(model: nn.Module) -> None:

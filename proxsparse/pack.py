@@ -15,7 +15,8 @@ from proxsparse.checkpoint import copy_files, prepare_output_dir, remove_written
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
-from proxsparse.models import refuse_pickles, skeleton
+from proxsparse.model_files import check_folder, headers, weight_files
+from proxsparse.models import skeleton
 
 DESCRIPTION = """\
 Packs every 2:4 nn.Linear layer of a pruned checkpoint: in bf16 9/16 of its bytes. Other tensors stay as they are.
@@ -33,8 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
     config = disk.read_config(source / CONFIG, packed=options.unpack)
-    refuse_pickles(source)
-    found, model = disk.headers(disk.weight_files(source)), skeleton(source)
+    check_folder(source)
+    found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r} is the folder of the model: the result would replace it")
     prepare_output_dir(target, options.overwrite_output_dir)
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
         disk.annotate(scratch / CARD, note)
-        after, written = file_bytes(scratch), disk.headers(disk.weight_files(scratch))
+        after, written = file_bytes(scratch), headers(weight_files(scratch))
         remove_written(target)
     linears = convert.names_of_modules(model, nn.Linear)
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are as they were")
@@ -108,7 +109,7 @@ def parse_size(text: str) -> int:
 
 def file_bytes(folder: Path) -> int:
     """Of the weights on disk."""
-    return sum(path.stat().st_size for path in disk.weight_files(folder))
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def change(what: str, before: int, after: int) -> str:

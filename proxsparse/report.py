@@ -9,6 +9,7 @@ import io
 import json
 import math
 import re
+import reprlib
 import statistics
 import sys
 from collections.abc import Collection, Sequence
@@ -20,6 +21,8 @@ import yaml
 from proxsparse.checkpoint import write_file
 from proxsparse.errors import InputError, run_command
 
+MOST = 2**63  # an integer beyond is no figure of a run, and too large for a float
+PLOTTABLE = 1e30  # beyond it the axes' arithmetic overflows
 NUMBER = (int, float, type(None))  # a writer of strict JSON turns NaN and infinity into null
 METRICS_KEYS = {NUMBER: ["step", "loss", "feasible_share", "norm_gap"]}  # type -> keys
 RESULT_KEYS = {
@@ -74,12 +77,16 @@ def write_report(run_dir: Path) -> None:
     run_dir = Path(run_dir)
     rows, result = read_metrics(run_dir), read_result(run_dir)
     plots = draw_plots(rows, result)
-    for name, png in (plots or {}).items():
-        write_file(run_dir / name, png)
-    if result is not None:
-        write_file(run_dir / "README.md", card_text(result).encode())
-    names = {path.name for path in run_dir.iterdir()} | {"report.md"}
-    write_file(run_dir / "report.md", report_text(rows, result, plots, names).encode())
+    names = {path.name for path in run_dir.iterdir()} | {"report.md", *(plots or {})}
+    names |= {"README.md"} if result else set()
+    try:
+        card = card_text(result).encode() if result else b""
+        page = report_text(rows, result, plots, names).encode()
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise InputError(f"{run_dir / 'result.json'}: cannot be shown ({error}); mend or remove it") from error
+    texts = {"README.md": card, "report.md": page} if result else {"report.md": page}
+    for name, content in {**(plots or {}), **texts}.items():
+        write_file(run_dir / name, content)
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
@@ -102,7 +109,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
 def read_result(run_dir: Path) -> dict | None:
     """result.json, or None while there is none."""
     path = run_dir / "result.json"
-    if not path.exists():
+    if not path.is_file():
         return None
     result = parsed(path.read_bytes(), RESULT_KEYS, str(path))
     checked(result["reg_lambda"], {NUMBER: ["min", "max"]}, f"{path}, reg_lambda")
@@ -115,15 +122,23 @@ def read_result(run_dir: Path) -> dict | None:
 
 def parsed(text: bytes, schema: dict, where: str) -> dict:
     try:
-        return checked(json.loads(text), schema, where)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        record = json.loads(text, parse_int=integer)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON ({error}); mend or remove it") from error
+    return checked(record, schema, where)
+
+
+def integer(digits: str) -> int:
+    """An integer of JSON. Raises ValueError for one that is no figure of a run."""
+    if abs(value := int(digits)) >= MOST:
+        raise ValueError(f"{digits:.20}... is out of range")
+    return value
 
 
 def checked(record: object, schema: dict, where: str) -> dict:
     """`record`, if it is a JSON object with these keys of these types."""
     if not isinstance(record, dict):
-        raise InputError(f"{where}: expected a JSON object, found {str(record)[:40]!r}; mend or remove it")
+        raise InputError(f"{where}: expected a JSON object, found {reprlib.repr(record)}; mend or remove it")
     missing = object()
     wrong = [key for types, keys in schema.items() for key in keys if not isinstance(record.get(key, missing), types)]
     if wrong:
@@ -142,6 +157,14 @@ def number(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     return "n/a" if value is None else f"{100 * value:.4f} %"
+
+
+def duration(seconds: float) -> str:
+    """h:min:s; "n/a" for what is no time, such as NaN."""
+    try:
+        return str(timedelta(seconds=round(seconds)))
+    except (ValueError, OverflowError):
+        return "n/a"
 
 
 def shortened(value: object) -> object:
@@ -200,7 +223,7 @@ def figures_text(result: dict) -> str:
         ("figure", "value"),
         ("steps", number(result["steps"])),
         ("tokens", number(result["tokens"])),
-        ("time (h:min:s)", timedelta(seconds=round(result["seconds"]))),
+        ("time (h:min:s)", duration(result["seconds"])),
         ("layers pruned", number(result["layers"])),
         ("weights in these layers", number(result["weights"])),
         (f"blocks whose learned weights were {result['pattern']} by themselves", share(result["feasible_share"])),
@@ -219,8 +242,9 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
     if result:
         parts += ["## Held-out perplexity", perplexity_text(result["perplexity"])]
     no_plots = "No plots: `pip install matplotlib`, then `python -m proxsparse.report` on this folder."
-    runs = result["config"].get("average_runs", 1) if result else 1
-    again = [f"Learning begins anew with each of {runs} runs; their mean is kept."] if runs > 1 else []
+    runs = result["config"].get("average_runs") if result else 1
+    several = isinstance(runs, int) and runs > 1
+    again = [f"Learning begins anew with each of {runs} runs; their mean is kept."] if several else []
     pictures = [no_plots] if plots is None else [f"![{PLOTS[name][0]}]({name})" for name in plots]
     parts += ["## Training", *again, *pictures]
     if result:
@@ -235,7 +259,7 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
 def card_text(result: dict) -> str:
     """The text of README.md: front matter for the hub, then what the model is, how good, how made, how to use it."""
     model, pattern = shortened(result["model"]), result["pattern"]
-    on_hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+", model, re.ASCII) and not Path(model).exists()  # owner/name
+    on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
     head = {"base_model": model} if on_hub else {}
     head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     head["tags"] = [pattern, "semi-structured-sparsity", "pruned", "proxsparse"]
@@ -281,7 +305,7 @@ def draw_plots(rows: Sequence[dict], result: dict | None) -> dict[str, bytes] | 
     drawn = {}
     for name, (title, y_label, limits, key) in PLOTS.items():
         points = rows if key != "to_final" else result["mask_similarity"] if result else ()
-        x, y = ([math.nan if point[k] is None else point[k] for point in points] for k in ("step", key))
+        x, y = ([plottable(point[k]) for point in points] for k in ("step", key))
         if not any(map(math.isfinite, y)):
             continue
         axes = Figure((6, 3.5), dpi=110, layout="constrained").add_subplot(xlabel="optimizer step", ylabel=y_label)
@@ -301,6 +325,11 @@ def draw_plots(rows: Sequence[dict], result: dict | None) -> dict[str, bytes] | 
         axes.figure.savefig(png, format="png")
         drawn[name] = png.getvalue()
     return drawn
+
+
+def plottable(value: float | None) -> float:
+    """NaN, which is a gap in the line, for what cannot be drawn."""
+    return value if value is not None and abs(value) < PLOTTABLE else math.nan
 
 
 def main() -> None:

@@ -13,46 +13,16 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # A new module needs a line here: it says where in the house it lives.
 LAYERS = {
-    "equations": tuple(
-        f"proxsparse.{name}"
-        for name in (
-            "patterns",
-            "reference",
-            "packed",
-            "paper_solvers",
-            "selection",
-            "distributed",
-            "_version",
-            "errors",
-        )
-    ),
-    "device code": ("triton_kernels",),
-    "ops": ("proxsparse.ops",),
-    "optim": ("proxsparse.optim",),
-    "public names": ("proxsparse",),
-    "parts": tuple(
-        f"proxsparse.{name}"
-        for name in (
-            "models",
-            "layout",
-            "data",
-            "device",
-            "checkpoint",
-            "config",
-            "log",
-            "learned",
-            "distillation",
-            "monitor",
-            "metric",
-            "recipes",
-        )
-    ),
-    "methods": tuple(
-        f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "start", "learning", "training_state")
-    ),
-    "inference": ("proxsparse.inference",),
-    "commands": tuple(f"proxsparse.{name}" for name in ("train", "prune", "options", "evaluate", "pack", "env", "run")),
+    "equations": "patterns reference packed paper_solvers selection distributed model_files _version errors",
+    "ops": "ops",
+    "optim": "optim",
+    "parts": "models layout data device checkpoint config log learned distillation monitor metric recipes",
+    "methods": "methods evaluation report start learning training_state",
+    "inference": "inference",
+    "commands": "train prune options evaluate pack env run",
 }
+LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
+LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",)}
 # Every layer also sees itself; the test for circles keeps that honest.
 SEES = {
     "equations": (),
@@ -85,6 +55,7 @@ OWNERS = {
     "safetensors": (
         "proxsparse/checkpoint.py",
         "proxsparse/methods/finished.py",
+        "proxsparse/model_files.py",
         "proxsparse/inference/packed_checkpoint.py",
     ),
     "matplotlib": ("proxsparse/report.py",),

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import AUTO, PATTERN, SparseLinear
-from proxsparse.inference.packed_checkpoint import (
-    QUANT_METHOD,
-    Header,
-    check_layer,
-    check_layers,
-    description,
-    read,
-    spellings,
-)
+from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_layer, check_layers, description, spellings
+from proxsparse.model_files import Header, read
 from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.patterns import FLOAT_DTYPES
 from proxsparse.selection import is_selected

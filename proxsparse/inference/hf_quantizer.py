@@ -12,7 +12,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from proxsparse.inference.convert import packed_layers, unsparsify_
 from proxsparse.inference.linear import PATTERN, SparseLinear
-from proxsparse.inference.packed_checkpoint import FORMAT_VERSION, QUANT_METHOD, check_description, headers
+from proxsparse.inference.packed_checkpoint import FORMAT_VERSION, QUANT_METHOD, check_description
+from proxsparse.model_files import check_folder, check_weights, headers
 from proxsparse.packed import check_packed
 
 
@@ -41,12 +42,15 @@ class PackedQuantizer(HfQuantizer):
         """
         if not checkpoint_files:
             raise ValueError("a packed model is loaded from its folder, not from a state_dict: give the folder")
+        if (folder := Path(model.name_or_path)).is_dir():
+            check_folder(folder)
         found = headers([Path(file) for file in checkpoint_files])
         for place in packed_layers(found, model, self.quantization_config.layers).values():
             linear = model.get_submodule(place)
             bias = linear.bias is not None
             packed = SparseLinear(linear.in_features, linear.out_features, bias, "meta", linear.weight.dtype)
             model.set_submodule(place, packed)
+        check_weights(found, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
         """Every packed layer is checked once; from then on kernels may trust it."""

@@ -5,20 +5,17 @@ in the place of `<layer>.weight`; see `proxsparse.packed` for the form. All else
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import PATTERN
+from proxsparse.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
 
 QUANT_METHOD = "proxsparse"
 FORMAT_VERSION = 1
-SAFETENSORS_FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of values, as the files call them
-ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NOTE = b"""
 <!-- proxsparse.pack -->
 The 2:4 layers of this checkpoint are packed: `import proxsparse`, then `AutoModelForCausalLM.from_pretrained` loads it.
@@ -59,11 +56,8 @@ def read_config(path: Path, packed: bool) -> dict:
     folder = str(path.parent)
     if not path.is_file():
         raise ValueError(f"{folder!r} has no {path.name}: give the folder of a pruned checkpoint (proxsparse.prune)")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        entry = config.get("quantization_config")
-    except (AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is malformed: {error}; get the checkpoint again") from error
+    config = read_object(path)
+    entry = config.get("quantization_config")
     if packed and entry is None:
         raise ValueError(f"{folder!r} is not packed: there is nothing to unpack")
     if packed:
@@ -80,64 +74,6 @@ def annotate(card: Path, note: bytes) -> None:
     card.unlink(missing_ok=True)
     if text:
         card.write_bytes(text)
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a safetensors file says of one tensor before it is read."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes; the dtypes have their bits in their names: BF16, U8, F8_E4M3."""
-        return math.prod(self.shape) * int(re.search(r"\d+", self.dtype)[0]) // 8
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or the shards that its index names.
-
-    Raises:
-        ValueError: there are none, one is absent, or the index is malformed or empty.
-    """
-    if (folder / INDEX).is_file():
-        try:
-            index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-            files = [folder / Path(name).name for name in sorted(set(index["weight_map"].values()))]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{folder / INDEX} is malformed: {error}; get the checkpoint again") from error
-        if not files:
-            raise ValueError(f"{folder / INDEX} holds no tensors; get the checkpoint again")
-    else:
-        files = [folder / ONE_FILE]
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{str(folder)!r} has no {file.name}: give the folder of a whole safetensors checkpoint")
-    return files
-
-
-def open_file(file: Path):
-    """The open safetensors file, a context manager. Raises ValueError for a damaged one."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut off ({error}); get the file again") from error
-
-
-def headers(files: Iterable[Path]) -> dict[str, Header]:
-    """Tensor name -> header, without reading a tensor. Raises ValueError for a damaged file, or without any tensor."""
-    found: dict[str, Header] = {}
-    for path in files:
-        with open_file(path) as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
-            found |= {name: Header(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    if not found:
-        raise ValueError(f"{' '.join(map(str, files))} holds no tensors; get the checkpoint again")
-    return found
 
 
 def spellings(name: str, prefix: str) -> tuple[str, str, str]:
@@ -191,12 +127,6 @@ def layer_bytes(layers: list[str], found: dict[str, Header]) -> int:
     """Of the weights of these layers, dense or packed."""
     tensors = (f"{layer}.{part}" for layer in layers for part in ("weight", "values", "indices"))
     return sum(found[tensor].size for tensor in tensors if tensor in found)
-
-
-def read(found: dict[str, Header], name: str) -> Tensor:
-    """The tensor of that name, alone in memory. Raises ValueError for a damaged file."""
-    with open_file(found[name].file) as file:
-        return file.get_tensor(name)
 
 
 def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:

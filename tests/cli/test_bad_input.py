@@ -149,7 +149,7 @@ def test_train_refuses_an_incomplete_checkpoint(flags, capsys, tmp_path):
 def test_train_refuses_a_damaged_checkpoint(flags, capsys, tmp_path):
     model = save_tiny_model("llama", tmp_path / "damaged")
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:1000])
-    fails(capsys, train.main, [*flags, "--model", model], "cannot load model", "damaged", "check")
+    fails(capsys, train.main, [*flags, "--model", model], "damaged or cut off", "get the file again")
 
 
 def test_too_small_a_disk_is_refused_before_learning(flags, capsys, monkeypatch):

