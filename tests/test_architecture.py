@@ -39,7 +39,7 @@ LAYERS = {
             "recipes",
         )
     ),
-    "methods": tuple(f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "learning")),
+    "methods": tuple(f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "learning", "trainer")),
     "inference": ("proxsparse.inference",),
     "commands": tuple(f"proxsparse.{name}" for name in ("train", "prune", "options", "evaluate", "pack", "env", "run")),
 }
@@ -69,6 +69,7 @@ OWNERS = {
         "proxsparse/models.py",
         "proxsparse/layout.py",
         "proxsparse/config.py",
+        "proxsparse/trainer.py",
         "proxsparse/inference/hf_quantizer.py",
         "proxsparse/inference/generate.py",
     ),
