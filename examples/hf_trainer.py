@@ -1,10 +1,11 @@
-"""ProxOptimizer inside transformers.Trainer: learn a 2:4 mask of a causal language model, then snap to it.
+"""ProxSparse inside transformers.Trainer: learn a 2:4 mask of a causal language model, then snap to it.
 
     python examples/hf_trainer.py                                  # tiny random Llama, offline, some seconds
     python examples/hf_trainer.py --model NAME --text FILE         # your model, your text
+    accelerate launch examples/hf_trainer.py --fsdp ...            # many GPUs, FSDP2
 
-All that Trainer needs is another `create_optimizer`; mixed precision, accumulation and checkpoints stay its business.
-The snap takes every weight back to its pretrained value, or to zero where the mask prunes it.
+`ProxTrainerMixin` makes the optimizer; mixed precision, accumulation and checkpoints stay Trainer's business.
+`ProxCallback` saves the masks and takes every weight back to its pretrained value, or to zero where it is pruned.
 The tiny model's "pretrained" weights are random: it shows the mechanics, its quality after the snap means nothing.
 For the whole method (calibration data, metric, reports) use `python -m proxsparse.train`.
 """
@@ -16,30 +17,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
 
-from proxsparse import NMPattern, ProxOptimizer, nm_mask
-from proxsparse.models import copy_weights, prunable_layers, snap_
-from proxsparse.monitor import feasible_share
-
-PATTERN = NMPattern.parse("2:4")
+from proxsparse.trainer import ProxCallback, ProxTrainerMixin
 
 
-class ProxTrainer(Trainer):
-    """Trainer whose optimizer ends every step with the prox on the model's `prunable_layers`."""
-
-    def __init__(self, *args, reg_lambda: float, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.reg_lambda = reg_lambda
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's own optimizer, with the parameters that are not pruned moved to groups with reg_lambda = 0."""
-        base = super().create_optimizer(model)
-        pruned = {layer.weight for layer in prunable_layers(self.model, PATTERN).values()}
-        for group in list(base.param_groups):
-            others = [parameter for parameter in group["params"] if parameter not in pruned]
-            group["params"] = [parameter for parameter in group["params"] if parameter in pruned]
-            base.add_param_group({**group, "params": others, "reg_lambda": 0.0})
-        self.optimizer = ProxOptimizer(base, self.reg_lambda, PATTERN)
-        return self.optimizer
+class MaskTrainer(ProxTrainerMixin, Trainer):
+    """Trainer whose optimizer ends every step with the prox."""
 
 
 def tiny_llama() -> nn.Module:
@@ -86,7 +68,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--reg_lambda", type=float, default=0.5, help="lambda_1, in units of 1/|w|")
-    parser.add_argument("--output_dir", help="where to save the pruned model; not saved without it")
+    parser.add_argument("--fsdp", action="store_true", help="cut the model over all processes")
+    parser.add_argument("--report_to", default="none", help="tensorboard, wandb or any other tracker of Trainer")
+    parser.add_argument("--output_dir", help="where to save the pruned model and its masks; not saved without it")
     arguments = parser.parse_args(argv)
     if bool(arguments.model) != bool(arguments.text):
         parser.error("--model and --text go together")
@@ -102,26 +86,27 @@ def main(argv: list[str] | None = None) -> None:
     else:
         model, samples = tiny_llama(), counting_samples()
 
-    layers, pretrained = prunable_layers(model, PATTERN), copy_weights(model)
     with tempfile.TemporaryDirectory() as scratch:
         training = TrainingArguments(
-            output_dir=scratch,
+            output_dir=arguments.output_dir or scratch,
             max_steps=arguments.max_steps,
             learning_rate=arguments.learning_rate,
             per_device_train_batch_size=8,
             save_strategy="no",
-            report_to="none",
             logging_steps=max(1, arguments.max_steps // 4),
+            fsdp=arguments.fsdp or None,
+            report_to=arguments.report_to,
+            use_cpu=not torch.accelerator.is_available(),
         )
-        trainer = ProxTrainer(model=model, args=training, train_dataset=samples, reg_lambda=arguments.reg_lambda)
+        callback = ProxCallback()
+        ours = {"reg_lambda": arguments.reg_lambda, "callbacks": [callback]}
+        trainer = MaskTrainer(model=model, args=training, train_dataset=samples, **ours)
         trainer.train()
-
-    print(f"2:4 blocks after training: {feasible_share(layers, PATTERN):.1%}")
-    snap_(model, pretrained, {name: nm_mask(layer.weight.detach().abs(), PATTERN) for name, layer in layers.items()})
-    print(f"2:4 blocks after the snap: {feasible_share(layers, PATTERN):.1%}")
-    if arguments.output_dir:
-        model.save_pretrained(arguments.output_dir)
-        print(f"saved to {arguments.output_dir}")
+        if arguments.output_dir:
+            trainer.save_model()  # by all processes together; the first one writes
+    if trainer.is_world_process_zero():
+        share, layers = callback.figures["feasible_share"], len(callback.masks)
+        print(f"2:4 blocks before the snap: {share:.1%}; {layers} layers pruned")
 
 
 if __name__ == "__main__":

@@ -78,5 +78,7 @@ TRACKERS = {"none": _no_tracker, "tensorboard": _tensorboard, "wandb": _wandb}
 
 def check_tracker(report_to: str) -> None:
     """Raises InputError, before anything is loaded, if the package of --report_to is missing."""
-    if report_to != "none" and importlib.util.find_spec(report_to) is None:
+    spec = importlib.util.find_spec(report_to) if report_to != "none" else None
+    # no origin: a mere folder of that name, such as the ./wandb that wandb itself leaves where it runs
+    if report_to != "none" and (spec is None or spec.origin is None):
         raise InputError(f"--report_to {report_to}: the package is not installed; run: pip install {report_to}")

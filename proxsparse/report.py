@@ -181,7 +181,7 @@ def table(*rows: Sequence[object]) -> str:
 def top_text(rows: Sequence[dict], result: dict | None) -> str:
     """What a reader must know first: how the run ended, a mask that is no better, the run's warnings, the verdict."""
     if result is None:
-        reason = "There is no result.json: the run is still going, or it stopped before its masks were saved."
+        reason = "There is no result.json: the run is still going, or it was ended before it was complete."
         last = f", the last with loss {number(rows[-1]['loss'])}" if rows else ""
         return f"> **Warning:** {reason} This page shows {len(rows):,} finished steps{last}."
     found = []

@@ -17,7 +17,7 @@ LAYERS = {
     "ops": "ops",
     "optim": "optim",
     "parts": "models layout data device checkpoint config log learned distillation monitor metric recipes",
-    "methods": "methods evaluation report start learning training_state",
+    "methods": "methods evaluation report start learning training_state trainer",
     "inference": "inference",
     "commands": "train prune options evaluate pack env run",
 }
@@ -49,6 +49,7 @@ OWNERS = {
         "proxsparse/models.py",
         "proxsparse/layout.py",
         "proxsparse/config.py",
+        "proxsparse/trainer.py",
         "proxsparse/inference/hf_quantizer.py",
         "proxsparse/inference/generate.py",
     ),

@@ -9,7 +9,7 @@ import torch
 from proxsparse import NMPattern
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-WRAPPED, FUSED, PLAIN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:3]
+WRAPPED, FUSED, PLAIN, TRAINER = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[:4]
 ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the one line\n"
 
 
@@ -53,6 +53,20 @@ def test_the_fused_step_agrees_within_rounding():
     loop, _ = loop_and_end.split("with torch.no_grad()")
     for fused, wrapped in zip(run(setup + FUSED + loop), run(setup + ONE_LINE + loop), strict=True):
         torch.testing.assert_close(fused, wrapped, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_the_trainer_leaves_a_pruned_model_and_its_masks(tmp_path):
+    pytest.importorskip("accelerate")
+    model, batches = tiny_model_and_batches()
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to="none")
+    data = [{name: row[0] for name, row in batch.items()} for batch in batches]
+    exec(TRAINER, {"model": model, "args": args, "data": data})
+    assert {"model.safetensors", "masks.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+    linears = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
+    assert all(NMPattern(2, 4).is_feasible(weight) for weight in linears)
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((\S+?\.(?:py|md|png))\)", README))

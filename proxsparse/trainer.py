@@ -1,0 +1,313 @@
+"""ProxSparse inside `transformers.Trainer`: the mixin makes the optimizer, the callback watches, snaps and saves masks.
+
+    class MaskTrainer(ProxTrainerMixin, Trainer):
+        '''Learns N:M masks.'''
+
+    trainer = MaskTrainer(model, args, train_dataset=data, reg_lambda_rel=0.2, callbacks=[ProxCallback()])
+    trainer.train()
+    trainer.save_model()
+
+In one process, under DDP and under FSDP2: `TrainingArguments(fsdp=True)` started by `accelerate launch` or `torchrun`,
+or a model loaded with transformers' `distributed_config`. Every process works on its own rows: blocks of M weights lie
+along in_features, FSDP2 cuts out_features. Accelerate shards on accelerators only: on a CPU its processes run DDP.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from proxsparse.checkpoint import save_masks, staged
+from proxsparse.models import prunable_layers
+from proxsparse.ops import nm_mask
+from proxsparse.optim import ProxOptimizer
+from proxsparse.optim.groups import local, pruned_parameters
+from proxsparse.patterns import NMPattern, PatternLike
+
+SAMPLED_BLOCKS = 1024  # of every layer and process: what the figures are measured on
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and checkpointing add to module names
+
+
+class ProxTrainerMixin:
+    """A Trainer whose optimizer ends every step with the prox on the model's `prunable_layers` (paper, Algorithm 1).
+
+    The optimizer is the one that TrainingArguments ask for, in a `ProxOptimizer`. Parameters that are not pruned train
+    as they do without the mixin: freeze them (`requires_grad_(False)`) to learn the masks alone.
+
+    Args:
+        reg_lambda: lambda_1, in units of 1 / |w|^(N-1); not multiplied by the learning rate.
+        reg_lambda_rel: R: every layer gets lambda_1 = R / mean|w|. One of the two has to be given.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+        include, exclude: regular expressions searched in the names of the layers, as in `prunable_layers`.
+        frozen_lambda: lambda_2 of the frozen-weight term.
+    Raises:
+        ValueError: none or both lambdas; FSDP1 or DeepSpeed, which cut blocks; nothing to prune.
+    """
+
+    def __init__(
+        self,
+        *args,
+        reg_lambda: float | None = None,
+        reg_lambda_rel: float | None = None,
+        pattern: PatternLike = "2:4",
+        include: list[str] | None = None,
+        exclude: list[str] | None = None,
+        frozen_lambda: float = 0.0,
+        **kwargs,
+    ):
+        if (reg_lambda is None) == (reg_lambda_rel is None):
+            raise ValueError(f"reg_lambda={reg_lambda}, reg_lambda_rel={reg_lambda_rel}: give one of the two")
+        self.reg_lambda, self.reg_lambda_rel = reg_lambda, reg_lambda_rel
+        self.pattern, self.include, self.exclude = NMPattern.parse(pattern), include, exclude
+        self.frozen_lambda = frozen_lambda
+        super().__init__(*args, **kwargs)
+        refuse_cut_blocks(self)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's own optimizer with the prox; under FSDP2 accelerate shards its parameters afterwards."""
+        refuse_cut_blocks(self)
+        base = super().create_optimizer(model)
+        if "prox_step" in base.defaults:  # `train` is called a second time
+            return base
+        layers = prunable_layers(model or self.model, self.pattern, self.include, self.exclude)
+        weights = [layer.weight for layer in layers.values() if layer.weight.requires_grad]
+        if not weights:
+            raise ValueError(
+                f"the weights of all {len(layers)} layers to prune are frozen (requires_grad=False, as under adapters "
+                "such as LoRA): train the layers themselves"
+            )
+        if self.reg_lambda is None:
+            means = mean_sizes(weights, self.args.device)
+            lambdas = [self.reg_lambda_rel / mean if mean > 0 else 0.0 for mean in means]
+            split_groups_(base, [([weight], value) for weight, value in zip(weights, lambdas, strict=True)])
+        else:
+            split_groups_(base, [(weights, self.reg_lambda)])
+        self.optimizer = ProxOptimizer(base, 0.0, self.pattern, self.frozen_lambda)
+        return self.optimizer
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Trainer's, with the figures of a `ProxCallback` beside the loss."""
+        for callback in self.callback_handler.callbacks if "loss" in logs else ():
+            logs |= callback.figures if isinstance(callback, ProxCallback) else {}
+        super().log(logs, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """A checkpoint of Trainer holds learned weights: W0 is what the model holds before it is loaded."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ProxCallback):
+                callback.keep_pretrained(model or self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+class ProxCallback(TrainerCallback):
+    """What the masks do while they are learned; at the end of the training they are saved and the weights snap to W0.
+
+    It serves any Trainer whose optimizer is one of ours. Each time the loss is logged, and before the snap, it measures
+    `figures` on a sample of blocks: `feasible_share`, the share that is N:M by itself; `mask_change`, the share of mask
+    bits that are not those of the last time; `norm_gap`, ||W - W0|| / ||W0|| of the kept weights. `ProxTrainerMixin`
+    logs them.
+
+    At the end every weight that has been trained becomes W0 again, +0.0 where the mask prunes it, and the first process
+    writes masks.safetensors into `args.output_dir`. `trainer.save_model()` then saves the pruned model beside it.
+    Each process keeps its own rows of W0 in CPU memory; a second `train` returns to the same W0.
+
+    Attributes:
+        figures: name -> value, of the last measurement.
+        masks: layer name -> bool [out_features, in_features], True = kept; on the first process, after the training.
+    """
+
+    def __init__(self):
+        self.figures: dict[str, float] = {}
+        self.masks: dict[str, Tensor] = {}
+        self.pretrained: dict[str, Tensor] = {}
+        self.sampled_w0: list[Tensor] = []
+        self.sampled_masks: list[Tensor] = []
+
+    def keep_pretrained(self, model: nn.Module) -> None:
+        """Notes the trained parameters as W0, this process's rows of them, if none are noted yet."""
+        reshard_(model)
+        self.pretrained = self.pretrained or {
+            name: local(parameter).detach().to("cpu", copy=True)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
+        """Keeps W0; of a resumed run `ProxTrainerMixin` has kept it before the checkpoint was loaded."""
+        if state.global_step and not self.pretrained:
+            raise ValueError(
+                f"resumed at step {state.global_step}: the model no longer holds the pretrained weights, to which "
+                "ProxCallback has to return; make the Trainer with ProxTrainerMixin"
+            )
+        self.keep_pretrained(model)
+        name_of = {parameter: name for name, parameter in model.named_parameters()}
+        pruned = list(pruned_of(optimizer))
+        self.sampled_w0 = [sampled(self.pretrained[name_of[parameter]], p) for parameter, _, p in pruned]
+        self.sampled_masks = [sampled_mask(sampled(local(w), p), w, scale, p) for w, scale, p in pruned]
+
+    def on_step_end(self, args, state, control, optimizer=None, **_):
+        """Measures the figures if this step is going to be logged."""
+        if control.should_log:
+            self.figures = self.measured(optimizer, args.device)
+
+    on_epoch_end = on_step_end  # where logging_strategy="epoch" decides
+
+    @torch.no_grad()
+    def measured(self, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, float]:
+        """`figures` of the weights as they are; every process has to call it."""
+        sums, pruned = torch.zeros(6, dtype=torch.float64), list(pruned_of(optimizer))
+        for index, (parameter, scale, pattern) in enumerate(pruned):
+            w0, weight = self.sampled_w0[index], sampled(local(parameter), pattern)
+            mask = sampled_mask(weight, parameter, scale, pattern)
+            feasible, changed = pattern.feasible_blocks(weight), mask != self.sampled_masks[index]
+            gap, size = (weight - w0)[mask].square(), w0[mask].square()
+            counts = (feasible.sum(), feasible.numel(), changed.sum(), changed.numel(), gap.sum(), size.sum())
+            sums += torch.tensor([float(count) for count in counts], dtype=torch.float64)
+            self.sampled_masks[index] = mask
+        feasible, blocks, changed, bits, gap, size = over_processes(sums, pruned[0][0], device).tolist()
+        share = {"feasible_share": feasible / blocks, "mask_change": changed / bits}
+        return share | {"norm_gap": (gap / size) ** 0.5 if size else 0.0}
+
+    @torch.no_grad()
+    def on_train_end(self, args, state, control, model=None, optimizer=None, **_):
+        """Masks of the learned weights, the snap to W0, masks.safetensors.
+
+        Raises:
+            ValueError: a learned weight is not finite; no weight has been changed then.
+        """
+        reshard_(model)
+        name_of = {parameter: name for name, parameter in model.named_parameters()}
+        check_finite([parameter for parameter, _, _ in pruned_of(optimizer)], args.device)
+        self.figures = self.measured(optimizer, args.device)
+        final, patterns = dict(self.pretrained), {}
+        for parameter, scale, pattern in pruned_of(optimizer):
+            mask = nm_mask(sizes(local(parameter), scale), pattern)
+            name, layer = name_of[parameter], layer_name(name_of[parameter])
+            kept = mask.cpu() & (final[name] != 0)  # a kept -0.0 becomes +0.0 too
+            final[name] = torch.where(kept, final[name], 0.0)
+            whole, patterns[layer] = gathered(mask, parameter), pattern
+            if state.is_world_process_zero:
+                self.masks[layer] = whole.cpu()
+        for name, parameter in model.named_parameters():
+            if name in final:
+                local(parameter).copy_(final[name])
+        if state.is_world_process_zero:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            with staged(Path(args.output_dir)) as scratch:
+                save_masks(scratch / "masks.safetensors", self.masks, patterns, model.config.name_or_path)
+
+
+def refuse_cut_blocks(trainer) -> None:
+    """Raises ValueError if the Trainer's engine flattens parameters: its parts begin and end inside of blocks."""
+    remedy = "shard with FSDP2: TrainingArguments(fsdp=True) with fsdp_config version 2, or accelerate's fsdp_version 2"
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if getattr(plugin, "fsdp_version", 2) == 1:
+        raise ValueError(
+            "FSDP1 (fsdp_version 1) joins the weights of a module to one flat parameter and cuts that anywhere, so "
+            f"that N:M blocks are torn apart; {remedy}"
+        )
+    partitioned = trainer.model is not None and any(hasattr(p, "ds_id") for p in trainer.model.parameters())
+    if partitioned or trainer.is_deepspeed_enabled or getattr(trainer.args, "deepspeed", None):
+        raise ValueError(
+            "DeepSpeed ZeRO steps on flat partitions of the weights in an optimizer of its own, so that N:M blocks are "
+            f"torn apart and the prox is left out; {remedy}"
+        )
+
+
+def split_groups_(optimizer: torch.optim.Optimizer, pruned: list[tuple[list[Tensor], float]]) -> None:
+    """Every group keeps what is not pruned, with reg_lambda 0; each (weights, lambda_1) moves to groups of its own."""
+    part_of = {weight: index for index, (weights, _) in enumerate(pruned) for weight in weights}
+    for group in list(optimizer.param_groups):
+        parts: dict[int, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter in part_of:
+                parts.setdefault(part_of[parameter], []).append(parameter)
+        group |= {"params": [p for p in group["params"] if p not in part_of], "reg_lambda": 0.0}
+        for index, weights in parts.items():
+            optimizer.add_param_group({**group, "params": weights, "reg_lambda": pruned[index][1]})
+
+
+def mean_sizes(weights: list[Tensor], device: torch.device) -> list[float]:
+    """mean|w| of each whole weight, the same on all processes; each of them has to call it."""
+    parts = [local(weight).detach() for weight in weights]
+    sums = torch.tensor([[part.double().abs().sum().item(), part.numel()] for part in parts], dtype=torch.float64)
+    if dist.is_initialized() and not isinstance(weights[0], DTensor):
+        # with FSDP's cpu_ram_efficient_loading the first process alone has read the weights by now
+        sums = sums.to(device)
+        dist.broadcast(sums, src=0)
+    total, count = over_processes(sums, weights[0], device).unbind(-1)
+    return (total / count).tolist()
+
+
+def over_processes(sums: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """The sums over all processes if `like` is cut over them, else as they are: then every process has the whole."""
+    if isinstance(like, DTensor):
+        sums = sums.to(device)
+        dist.all_reduce(sums)
+    return sums.cpu()
+
+
+def gathered(mask: Tensor, parameter: Tensor) -> Tensor:
+    """This process's rows of a mask -> the mask of the whole parameter; every process has to call it."""
+    if not isinstance(parameter, DTensor):
+        return mask
+    mesh = parameter.device_mesh
+    rows = mask.to(mesh.device_type, torch.uint8)  # gloo gathers no bool
+    whole = DTensor.from_local(
+        rows, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    return whole.full_tensor().bool()
+
+
+def pruned_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor | None, NMPattern]]:
+    """(parameter, metric or None, pattern) for every pruned parameter of one of our optimizers, in its order."""
+    for group in optimizer.param_groups:
+        for parameter, scale in pruned_parameters(group):
+            yield parameter, scale, NMPattern.parse(group["pattern"])
+
+
+def sizes(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """|c * w|, by which a mask ranks."""
+    return weight.abs() if scale is None else (weight * scale).abs()
+
+
+def sampled(weight: Tensor, pattern: NMPattern) -> Tensor:
+    """Evenly spaced blocks of it, fp32 [blocks, m] on the CPU."""
+    blocks = pattern.blocks(weight.detach()).flatten(0, -3)
+    rows, in_row = blocks.shape[:2]
+    index = torch.arange(0, rows * in_row, max(1, rows * in_row // SAMPLED_BLOCKS), device=weight.device)
+    return blocks[index // in_row, index % in_row].float().cpu()
+
+
+def sampled_mask(weight: Tensor, parameter: Tensor, scale: Tensor | None, pattern: NMPattern) -> Tensor:
+    """The mask of sampled blocks of `parameter`, bool [blocks, m]."""
+    if scale is not None:
+        scale = sampled(scale.expand(local(parameter).shape), pattern)
+    return nm_mask(sizes(weight, scale), pattern)
+
+
+def check_finite(parameters: list[Tensor], device: torch.device) -> None:
+    """Raises ValueError, on all processes, if one of the weights is NaN or infinite."""
+    bad = sum((~local(parameter).isfinite()).sum().item() for parameter in parameters)
+    bad = over_processes(torch.tensor(float(bad)), parameters[0], device).item()
+    if bad:
+        raise ValueError(f"{bad:.0f} weights have become NaN or infinite while learning; lower learning_rate")
+
+
+def reshard_(model: nn.Module) -> None:
+    """Frees the whole weights that FSDP2 leaves in place after an evaluation: what counts is each process's shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def layer_name(parameter_name: str) -> str:
+    """The name of the layer in the plain model: without `.weight` and what wrappers have added."""
+    for wrapper in WRAPPERS:
+        parameter_name = parameter_name.replace(wrapper, "")
+    return parameter_name.removesuffix(".weight")

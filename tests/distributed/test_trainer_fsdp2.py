@@ -1,0 +1,89 @@
+"""Trainer under FSDP2, and the optimizers on uneven and empty shards: gloo processes end as one process does.
+
+Accelerate shards on accelerators alone: on a CPU `TrainingArguments(fsdp=True)` runs DDP. `train_under_accelerate`
+tells its state that this is FSDP2, and everything after that is accelerate's own code; `train_as_loaded` needs no help.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from proxsparse.checkpoint import load_masks
+
+HERE = Path(__file__).resolve().parent
+RUNS = ["train_under_accelerate", "resume_under_accelerate", "train_as_loaded"]
+each_run = pytest.mark.parametrize("run", RUNS)
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    """The folder that trainer_processes has filled."""
+    pytest.importorskip("accelerate")
+    folder = tmp_path_factory.mktemp("processes")
+    paths = [HERE.parents[1], HERE.parent, HERE.parent / "optim"]
+    settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "trainer_processes.py"), str(folder)]
+    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def seen_by(results: Path, run: str) -> list[dict]:
+    return [torch.load(path) for path in sorted((results / run).glob("seen-*.pt"))]
+
+
+@each_run
+def test_the_pruned_model_is_that_of_one_process(results, run):
+    from transformers import AutoModelForCausalLM
+
+    alone, masks = load_masks(results / "alone" / "masks.safetensors"), load_masks(results / run / "masks.safetensors")
+    assert masks.keys() == alone.keys()
+    equal = sum((mask == alone[name]).sum().item() for name, mask in masks.items())
+    assert equal >= 0.999 * sum(mask.numel() for mask in masks.values())
+    pretrained = AutoModelForCausalLM.from_pretrained(results / "model", dtype=torch.float32).state_dict()
+    for name, weight in AutoModelForCausalLM.from_pretrained(results / run).state_dict().items():
+        mask = masks.get(name.removesuffix(".weight"), torch.ones_like(weight, dtype=torch.bool))
+        assert torch.equal(weight, torch.where(mask, pretrained[name], 0)), f"{name} is not W0 under its mask"
+
+
+@each_run
+def test_every_process_logs_the_figures_of_the_whole(results, run):
+    (alone,) = seen_by(results, "alone")
+    both = seen_by(results, run)
+    assert len(both) == 2
+    for seen in both:
+        assert seen["evaluated"] == pytest.approx(alone["evaluated"], abs=1e-5), "the snapped model, and no stale copy"
+        for row, expected in zip(seen["logs"], alone["logs"], strict=True):
+            assert row["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert row["feasible_share"] == pytest.approx(expected["feasible_share"], abs=1e-3)
+            assert row["norm_gap"] == pytest.approx(expected["norm_gap"], rel=1e-3)
+
+
+@each_run
+def test_the_optimizer_holds_the_shards(results, run):
+    """Accelerate exchanges the parameters in param_groups: the model's, each with a state, and sharded all."""
+    for seen in seen_by(results, run):
+        assert seen["sharded"]
+        assert seen["of the model"]
+        assert seen["with a state"]
+
+
+@pytest.mark.parametrize(("count", "empty"), [(2, 1), (4, 5)])
+@pytest.mark.parametrize("optimizer", ["ProxOptimizer", "ProxAdamW"])
+def test_uneven_and_empty_shards_step_as_the_whole(results, count, empty, optimizer):
+    """out_features of 1, 3 and 5 on 2 and 4 processes, float64; that no step communicates is asserted over there."""
+    expected = torch.load(results / "alone-0.pt")[optimizer]
+    shards = [torch.load(results / f"ragged-{count}-{rank}.pt")[optimizer] for rank in range(count)]
+    rows = torch.tensor([shard["rows"] for shard in shards])
+    assert rows.sum(0).tolist() == expected["rows"] == [1, 3, 5]
+    assert (rows == 0).sum() == empty
+    for shard in shards:
+        for weight, whole in zip(shard["weights"], expected["weights"], strict=True):
+            torch.testing.assert_close(weight, whole, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,193 @@
+"""What test_trainer_fsdp2 runs in processes of its own: `python trainer_processes.py FOLDER` leaves results there.
+
+One process imports everything, trains alone, and then forks gloo processes: importing takes longer than all the jobs.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+SAMPLES, STEPS, BATCH = 32, 4, 4
+STEP_OF_CHECKPOINT = 2
+RAGGED = (1, 3, 5)  # out_features: of 2 and of 4 processes some hold fewer rows, some none
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    folder.mkdir(exist_ok=True)
+    from tiny_models import tiny_model
+
+    tiny_model("llama").save_pretrained(folder / "model")
+    train_with_trainer(folder, "alone")
+    ragged_layers(folder, "alone")
+    for job in (train_under_accelerate, resume_under_accelerate, train_as_loaded):
+        in_processes(2, job, folder, job.__name__)
+    for count in (2, 4):
+        in_processes(count, ragged_layers, folder, f"ragged-{count}")
+
+
+def in_processes(count: int, job, folder: Path, name: str) -> None:
+    """Runs `job(folder, name)` in so many forked processes of one gloo group; ends all if one fails."""
+    children = []
+    for rank in range(count):
+        children.append(os.fork())
+        if children[-1] == 0:
+            status = 1
+            try:
+                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}  # as torchrun says it
+                os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+                store = f"file://{folder}/store-{name}"
+                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+                job(folder, name)
+                dist.barrier()
+                dist.destroy_process_group()
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+    failed = [status for _, status in (os.waitpid(child, 0) for child in children) if status]
+    if failed:
+        raise SystemExit(f"{name}: {len(failed)} of {count} processes failed")
+
+
+# ------------------------------------------------------------------------------------------- transformers.Trainer
+
+
+def trainer_classes():
+    """A Trainer of ours with a metric on one layer, and the same with accelerate's FSDP2 on a CPU."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from transformers import Trainer
+
+    from proxsparse.trainer import ProxTrainerMixin
+
+    class MetricTrainer(ProxTrainerMixin, Trainer):
+        def create_optimizer(self, model=None):
+            optimizer = super().create_optimizer(model)
+            weight = self.model.model.layers[1].mlp.down_proj.weight
+            optimizer.set_metric(weight, torch.linspace(0.5, 2, weight.shape[-1]))
+            return optimizer
+
+    class ShardedTrainer(MetricTrainer):
+        def create_accelerator_and_postprocess(self):
+            """What accelerate's state says on accelerators and, by a list of devices, not on CPUs."""
+            super().create_accelerator_and_postprocess()
+            state = self.accelerator.state
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    return MetricTrainer, ShardedTrainer
+
+
+def train_under_accelerate(folder: Path, name: str) -> None:
+    train_with_trainer(folder, name, sharded=True, fsdp=True, save_strategy="steps", save_steps=STEP_OF_CHECKPOINT)
+
+
+def resume_under_accelerate(folder: Path, name: str) -> None:
+    """From the checkpoint of the run before, which stands for an interrupted one; evaluated after each step."""
+    checkpoint = folder / train_under_accelerate.__name__ / f"checkpoint-{STEP_OF_CHECKPOINT}"
+    fsdp = {"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}
+    train_with_trainer(folder, name, sharded=True, resume=checkpoint, eval_strategy="steps", eval_steps=1, **fsdp)
+
+
+def train_as_loaded(folder: Path, name: str) -> None:
+    """The model comes sharded from transformers, and accelerate leaves it so."""
+    from transformers.distributed import DistributedConfig
+
+    train_with_trainer(folder, name, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
+
+
+def train_with_trainer(
+    folder: Path, name: str, sharded: bool = False, resume: Path | None = None, distributed_config=None, **settings
+) -> None:
+    """Trains, snaps and saves into folder/name; what only this process can see goes to seen-RANK.pt there."""
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    from proxsparse.trainer import ProxCallback
+
+    placed = {"distributed_config": distributed_config} if distributed_config else {}
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **placed)
+    ids = torch.randint(260, (SAMPLES, 16), generator=torch.Generator().manual_seed(1))
+    samples = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        folder / name,
+        **{"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"} | settings,
+        per_device_train_batch_size=BATCH // (dist.get_world_size() if dist.is_initialized() else 1),
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = trainer_classes()[sharded](
+        model=model,
+        args=arguments,
+        train_dataset=samples,
+        eval_dataset=samples[:4],
+        reg_lambda_rel=0.5,
+        frozen_lambda=0.1,
+        callbacks=[ProxCallback()],
+    )
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    trainer.save_model()
+    held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    seen = {
+        "logs": [row for row in trainer.state.log_history if "loss" in row],
+        "sharded": all(isinstance(parameter, DTensor) for parameter in held),
+        "of the model": set(held) == set(trainer.model.parameters()),
+        "with a state": set(held) == set(trainer.optimizer.state),
+        "evaluated": trainer.evaluate()["eval_loss"],
+    }
+    torch.save(seen, folder / name / f"seen-{os.environ.get('RANK', 0)}.pt")
+
+
+# ------------------------------------------------------------------------------------------- the optimizers
+
+
+class Ragged(nn.Module):
+    """Layers with few rows, side by side."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, rows, dtype=torch.float64) for rows in RAGGED)
+
+    def __getitem__(self, index: int) -> nn.Linear:
+        return self.layers[index]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(inputs) for layer in self.layers], dim=-1)
+
+
+def ragged_layers(folder: Path, name: str) -> None:
+    """Both optimizers, with everything they can do, on layers with fewer rows than processes."""
+    from training import INPUTS, OPTIMIZERS, weights, with_everything
+
+    results = {}
+    for title, make in OPTIMIZERS.items():
+        model = Ragged()
+        if dist.is_initialized():
+            fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        optimizer = with_everything(make, model)
+        for _ in range(4):
+            model(INPUTS).sin().square().mean().backward()
+            with CommDebugMode() as communication:
+                optimizer.step()
+            assert not communication.get_total_counts(), "the step communicates"
+            optimizer.zero_grad()
+        rows = [len(p.to_local() if isinstance(p, DTensor) else p) for p in model.parameters() if p.ndim == 2]
+        results[title] = {"weights": weights(model), "rows": rows}
+    torch.save(results, folder / f"{name}-{os.environ.get('RANK', 0)}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

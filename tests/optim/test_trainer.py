@@ -1,0 +1,232 @@
+"""ProxTrainerMixin and ProxCallback in one process: groups, figures, the snap, resuming, and what is refused."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from proxsparse import NMPattern, ProxOptimizer
+from proxsparse.checkpoint import load_masks
+from proxsparse.models import copy_weights, prunable_layers
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+trainer_module = pytest.importorskip("proxsparse.trainer")
+ProxCallback = trainer_module.ProxCallback
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*not on the cpp backend"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument"),
+]
+
+
+class MaskTrainer(trainer_module.ProxTrainerMixin, transformers.Trainer):
+    """What a user writes."""
+
+
+def make(folder, model=None, callback=None, kind=MaskTrainer, **settings):
+    ids = torch.randint(260, (16, 12), generator=torch.Generator().manual_seed(1))
+    arguments = {"max_steps": 4, "logging_steps": 2, "learning_rate": 1e-3, "save_strategy": "no"}
+    ours = {name: settings.pop(name) for name in list(settings) if name not in ("save_strategy", "save_steps", "bf16")}
+    return kind(
+        model=tiny_model("llama") if model is None else model,
+        args=transformers.TrainingArguments(
+            folder, **arguments | settings, weight_decay=0.1, use_cpu=True, report_to="none", disable_tqdm=True
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        callbacks=[callback or ProxCallback()],
+        **ours or {"reg_lambda": 0.25},
+    )
+
+
+def groups_by_parameter(trainer) -> dict:
+    optimizer = trainer.create_optimizer()
+    assert isinstance(optimizer, ProxOptimizer)
+    return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+# ------------------------------------------------------------------------------------------- the optimizer
+
+
+def test_what_is_not_pruned_stays_as_trainer_made_it(tmp_path):
+    trainer = make(tmp_path, exclude=["down_proj"], pattern="1:4", reg_lambda=0.25, frozen_lambda=0.5)
+    model, group_of = trainer.model, groups_by_parameter(trainer)
+    assert group_of.keys() == set(model.parameters()), "every parameter is in one group"
+    pruned = {p for p, group in group_of.items() if group["reg_lambda"] == 0.25}
+    assert pruned == {layer.weight for layer in prunable_layers(model, exclude=["down_proj"]).values()}
+    assert all(group_of[p]["reg_lambda"] == 0 for p in group_of.keys() - pruned)
+    assert all((group_of[p]["pattern"], group_of[p]["frozen_lambda"]) == ("1:4", 0.5) for p in pruned)
+    assert group_of[model.lm_head.weight]["weight_decay"] == 0.1
+    assert group_of[model.model.norm.weight]["weight_decay"] == 0
+
+
+def test_decoder_blocks_of_any_name_are_found(tmp_path):
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    model = transformers.AutoModelForCausalLM.from_config(config)  # its blocks are transformer.h.0 and transformer.h.1
+    group_of = groups_by_parameter(make(tmp_path, model))
+    pruned = {p for p, group in group_of.items() if group["reg_lambda"] > 0}
+    assert pruned == {p for name, p in model.named_parameters() if ".h." in name and p.ndim == 2}
+
+
+def test_a_relative_lambda_is_in_units_of_each_layers_mean(tmp_path):
+    model = tiny_model("llama")
+    layers = list(prunable_layers(model).values())
+    with torch.no_grad():
+        layers[0].weight *= 8
+        layers[1].weight.zero_()
+    group_of = groups_by_parameter(make(tmp_path, model, reg_lambda_rel=0.2))
+    for layer in layers[:1] + layers[2:]:
+        mean = layer.weight.abs().mean().item()
+        assert group_of[layer.weight]["reg_lambda"] == pytest.approx(0.2 / mean, rel=1e-5)
+    assert group_of[layers[1].weight]["reg_lambda"] == 0
+
+
+@pytest.mark.parametrize("given", [{"pattern": "2:4"}, {"reg_lambda": 1.0, "reg_lambda_rel": 1.0}])
+def test_exactly_one_lambda_is_asked_for(tmp_path, given):
+    with pytest.raises(ValueError, match="give one of the two"):
+        make(tmp_path, **given)
+
+
+def test_frozen_layers_are_refused(tmp_path):
+    model = tiny_model("llama").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"all 14 layers to prune are frozen .*LoRA.*train the layers themselves"):
+        make(tmp_path, model).create_optimizer()
+
+
+# ------------------------------------------------------------------------------------------- the callback
+
+
+def test_the_run_ends_with_w0_under_the_saved_masks(tmp_path):
+    model, callback = tiny_model("llama"), ProxCallback()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[0, :4] = -0.0
+    before = copy_weights(model)
+    trainer = make(tmp_path, model, callback, reg_lambda_rel=0.5)
+    trainer.train()
+
+    masks = load_masks(tmp_path / "masks.safetensors")
+    assert masks.keys() == callback.masks.keys() == prunable_layers(model).keys()
+    for name, parameter in model.named_parameters():
+        mask = masks.get(name.removesuffix(".weight"), torch.ones_like(parameter, dtype=torch.bool))
+        assert torch.equal(parameter, torch.where(mask, before[name], 0))
+        assert name.removesuffix(".weight") in masks or torch.equal(parameter, before[name])
+    assert not torch.signbit(weight[0, :4]).any(), "a kept zero is +0.0"
+
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in logged] == [2, 4]
+    assert 0 < logged[0]["feasible_share"] < logged[1]["feasible_share"] <= 1
+    assert 0 < logged[0]["norm_gap"] < logged[1]["norm_gap"] < 1
+    assert 0 < logged[0]["mask_change"] < 1
+    assert callback.figures == {key: logged[1][key] for key in callback.figures} | {"mask_change": 0.0}
+
+
+def test_figures_are_those_of_the_weights(tmp_path, monkeypatch):
+    """On a sample that is the whole: the share by NMPattern, the gap of what the mask keeps."""
+    model, callback, seen = tiny_model("llama"), ProxCallback(), {}
+    before = copy_weights(model)
+    trainer = make(tmp_path, model, callback, reg_lambda=20.0)
+    measured = callback.measured
+
+    def remembering(optimizer, device):
+        seen["weights"] = {name: layer.weight.detach().clone() for name, layer in prunable_layers(model).items()}
+        return measured(optimizer, device)
+
+    monkeypatch.setattr(callback, "measured", remembering)
+    trainer.train()
+    pattern, blocks = NMPattern(2, 4), []
+    kept = torch.cat([mask.flatten() for mask in callback.masks.values()])
+    w0 = torch.cat([before[f"{name}.weight"].flatten() for name in callback.masks])[kept]
+    learned = torch.cat([seen["weights"][name].flatten() for name in callback.masks])[kept]
+    blocks = torch.cat([pattern.feasible_blocks(weight).flatten() for weight in seen["weights"].values()])
+    assert callback.figures["feasible_share"] == pytest.approx(blocks.float().mean().item())
+    assert callback.figures["norm_gap"] == pytest.approx(((learned - w0).norm() / w0.norm()).item(), rel=1e-5)
+
+
+def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path):
+    """The checkpoint holds learned weights; W0 is still what the Trainer was given."""
+    before = copy_weights(tiny_model("llama"))
+    first, second = ProxCallback(), ProxCallback()
+    make(tmp_path / "a", callback=first, reg_lambda_rel=0.5, save_strategy="steps", save_steps=2).train()
+    resumed = make(tmp_path / "b", callback=second, reg_lambda_rel=0.5)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    for name, mask in first.masks.items():
+        assert torch.equal(mask, second.masks[name])
+        weight = resumed.model.get_submodule(name).weight
+        assert torch.equal(weight, torch.where(mask, before[f"{name}.weight"], 0))
+
+
+def test_resuming_without_the_mixin_is_refused(tmp_path):
+    """There nobody has seen W0 before the checkpoint was loaded."""
+    make(tmp_path / "a", save_strategy="steps", save_steps=2).train()
+
+    class Plain(transformers.Trainer):
+        def create_optimizer(self, model=None):
+            weights = [layer.weight for layer in prunable_layers(self.model).values()]
+            self.optimizer = ProxOptimizer(torch.optim.AdamW(weights), 0.25)
+            return self.optimizer
+
+    trainer = make(tmp_path / "b", kind=lambda reg_lambda, **rest: Plain(**rest))
+    state = json.loads((tmp_path / "a" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    (tmp_path / "a" / "checkpoint-2" / "optimizer.pt").unlink()  # of other groups
+    with pytest.raises(ValueError, match=r"resumed at step 2: .* pretrained .*ProxTrainerMixin"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+
+
+def test_weights_that_are_not_finite_are_not_ranked(tmp_path):
+    class Breaks(ProxCallback):
+        def on_train_end(self, args, state, control, model=None, **rest):
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight[1, 2:4] = torch.nan
+            super().on_train_end(args, state, control, model=model, **rest)
+
+    with pytest.raises(ValueError, match=r"2 weights have become NaN or infinite.*lower learning_rate"):
+        make(tmp_path, callback=Breaks()).train()
+    assert not (tmp_path / "masks.safetensors").exists()
+
+
+def test_a_second_training_returns_to_the_same_w0(tmp_path):
+    callback, before = ProxCallback(), copy_weights(tiny_model("llama"))
+    trainer = make(tmp_path, callback=callback)
+    for _ in range(2):
+        trainer.train()
+    for name, mask in callback.masks.items():
+        weight = trainer.model.get_submodule(name).weight
+        assert torch.equal(weight, torch.where(mask, before[f"{name}.weight"], 0))
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def test_fsdp1_is_refused_with_the_reason(tmp_path):
+    trainer = make(tmp_path)
+    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)  # as after fsdp_config={"version": 1}
+    with pytest.raises(ValueError, match=r"FSDP1 .*flat parameter.*torn apart.*FSDP2: .*fsdp=True"):
+        trainer.create_optimizer()
+    assert trainer.optimizer is None
+
+
+@pytest.mark.parametrize("sign", ["the accelerator's", "the parameters'"])
+def test_deepspeed_is_refused_with_the_reason(tmp_path, sign):
+    trainer = make(tmp_path)
+    if sign == "the accelerator's":
+        trainer.is_deepspeed_enabled = True
+    else:
+        trainer.model.lm_head.weight.ds_id = 7
+    with pytest.raises(ValueError, match=r"DeepSpeed ZeRO .*partitions.*torn apart.*FSDP2"):
+        trainer.create_optimizer()
+    assert trainer.optimizer is None
+
+
+def test_the_engine_is_refused_before_any_work(tmp_path):
+    class OnDeepSpeed(MaskTrainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            self.is_deepspeed_enabled = True
+
+    with pytest.raises(ValueError, match="DeepSpeed ZeRO"):
+        make(tmp_path, kind=OnDeepSpeed)

@@ -1,0 +1,83 @@
+"""metrics.jsonl has every finished step at any moment; the trackers of --report_to get the same rows."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from proxsparse.errors import InputError
+from proxsparse.log import RunLog, check_tracker
+
+ROW = {"loss": 2.5, "learning_rate": 1e-3, "feasible_share": 0.25, "mask_change": 0.125}
+ROWS = [{"step": step, **ROW} for step in (1, 2)]
+
+
+class Wandb:
+    """The part of wandb that is used: init(project, dir, name) -> run with log(row, step) and finish()."""
+
+    def __init__(self):
+        self.calls = []
+
+    def init(self, **settings):
+        self.calls.append(("init", settings))
+        return self
+
+    def log(self, row, step):
+        self.calls.append(("log", row, step))
+
+    def finish(self):
+        self.calls.append(("finish",))
+
+
+class Writer:
+    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
+
+    def __init__(self, folder):
+        self.folder, self.scalars, self.closed = folder, [], False
+        Writer.last = self
+
+    def add_scalar(self, name, value, step):
+        self.scalars.append((name, value, step))
+
+    def close(self):
+        self.closed = True
+
+
+def log_rows(folder, report_to="none"):
+    with RunLog(folder, len(ROWS), "2:4", report_to) as log:
+        for count, row in enumerate(ROWS, 1):
+            log.step(row)
+            written = (folder / "metrics.jsonl").read_text()
+            assert [json.loads(line) for line in written.splitlines()] == ROWS[:count], "flushed with every step"
+            assert written.endswith("\n")
+
+
+def test_every_finished_step_is_on_disk(tmp_path):
+    log_rows(tmp_path)
+
+
+def test_wandb_gets_the_rows_and_the_end(tmp_path, monkeypatch):
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    log_rows(tmp_path, "wandb")
+    start = ("init", {"project": "proxsparse", "dir": tmp_path, "name": tmp_path.name})
+    assert wandb.calls == [start, *(("log", row, row["step"]) for row in ROWS), ("finish",)]
+
+
+def test_tensorboard_gets_every_figure_at_its_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    log_rows(tmp_path, "tensorboard")
+    assert Writer.last.folder == tmp_path / "tensorboard"
+    assert Writer.last.scalars == [(name, value, step) for step in (1, 2) for name, value in ROW.items()]
+    assert Writer.last.closed
+
+
+def test_a_folder_called_like_the_tracker_is_no_package(tmp_path, monkeypatch):
+    """wandb leaves ./wandb where it runs, and Python takes any folder for a package."""
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(InputError, match="pip install wandb"):
+        check_tracker("wandb")
+    check_tracker("none")
