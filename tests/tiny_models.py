@@ -19,6 +19,7 @@ COMMON = {
 # name -> (transformers model type, what differs from COMMON); those in MIXED call their blocks with different arguments
 MODELS = {
     "llama": ("llama", {}),
+    "llama-few-rows": ("llama", {"num_key_value_heads": 1, "head_dim": 2}),
     "mistral": ("mistral", {"sliding_window": 8, "head_dim": 8}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 8}),

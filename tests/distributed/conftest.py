@@ -1,0 +1,34 @@
+"""A model whose k_proj and v_proj have two rows: on four processes two of them hold none."""
+
+import json
+
+import pytest
+from forks import Forks
+from tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="session")
+def forks():
+    with Forks() as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
+def few_rows(tmp_path_factory):
+    return save_tiny_model("llama-few-rows", tmp_path_factory.mktemp("models") / "few-rows")
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
+    """Forty short documents of different lengths as .jsonl."""
+    path = tmp_path_factory.mktemp("data") / "text.jsonl"
+    rows = [{"text": f"{i} lazy dogs. " * (2 + i % 4)} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def flags(few_rows, documents):
+    """Of runs of sixteen samples."""
+    data = ["--model", few_rows, "--data", documents, "--eval_data", documents, "--precision", "fp32"]
+    return [*data, "--num_samples", "16", "--seq_len", "40", "--eval_seq_len", "32", "--eval_max_windows", "3"]

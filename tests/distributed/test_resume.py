@@ -1,0 +1,226 @@
+"""A run that is killed goes on where its last checkpoint is, and ends with the same bits."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from proxsparse.checkpoint import SCRATCH, checkpoints
+from proxsparse.errors import InputError
+from proxsparse.train import main
+
+KILLS = 20
+SAVES = ["--save_steps", "3", "--num_train_epochs", "2", "--resume_from_checkpoint", "last"]
+
+
+def outcome(run_dir):
+    """What two runs must have in common to be the same."""
+    result = json.loads((run_dir / "result.json").read_text())
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    same = ("masks_sha256", "perplexity", "mask_similarity", "feasible_share", "steps", "tokens", "reg_lambda")
+    return {name: result[name] for name in same}, [{**row, "seconds": None} for row in rows]
+
+
+def run(forks, arguments, run_dir, processes=1, **how):
+    return forks.run([*arguments, "--output_dir", run_dir], processes, output=run_dir.with_suffix(".log"), **how)
+
+
+FORMS = {
+    "masked": [],
+    "everything": [
+        *("--distill", "0.5", "--average_runs", "2", "--precision", "bf16", "--gradient_accumulation_steps", "2"),
+        *("--moment_dtype", "fp32", "--save_total_limit", "2", "--save_steps", "1"),
+    ],
+    "paper": ["--metric", "none", "--precision", "bf16", "--frozen_lambda", "0.2", "--reg_schedule", "linear"],
+    "masters": ["--metric", "none", "--precision", "bf16", "--master_weights", "--update", "all"],
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forks, flags, tmp_path_factory):
+    """Of the form "masked": its outcome, and how many seconds it took."""
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    started = time.monotonic()
+    assert run(forks, [*flags, *SAVES], run_dir) == [0]
+    return outcome(run_dir), time.monotonic() - started
+
+
+def test_killed_at_random_moments(forks, flags, undisturbed, tmp_path):
+    """Each kill -9 falls on a moment of a whole run's length; what was done before it is not done again."""
+    expected, seconds = undisturbed
+    moments, run_dir, kills = random.Random(0), tmp_path / "run", 0
+    while kills < KILLS:
+        codes = run(forks, [*flags, *SAVES], run_dir, kill_after=moments.uniform(0.1, 1.0) * seconds)
+        kills += codes == [-signal.SIGKILL]
+        if codes == [0]:
+            assert outcome(run_dir) == expected
+            shutil.rmtree(run_dir)
+        else:
+            assert codes == [-signal.SIGKILL], run_dir.with_suffix(".log").read_text()[-2000:]
+    assert run(forks, [*flags, *SAVES], run_dir) == [0]
+    assert outcome(run_dir) == expected
+    assert checkpoints(run_dir) == []  # a complete run needs none
+    assert "nothing is left to do" not in run_dir.with_suffix(".log").read_text().splitlines()[-1]
+    assert run(forks, [*flags, *SAVES], run_dir) == [0]
+    assert "nothing is left to do" in run_dir.with_suffix(".log").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("form", ["everything", "paper", "masters"])
+def test_killed_in_the_middle(forks, flags, tmp_path, form):
+    arguments = [*flags, *SAVES, "--eval_data", "none", *FORMS[form]]
+    assert run(forks, arguments, tmp_path / "a") == [0]
+    for moment in (("proxsparse.training_state.finish", 2), ("proxsparse.training_state.sync", 4)):
+        assert run(forks, arguments, tmp_path / "b", die_in=moment) == [-signal.SIGKILL]
+    assert run(forks, arguments, tmp_path / "b") == [0]
+    assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
+    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert all(a[name].equal(b[name]) for name in a)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM])
+def test_a_signal_saves_both_the_masks_and_where_to_go_on(forks, flags, undisturbed, tmp_path, signal_number):
+    expected, seconds = undisturbed
+    run_dir = tmp_path / "run"
+    never = ["--save_steps", "0"]  # but when it is stopped
+    for share in (0.4, 0.5, 0.6, 0.7):  # the first that falls between two steps will do
+        (code,) = run(forks, [*flags, *SAVES, *never], run_dir, signal_after=share * seconds)
+        if (run_dir / "result.json").exists():
+            break
+    assert code == 128 + signal_number
+    assert json.loads((run_dir / "result.json").read_text())["status"] == "interrupted"
+    assert (run_dir / "model.safetensors").exists()
+    assert len(checkpoints(run_dir)) == 1
+    assert run(forks, [*flags, *SAVES, *never], run_dir) == [0]
+    assert outcome(run_dir) == expected
+
+
+def test_other_numbers_of_processes_go_on_within_rounding(forks, flags, tmp_path):
+    def arguments(processes):
+        return [*flags, *SAVES, "--gradient_accumulation_steps", 4 // processes, "--num_train_epochs", "3"]
+
+    assert run(forks, arguments(1), tmp_path / "a") == [0]
+    die_in = ("proxsparse.training_state.finish", 2)
+    assert -signal.SIGKILL in run(forks, arguments(4), tmp_path / "b", 4, die_in=die_in)
+    assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-3"]
+    assert -signal.SIGKILL in run(forks, arguments(2), tmp_path / "b", 2, die_in=die_in)
+    assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-6"]
+    assert run(forks, arguments(1), tmp_path / "b") == [0]
+    (one, rows), (other, other_rows) = outcome(tmp_path / "a"), outcome(tmp_path / "b")
+    assert [row["loss"] for row in other_rows] == pytest.approx([row["loss"] for row in rows], abs=1e-5)
+    assert other["perplexity"]["proxsparse"] == pytest.approx(one["perplexity"]["proxsparse"], rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------- what cannot go on
+
+
+@pytest.fixture
+def stopped(forks, flags, tmp_path):
+    """A run's folder with one checkpoint, and the flags to go on."""
+    arguments = [*flags, *SAVES, "--eval_data", "none"]
+    assert run(forks, arguments, tmp_path / "run", die_in=("proxsparse.training_state.finish", 2)) == [-signal.SIGKILL]
+    (path,) = checkpoints(tmp_path / "run")
+    return path, [str(flag) for flag in (*arguments, "--output_dir", tmp_path / "run")]
+
+
+def damaged(path, name, change):
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(change(content))
+
+
+def without_a_tensor(path):
+    file = next(path.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors.pop("monitor.mask")
+    save_file(tensors, file)
+    state = json.loads((path / "state.json").read_text())
+    state["files"][file.name] = file.stat().st_size
+    (path / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: damaged(path, "state.json", lambda text: text[:100]), "damaged .*; give an older one"),
+        (lambda path: damaged(path, "state.json", lambda text: b"[" * 100_000), "damaged .*; give an older one"),
+        (lambda path: damaged(path, "state.json", lambda text: b"[]"), "damaged .*; give an older one"),
+        (lambda path: damaged(path, next(path.glob("*.safetensors")).name, lambda data: data[:-5]), "bytes, not"),
+        (lambda path: next(path.glob("*.safetensors")).unlink(), "damaged .*No such file"),
+        (without_a_tensor, "monitor.mask is not there, this run needs"),
+    ],
+    ids=["half", "deep", "a list", "truncated", "gone", "a tensor less"],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(stopped, damage, words):
+    path, arguments = stopped
+    damage(path)
+    with pytest.raises(InputError, match=f"checkpoint-3.*{words}"):
+        main(arguments)
+
+
+def test_what_cannot_be_gone_on_with_is_refused(stopped, tmp_path):
+    path, arguments = stopped
+    with pytest.raises(InputError, match=r"it was made with --learning_rate 0.005, not 0.001; give the same flags"):
+        main([*arguments, "--learning_rate", "1e-3"])
+    with pytest.raises(InputError, match=r"its steps take 1 batches, these 2 \(1 processes\); change --gradient_acc"):
+        main([*arguments, "--gradient_accumulation_steps", "2"])
+    with pytest.raises(InputError, match=r"nowhere: no checkpoint there, which holds a state.json; give its folder"):
+        main([*arguments, "--resume_from_checkpoint", str(tmp_path / "nowhere")])
+    again = arguments[: arguments.index("--resume_from_checkpoint")] + ["--output_dir", arguments[-1]]
+    with pytest.raises(InputError, match=r"is not empty; .*--resume_from_checkpoint last"):
+        main(again)
+    assert path.is_dir()
+
+
+def test_nothing_to_go_on_from_is_a_beginning(stopped, tmp_path, capsys):
+    path, arguments = stopped
+    shutil.rmtree(path)
+    (path.parent / f"{SCRATCH}-checkpoint-3").mkdir()  # of a save that was cut off
+    assert main(arguments) == 0
+    assert "no checkpoint in" in capsys.readouterr().err
+    assert not list(path.parent.glob(f"{SCRATCH}*"))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.md").write_text("years of work")
+    with pytest.raises(InputError, match="is not empty"):
+        main([*arguments[:-1], str(foreign)])
+    assert (foreign / "thesis.md").exists()
+
+
+def test_a_checkpoint_elsewhere_starts_another_folder(stopped, undisturbed, tmp_path):
+    path, arguments = stopped
+    arguments[arguments.index("last")] = str(path)
+    assert main([*arguments[:-1], str(tmp_path / "other")]) == 0
+    (_, rows), ((expected, expected_rows), _) = outcome(tmp_path / "other"), undisturbed
+    assert rows == expected_rows
+    assert outcome(tmp_path / "other")[0]["masks_sha256"] == expected["masks_sha256"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 10 MB; a test that may not mount one gets a quota on the size of a process's files instead."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.system(f"mount -t tmpfs -o size=10m tmpfs {folder} 2>/dev/null"):
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    os.system(f"umount -l {folder}")
+
+
+def test_a_full_disk_leaves_the_last_good_state(forks, flags, undisturbed, small_disk, tmp_path):
+    """Something else fills the disk while the run is under way: the next save fails, and what was saved is good."""
+    expected, _ = undisturbed
+    run_dir = small_disk / "run"
+    log = tmp_path / "log"
+    arguments = [*flags, *SAVES, "--output_dir", run_dir]
+    assert forks.run(arguments, output=log, fill=("proxsparse.training_state.clear", 2, str(small_disk))) == [2]
+    error = log.read_text().splitlines()[-1]
+    assert error.startswith("error: checkpoint-6 could not be written to")
+    assert "the disk is full" in error
+    assert "checkpoint-3 is whole: go on from it with --resume_from_checkpoint last" in error
+    (small_disk / "filler").unlink()
+    assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
+    assert outcome(run_dir) == expected

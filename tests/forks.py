@@ -1,0 +1,123 @@
+"""Runs of proxsparse.train in processes of their own, forked from one that has imported everything: a second each.
+
+    with Forks() as forks:
+        codes = forks.run(["--model", ...], processes=2)          # as torchrun starts them
+        codes = forks.run(["--model", ...], kill_after=0.3)       # kill -9 after so many seconds
+        codes = forks.run(["--model", ...], die_in=("proxsparse.training_state.finish", 2))   # ... at the second call
+        codes = forks.run(["--model", ...], fill=("proxsparse.training_state.clear", 2, "/disk"))  # fills the disk then
+
+A fork of pytest itself would inherit thread pools without their threads.
+"""
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+class Forks:
+    """The process that forks; `run` asks it."""
+
+    def __enter__(self) -> "Forks":
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.server = subprocess.Popen([sys.executable, __file__], text=True, env=environment, **pipes)
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.server.stdin.close()
+        self.server.wait()
+
+    def run(self, arguments: list, processes: int = 1, nodes: int = 1, output: Path | None = None, **how) -> list[int]:
+        """The exit codes, -9 for one that was killed; what the processes print goes to the file `output`."""
+        job = {"arguments": list(map(str, arguments)), "processes": processes, "nodes": nodes} | how
+        print(json.dumps(job | {"output": str(output or os.devnull)}), file=self.server.stdin, flush=True)
+        return json.loads(self.server.stdout.readline())
+
+
+def serve() -> None:
+    """One job a line on stdin, its exit codes as a line on stdout."""
+    import matplotlib.figure  # noqa: F401 what a run imports late, imported once
+    import torch
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import proxsparse.train  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(run_job(**json.loads(line))), flush=True)
+
+
+def run_job(processes: int, nodes: int, kill_after: float | None = None, signal_after: float | None = None, **job):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pids = []
+    for rank in range(processes):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            start = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // nodes}
+            os.environ |= {name: str(value) for name, value in start.items()}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            child(**job)
+    for seconds, number in ((kill_after, signal.SIGKILL), (signal_after, signal.SIGTERM)):
+        if seconds is not None:
+            time.sleep(seconds)
+            for pid in pids:
+                os.kill(pid, number)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def child(arguments: list[str], output: str, die_in: list | None = None, fill: list | None = None) -> None:
+    """The run itself; never returns."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(0)
+    code = 1
+    try:
+        from proxsparse import train
+        from proxsparse.errors import run_command
+
+        if die_in:
+            before_call(*die_in, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        if fill:
+            before_call(*fill[:2], lambda: fill_disk(Path(fill[2])))
+        code = run_command(lambda: train.main(arguments))
+    except SystemExit as ending:
+        code = ending.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def before_call(name: str, number: int, act) -> None:
+    """Before the call of that number, from 1, of the function of that full name, `act()` is called."""
+    module, attribute = importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]
+    function, calls = getattr(module, attribute), itertools.count(1)
+
+    def call(*arguments, **keywords):
+        if next(calls) == number:
+            act()
+        return function(*arguments, **keywords)
+
+    setattr(module, attribute, call)
+
+
+def fill_disk(folder: Path) -> None:
+    """A file `filler` takes all that is free."""
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while file.write(b"0" * 4096):
+            pass
+
+
+if __name__ == "__main__":
+    serve()
