@@ -151,7 +151,7 @@ def prepare_output_dir(folder: Path, overwrite: bool) -> None:
         probe.unlink()
     except OSError as error:
         raise InputError(
-            f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); choose another"
+            f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); mend that or choose another"
         ) from error
 
 
