@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 T = TypeVar("T")
-SHARDS, COPIES = "shards", "copies"  # the dimensions of the mesh; copies: HSDP, every node holds the whole model
 TIMEOUT = timedelta(hours=2)  # the others wait while the first process writes a large model
 
 
@@ -126,10 +125,9 @@ def local(tensor: Tensor) -> Tensor:
 def mesh(device: torch.device, within_node: bool) -> dist.DeviceMesh:
     """All processes in one dimension, or with HSDP in two: copies over the nodes, shards within each of them."""
     shards = int(os.environ["LOCAL_WORLD_SIZE"]) if within_node else processes()
-    sizes, names = (processes() // shards, shards), (COPIES, SHARDS)
-    if sizes[0] == 1:
-        sizes, names = sizes[1:], names[1:]
-    return dist.init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    sizes, names = (processes() // shards, shards), ("copies", "shards")
+    flat = shards == processes()
+    return dist.init_device_mesh(device.type, sizes[flat:], mesh_dim_names=names[flat:])
 
 
 @torch.no_grad()
@@ -183,31 +181,42 @@ def rows_of(parameter: Tensor, whole: Tensor) -> Tensor:
     return whole[first_row(parameter) :][: len(local(parameter))] if parameter.ndim else whole
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor whose rows are shared out over processes."""
+    return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
+
+
+def shards_of(parameter: Tensor) -> int:
+    """The dimension of the parameter's device mesh over which its rows are shared out."""
+    return next(i for i, placement in enumerate(parameter.placements) if placement.is_shard())
+
+
 def first_row(parameter: Tensor) -> int:
     """The number, in the whole parameter, of the first row that this process holds."""
-    if not hasattr(parameter, "to_local"):
+    if not is_sharded(parameter):
         return 0
-    number, shards = parameter.device_mesh.get_local_rank(SHARDS), parameter.device_mesh[SHARDS].size()
+    dimension = shards_of(parameter)
+    number, shards = parameter.device_mesh.get_local_rank(dimension), parameter.device_mesh.size(dimension)
     return min(number * math.ceil(len(parameter) / shards), len(parameter))
 
 
 def sum_of_shards_(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The sum over the processes that hold shards of the parameter, in place; of other parameters the tensor itself."""
-    if hasattr(parameter, "to_local"):
-        dist.all_reduce(tensor, group=parameter.device_mesh[SHARDS].get_group())
+    if is_sharded(parameter):
+        dist.all_reduce(tensor, group=parameter.device_mesh.get_group(shards_of(parameter)))
     return tensor
 
 
 def mean_of_shards(values: Tensor, parameter: Tensor) -> Tensor:
     """The mean of a tensor of the parameter's shape, given this process's rows of it."""
-    if not hasattr(parameter, "to_local"):
+    if not is_sharded(parameter):
         return values.mean()
     return sum_of_shards_(values.sum(), parameter) / parameter.numel()
 
 
 def whole(rows: Tensor, parameter: Tensor) -> Tensor:
     """All rows, given those that this process holds: a tensor of as many rows as the parameter, cut like it."""
-    if not hasattr(parameter, "to_local"):
+    if not is_sharded(parameter):
         return rows
     from torch.distributed.tensor import DTensor
 

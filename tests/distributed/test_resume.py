@@ -15,7 +15,7 @@ from proxsparse.errors import InputError
 from proxsparse.train import main
 
 KILLS = 20
-SAVES = ["--save_steps", "3", "--num_train_epochs", "2", "--resume_from_checkpoint", "last"]
+SAVES = ["--num_samples", "8", "--save_steps", "3", "--num_train_epochs", "2", "--resume_from_checkpoint", "last"]
 
 
 def outcome(run_dir):
@@ -55,7 +55,7 @@ def test_killed_at_random_moments(forks, flags, undisturbed, tmp_path):
     expected, seconds = undisturbed
     moments, run_dir, kills = random.Random(0), tmp_path / "run", 0
     while kills < KILLS:
-        codes = run(forks, [*flags, *SAVES], run_dir, kill_after=moments.uniform(0.1, 1.0) * seconds)
+        codes = run(forks, [*flags, *SAVES], run_dir, kill_after=moments.uniform(0.2, 1.0) * seconds)
         kills += codes == [-signal.SIGKILL]
         if codes == [0]:
             assert outcome(run_dir) == expected
@@ -101,7 +101,7 @@ def test_a_signal_saves_both_the_masks_and_where_to_go_on(forks, flags, undistur
 
 def test_other_numbers_of_processes_go_on_within_rounding(forks, flags, tmp_path):
     def arguments(processes):
-        return [*flags, *SAVES, "--gradient_accumulation_steps", 4 // processes, "--num_train_epochs", "3"]
+        return [*flags, *SAVES, "--gradient_accumulation_steps", 4 // processes, "--num_train_epochs", "5"]
 
     assert run(forks, arguments(1), tmp_path / "a") == [0]
     die_in = ("proxsparse.training_state.finish", 2)
@@ -169,7 +169,7 @@ def test_what_cannot_be_gone_on_with_is_refused(stopped, tmp_path):
         main([*arguments, "--gradient_accumulation_steps", "2"])
     with pytest.raises(InputError, match=r"nowhere: no checkpoint there, which holds a state.json; give its folder"):
         main([*arguments, "--resume_from_checkpoint", str(tmp_path / "nowhere")])
-    again = arguments[: arguments.index("--resume_from_checkpoint")] + ["--output_dir", arguments[-1]]
+    again = [*arguments[: arguments.index("--resume_from_checkpoint")], "--output_dir", arguments[-1]]
     with pytest.raises(InputError, match=r"is not empty; .*--resume_from_checkpoint last"):
         main(again)
     assert path.is_dir()
