@@ -59,8 +59,8 @@ def valid_packed() -> list[Files]:
 
 
 def damage_model(random: Random, files: Files) -> Files:
-    """The config, the weights, or an index beside them."""
-    files, kind = dict(files), random.randrange(5)
+    """The weights, a file of settings or of the tokenizer, or an index that names traps."""
+    files, kind = dict(files), random.randrange(6)
     if kind <= 1:
         files["model.safetensors"] = damaged_safetensors(random, files["model.safetensors"])
     if kind in (1, 2):
@@ -77,6 +77,9 @@ def damage_model(random: Random, files: Files) -> Files:
         index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
         index = changed(random, index) if random.random() < 0.5 else index
         files["model.safetensors.index.json"] = as_json(index).encode()
+    if kind == 5:
+        name = random.choice([name for name in files if name.endswith(".json")])
+        files[name] = as_json(changed(random, json.loads(files[name]))).encode()
     return files
 
 
