@@ -279,6 +279,7 @@ NASTY = {
     "half a Parquet file": ({"a.parquet": b"PAR1" + bytes(64) + b"PAR1"}, "data"),
     "a config nested deep": (valid_packed()[0] | {"config.json": DEEP}, "unpack"),
     "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),
+    "a text for a description": (packed_with(quantization_config="proxsparse"), "unpack"),
     "an index that points out": (valid_packed()[0] | {INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, "unpack"),
 }
 COMMANDS = {
