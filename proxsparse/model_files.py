@@ -127,7 +127,10 @@ def require_files(files: Iterable[Path]) -> None:
     for file in files:
         folder = file.parent
         if not file.is_file():
-            raise InputError(f"{str(folder)!r} has no {file.name}: give the folder of a whole safetensors checkpoint")
+            raise InputError(
+                f"{str(folder)!r} has no {file.name}: give the folder of a whole safetensors checkpoint (pickled "
+                "weights are not read; convert them once with save_pretrained in an environment you trust)"
+            )
         if not is_inside(file, folder):
             raise InputError(f"{file} is a link out of its folder; put the file itself there")
 

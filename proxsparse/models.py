@@ -131,7 +131,8 @@ def refuse_short_files(folder: Path) -> None:
 
     A packed or quantised one has other tensors: its quantizer checks them.
     """
-    if not hasattr((model := skeleton(folder)).config, "quantization_config"):
+    model = skeleton(folder)
+    if getattr(model.config, "quantization_config", None) is None:
         check_weights(headers(weight_files(folder)), model)
 
 

@@ -34,7 +34,7 @@ def description(layers: list[str]) -> dict:
 def check_description(config: dict) -> None:
     """Raises ValueError for a quantization_config that this version cannot read."""
     method = config.get("quant_method") if isinstance(config, dict) else config
-    if method != QUANT_METHOD:
+    if not isinstance(config, dict) or method != QUANT_METHOD:
         raise ValueError(f"quantization_config of quant_method {method!r}: not a packed checkpoint of proxsparse")
     version, pattern, layers = (config.get(key) for key in ("format_version", "pattern", "layers"))
     if version != FORMAT_VERSION:

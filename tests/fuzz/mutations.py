@@ -4,6 +4,7 @@ import json
 import struct
 from random import Random
 
+Files = dict[str, bytes]  # name in the folder -> content
 INTEGERS = (0, 1, -1, 2, 3, 7, 64, 255, 4096, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**18, -(10**18))
 FLOATS = (0.0, -0.0, 0.5, 1e-320, 1e30, 1e300, -1e308, float("nan"), float("inf"), float("-inf"))
 TEXTS = (

@@ -2,6 +2,7 @@
 
 import ast
 import gzip
+import io
 import json
 import os
 import pickle
@@ -9,6 +10,8 @@ import struct
 from fnmatch import fnmatch
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from loaders import RESULT, ROWS, lines_of, valid_dense, valid_masks, valid_packed
@@ -150,6 +153,7 @@ def test_the_links_of_the_hugging_face_cache_are_its_own(dense, tmp_path):
         ({"text_config": {"_attn_implementation": "a/b"}}, "_attn_implementation 'a/b' is code on the Hub"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers of 1e.09"),
         ({"vocab_size": 10**12}, r"by config.json the model has 1.6e.13 weights, its files hold"),
+        ({"vocab_size": 10**12, "quantization_config": None}, "by config.json the model has"),
         ({"hidden_size": 10**18}, "config.json"),
         ({"model_type": "unheard-of"}, "config.json"),
     ],
@@ -232,6 +236,14 @@ def packed_with(**entries):
     return files | {"config.json": json.dumps(config)}
 
 
+def parquet_bomb():
+    """A file of some KB that unpacks to 200 MB: 200 rows that name the same entry of a dictionary."""
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 200, "int32"), pyarrow.array(["x" * (1 << 20)]))
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), file, compression="zstd")
+    return file.getvalue()
+
+
 LAYER_NAMES = ["model.layers.0.up", "model.layers.0.down"]
 DEEP = "[" * 1_000_000
 HEX = "0x" + "f" * 9000
@@ -263,9 +275,11 @@ NASTY = {
     "a row of digits": ({"a.jsonl": '{"text": ' + "9" * 5000 + "}"}, "data"),
     "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
     "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
+    "one text in 200 rows": ({"a.parquet": parquet_bomb()}, "data"),
     "half a Parquet file": ({"a.parquet": b"PAR1" + bytes(64) + b"PAR1"}, "data"),
     "a config nested deep": (valid_packed()[0] | {"config.json": DEEP}, "unpack"),
     "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),
+    "a text for a description": (packed_with(quantization_config="proxsparse"), "unpack"),
     "an index that points out": (valid_packed()[0] | {INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, "unpack"),
 }
 COMMANDS = {
@@ -296,5 +310,6 @@ def test_a_command_ends_in_one_line(name, tmp_path, monkeypatch, capfd):
     assert said.startswith("error: ")
     assert said.count("\n") == 1, said
     assert len(said) < 2000
+    assert "./absent" not in said, "the data was taken"
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out" / "config.json").exists()
