@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from proxsparse import learning, run
+from proxsparse import learning, plan, run
 from proxsparse.checkpoint import masks_sha256
 from proxsparse.config import TrainConfig, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit, sample_stream
@@ -32,6 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
     config = parse_config(sys.argv[1:] if arguments is None else arguments)
     pattern = NMPattern.parse(config.pattern)
     start = learning.start_of(config.start)
+    if config.plan:
+        print(plan.text(config))
+        return 0
     run_dir = run.open_run_dir(config)
     device = choose_device(config.device)
     weight_dtype, compute_dtype = choose_precision(config.precision, device)

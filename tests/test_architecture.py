@@ -41,7 +41,9 @@ LAYERS = {
     ),
     "methods": tuple(f"proxsparse.{name}" for name in ("methods", "evaluation", "report", "learning")),
     "inference": ("proxsparse.inference",),
-    "commands": tuple(f"proxsparse.{name}" for name in ("train", "prune", "options", "evaluate", "pack", "env", "run")),
+    "commands": tuple(
+        f"proxsparse.{name}" for name in ("train", "prune", "options", "evaluate", "pack", "env", "run", "plan")
+    ),
 }
 # Every layer also sees itself; the test for circles keeps that honest.
 SEES = {
@@ -69,6 +71,7 @@ OWNERS = {
         "proxsparse/models.py",
         "proxsparse/layout.py",
         "proxsparse/config.py",
+        "proxsparse/plan/architecture.py",
         "proxsparse/inference/hf_quantizer.py",
         "proxsparse/inference/generate.py",
     ),

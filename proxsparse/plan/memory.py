@@ -1,0 +1,187 @@
+"""What a run holds on each of N devices, bucket by bucket in bytes, from the model's shape and the flags alone."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+
+from proxsparse.config import TrainConfig
+from proxsparse.device import PRECISIONS, choose_precision
+from proxsparse.distillation import KEPT_TOKENS
+from proxsparse.errors import InputError
+from proxsparse.models import decoder_blocks, prunable_layers
+from proxsparse.plan.activations import StepBytes, keep_two_blocks_, logits_bytes, step_bytes
+from proxsparse.plan.architecture import architecture, causal_without_mask_
+
+Buckets = dict[str, int]  # name -> bytes
+
+# Resident memory of a run on a model of 100 KB (530 MB, of them 206 of libraries), and of SmolLM2's tokenizer; Linux
+# x86-64, torch 2.13 for CPUs, transformers 5.23: benchmarks/plan_check.py.
+PROCESS = 560 * 10**6
+CUDA_CONTEXT = 500 * 10**6  # and the libraries' workspaces: assumed, no GPU has been seen
+FP32 = 4
+TEXT_BYTES = 3 * 8  # a token: its id, its label, its mask, int64
+TEACHER_BYTES = KEPT_TOKENS * (4 + 2)  # a token: int32 tokens, bfloat16 probabilities
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model in numbers of weights: `block` of its largest decoder block, `outside` of the largest tensor outside."""
+
+    source: str
+    file_bytes: int  # of a weight in the model's files
+    blocks: int
+    layers: int
+    weights: int
+    prunable: int
+    block: int
+    outside: int
+    largest_layer: int
+    linear: int  # in products with activations, lm_head's among them
+    attention: int  # heads * head_dim, over all blocks
+    learned_names: dict[str, frozenset[str]]  # --update -> parameters that get a gradient
+    shallow: nn.Module
+
+    def learned(self, config: TrainConfig) -> int:
+        """How many weights get a gradient."""
+        return self.prunable if config.update == "prunable" else self.weights
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes that the meta device counted: of a training step, and of the largest forward pass without gradients."""
+
+    step: StepBytes
+    logits: int
+
+
+def shape_of(config: TrainConfig) -> Shape:
+    """The shape of --model. Raises InputError as `architecture` and `prunable_layers` do."""
+    found = architecture(config.model)
+    model, settings = found.model, found.model.config.get_text_config()
+    layers = prunable_layers(model, config.pattern, config.include, config.exclude)
+    blocks = decoder_blocks(model)
+    inside = {id(parameter) for parameter in blocks.parameters()}
+    sizes = [layer.weight.numel() for layer in layers.values()]
+    heads = settings.num_attention_heads
+    head_dim = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    prunable = frozenset(f"{name}.weight" for name in layers)
+    shape = Shape(
+        source=found.source,
+        file_bytes=found.file_dtype.itemsize,
+        blocks=len(blocks),
+        layers=len(layers),
+        weights=sum(parameter.numel() for parameter in model.parameters()),
+        prunable=sum(sizes),
+        block=max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks),
+        outside=max(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside),
+        largest_layer=max(sizes),
+        linear=sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)),
+        attention=heads * head_dim * len(blocks),
+        learned_names={"prunable": prunable, "all": frozenset(name for name, _ in model.named_parameters())},
+        shallow=model,
+    )
+    keep_two_blocks_(model)
+    window = getattr(settings, "sliding_window", None)
+    if config.per_device_train_batch_size == 1 and (window is None or config.seq_len < window):
+        causal_without_mask_(model)  # one document is never padded
+    return shape
+
+
+def dtypes_of(config: TrainConfig) -> tuple[torch.dtype, torch.dtype | None]:
+    """The dtypes of the weights and of autocast; a GPU that is not here is taken for one that multiplies bf16 fast."""
+    if config.precision == "auto" and runs_on_gpu(config):
+        return PRECISIONS["mixed"]
+    return choose_precision(config.precision, torch.device("cpu"))
+
+
+def runs_on_gpu(config: TrainConfig) -> bool:
+    """Whether --device means a GPU, which need not be here."""
+    return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
+
+
+def traced(shape: Shape, config: TrainConfig) -> Traced:
+    """Raises InputError for a model whose memory depends on its data, as that of a mixture of experts."""
+    dtypes = dtypes_of(config)
+    data_decides = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+    try:
+        step = step_bytes(shape.shallow, config, dtypes, shape.learned_names[config.update])
+        windows = [1] if config.distill == 0 else [1, config.seq_len]
+        windows += [config.eval_seq_len] if config.eval_data != "none" else []
+        return Traced(step, logits_bytes(shape.shallow, dtypes, 1, max(windows)))
+    except data_decides as error:
+        raise InputError(
+            f"--plan: what {type(shape.shallow).__name__} computes depends on its data ({error.func}), so that its "
+            "activations cannot be counted before; run without --plan"
+        ) from error
+
+
+def held(shape: Shape, config: TrainConfig) -> Buckets:
+    """What N devices share from the first step to the last; every device has 1/N of it."""
+    weight, learned = dtypes_of(config)[0].itemsize, shape.learned(config)
+    bf16_moments = (config.moment_dtype or ("bf16" if config.precision == "bf16" else "fp32")) == "bf16"
+    on_device = config.pretrained_weights == "device"
+    return {
+        "weights": weight * shape.weights,
+        "learned weights": weight * shape.prunable if config.forward == "masked" else 0,
+        "moments": 2 * (2 if bf16_moments else FP32) * learned,
+        "masters": FP32 * learned if config.master_weights else 0,
+        "W0": shape.file_bytes * pretrained(shape, config) if on_device else 0,
+        "W0 of the frozen term": weight * shape.prunable if config.frozen_lambda else 0,
+        "start and sum of the runs": (weight + FP32) * learned if config.average_runs > 1 else 0,
+    }
+
+
+def pretrained(shape: Shape, config: TrainConfig) -> int:
+    """How many weights W0 has to put back: those that the run changes."""
+    return shape.prunable if config.update == "prunable" else shape.weights
+
+
+def moments_of_a_run(shape: Shape, config: TrainConfig, found: Traced, devices: int) -> dict[str, Buckets]:
+    """What a device holds at each moment that can be the peak: moment -> buckets.
+
+    Gradients grow while activations shrink, both by as much in every decoder block: the most is at one of the two ends.
+    """
+    weight, learned = dtypes_of(config)[0].itemsize, shape.learned(config)
+    share = {name: size // devices for name, size in held(shape, config).items()}
+    gradients = 0 if config.step_in_backward else weight * learned // devices
+    gathered = weight * (2 * shape.block + shape.outside) if devices > 1 else 0
+    gathered_gradients = 2 * weight * shape.block if devices > 1 else 0  # of a block, and the buffer they leave in
+    others = (shape.blocks - 2) * found.step.kept
+    first = {"activations": found.step.until_first + others, "gathered": gathered + gathered_gradients}
+    if config.gradient_accumulation_steps > 1:
+        first["gradients"] = gradients
+    last = {"activations": found.step.from_first, "gathered": gathered + gathered_gradients, "gradients": gradients}
+    # m = W0 where the mask keeps: the ranking, W0 and the result of one layer at a time
+    new_mask = 3 * FP32 * shape.largest_layer // devices if config.forward == "masked" else 0
+    step = {"gradients": gradients, "one layer's new mask": new_mask}
+    before = {name: share[name] for name in ("weights", "W0")}
+    return {
+        "the loss, and the last decoder blocks' backward pass": share | first,
+        "the first decoder block's backward pass": share | last,
+        "the optimizer's step": share | step,
+        "the perplexity": before | {"activations": found.logits, "gathered": gathered},
+    }
+
+
+def on_device(shape: Shape, config: TrainConfig, found: Traced, devices: int) -> tuple[str, Buckets]:
+    """The moment of the peak of each of so many devices, and what it holds then, without what is empty."""
+    moments = moments_of_a_run(shape, config, found, devices)
+    peak = max(moments, key=lambda moment: sum(moments[moment].values()))
+    context = {"CUDA context (assumed)": CUDA_CONTEXT} if runs_on_gpu(config) else {}
+    return peak, {name: size for name, size in (moments[peak] | context).items() if size}
+
+
+def on_host(shape: Shape, config: TrainConfig, devices: int) -> Buckets:
+    """What a process holds in the memory of the host beside its device."""
+    tokens = config.num_samples * config.seq_len
+    on_cpu = config.pretrained_weights == "cpu"
+    buckets = {
+        "process": PROCESS,
+        "W0": shape.file_bytes * pretrained(shape, config) // devices if on_cpu else 0,
+        "magnitude mask": shape.prunable // devices,
+        "calibration text": TEXT_BYTES * tokens,
+        "teacher": TEACHER_BYTES * tokens if config.distill else 0,
+    }
+    return {name: size for name, size in buckets.items() if size}
