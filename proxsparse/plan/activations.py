@@ -25,7 +25,10 @@ TRACED_BLOCKS = 2
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it, `now` is the bytes of all tensors that were made in it and still are; `peak` the most so far."""
+    """Within it, `now` is the bytes of all tensors that were made in it and still are; `peak` the most so far.
+
+    A view, and what an operation changes in place, is nothing new.
+    """
 
     def __init__(self):
         super().__init__()
@@ -34,14 +37,15 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
         result = operation(*arguments, **(keywords or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
                 self._count(leaf.untyped_storage())
         self.peak = max(self.peak, self.now)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        """Adds a storage that is new, until it is freed: a view shares that of its base."""
+        """Adds a storage that is new, until it is freed."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self.storages:
             self.storages.add(key)

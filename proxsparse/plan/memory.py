@@ -19,6 +19,10 @@ Buckets = dict[str, int]  # name -> bytes
 # Resident memory of a run on a model of 100 KB (530 MB, of them 206 of libraries), and of SmolLM2's tokenizer; Linux
 # x86-64, torch 2.13 for CPUs, transformers 5.23: benchmarks/plan_check.py.
 PROCESS = 560 * 10**6
+# On a CPU malloc keeps freed pieces between those in use: 5% to 15% of the tensors in plan_check.py's runs, nothing
+# where every tensor is a mapping of its own (MALLOC_MMAP_THRESHOLD_=65536).
+FRAGMENTS = 0.10
+MAPPED = 2**25  # bytes from which glibc gives a tensor a mapping of its own, and back to the system when it is freed
 CUDA_CONTEXT = 500 * 10**6  # and the libraries' workspaces: assumed, no GPU has been seen
 FP32 = 4
 TEXT_BYTES = 3 * 8  # a token: its id, its label, its mask, int64
@@ -27,7 +31,7 @@ TEACHER_BYTES = KEPT_TOKENS * (4 + 2)  # a token: int32 tokens, bfloat16 probabi
 
 @dataclass(frozen=True)
 class Shape:
-    """A model in numbers of weights: `block` of its largest decoder block, `outside` of the largest tensor outside."""
+    """A model in numbers of weights: `block` of its largest decoder block, `outside` of all that is in none."""
 
     source: str
     file_bytes: int  # of a weight in the model's files
@@ -75,7 +79,7 @@ def shape_of(config: TrainConfig) -> Shape:
         weights=sum(parameter.numel() for parameter in model.parameters()),
         prunable=sum(sizes),
         block=max(sum(parameter.numel() for parameter in block.parameters()) for block in blocks),
-        outside=max(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside),
+        outside=sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in inside),
         largest_layer=max(sizes),
         linear=sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)),
         attention=heads * head_dim * len(blocks),
@@ -121,21 +125,15 @@ def held(shape: Shape, config: TrainConfig) -> Buckets:
     """What N devices share from the first step to the last; every device has 1/N of it."""
     weight, learned = dtypes_of(config)[0].itemsize, shape.learned(config)
     bf16_moments = (config.moment_dtype or ("bf16" if config.precision == "bf16" else "fp32")) == "bf16"
-    on_device = config.pretrained_weights == "device"
     return {
         "weights": weight * shape.weights,
         "learned weights": weight * shape.prunable if config.forward == "masked" else 0,
         "moments": 2 * (2 if bf16_moments else FP32) * learned,
         "masters": FP32 * learned if config.master_weights else 0,
-        "W0": shape.file_bytes * pretrained(shape, config) if on_device else 0,
+        "W0": shape.file_bytes * shape.weights if config.pretrained_weights == "device" else 0,
         "W0 of the frozen term": weight * shape.prunable if config.frozen_lambda else 0,
         "start and sum of the runs": (weight + FP32) * learned if config.average_runs > 1 else 0,
     }
-
-
-def pretrained(shape: Shape, config: TrainConfig) -> int:
-    """How many weights W0 has to put back: those that the run changes."""
-    return shape.prunable if config.update == "prunable" else shape.weights
 
 
 def moments_of_a_run(shape: Shape, config: TrainConfig, found: Traced, devices: int) -> dict[str, Buckets]:
@@ -147,21 +145,25 @@ def moments_of_a_run(shape: Shape, config: TrainConfig, found: Traced, devices: 
     share = {name: size // devices for name, size in held(shape, config).items()}
     gradients = 0 if config.step_in_backward else weight * learned // devices
     gathered = weight * (2 * shape.block + shape.outside) if devices > 1 else 0
-    gathered_gradients = 2 * weight * shape.block if devices > 1 else 0  # of a block, and the buffer they leave in
+    # FSDP2 keeps the gradients of a unit, and the buffer in which they leave; all that is outside of blocks is one unit
+    outside = shape.outside if config.update == "all" else 0
+    leaving = 2 * weight * (shape.block + outside) if devices > 1 else 0
     others = (shape.blocks - 2) * found.step.kept
-    first = {"activations": found.step.until_first + others, "gathered": gathered + gathered_gradients}
+    first = {"activations": found.step.until_first + others, "gathered": gathered + leaving}
     if config.gradient_accumulation_steps > 1:
         first["gradients"] = gradients
-    last = {"activations": found.step.from_first, "gathered": gathered + gathered_gradients, "gradients": gradients}
-    # m = W0 where the mask keeps: the ranking, W0 and the result of one layer at a time
-    new_mask = 3 * FP32 * shape.largest_layer // devices if config.forward == "masked" else 0
+    elif not runs_on_gpu(config) and weight * shape.largest_layer < MAPPED:
+        # malloc has kept the gradients of the step before, and puts the decoder blocks' activations there
+        first["freed gradients"] = max(0, min(gradients, weight * shape.prunable // devices) - others)
+    last = {"activations": found.step.from_first, "gathered": gathered + leaving, "gradients": gradients}
+    # m = W0 where the mask keeps: c * v, sign(W0), their product and W0 of one layer at a time
+    new_mask = 4 * weight * shape.largest_layer // devices if config.forward == "masked" else 0
     step = {"gradients": gradients, "one layer's new mask": new_mask}
-    before = {name: share[name] for name in ("weights", "W0")}
     return {
         "the loss, and the last decoder blocks' backward pass": share | first,
         "the first decoder block's backward pass": share | last,
         "the optimizer's step": share | step,
-        "the perplexity": before | {"activations": found.logits, "gathered": gathered},
+        "the perplexity": share | {"activations": found.logits, "gathered": gathered},
     }
 
 
@@ -169,8 +171,9 @@ def on_device(shape: Shape, config: TrainConfig, found: Traced, devices: int) ->
     """The moment of the peak of each of so many devices, and what it holds then, without what is empty."""
     moments = moments_of_a_run(shape, config, found, devices)
     peak = max(moments, key=lambda moment: sum(moments[moment].values()))
-    context = {"CUDA context (assumed)": CUDA_CONTEXT} if runs_on_gpu(config) else {}
-    return peak, {name: size for name, size in (moments[peak] | context).items() if size}
+    fragments = {"fragments of the heap": int(FRAGMENTS * sum(moments[peak].values()))}
+    overhead = {"CUDA context (assumed)": CUDA_CONTEXT} if runs_on_gpu(config) else fragments
+    return peak, {name: size for name, size in (moments[peak] | overhead).items() if size}
 
 
 def on_host(shape: Shape, config: TrainConfig, devices: int) -> Buckets:
@@ -179,7 +182,7 @@ def on_host(shape: Shape, config: TrainConfig, devices: int) -> Buckets:
     on_cpu = config.pretrained_weights == "cpu"
     buckets = {
         "process": PROCESS,
-        "W0": shape.file_bytes * pretrained(shape, config) // devices if on_cpu else 0,
+        "W0": shape.file_bytes * shape.weights // devices if on_cpu else 0,
         "magnitude mask": shape.prunable // devices,
         "calibration text": TEXT_BYTES * tokens,
         "teacher": TEACHER_BYTES * tokens if config.distill else 0,
