@@ -151,7 +151,7 @@ def fake_loss(model: nn.Module, config: TrainConfig) -> Tensor:
     """`distillation.calibration_loss` of documents that fill their windows."""
     ids = torch.empty(config.per_device_train_batch_size, config.seq_len, dtype=torch.int64)
     labels = ids[:, 1:].flatten()
-    dtypes = {"teacher_tokens": torch.int32, "teacher_probs": torch.bfloat16}
+    dtypes = {"teacher_tokens": torch.int32, "teacher_probs": torch.bfloat16} if config.distill else {}
     teacher = {name: torch.empty(len(labels), KEPT_TOKENS, dtype=dtype) for name, dtype in dtypes.items()}
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1)
     return loss_of_logits(logits, labels, teacher, config.distill)

@@ -1,6 +1,6 @@
 """What a run holds on each of N devices, bucket by bucket in bytes, from the model's shape and the flags alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -26,6 +26,10 @@ MAPPED = 2**25  # bytes from which glibc gives a tensor a mapping of its own, an
 CUDA_CONTEXT = 500 * 10**6  # and the libraries' workspaces: assumed, no GPU has been seen
 FP32 = 4
 TEXT_BYTES = 3 * 8  # a token: its id, its label, its mask, int64
+FLAGS_OF_THE_PASSES = (
+    *("precision", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
+    *("step_in_backward", "update", "distill", "eval_data", "eval_seq_len"),
+)
 TEACHER_BYTES = KEPT_TOKENS * (4 + 2)  # a token: int32 tokens, bfloat16 probabilities
 
 
@@ -46,6 +50,7 @@ class Shape:
     attention: int  # heads * head_dim, over all blocks
     learned_names: dict[str, frozenset[str]]  # --update -> parameters that get a gradient
     shallow: nn.Module
+    counted: dict[tuple, "Traced"] = field(default_factory=dict)
 
     def learned(self, config: TrainConfig) -> int:
         """How many weights get a gradient."""
@@ -100,13 +105,30 @@ def dtypes_of(config: TrainConfig) -> tuple[torch.dtype, torch.dtype | None]:
     return choose_precision(config.precision, torch.device("cpu"))
 
 
+def moment_dtype_of(config: TrainConfig) -> str:
+    """--moment_dtype, or its default."""
+    return config.moment_dtype or ("bf16" if config.precision == "bf16" else "fp32")
+
+
 def runs_on_gpu(config: TrainConfig) -> bool:
     """Whether --device means a GPU, which need not be here."""
     return config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
 
 
 def traced(shape: Shape, config: TrainConfig) -> Traced:
-    """Raises InputError for a model whose memory depends on its data, as that of a mixture of experts."""
+    """What these flags make the model hold in its passes, counted once for each set of them.
+
+    Raises:
+        InputError: what the model computes depends on its data, as in a mixture of experts.
+    """
+    key = tuple(getattr(config, name) for name in FLAGS_OF_THE_PASSES)
+    if key not in shape.counted:
+        shape.counted[key] = count_passes(shape, config)
+    return shape.counted[key]
+
+
+def count_passes(shape: Shape, config: TrainConfig) -> Traced:
+    """`traced`, now."""
     dtypes = dtypes_of(config)
     data_decides = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
     try:
@@ -124,11 +146,10 @@ def traced(shape: Shape, config: TrainConfig) -> Traced:
 def held(shape: Shape, config: TrainConfig) -> Buckets:
     """What N devices share from the first step to the last; every device has 1/N of it."""
     weight, learned = dtypes_of(config)[0].itemsize, shape.learned(config)
-    bf16_moments = (config.moment_dtype or ("bf16" if config.precision == "bf16" else "fp32")) == "bf16"
     return {
         "weights": weight * shape.weights,
         "learned weights": weight * shape.prunable if config.forward == "masked" else 0,
-        "moments": 2 * (2 if bf16_moments else FP32) * learned,
+        "moments": 2 * (2 if moment_dtype_of(config) == "bf16" else FP32) * learned,
         "masters": FP32 * learned if config.master_weights else 0,
         "W0": shape.file_bytes * shape.weights if config.pretrained_weights == "device" else 0,
         "W0 of the frozen term": weight * shape.prunable if config.frozen_lambda else 0,

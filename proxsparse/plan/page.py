@@ -1,6 +1,7 @@
 """The page that --plan prints: what one device holds, how many devices it takes, which flags make it fit."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from proxsparse.config import TrainConfig
 from proxsparse.plan.cost import DEVICES, Cost, cost, sensible_devices
@@ -9,6 +10,7 @@ from proxsparse.plan.memory import (
     Shape,
     Traced,
     dtypes_of,
+    moment_dtype_of,
     on_device,
     on_host,
     runs_on_gpu,
@@ -19,19 +21,27 @@ from proxsparse.plan.memory import (
 CARDS = (24, 48, 80, 141)  # GB of a GPU's memory
 AIMED_AT = (80, 48)
 GB = 10**9
-# What saves memory, the least harm to the result first; each with what it costs.
-REMEDIES = (
-    ({"gradient_checkpointing": True}, "the same result; computes the decoder blocks' forward pass twice"),
-    ({"pretrained_weights": "cpu"}, "the same result; W0 waits in the host's memory (disk: in the model's files)"),
-    ({"update": "prunable"}, "embeddings, norms and lm_head stay; they would return to W0 in the end anyway"),
-    ({"moment_dtype": "bf16"}, "AdamW's moments are rounded stochastically"),
-    ({"precision": "bf16", "master_weights": False}, "weights, gradients and moments are rounded stochastically"),
-    ({"average_runs": 1}, "one run instead of a mean of several"),
-    (
+
+
+class Remedy(NamedTuple):
+    """Flags that save memory, and what they cost."""
+
+    settings: dict[str, object]
+    price: str
+
+
+REMEDIES = (  # the least harm to the result first
+    Remedy({"gradient_checkpointing": True}, "the same result; the decoder blocks' forward pass is computed twice"),
+    Remedy({"pretrained_weights": "cpu"}, "the same result; W0 waits with the host, or with disk in the model's files"),
+    Remedy({"update": "prunable"}, "embeddings, norms and lm_head stay; in the end they would become W0 again"),
+    Remedy({"moment_dtype": "bf16"}, "AdamW's moments are rounded stochastically"),
+    Remedy({"precision": "bf16", "master_weights": False}, "weights and gradients are rounded too"),
+    Remedy({"average_runs": 1}, "one run instead of the mean of several"),
+    Remedy(
         {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
-        "the gradient is not clipped, and every forward pass is a step",
+        "the gradient is not clipped; every forward pass is a step",
     ),
-    ({"forward": "dense"}, "the paper's form: one copy of the weights less, and worse masks"),
+    Remedy({"forward": "dense"}, "the paper's form: a copy of the weights less, and worse masks"),
 )
 
 
@@ -98,21 +108,38 @@ def cost_cells(found: Cost) -> tuple[str, ...]:
 
 
 def remedies_for(shape: Shape, config: TrainConfig, card: int) -> str:
-    """What makes the run fit one such card: flags, added one after the other until it does."""
-    total, lines = one_device(shape, config), []
-    if total <= card * GB:
-        return f"One {card} GB device: it fits as it is."
-    for settings, price in REMEDIES:
-        new = {name: value for name, value in settings.items() if getattr(config, name) != value}
-        remedied = replace(config, **new)
-        if (less := one_device(shape, remedied)) < total:
-            config, total = remedied, less
-            lines.append((" ".join(f"--{name} {str(value).lower()}" for name, value in new.items()), gb(total), price))
-        if total <= card * GB:
+    """What makes the run fit one such card: the least harmful flags that do; if none do, how many cards all take."""
+
+    def fits(remedies: list[Remedy]) -> bool:
+        return one_device(shape, remedied(config, remedies)) <= card * GB
+
+    config = replace(config, moment_dtype=moment_dtype_of(config))
+    needed: list[Remedy] = []
+    for remedy in REMEDIES:
+        if fits(needed):
             break
-    fits = total <= card * GB
-    verdict = "it fits with all of these" if fits else f"not even with all of these, {fewest(shape, config, card)}"
+        needed.append(remedy)
+    if not needed:
+        return f"One {card} GB device: it fits as it is."
+    if enough := fits(needed):
+        for remedy in needed[:-1]:
+            without = [other for other in needed if other is not remedy]
+            needed = without if fits(without) else needed
+    lines = []
+    for number, remedy in enumerate(needed):
+        before, after = remedied(config, needed[:number]), remedied(config, needed[: number + 1])
+        new = {name: value for name, value in remedy.settings.items() if getattr(before, name) != value}
+        if new:
+            named = " ".join(f"--{name} {str(value).lower()}" for name, value in new.items())
+            lines.append((named, gb(one_device(shape, after)), remedy.price))
+    all_of_it = remedied(config, needed)
+    verdict = "it fits with these" if enough else f"not even with these, {fewest(shape, all_of_it, card)}"
     return f"One {card} GB device: {verdict}; GB after each\n{aligned(lines, left=(0, 2))}"
+
+
+def remedied(config: TrainConfig, remedies: list[Remedy]) -> TrainConfig:
+    """The config with all their settings."""
+    return replace(config, **{name: value for remedy in remedies for name, value in remedy.settings.items()})
 
 
 def one_device(shape: Shape, config: TrainConfig) -> int:
