@@ -27,7 +27,7 @@ MODELS = (
 )
 DEVICES = (1, 8, 64, 512)
 DOCUMENTS, H200_GB, GB = 400, 141, 10**9
-SETTINGS = {"seq_len": 4096, "precision": "bf16", "gradient_checkpointing": True, "device": "cuda"}
+SETTINGS = {"seq_len": 4096, "precision": "bf16", "gradient_checkpointing": True, "pretrained_weights": "device"}
 HEADER = ["model", "PFLOP a run", "H200s", "GB each", "fits", "GB received a step", "s a step", "steps", "run"]
 
 
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def rows(name: str) -> list[list[str]]:
     """A row for every number of devices; 400 documents of 4,096 tokens, one a device and step."""
-    config = TrainConfig(model=name, num_samples=DOCUMENTS, eval_seq_len=4096, **SETTINGS).check()
+    config = TrainConfig(model=name, num_samples=DOCUMENTS, eval_seq_len=4096, device="cuda", **SETTINGS).check()
     shape = shape_of(config)
     found = traced(shape, config)
     run = f"{DOCUMENTS * operations_of_a_document(shape, config) / 1e15:,.0f}"

@@ -1,10 +1,14 @@
 """--plan: what it counts is what the real code holds, byte for byte; its page; what it refuses."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import plan_check
 import pytest
+import scaling_table
 import tiny_models
 import torch
 
@@ -237,3 +241,34 @@ def test_a_mixture_of_experts_is_refused_with_the_reason(tmp_path):
     folder = tiny_models.save_tiny_model("mixtral", tmp_path)
     with pytest.raises(InputError, match="depends on its data"):
         page.text(flags(str(folder)))
+
+
+# ------------------------------------------------------------------------------------------ benchmarks and the page
+
+
+def test_the_table_of_the_page_is_what_the_plan_says():
+    printed = scaling_table.PAGE.read_text(encoding="utf-8").partition(scaling_table.BEGIN)[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
+    name = "meta-llama/Llama-3.2-1B"
+    first = [row[0] for row in rows].index(name.partition("/")[2])
+    assert rows[first : first + len(scaling_table.DEVICES)] == scaling_table.rows(name)
+
+
+def test_the_table_is_put_between_its_marks(tmp_path):
+    page_file = tmp_path / "page.md"
+    page_file.write_text(f"before\n{scaling_table.BEGIN}old\n{scaling_table.END}after\n")
+    for _ in range(2):
+        scaling_table.write(page_file, "| new |\n")
+    expected = f"before\n{scaling_table.BEGIN}\n| new |\n\n{scaling_table.END}after\n"
+    assert page_file.read_text() == expected
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_check_sees_the_peak_of_a_process(deep):
+    program = "import time; held = bytearray(b'x') * 2**28; del held; time.sleep(0.3)"
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        sampled = {}
+        plan_check.watch(process.pid, sampled)
+    assert 2**28 < sampled["peak_bytes"] < 2**28 + 2**26
+    planned = plan_check.plan_of(["--model", deep, "--device", "cpu", "--seq_len", "64", "--eval_data", "none"])
+    assert planned["planned_bytes"] == sum(planned["buckets"].values()) > planned["buckets"]["host: process"]

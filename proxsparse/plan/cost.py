@@ -11,8 +11,8 @@ from proxsparse.config import TrainConfig
 from proxsparse.plan.memory import Shape, dtypes_of, held
 
 # NVIDIA's data sheet of the H200 SXM: dense bf16 operations/s, bytes/s of its memory, of NVLink in one direction; and
-# an InfiniBand port of 400 Gb/s for every GPU, eight of which share a node.
-FLOPS, MEMORY, NVLINK, NETWORK, NODE = 989e12, 4.8e12, 450e9, 50e9, 8
+# an InfiniBand port of 400 Gb/s and 16 lanes of PCIe 5 to the host for every GPU, eight of which share a node.
+FLOPS, MEMORY, NVLINK, NETWORK, HOST, NODE = 989e12, 4.8e12, 450e9, 50e9, 64e9, 8
 UTILISATION = 0.4  # of FLOPS, of MEMORY and of the links alike: what well-tuned training reaches; not measured here
 DEVICES = tuple(2**power for power in range(10))  # 1 to 512
 
@@ -39,7 +39,8 @@ def cost(shape: Shape, config: TrainConfig, devices: int) -> Cost:
     network = bytes_received(shape, config, devices)
     link = NVLINK if devices <= NODE else NETWORK
     passes = max(operations / FLOPS, network / link) / UTILISATION
-    seconds = passes + bytes_of_a_step(shape, config) / devices / MEMORY / UTILISATION
+    step = bytes_of_a_step(shape, config) / MEMORY + bytes_from_host(shape, config) / HOST
+    seconds = passes + step / devices / UTILISATION
     return Cost(documents * devices, steps_of(config, devices), operations, network, seconds)
 
 
@@ -65,6 +66,12 @@ def bytes_received(shape: Shape, config: TrainConfig, devices: int) -> float:
 def bytes_of_a_step(shape: Shape, config: TrainConfig) -> float:
     """What the optimizer reads and writes: the gradient, and all that is held twice."""
     return 2.0 * sum(held(shape, config).values()) + dtypes_of(config)[0].itemsize * shape.learned(config)
+
+
+def bytes_from_host(shape: Shape, config: TrainConfig) -> float:
+    """W0, which every new mask needs, where it waits there."""
+    waits_there = config.forward == "masked" and config.pretrained_weights != "device"
+    return float(shape.file_bytes * shape.prunable if waits_there else 0)
 
 
 def steps_of(config: TrainConfig, devices: int) -> int:

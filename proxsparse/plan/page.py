@@ -32,7 +32,7 @@ class Remedy(NamedTuple):
 
 REMEDIES = (  # the least harm to the result first
     Remedy({"gradient_checkpointing": True}, "the same result; the decoder blocks' forward pass is computed twice"),
-    Remedy({"pretrained_weights": "cpu"}, "the same result; W0 waits with the host, or with disk in the model's files"),
+    Remedy({"pretrained_weights": "cpu"}, "the same result; under the mask W0 comes from the host at every step"),
     Remedy({"update": "prunable"}, "embeddings, norms and lm_head stay; in the end they would become W0 again"),
     Remedy({"moment_dtype": "bf16"}, "AdamW's moments are rounded stochastically"),
     Remedy({"precision": "bf16", "master_weights": False}, "weights and gradients are rounded too"),
@@ -67,8 +67,8 @@ def text(config: TrainConfig) -> str:
 NOTES = """\
 GB = 10^9 bytes; what a card has beyond its name (an 80 GB H100: 85) is left for fragments. Activations are counted on
 tensors without data, the rest is arithmetic. Times are estimates for H200s (989 TFLOP/s bf16, 4.8 TB/s, NVLink 450 GB/s
-each way among 8, 50 GB/s a GPU beyond), each used to 40%: assumed, not measured; docs/scaling.md has the formulas. Not
-counted: a --start by another method, and what writing a checkpoint takes for a moment."""
+each way among 8, 50 GB/s a GPU beyond, 64 GB/s to the host), each used to 40%: assumed, not measured; docs/scaling.md
+has the formulas. Not counted: a --start by another method, and what writing a checkpoint takes for a moment."""
 
 
 def heading(shape: Shape, config: TrainConfig) -> str:
