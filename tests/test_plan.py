@@ -92,6 +92,14 @@ def test_the_activations_are_those_of_the_real_code_at_any_depth(deep, settings)
     assert planned == pytest.approx(peak_of_a_real_step(config), rel=0.02)
 
 
+def test_a_model_of_one_block_is_planned_too(deep, tmp_path):
+    settings = json.loads((Path(deep) / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = flags(str(tmp_path), precision="fp32")
+    shape = shape_of(config)
+    assert traced(shape, config).step.until_first == pytest.approx(peak_of_a_real_step(config), rel=0.02)
+
+
 def test_documents_side_by_side_are_padded_and_need_a_mask(deep):
     config = flags(deep, precision="fp32", per_device_train_batch_size=2)
     shape = shape_of(config)

@@ -78,8 +78,9 @@ class StepBytes:
 
 def keep_two_blocks_(model: nn.Module) -> None:
     """What is left to count is the shape of a decoder block, in place; a model of one block stays."""
-    del decoder_blocks(model)[TRACED_BLOCKS:]
-    model.config.get_text_config().num_hidden_layers = TRACED_BLOCKS
+    blocks = decoder_blocks(model)
+    del blocks[TRACED_BLOCKS:]
+    model.config.get_text_config().num_hidden_layers = len(blocks)
 
 
 def step_bytes(
@@ -95,7 +96,15 @@ def step_bytes(
         dtypes: of the weights, of autocast or None.
         learned: the names of the parameters that get a gradient.
     """
-    live, ends, model = LiveBytes(), [], cast_copy(shallow, dtypes[0])
+    live, model = LiveBytes(), cast_copy(shallow, dtypes[0])
+    ends: list[int] = []  # live bytes at the end of each block's forward pass
+    until_first: list[int] = []
+
+    def ended(_block, _inputs, output) -> None:
+        ends.append(live.now)
+        if len(ends) == 1:
+            tensor_of(output).register_hook(lambda _gradient: until_first.append(live.peak_since()))
+
     with FakeTensorMode(allow_non_fake_inputs=True), live:
         model.to_empty(device=CPU)
         for name, parameter in model.named_parameters():
@@ -105,23 +114,19 @@ def step_bytes(
         start_training(model, config.gradient_checkpointing)
         weights, before = live.now, 0
         for _ in range(min(config.gradient_accumulation_steps, 2)):  # the second pass adds to gradients that are there
-            live.peak_since()
             before = gradient_bytes(model)
-            hooks = [block.register_forward_hook(lambda *call: ends.append((live.now, call[-1]))) for block in
-                     decoder_blocks(model)]  # fmt: skip
+            live.peak_since()
+            ends.clear()
+            hooks = [block.register_forward_hook(ended) for block in decoder_blocks(model)]
             with autocast(CPU, dtypes[1]):
                 loss = fake_loss(model, config)
             for hook in hooks:
                 hook.remove()  # gradient checkpointing calls the blocks again
-            (first, output), (second, _) = ends[-TRACED_BLOCKS:]
-            until_first: list[int] = []
-            tensor_of(output).register_hook(lambda _gradient, seen=until_first: seen.append(live.peak_since()))
-            ends.clear()
-            del output
             loss.backward()
             del loss
         from_first, after = live.peak_since(), gradient_bytes(model)
-    return StepBytes(second - first, until_first[0] - weights - before, from_first - weights - after)
+    kept = ends[-1] - ends[0]
+    return StepBytes(kept, until_first[-1] - weights - before, from_first - weights - after)
 
 
 def logits_bytes(

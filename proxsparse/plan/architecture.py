@@ -18,10 +18,11 @@ CAUSAL = "causal_without_mask"
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model on the meta device, the dtype of its files, and where its config comes from."""
+    """A model on the meta device, the dtype of its files, whether they can be mapped, and where its config is from."""
 
     model: nn.Module
     file_dtype: torch.dtype
+    mapped: bool
     source: str
 
 
@@ -45,7 +46,7 @@ def architecture(name: str) -> Architecture:
     except Exception as error:  # as in load_model: many errors, one message
         raise InputError(f"--plan: no model can be made of {origin}: {reason_of(error)}") from error
     file_dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.float32
-    return Architecture(unfold_(model), file_dtype, origin)
+    return Architecture(unfold_(model), file_dtype, gguf_file is None, origin)
 
 
 def read_config(name: str, source: str, gguf_file: str | None):

@@ -39,6 +39,7 @@ class Shape:
 
     source: str
     file_bytes: int  # of a weight in the model's files
+    mapped: bool  # whether W0 can stay in the files; those of GGUF have to be unpacked into memory
     blocks: int
     layers: int
     weights: int
@@ -79,6 +80,7 @@ def shape_of(config: TrainConfig) -> Shape:
     shape = Shape(
         source=found.source,
         file_bytes=found.file_dtype.itemsize,
+        mapped=found.mapped,
         blocks=len(blocks),
         layers=len(layers),
         weights=sum(parameter.numel() for parameter in model.parameters()),
@@ -200,7 +202,7 @@ def on_device(shape: Shape, config: TrainConfig, found: Traced, devices: int) ->
 def on_host(shape: Shape, config: TrainConfig, devices: int) -> Buckets:
     """What a process holds in the memory of the host beside its device."""
     tokens = config.num_samples * config.seq_len
-    on_cpu = config.pretrained_weights == "cpu"
+    on_cpu = config.pretrained_weights == "cpu" or (config.pretrained_weights == "disk" and not shape.mapped)
     buckets = {
         "process": PROCESS,
         "W0": shape.file_bytes * shape.weights // devices if on_cpu else 0,
