@@ -18,7 +18,7 @@ from proxsparse.data import IGNORED_LABEL
 from proxsparse.device import PRECISIONS
 from proxsparse.errors import InputError
 from proxsparse.learning import backward, start_training
-from proxsparse.models import load_model, prunable_layers
+from proxsparse.models import cast_parameters_, load_model, prunable_layers
 from proxsparse.plan import architecture as architectures
 from proxsparse.plan import page
 from proxsparse.plan.activations import LiveBytes
@@ -58,7 +58,8 @@ def peak_of_a_real_step(config: TrainConfig) -> int:
 
     weight_dtype, compute_dtype = PRECISIONS[config.precision]
     loaded = transformers.AutoConfig.from_pretrained(config.model)
-    model = transformers.AutoModelForCausalLM.from_config(loaded).to(weight_dtype)
+    model = transformers.AutoModelForCausalLM.from_config(loaded)
+    cast_parameters_(model, weight_dtype)
     layers = prunable_layers(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(config.update == "all" or name.removesuffix(".weight") in layers)
@@ -89,7 +90,7 @@ def test_the_activations_are_those_of_the_real_code_at_any_depth(deep, settings)
     shape = shape_of(config)
     moments = moments_of_a_run(shape, config, traced(shape, config), devices=1)
     planned = max(m["activations"] + m.get("gradients", 0) for name, m in moments.items() if "backward" in name)
-    assert planned == pytest.approx(peak_of_a_real_step(config), rel=0.02)
+    assert planned == pytest.approx(peak_of_a_real_step(config), rel=0.03)
 
 
 def test_a_model_of_one_block_is_planned_too(deep, tmp_path):
