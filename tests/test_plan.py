@@ -181,7 +181,9 @@ def test_a_large_vocabulary_shows_in_the_loss(deep, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = flags(str(tmp_path), precision="fp32")
     shape, logits = shape_of(config), 63 * 4096
-    assert traced(shape, config).step.until_first > 4 * 4 * logits  # logits, log_softmax, its gradient and the logits'
+    assert (
+        traced(shape, config).step.until_first > 3 * 4 * logits
+    )  # log_softmax, and its gradient before and after it is scattered
 
 
 # ------------------------------------------------------------------------------------------ cost
