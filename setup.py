@@ -152,7 +152,11 @@ setup(
         "proxsparse.triton_kernels",  # the bare name belongs to another project: installed, ours is a subpackage
     ],
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
-    package_data={"proxsparse.recipes": ["*.yaml"], "proxsparse.inference": ["*.json"]},
+    package_data={
+        "proxsparse.recipes": ["*.yaml"],
+        "proxsparse.plan": ["*.yaml"],
+        "proxsparse.inference": ["*.json"],
+    },
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildKernels},
 )

@@ -49,7 +49,11 @@ def calibration_loss(model: nn.Module, batch: Batch, distill: float) -> Tensor:
 
     p: the model's distribution, y: the next token, q: the teacher's K likeliest tokens, from `teacher_targets`.
     """
-    logits, labels = logits_at_labels(model, batch)
+    return loss_of_logits(*logits_at_labels(model, batch), batch, distill)
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor, batch: Batch, distill: float) -> Tensor:
+    """`calibration_loss` of the logits [R, vocabulary] and the next tokens, int64 [R]."""
     log_p = logits.float().log_softmax(-1)
     text = -log_p.gather(-1, labels[:, None]).mean()
     if not distill:

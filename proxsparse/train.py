@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from proxsparse import distributed, learning, run, training_state
+from proxsparse import distributed, learning, plan, run, training_state
 from proxsparse.checkpoint import masks_sha256, remove_checkpoints
 from proxsparse.config import TrainConfig, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit
@@ -37,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Load, learn, snap, save, evaluate, report. Returns 0, or 128 + the signal that ended the learning early."""
     started = time.monotonic()
     config = parse_config(sys.argv[1:] if arguments is None else arguments)
+    if config.plan:
+        print(plan.text(config))
+        return 0
     device = distributed.start(choose_device(config.device))
     pattern = NMPattern.parse(config.pattern)
     start = start_of(config.start)

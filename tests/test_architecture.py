@@ -19,7 +19,7 @@ LAYERS = {
     "parts": "models layout data device checkpoint config log learned distillation monitor metric recipes",
     "methods": "methods evaluation report start learning training_state trainer",
     "inference": "inference",
-    "commands": "train prune options evaluate pack env run",
+    "commands": "train prune options evaluate pack env run plan",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",)}
