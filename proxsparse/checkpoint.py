@@ -137,8 +137,8 @@ def prepare_output_dir(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output_dir {str(folder)!r} is a file; name a folder")
     if not overwrite and folder.is_dir() and any(map(is_whole, folder.iterdir())):
-        stopped = (folder / FINISHED_BLOCKS).is_dir()
-        go_on = ", or --resume_from_checkpoint last: a run that was stopped has left finished blocks" if stopped else ""
+        stopped = (folder / FINISHED_BLOCKS).is_dir() or checkpoints(folder)
+        go_on = ", or go on with the run that was stopped there: --resume_from_checkpoint last" if stopped else ""
         raise InputError(
             f"--output_dir {str(folder)!r} is not empty; choose another or add --overwrite_output_dir{go_on}"
         )
@@ -204,12 +204,12 @@ def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[st
             print(f"left out: {path.name}, a link out of {str(source)!r}", file=sys.stderr)
 
 
-def require_space(folder: Path, needed_bytes: int) -> None:
+def require_space(folder: Path, needed_bytes: int, what: str = "the result needs") -> None:
     """Raises InputError if the disk under `folder` has less than `needed_bytes` free."""
     free = shutil.disk_usage(folder).free
     if free < needed_bytes:
         raise InputError(
-            f"the disk of --output_dir {str(folder)!r} has {free / 2**20:.0f} MiB free, the result needs about "
+            f"the disk of --output_dir {str(folder)!r} has {free / 2**20:.0f} MiB free, {what} about "
             f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
         )
 

@@ -69,9 +69,13 @@ def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> Non
 
 
 def require_space_for(model: nn.Module, run_dir: Path) -> None:
-    """Raises InputError if the disk cannot hold the checkpoint, the masks (a bit a weight) and the small files."""
-    weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
-    require_space(run_dir, weights + 2**24)
+    """Raises InputError if the disk cannot hold the pruned model, the masks (a bit a weight) and the small files."""
+    require_space(run_dir, result_bytes(model))
+
+
+def result_bytes(model: nn.Module) -> int:
+    """What a run leaves on the disk, about."""
+    return sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters()) + 2**24
 
 
 def is_complete(run_dir: Path, config: Config) -> bool:

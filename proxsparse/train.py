@@ -62,7 +62,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     blocks, keep = decoder_blocks(model), config.pretrained_weights
     pretrained = distributed.place_(model, blocks, device, weight_dtype, keep, config.shard_within_node)
-    magnitude_masks = {name: nm_mask(pretrained[f"{name}.weight"].abs(), pattern).cpu() for name in layers}
     scores = facts["scores"] if resumed else {"dense": evaluate(model)}
     with autocast(device, compute_dtype):
         if config.distill:
@@ -77,6 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     learned = learned_layers(layers, pretrained, metric, pattern, config.forward == "masked", begin_with)
     state = learning.begin(model, learned, config, learning.step_count(len(batches), config))
     lambdas = [group["reg_lambda"] for group in state.optimizer.param_groups if group["reg_lambda"]] or [0.0]
+    from_first(lambda: training_state.require_space_for(state, run_dir))
     if resumed:
         training_state.restore_(resumed, facts, state)
 
@@ -92,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
                 if training_state.is_due(state, stop.number):
                     training_state.save(run_dir, state, scores)
         masks = learning.current_masks(learned)
+        magnitude_masks = {name: nm_mask(one.pretrained.abs(), pattern).cpu() for name, one in learned.items()}
         decided = feasible_share([one.weight for one in learned.values()], pattern)
         snap_(model, pretrained, masks)
         whole, whole_magnitude = (learning.whole_masks(found, learned) for found in (masks, magnitude_masks))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from proxsparse import distributed
 from proxsparse._version import __version__
-from proxsparse.checkpoint import SCRATCH, checkpoints, sync, write_file
+from proxsparse.checkpoint import SCRATCH, checkpoints, require_space, sync, write_file
 from proxsparse.config import LAST, NOT_SETTINGS, TrainConfig
 from proxsparse.distributed import from_first, of_all_processes
 from proxsparse.errors import InputError, describe
@@ -101,6 +101,13 @@ def size(state: Learning) -> int:
 
 def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def require_space_for(state: Learning, run_dir: Path) -> None:
+    """Raises InputError if the disk cannot hold the checkpoints, of which there is one too many while one is written."""
+    if state.config.save_steps:
+        needed = (state.config.save_total_limit + 1) * size(state)
+        require_space(run_dir, needed, "the checkpoints (none with --save_steps 0) need")
 
 
 def save(run_dir: Path, state: Learning, scores: dict[str, Perplexity | None]) -> None:
@@ -253,7 +260,7 @@ def restore_(path: Path, facts: dict, state: Learning) -> None:
     load_(path, tensors)
     for kind, (_, put) in random_generators().items():
         states = tensors[f"random.{kind}"]
-        put(states[distributed.rank() if distributed.rank() < len(states) else 0])
+        put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # torch reads it aligned
     state.monitor.mask = tensors["monitor.mask"]
     state.monitor.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
     for group, values in zip(state.optimizer.param_groups, facts["groups"], strict=True):

@@ -2,7 +2,7 @@
 
     with Forks() as forks:
         codes = forks.run(["--model", ...], processes=2)          # as torchrun starts them
-        codes = forks.run(["--model", ...], kill_after=0.3)       # kill -9 after so many seconds
+        codes = forks.run(["--model", ...], kill=(7, 0.03))       # kill -9, 0.03 seconds after 7 rows of metrics.jsonl
         codes = forks.run(["--model", ...], die_in=("proxsparse.training_state.finish", 2))   # ... at the second call
         codes = forks.run(["--model", ...], fill=("proxsparse.training_state.clear", 2, "/disk"))  # fills the disk then
 
@@ -55,10 +55,12 @@ def serve() -> None:
         print(json.dumps(run_job(**json.loads(line))), flush=True)
 
 
-def run_job(processes: int, nodes: int, kill_after: float | None = None, signal_after: float | None = None, **job):
+def run_job(processes: int, nodes: int, kill: list | None = None, number: int = signal.SIGKILL, **job) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    run_dir = Path(job["arguments"][job["arguments"].index("--output_dir") + 1])
+    before = (run_dir / "metrics.jsonl").stat().st_ino if (run_dir / "metrics.jsonl").exists() else None
     pids = []
     for rank in range(processes):
         pids.append(os.fork())
@@ -67,12 +69,22 @@ def run_job(processes: int, nodes: int, kill_after: float | None = None, signal_
             os.environ |= {name: str(value) for name, value in start.items()}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             child(**job)
-    for seconds, number in ((kill_after, signal.SIGKILL), (signal_after, signal.SIGTERM)):
-        if seconds is not None:
-            time.sleep(seconds)
-            for pid in pids:
-                os.kill(pid, number)
+    if kill:
+        wait_for_rows(run_dir, kill[0], pids[0], before)
+        time.sleep(kill[1])
+        for pid in pids:
+            os.kill(pid, number)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def wait_for_rows(run_dir: Path, rows: int, pid: int, before: int | None) -> None:
+    """Until this run's metrics.jsonl, not the file `before`, has so many rows, or the process has ended."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        metrics = run_dir / "metrics.jsonl"
+        with contextlib.suppress(FileNotFoundError):
+            if metrics.stat().st_ino != before and metrics.read_bytes().count(b"\n") >= rows:
+                return
+        time.sleep(0.002)
 
 
 def child(arguments: list[str], output: str, die_in: list | None = None, fill: list | None = None) -> None:

@@ -206,7 +206,7 @@ def on_host(shape: Shape, config: TrainConfig, devices: int) -> Buckets:
     buckets = {
         "process": PROCESS,
         "W0": shape.file_bytes * shape.weights // devices if on_cpu else 0,
-        "magnitude mask": shape.prunable // devices,
+        "two masks, at the end": 2 * shape.prunable // devices,
         "calibration text": TEXT_BYTES * tokens,
         "teacher": TEACHER_BYTES * tokens if config.distill else 0,
     }
