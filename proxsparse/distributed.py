@@ -62,6 +62,8 @@ def from_first(action: Callable[[], T]) -> T:
         except BaseException as raised:
             answer[1], error = True, raised
     dist.broadcast_object_list(answer)
+    if answer[1]:
+        dist.barrier()  # a process that ends now closes connections on which others may still be reading
     if error is not None:
         raise error
     if answer[1]:

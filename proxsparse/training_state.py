@@ -104,7 +104,7 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def require_space_for(state: Learning, run_dir: Path) -> None:
-    """Raises InputError if the disk cannot hold the checkpoints, of which there is one too many while one is written."""
+    """Raises InputError if the disk cannot hold the checkpoints, one too many while one is written."""
     if state.config.save_steps:
         needed = (state.config.save_total_limit + 1) * size(state)
         require_space(run_dir, needed, "the checkpoints (none with --save_steps 0) need")
