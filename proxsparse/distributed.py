@@ -202,9 +202,10 @@ def first_row(parameter: Tensor) -> int:
     return min(number * math.ceil(len(parameter) / shards), len(parameter))
 
 
-def sum_of_shards_(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The sum over the processes that hold shards of the parameter, in place; of other parameters the tensor itself."""
+def sum_of_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The sum over the processes that hold shards of the parameter; of other parameters the tensor itself."""
     if is_sharded(parameter):
+        tensor = tensor.to(parameter.device_mesh.device_type, copy=True)  # a group of nccl alone takes no CPU tensor
         dist.all_reduce(tensor, group=parameter.device_mesh.get_group(shards_of(parameter)))
     return tensor
 
@@ -213,7 +214,7 @@ def mean_of_shards(values: Tensor, parameter: Tensor) -> Tensor:
     """The mean of a tensor of the parameter's shape, given this process's rows of it."""
     if not is_sharded(parameter):
         return values.mean()
-    return sum_of_shards_(values.sum(), parameter) / parameter.numel()
+    return sum_of_shards(values.sum(), parameter) / parameter.numel()
 
 
 def whole(rows: Tensor, parameter: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ others still return to W0). The gradient goes straight through, dL/dv = dL/dm (B
 section 4). v is only what ranks; the prox holds back, as ever, the weights that matter little beside their block.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from proxsparse.distributed import first_row, local
+from proxsparse.distributed import first_row, local, sum_of_shards
 from proxsparse.ops import nm_mask
 from proxsparse.patterns import NMPattern
 
@@ -21,7 +22,7 @@ from proxsparse.patterns import NMPattern
 class Learned:
     """One layer while it learns; of a layer that is sharded, the rows that this process holds."""
 
-    layer: nn.Linear
+    layer: nn.Linear | None  # None: dense, in a model that is not ours to change
     weight: nn.Parameter  # what the optimizer moves, like layer.weight: v under the mask, else layer.weight itself
     pretrained: Tensor  # W0, [rows here, in_features], in any dtype, on any device
     scale: Tensor | None  # c, [in_features]; None is 1
@@ -30,7 +31,7 @@ class Learned:
     @property
     def masked(self) -> bool:
         """Whether the layer computes with W0 under the mask."""
-        return self.weight is not self.layer.weight
+        return self.layer is not None and self.weight is not self.layer.weight
 
     def own_pretrained(self) -> Tensor:
         """W0 in the dtype and on the device of the weight."""
@@ -64,6 +65,12 @@ def ranking(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = No
     """
     values = weight if scale is None else weight * scale
     return values.abs() if pretrained is None else values * pretrained.sign()
+
+
+@torch.no_grad()
+def count_not_finite(learned: Iterable[Learned]) -> int:
+    """How many of the learned weights, in all processes together, are NaN or infinite."""
+    return sum(int(sum_of_shards((~local(one.weight).isfinite()).sum(), one.weight)) for one in learned)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from proxsparse.device import autocast
 from proxsparse.distillation import calibration_loss
 from proxsparse.distributed import processes
 from proxsparse.errors import InputError
-from proxsparse.learned import Learned
+from proxsparse.learned import Learned, count_not_finite
 from proxsparse.monitor import MaskMonitor
 from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
@@ -234,8 +234,7 @@ def current_masks(learned: dict[str, Learned]) -> dict[str, Tensor]:
     Raises:
         InputError: a weight is not finite, so the run has diverged.
     """
-    finite = [bool(distributed.local(one.weight).isfinite().all()) for one in learned.values()]
-    if sum(distributed.total([not all(finite)])):
+    if count_not_finite(learned.values()):
         raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
     return {name: one.mask().cpu() for name, one in learned.items()}
 
@@ -334,7 +333,7 @@ def stepping_in_backward(model: nn.Module, learned: dict[str, Learned], optimize
             one.remask_()
 
     def norm() -> float:
-        square = distributed.sum_of_shards_(torch.stack(squares).sum(), parameters[0])
+        square = distributed.sum_of_shards(torch.stack(squares).sum(), parameters[0])
         squares.clear()
         return square.sqrt().item()
 

@@ -259,12 +259,12 @@ def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tens
 
     Args:
         pretrained: parameter name -> W0, from `copy_weights` or `distributed.place_`; its dtype is restored too, but
-            for a sharded model, which keeps its own.
+            for a sharded model, which keeps its own. A parameter that is not there stays as it is.
         masks: layer name -> bool [out_features, in_features]; {} restores the dense model.
         updated: the kept weights stay as they are now, rounded to the dtype of W0, instead of becoming W0.
     """
-    for name, parameter in model.named_parameters():
-        weight = pretrained[name]
+    for name, weight in pretrained.items():
+        parameter = model.get_parameter(name)
         mask = masks.get(name.removesuffix(".weight"))
         if mask is not None:
             kept = parameter.to("cpu", weight.dtype) if updated else weight

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from proxsparse.distributed import first_row, local, sum_of_shards_
+from proxsparse.distributed import first_row, local, sum_of_shards
 from proxsparse.learned import Learned, ranking
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import nm_mask
@@ -23,7 +23,6 @@ class MaskMonitor:
 
     def __init__(self, learned: Iterable[Learned], steps: int):
         self.learned = list(learned)
-        self.pattern, self.signed = self.learned[0].pattern, self.learned[0].masked
         one = torch.ones(1)
         scales = [one if each.scale is None else each.scale for each in self.learned]
         self.scale = self._sample(c.expand(each.pretrained.shape) for c, each in zip(scales, self.learned, strict=True))
@@ -32,35 +31,39 @@ class MaskMonitor:
         self.every = max(1, steps // SNAPSHOTS)
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
 
-    def _sample(self, rows: Iterable[Tensor]) -> Tensor:
-        """One tensor [sampled blocks, m] of all layers, fp32 on the CPU; `rows`: what this process holds of each."""
+    def _sample(self, rows: Iterable[Tensor]) -> list[Tensor]:
+        """Of every layer [sampled blocks, m], fp32 on the CPU; `rows`: what this process holds of each."""
         sampled = []
         for each, held in zip(self.learned, rows, strict=True):
-            blocks_per_row = held.shape[-1] // self.pattern.m
-            blocks = len(each.weight) * blocks_per_row
+            of_row = each.pattern.blocks(held).flatten(1, -2)  # [rows, blocks of a row, m], also of a stack of weights
+            blocks = len(each.weight) * of_row.shape[1]
             index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER), device=held.device)
-            row, column = index // blocks_per_row - first_row(each.weight), index % blocks_per_row
+            row, column = index // of_row.shape[1] - first_row(each.weight), index % of_row.shape[1]
             here = (row >= 0) & (row < len(held))
-            values = torch.zeros(len(index), self.pattern.m, device=held.device)
-            values[here] = self.pattern.blocks(held)[row[here], column[here]].float()
-            sampled.append(sum_of_shards_(values.to(local(each.weight).device), each.weight).cpu())
-        return torch.cat(sampled)
+            values = torch.zeros(len(index), each.pattern.m, device=held.device)
+            values[here] = of_row[row[here], column[here]].float()
+            sampled.append(sum_of_shards(values, each.weight).cpu())
+        return sampled
 
-    def _weights(self) -> Tensor:
+    def _weights(self) -> list[Tensor]:
         return self._sample(local(each.weight).detach() for each in self.learned)
 
-    def _current_mask(self, weights: Tensor) -> Tensor:
-        return nm_mask(ranking(weights, self.scale, self.pretrained if self.signed else None), self.pattern)
+    def _current_mask(self, weights: list[Tensor]) -> Tensor:
+        """Which weights of the sample would be kept now, of all layers one after the other."""
+        sample = zip(self.learned, weights, self.scale, self.pretrained, strict=True)
+        return joined(nm_mask(ranking(w, c, w0 if each.masked else None), each.pattern) for each, w, c, w0 in sample)
 
     def observe(self, step: int) -> dict[str, float]:
         """feasible_share, mask_change since the last call, norm_gap of the kept weights; remembers some masks."""
         weights = self._weights()
-        mask = self._current_mask(weights)
-        kept = mask & (self.pretrained != 0)
+        mask, pretrained = self._current_mask(weights), joined(self.pretrained)
+        feasible = joined(each.pattern.feasible_blocks(w) for each, w in zip(self.learned, weights, strict=True))
+        kept = mask & (pretrained != 0)
+        gap = (joined(weights) - pretrained)[kept].norm() / pretrained[kept].norm()
         row = {
-            "feasible_share": self.pattern.feasible_blocks(weights).float().mean().item(),
+            "feasible_share": feasible.float().mean().item(),
             "mask_change": (mask != self.mask).float().mean().item(),
-            "norm_gap": ((weights - self.pretrained)[kept].norm() / self.pretrained[kept].norm()).item(),
+            "norm_gap": gap.item() if kept.any() else 0.0,
         }
         self.mask = mask
         if step % self.every == 0:
@@ -72,11 +75,16 @@ class MaskMonitor:
         return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
 
 
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers in them, one after the other."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
 @torch.no_grad()
 def feasible_share(weights: Iterable[Tensor], pattern: NMPattern) -> float:
     """Share of the blocks of all weights, sharded or not, that are N:M, exact."""
     weights = list(weights)
-    counts = [sum_of_shards_(pattern.feasible_blocks(local(weight)).sum(), weight).item() for weight in weights]
+    counts = [sum_of_shards(pattern.feasible_blocks(local(weight)).sum(), weight).item() for weight in weights]
     return sum(counts) / sum(weight.numel() // pattern.m for weight in weights)
 
 

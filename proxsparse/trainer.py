@@ -12,24 +12,23 @@ or a model loaded with transformers' `distributed_config`. Every process works o
 along in_features, FSDP2 cuts out_features. Accelerate shards on accelerators only: on a CPU its processes run DDP.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from proxsparse.checkpoint import save_masks, staged
-from proxsparse.models import prunable_layers
-from proxsparse.ops import nm_mask
+from proxsparse.distributed import from_first, local
+from proxsparse.learned import Learned, count_not_finite
+from proxsparse.learning import mean_size, whole_masks
+from proxsparse.models import prunable_layers, snap_
+from proxsparse.monitor import MaskMonitor
 from proxsparse.optim import ProxOptimizer
-from proxsparse.optim.groups import local, pruned_parameters
+from proxsparse.optim.groups import pruned_parameters
 from proxsparse.patterns import NMPattern, PatternLike
 
-SAMPLED_BLOCKS = 1024  # of every layer and process: what the figures are measured on
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and checkpointing add to module names
 
 
@@ -82,7 +81,8 @@ class ProxTrainerMixin:
                 "such as LoRA): train the layers themselves"
             )
         if self.reg_lambda is None:
-            means = mean_sizes(weights, self.args.device)
+            means = [mean_size(weight) for weight in weights]
+            means = from_first(lambda: means)  # with FSDP's cpu_ram_efficient_loading no other has read the weights yet
             lambdas = [self.reg_lambda_rel / mean if mean > 0 else 0.0 for mean in means]
             split_groups_(base, [([weight], value) for weight, value in zip(weights, lambdas, strict=True)])
         else:
@@ -108,9 +108,9 @@ class ProxCallback(TrainerCallback):
     """What the masks do while they are learned; at the end of the training they are saved and the weights snap to W0.
 
     It serves any Trainer whose optimizer is one of ours. Each time the loss is logged, and before the snap, it measures
-    `figures` on a sample of blocks: `feasible_share`, the share that is N:M by itself; `mask_change`, the share of mask
-    bits that are not those of the last time; `norm_gap`, ||W - W0|| / ||W0|| of the kept weights. `ProxTrainerMixin`
-    logs them.
+    `figures` on a sample of blocks, see `monitor.MaskMonitor`: `feasible_share`, the share that is N:M by itself;
+    `mask_change`, the share of mask bits that are not those of the last time; `norm_gap`, ||W - W0|| / ||W0|| of the
+    kept weights. `ProxTrainerMixin` logs them.
 
     At the end every weight that has been trained becomes W0 again, +0.0 where the mask prunes it, and the first process
     writes masks.safetensors into `args.output_dir`. `trainer.save_model()` then saves the pruned model beside it.
@@ -125,8 +125,8 @@ class ProxCallback(TrainerCallback):
         self.figures: dict[str, float] = {}
         self.masks: dict[str, Tensor] = {}
         self.pretrained: dict[str, Tensor] = {}
-        self.sampled_w0: list[Tensor] = []
-        self.sampled_masks: list[Tensor] = []
+        self.learned: dict[str, Learned] = {}
+        self.monitor: MaskMonitor | None = None
 
     def keep_pretrained(self, model: nn.Module) -> None:
         """Notes the trained parameters as W0, this process's rows of them, if none are noted yet."""
@@ -145,57 +145,30 @@ class ProxCallback(TrainerCallback):
                 "ProxCallback has to return; make the Trainer with ProxTrainerMixin"
             )
         self.keep_pretrained(model)
-        name_of = {parameter: name for name, parameter in model.named_parameters()}
-        pruned = list(pruned_of(optimizer))
-        self.sampled_w0 = [sampled(self.pretrained[name_of[parameter]], p) for parameter, _, p in pruned]
-        self.sampled_masks = [sampled_mask(sampled(local(w), p), w, scale, p) for w, scale, p in pruned]
+        self.learned = learned_by(optimizer, model, self.pretrained)
+        self.monitor = MaskMonitor(self.learned.values(), state.max_steps)
 
-    def on_step_end(self, args, state, control, optimizer=None, **_):
+    def on_step_end(self, args, state, control, **_):
         """Measures the figures if this step is going to be logged."""
         if control.should_log:
-            self.figures = self.measured(optimizer, args.device)
+            self.figures = self.monitor.observe(state.global_step)
 
     on_epoch_end = on_step_end  # where logging_strategy="epoch" decides
 
-    @torch.no_grad()
-    def measured(self, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, float]:
-        """`figures` of the weights as they are; every process has to call it."""
-        sums, pruned = torch.zeros(6, dtype=torch.float64), list(pruned_of(optimizer))
-        for index, (parameter, scale, pattern) in enumerate(pruned):
-            w0, weight = self.sampled_w0[index], sampled(local(parameter), pattern)
-            mask = sampled_mask(weight, parameter, scale, pattern)
-            feasible, changed = pattern.feasible_blocks(weight), mask != self.sampled_masks[index]
-            gap, size = (weight - w0)[mask].square(), w0[mask].square()
-            counts = (feasible.sum(), feasible.numel(), changed.sum(), changed.numel(), gap.sum(), size.sum())
-            sums += torch.tensor([float(count) for count in counts], dtype=torch.float64)
-            self.sampled_masks[index] = mask
-        feasible, blocks, changed, bits, gap, size = over_processes(sums, pruned[0][0], device).tolist()
-        share = {"feasible_share": feasible / blocks, "mask_change": changed / bits}
-        return share | {"norm_gap": (gap / size) ** 0.5 if size else 0.0}
-
-    @torch.no_grad()
-    def on_train_end(self, args, state, control, model=None, optimizer=None, **_):
+    def on_train_end(self, args, state, control, model=None, **_):
         """Masks of the learned weights, the snap to W0, masks.safetensors.
 
         Raises:
             ValueError: a learned weight is not finite; no weight has been changed then.
         """
         reshard_(model)
-        name_of = {parameter: name for name, parameter in model.named_parameters()}
-        check_finite([parameter for parameter, _, _ in pruned_of(optimizer)], args.device)
-        self.figures = self.measured(optimizer, args.device)
-        final, patterns = dict(self.pretrained), {}
-        for parameter, scale, pattern in pruned_of(optimizer):
-            mask = nm_mask(sizes(local(parameter), scale), pattern)
-            name, layer = name_of[parameter], layer_name(name_of[parameter])
-            kept = mask.cpu() & (final[name] != 0)  # a kept -0.0 becomes +0.0 too
-            final[name] = torch.where(kept, final[name], 0.0)
-            whole, patterns[layer] = gathered(mask, parameter), pattern
-            if state.is_world_process_zero:
-                self.masks[layer] = whole.cpu()
-        for name, parameter in model.named_parameters():
-            if name in final:
-                local(parameter).copy_(final[name])
+        if bad := count_not_finite(self.learned.values()):
+            raise ValueError(f"{bad} weights have become NaN or infinite while learning; lower learning_rate")
+        self.figures = self.monitor.observe(state.global_step)
+        masks = {name: one.mask().cpu() for name, one in self.learned.items()}
+        snap_(model, self.pretrained, masks)
+        self.masks = {plain_name(name): mask for name, mask in whole_masks(masks, self.learned).items()}
+        patterns = {plain_name(name): one.pattern for name, one in self.learned.items()}
         if state.is_world_process_zero:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with staged(Path(args.output_dir)) as scratch:
@@ -232,71 +205,16 @@ def split_groups_(optimizer: torch.optim.Optimizer, pruned: list[tuple[list[Tens
             optimizer.add_param_group({**group, "params": weights, "reg_lambda": pruned[index][1]})
 
 
-def mean_sizes(weights: list[Tensor], device: torch.device) -> list[float]:
-    """mean|w| of each whole weight, the same on all processes; each of them has to call it."""
-    parts = [local(weight).detach() for weight in weights]
-    sums = torch.tensor([[part.double().abs().sum().item(), part.numel()] for part in parts], dtype=torch.float64)
-    if dist.is_initialized() and not isinstance(weights[0], DTensor):
-        # with FSDP's cpu_ram_efficient_loading the first process alone has read the weights by now
-        sums = sums.to(device)
-        dist.broadcast(sums, src=0)
-    total, count = over_processes(sums, weights[0], device).unbind(-1)
-    return (total / count).tolist()
-
-
-def over_processes(sums: Tensor, like: Tensor, device: torch.device) -> Tensor:
-    """The sums over all processes if `like` is cut over them, else as they are: then every process has the whole."""
-    if isinstance(like, DTensor):
-        sums = sums.to(device)
-        dist.all_reduce(sums)
-    return sums.cpu()
-
-
-def gathered(mask: Tensor, parameter: Tensor) -> Tensor:
-    """This process's rows of a mask -> the mask of the whole parameter; every process has to call it."""
-    if not isinstance(parameter, DTensor):
-        return mask
-    mesh = parameter.device_mesh
-    rows = mask.to(mesh.device_type, torch.uint8)  # gloo gathers no bool
-    whole = DTensor.from_local(
-        rows, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return whole.full_tensor().bool()
-
-
-def pruned_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor | None, NMPattern]]:
-    """(parameter, metric or None, pattern) for every pruned parameter of one of our optimizers, in its order."""
+def learned_by(optimizer: torch.optim.Optimizer, model: nn.Module, pretrained: dict[str, Tensor]) -> dict[str, Learned]:
+    """Layer name in the model -> what learns there, for every parameter that one of our optimizers prunes."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    learned = {}
     for group in optimizer.param_groups:
-        for parameter, scale in pruned_parameters(group):
-            yield parameter, scale, NMPattern.parse(group["pattern"])
-
-
-def sizes(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """|c * w|, by which a mask ranks."""
-    return weight.abs() if scale is None else (weight * scale).abs()
-
-
-def sampled(weight: Tensor, pattern: NMPattern) -> Tensor:
-    """Evenly spaced blocks of it, fp32 [blocks, m] on the CPU."""
-    blocks = pattern.blocks(weight.detach()).flatten(0, -3)
-    rows, in_row = blocks.shape[:2]
-    index = torch.arange(0, rows * in_row, max(1, rows * in_row // SAMPLED_BLOCKS), device=weight.device)
-    return blocks[index // in_row, index % in_row].float().cpu()
-
-
-def sampled_mask(weight: Tensor, parameter: Tensor, scale: Tensor | None, pattern: NMPattern) -> Tensor:
-    """The mask of sampled blocks of `parameter`, bool [blocks, m]."""
-    if scale is not None:
-        scale = sampled(scale.expand(local(parameter).shape), pattern)
-    return nm_mask(sizes(weight, scale), pattern)
-
-
-def check_finite(parameters: list[Tensor], device: torch.device) -> None:
-    """Raises ValueError, on all processes, if one of the weights is NaN or infinite."""
-    bad = sum((~local(parameter).isfinite()).sum().item() for parameter in parameters)
-    bad = over_processes(torch.tensor(float(bad)), parameters[0], device).item()
-    if bad:
-        raise ValueError(f"{bad:.0f} weights have become NaN or infinite while learning; lower learning_rate")
+        pattern = NMPattern.parse(group["pattern"])
+        for weight, scale in pruned_parameters(group):
+            name = name_of[weight]
+            learned[name.removesuffix(".weight")] = Learned(None, weight, pretrained[name], scale, pattern)
+    return learned
 
 
 def reshard_(model: nn.Module) -> None:
@@ -306,8 +224,8 @@ def reshard_(model: nn.Module) -> None:
             module.reshard()
 
 
-def layer_name(parameter_name: str) -> str:
-    """The name of the layer in the plain model: without `.weight` and what wrappers have added."""
+def plain_name(layer_name: str) -> str:
+    """The name of the layer in the plain model: without what wrappers have added."""
     for wrapper in WRAPPERS:
-        parameter_name = parameter_name.replace(wrapper, "")
-    return parameter_name.removesuffix(".weight")
+        layer_name = layer_name.replace(wrapper, "")
+    return layer_name

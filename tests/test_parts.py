@@ -13,7 +13,7 @@ from proxsparse.config import RECIPE_NAMES, TrainConfig, parse_config
 from proxsparse.data import sample_stream
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
-from proxsparse.learned import learned_layers
+from proxsparse.learned import Learned, learned_layers
 from proxsparse.metric import activation_metric
 from proxsparse.models import prunable_layers
 from proxsparse.monitor import MaskMonitor, agreement, feasible_share
@@ -192,6 +192,27 @@ def test_monitor_counts_what_it_says(model_and_layers):
     assert row["norm_gap"] == pytest.approx(0.5)
     assert monitor.similarity() == [{"step": s, "to_final": t} for s, t in ((0, 0.0), (1, 0.0), (2, 1.0))]
     assert feasible_share([layer.weight for layer in layers.values()], NMPattern(2, 4)) == 1.0
+
+
+def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
+    """A 2:4 layer of which two of three blocks are decided, and a stack of two 1:2 weights, all pretrained to zero."""
+    layer = torch.nn.Parameter(torch.tensor([[4.0, 3, 0, 0, 1, 2, 0, 9, 0, 5, 6, 0]]))
+    stack = torch.nn.Parameter(torch.ones(2, 1, 4))
+    one = Learned(None, layer, layer.detach().clone(), None, NMPattern(2, 4))
+    two = Learned(None, stack, torch.zeros(2, 1, 4), None, NMPattern(1, 2))
+    monitor = MaskMonitor([one, two], steps=1)
+    with torch.no_grad():
+        layer[0, 3] = 5.0  # three of its block now, and another two are kept
+        stack[1, 0, :2] = torch.tensor([0.0, 7.0])  # decided, for the second
+    row = monitor.observe(1)
+    assert row["feasible_share"] == pytest.approx((1 + 1) / (3 + 4))
+    assert row["mask_change"] == pytest.approx((2 + 2) / (12 + 8))
+    kept = torch.tensor([4.0, 0, 2, 9, 5, 6])
+    assert row["norm_gap"] == 0.0, "what is kept and was not 0 has not moved"
+    with torch.no_grad():
+        layer *= 1.5
+    assert monitor.observe(2)["norm_gap"] == pytest.approx((kept / 2).norm().item() / kept.norm().item())
+    assert MaskMonitor([two], steps=1).observe(1)["norm_gap"] == 0.0, "not 0 / 0"
 
 
 # ---------------------------------------------------------------------------------------------- masks on disk

@@ -124,24 +124,23 @@ def test_the_run_ends_with_w0_under_the_saved_masks(tmp_path):
     assert callback.figures == {key: logged[1][key] for key in callback.figures} | {"mask_change": 0.0}
 
 
-def test_figures_are_those_of_the_weights(tmp_path, monkeypatch):
+def test_figures_are_those_of_the_weights(tmp_path):
     """On a sample that is the whole: the share by NMPattern, the gap of what the mask keeps."""
-    model, callback, seen = tiny_model("llama"), ProxCallback(), {}
+    seen = {}
+
+    class Remembers(ProxCallback):
+        def on_train_end(self, args, state, control, model=None, **rest):
+            seen.update((name, layer.weight.detach().clone()) for name, layer in prunable_layers(model).items())
+            super().on_train_end(args, state, control, model=model, **rest)
+
+    model, callback = tiny_model("llama"), Remembers()
     before = copy_weights(model)
-    trainer = make(tmp_path, model, callback, reg_lambda=20.0)
-    measured = callback.measured
-
-    def remembering(optimizer, device):
-        seen["weights"] = {name: layer.weight.detach().clone() for name, layer in prunable_layers(model).items()}
-        return measured(optimizer, device)
-
-    monkeypatch.setattr(callback, "measured", remembering)
-    trainer.train()
-    pattern, blocks = NMPattern(2, 4), []
+    make(tmp_path, model, callback, reg_lambda=20.0).train()
+    pattern = NMPattern(2, 4)
     kept = torch.cat([mask.flatten() for mask in callback.masks.values()])
     w0 = torch.cat([before[f"{name}.weight"].flatten() for name in callback.masks])[kept]
-    learned = torch.cat([seen["weights"][name].flatten() for name in callback.masks])[kept]
-    blocks = torch.cat([pattern.feasible_blocks(weight).flatten() for weight in seen["weights"].values()])
+    learned = torch.cat([seen[name].flatten() for name in callback.masks])[kept]
+    blocks = torch.cat([pattern.feasible_blocks(weight).flatten() for weight in seen.values()])
     assert callback.figures["feasible_share"] == pytest.approx(blocks.float().mean().item())
     assert callback.figures["norm_gap"] == pytest.approx(((learned - w0).norm() / w0.norm()).item(), rel=1e-5)
 
