@@ -23,7 +23,7 @@ class RunLog:
         self.file = (run_dir / "metrics.jsonl" if first else Path(os.devnull)).open("a", encoding="utf-8")
         bar = {"desc": "learning masks", "unit": "step", "dynamic_ncols": True, "disable": not first}
         self.bar = tqdm(total=steps, initial=done, file=sys.stderr, **bar)
-        self.track, self.close_tracker = TRACKERS[report_to if first else "none"](run_dir)
+        self.track, self.close_tracker = TRACKERS[report_to if first else "none"](run_dir, done)
 
     def step(self, row: dict) -> None:
         """Records one step; `row` holds "step" and numbers."""
@@ -46,14 +46,14 @@ class RunLog:
         self.close_tracker()
 
 
-# A tracker is (what records a row, what ends it).
+# A tracker, of the folder and the steps before, is (what records a row, what ends it).
 
 
-def _no_tracker(_run_dir: Path):
+def _no_tracker(_run_dir: Path, _done: int):
     return lambda row: None, lambda: None
 
 
-def _tensorboard(run_dir: Path):
+def _tensorboard(run_dir: Path, _done: int):
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(run_dir / "tensorboard")
@@ -66,10 +66,15 @@ def _tensorboard(run_dir: Path):
     return track, writer.close
 
 
-def _wandb(run_dir: Path):
+def _wandb(run_dir: Path, done: int):
+    """A resumed run goes on as the one before; wandb passes over the rows behind the checkpoint that it has already."""
     import wandb
 
-    run = wandb.init(project="proxsparse", dir=run_dir, name=run_dir.name)
+    noted = run_dir / "wandb" / "run-id"  # in wandb's own folder
+    same = {"id": noted.read_text(), "resume": "allow"} if done and noted.is_file() else {}
+    run = wandb.init(project="proxsparse", dir=run_dir, name=run_dir.name, **same)
+    noted.parent.mkdir(exist_ok=True)
+    noted.write_text(run.id)
     return lambda row: run.log(row, step=row["step"]), run.finish
 
 

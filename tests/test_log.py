@@ -14,13 +14,14 @@ ROWS = [{"step": step, **ROW} for step in (1, 2)]
 
 
 class Wandb:
-    """The part of wandb that is used: init(project, dir, name) -> run with log(row, step) and finish()."""
+    """The part of wandb that is used: init(project, dir, name, id, resume) -> run with id, log(row, step), finish()."""
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.id = [], "made-up"
 
     def init(self, **settings):
         self.calls.append(("init", settings))
+        self.id = settings.get("id", self.id)
         return self
 
     def log(self, row, step):
@@ -45,7 +46,7 @@ class Writer:
 
 
 def log_rows(folder, report_to="none"):
-    with RunLog(folder, len(ROWS), "2:4", report_to) as log:
+    with RunLog(folder, 0, len(ROWS), "2:4", report_to) as log:
         for count, row in enumerate(ROWS, 1):
             log.step(row)
             written = (folder / "metrics.jsonl").read_text()
@@ -63,6 +64,19 @@ def test_wandb_gets_the_rows_and_the_end(tmp_path, monkeypatch):
     log_rows(tmp_path, "wandb")
     start = ("init", {"project": "proxsparse", "dir": tmp_path, "name": tmp_path.name})
     assert wandb.calls == [start, *(("log", row, row["step"]) for row in ROWS), ("finish",)]
+
+
+def test_a_resumed_run_goes_on_in_wandb_and_a_new_one_in_the_same_folder_does_not(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+    starts = []
+    for before, done in (("first", 0), ("other", 1), ("new", 0), ("other", 1)):
+        wandb = sys.modules["wandb"]
+        wandb.calls, wandb.id = [], before  # what wandb makes up unless it is told
+        with RunLog(tmp_path, done, len(ROWS), "2:4", "wandb") as log:
+            log.step(ROWS[done])
+        starts.append({key: wandb.calls[0][1].get(key) for key in ("id", "resume")})
+    unnamed = {"id": None, "resume": None}
+    assert starts == [unnamed, {"id": "first", "resume": "allow"}, unnamed, {"id": "new", "resume": "allow"}]
 
 
 def test_tensorboard_gets_every_figure_at_its_step(tmp_path, monkeypatch):
