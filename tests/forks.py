@@ -1,10 +1,11 @@
-"""Runs of proxsparse.train in processes of their own, forked from one that has imported everything: a second each.
+"""Runs of proxsparse.train, or of another `main`, in processes forked from one that has imported all: a second each.
 
     with Forks() as forks:
         codes = forks.run(["--model", ...], processes=2)          # as torchrun starts them
         codes = forks.run(["--model", ...], kill=(7, 0.03))       # kill -9, 0.03 seconds after 7 rows of metrics.jsonl
         codes = forks.run(["--model", ...], die_in=("proxsparse.training_state.finish", 2))   # ... at the second call
         codes = forks.run(["--model", ...], fill=("proxsparse.training_state.clear", 2, "/disk"))  # fills the disk then
+        codes = forks.run([...], main="trainer_processes.main")   # another function of a list of texts
 
 A fork of pytest itself would inherit thread pools without their threads.
 """
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 
@@ -26,7 +28,8 @@ class Forks:
     """The process that forks; `run` asks it."""
 
     def __enter__(self) -> "Forks":
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        paths = [*sys.path, str(Path(__file__).with_name("optim"))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.server = subprocess.Popen([sys.executable, __file__], text=True, env=environment, **pipes)
         return self
@@ -37,7 +40,8 @@ class Forks:
 
     def run(self, arguments: list, processes: int = 1, nodes: int = 1, output: Path | None = None, **how) -> list[int]:
         """The exit codes, -9 for one that was killed; what the processes print goes to the file `output`."""
-        job = {"arguments": list(map(str, arguments)), "processes": processes, "nodes": nodes} | how
+        job = {"main": "proxsparse.train.main", "arguments": list(map(str, arguments))} | how
+        job |= {"processes": processes, "nodes": nodes}
         print(json.dumps(job | {"output": str(output or os.devnull)}), file=self.server.stdin, flush=True)
         return json.loads(self.server.stdout.readline())
 
@@ -59,15 +63,17 @@ def run_job(processes: int, nodes: int, kill: list | None = None, number: int = 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run_dir = Path(job["arguments"][job["arguments"].index("--output_dir") + 1])
-    before = (run_dir / "metrics.jsonl").stat().st_ino if (run_dir / "metrics.jsonl").exists() else None
+    importlib.import_module(job["main"].rpartition(".")[0])  # here, where the next job finds it too
+    if kill:
+        run_dir = Path(job["arguments"][job["arguments"].index("--output_dir") + 1])
+        before = (run_dir / "metrics.jsonl").stat().st_ino if (run_dir / "metrics.jsonl").exists() else None
     pids = []
     for rank in range(processes):
         pids.append(os.fork())
         if pids[-1] == 0:
             start = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes // nodes}
-            os.environ |= {name: str(value) for name, value in start.items()}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in start.items()} if processes > 1 else {}
             child(**job)
     if kill:
         wait_for_rows(run_dir, kill[0], pids[0], before)
@@ -87,7 +93,7 @@ def wait_for_rows(run_dir: Path, rows: int, pid: int, before: int | None) -> Non
         time.sleep(0.002)
 
 
-def child(arguments: list[str], output: str, die_in: list | None = None, fill: list | None = None) -> None:
+def child(arguments: list[str], main: str, output: str, die_in: list | None = None, fill: list | None = None) -> None:
     """The run itself; never returns."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -95,16 +101,18 @@ def child(arguments: list[str], output: str, die_in: list | None = None, fill: l
     os.close(0)
     code = 1
     try:
-        from proxsparse import train
         from proxsparse.errors import run_command
 
         if die_in:
             before_call(*die_in, lambda: os.kill(os.getpid(), signal.SIGKILL))
         if fill:
             before_call(*fill[:2], lambda: fill_disk(Path(fill[2])))
-        code = run_command(lambda: train.main(arguments))
+        module, _, name = main.rpartition(".")
+        code = run_command(lambda: getattr(sys.modules[module], name)(arguments))
     except SystemExit as ending:
         code = ending.code
+    except Exception:  # with PROXSPARSE_DEBUG
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,34 +4,36 @@ Accelerate shards on accelerators alone: on a CPU `TrainingArguments(fsdp=True)`
 tells its state that this is FSDP2, and everything after that is accelerate's own code; `train_as_loaded` needs no help.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tiny_models import tiny_model
 
 from proxsparse.checkpoint import load_masks
 
-HERE = Path(__file__).resolve().parent
 RUNS = ["train_under_accelerate", "resume_under_accelerate", "train_as_loaded"]
+JOBS = {  # name -> the function of trainer_processes, and the number of processes
+    "alone": ("train_with_trainer", 1),
+    **{run: (run, 2) for run in RUNS},
+    **{f"ragged-{count}": ("ragged_layers", count) for count in (1, 2, 4)},
+}
 each_run = pytest.mark.parametrize("run", RUNS)
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> Path:
+def results(forks, tmp_path_factory) -> Path:
     """The folder that trainer_processes has filled."""
     pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("processes")
-    paths = [HERE.parents[1], HERE.parent, HERE.parent / "optim"]
-    settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(HERE / "trainer_processes.py"), str(folder)]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    tiny_model("llama").save_pretrained(folder / "model")
+    for name, (job, count) in JOBS.items():
+        log = folder / f"{name}.log"
+        codes = forks.run([job, folder, name], count, output=log, main="trainer_processes.main")
+        assert codes == [0] * count, log.read_text()
     return folder
 
 
@@ -79,7 +81,7 @@ def test_the_optimizer_holds_the_shards(results, run):
 @pytest.mark.parametrize("optimizer", ["ProxOptimizer", "ProxAdamW"])
 def test_uneven_and_empty_shards_step_as_the_whole(results, count, empty, optimizer):
     """out_features of 1, 3 and 5 on 2 and 4 processes, float64; that no step communicates is asserted over there."""
-    expected = torch.load(results / "alone-0.pt")[optimizer]
+    expected = torch.load(results / "ragged-1-0.pt")[optimizer]
     shards = [torch.load(results / f"ragged-{count}-{rank}.pt")[optimizer] for rank in range(count)]
     rows = torch.tensor([shard["rows"] for shard in shards])
     assert rows.sum(0).tolist() == expected["rows"] == [1, 3, 5]

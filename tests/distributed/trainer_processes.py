@@ -1,10 +1,6 @@
-"""What test_trainer_fsdp2 runs in processes of its own: `python trainer_processes.py FOLDER` leaves results there.
-
-One process imports everything, trains alone, and then forks gloo processes: importing takes longer than all the jobs.
-"""
+"""What test_trainer_fsdp2 runs in processes of its own: `main([JOB, FOLDER, NAME])` leaves results in FOLDER."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -13,50 +9,25 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from training import INPUTS, OPTIMIZERS, weights, with_everything
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from proxsparse.distributed import start
+from proxsparse.trainer import ProxCallback, ProxTrainerMixin
 
 SAMPLES, STEPS, BATCH = 32, 4, 4
 STEP_OF_CHECKPOINT = 2
 RAGGED = (1, 3, 5)  # out_features: of 2 and of 4 processes some hold fewer rows, some none
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    folder.mkdir(exist_ok=True)
-    from tiny_models import tiny_model
-
-    tiny_model("llama").save_pretrained(folder / "model")
-    train_with_trainer(folder, "alone")
-    ragged_layers(folder, "alone")
-    for job in (train_under_accelerate, resume_under_accelerate, train_as_loaded):
-        in_processes(2, job, folder, job.__name__)
-    for count in (2, 4):
-        in_processes(count, ragged_layers, folder, f"ragged-{count}")
-
-
-def in_processes(count: int, job, folder: Path, name: str) -> None:
-    """Runs `job(folder, name)` in so many forked processes of one gloo group; ends all if one fails."""
-    children = []
-    for rank in range(count):
-        children.append(os.fork())
-        if children[-1] == 0:
-            status = 1
-            try:
-                os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}  # as torchrun says it
-                os.environ |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-                store = f"file://{folder}/store-{name}"
-                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
-                job(folder, name)
-                dist.barrier()
-                dist.destroy_process_group()
-                status = 0
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
-            finally:
-                sys.stdout.flush()
-                os._exit(status)
-    failed = [status for _, status in (os.waitpid(child, 0) for child in children) if status]
-    if failed:
-        raise SystemExit(f"{name}: {len(failed)} of {count} processes failed")
+def main(arguments: list[str]) -> None:
+    """One of the processes of a job."""
+    job, folder, name = arguments
+    os.environ["PROXSPARSE_DEBUG"] = "1"  # an error is shown with its traceback
+    start(torch.device("cpu"))
+    globals()[job](Path(folder), name)
+    if dist.is_initialized():
+        dist.barrier()
 
 
 # ------------------------------------------------------------------------------------------- transformers.Trainer
@@ -66,9 +37,6 @@ def trainer_classes():
     """A Trainer of ours with a metric on one layer, and the same with accelerate's FSDP2 on a CPU."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-    from transformers import Trainer
-
-    from proxsparse.trainer import ProxTrainerMixin
 
     class MetricTrainer(ProxTrainerMixin, Trainer):
         def create_optimizer(self, model=None):
@@ -111,10 +79,6 @@ def train_with_trainer(
     folder: Path, name: str, sharded: bool = False, resume: Path | None = None, distributed_config=None, **settings
 ) -> None:
     """Trains, snaps and saves into folder/name; what only this process can see goes to seen-RANK.pt there."""
-    from transformers import AutoModelForCausalLM, TrainingArguments
-
-    from proxsparse.trainer import ProxCallback
-
     placed = {"distributed_config": distributed_config} if distributed_config else {}
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **placed)
     ids = torch.randint(260, (SAMPLES, 16), generator=torch.Generator().manual_seed(1))
@@ -170,8 +134,6 @@ class Ragged(nn.Module):
 
 def ragged_layers(folder: Path, name: str) -> None:
     """Both optimizers, with everything they can do, on layers with fewer rows than processes."""
-    from training import INPUTS, OPTIMIZERS, weights, with_everything
-
     results = {}
     for title, make in OPTIMIZERS.items():
         model = Ragged()
@@ -187,7 +149,3 @@ def ragged_layers(folder: Path, name: str) -> None:
         rows = [len(p.to_local() if isinstance(p, DTensor) else p) for p in model.parameters() if p.ndim == 2]
         results[title] = {"weights": weights(model), "rows": rows}
     torch.save(results, folder / f"{name}-{os.environ.get('RANK', 0)}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
