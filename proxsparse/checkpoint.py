@@ -160,14 +160,14 @@ def is_whole(entry: Path) -> bool:
     return not entry.name.startswith(SCRATCH)
 
 
-def remove_written(folder: Path, keep_checkpoints: bool = False) -> None:
+def remove_written(folder: Path, but: str | None = None, keep_checkpoints: bool = False) -> None:
     """Removes the files that an earlier run has left, its checkpoints and finished blocks; other folders stay."""
     remove_finished(folder)
     if not keep_checkpoints:
         remove_checkpoints(folder)
     for pattern in WRITTEN:
         for path in folder.glob(pattern):
-            if not path.is_dir():
+            if path.name != but and not path.is_dir():
                 path.unlink()
 
 
@@ -179,7 +179,12 @@ def remove_finished(folder: Path) -> None:
 def checkpoints(folder: Path) -> list[Path]:
     """What proxsparse.train can go on from, checkpoint-STEP, the newest last."""
     found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step behind which it was written."""
+    return int(checkpoint.name.partition("-")[2])
 
 
 def remove_checkpoints(folder: Path) -> None:

@@ -10,30 +10,45 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from proxsparse.errors import InputError
+
 T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)  # the others wait while the first process writes a large model
 
 
-def start(device: torch.device) -> torch.device:
-    """Joins the processes that torchrun has started, if it has; returns the device of this one.
+def launched() -> int:
+    """How many processes torchrun has started, this one among them; without it 1."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
-    A GPU without a number becomes that of LOCAL_RANK. Collectives run on gloo for CPU tensors and on nccl for GPUs.
+
+def own_device(name: str) -> str:
+    """The --device of this one of many processes: of GPUs that of its number on this machine.
+
+    Raises:
+        InputError: the device of one process is named.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
-        return device
-    backend = "gloo"
+    if launched() == 1 or name == "cpu" or not torch.cuda.is_available():
+        return name
+    if ":" in name:
+        raise InputError(f"--device {name}: {launched()} processes take a GPU each; give --device cuda, or auto")
+    return f"cuda:{os.environ['LOCAL_RANK']}"
+
+
+def start(device: torch.device) -> None:
+    """Joins the processes that torchrun has started, if it has. Collectives run on gloo for CPU tensors, else nccl."""
+    if launched() == 1 or dist.is_initialized():
+        return
     if device.type == "cuda":
-        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
-    return device
 
 
 def processes() -> int:
@@ -69,6 +84,21 @@ def from_first(action: Callable[[], T]) -> T:
     if answer[1]:
         raise SystemExit(2)  # the first one has printed the reason
     return answer[0]
+
+
+def require_one_folder(folder: Path) -> None:
+    """Raises InputError in all processes if one of them does not see what the first one writes there."""
+    if processes() == 1:
+        return
+    sign = folder / ".incomplete-sign"
+    from_first(sign.touch)
+    (blind,) = total([not sign.exists()])
+    from_first(sign.unlink)
+    if blind:
+        raise InputError(
+            f"--output_dir {str(folder)!r}: {blind:.0f} of {processes()} processes do not see what the first one "
+            "writes there; give a folder that all machines share"
+        )
 
 
 def total(values: Iterable[float]) -> list[float]:

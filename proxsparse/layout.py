@@ -11,8 +11,6 @@ gives the model's own names and shapes; `load_state_dict` takes them.
 import torch
 from torch import Tensor, nn
 
-from proxsparse.distributed import processes
-
 
 def unfold_(model: nn.Module) -> nn.Module:
     """Puts nn.Linear layers in the place of every Conv1D and of all fused experts, in place; returns the model."""
@@ -78,9 +76,9 @@ class SplitExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden_size], top_k_* [tokens, k] -> [tokens, hidden_size]"""
         output = torch.zeros_like(hidden_states)
-        # Many processes reduce the gradients of all experts together: one that is idle here then has a gradient of 0.
-        idle_too = processes() > 1 and torch.is_grad_enabled()
-        for expert in range(self.experts) if idle_too else top_k_index.unique().tolist():
+        # While they learn all experts take part: the gradient of one that is idle is 0, not missing, as many processes
+        # reduce the gradients of all together, and the prox then acts on it as on the others.
+        for expert in range(self.experts) if torch.is_grad_enabled() else top_k_index.unique().tolist():
             # in the order of transformers' own loop: a product's rounding depends on the place of a row
             choices, tokens = (top_k_index == expert).T.nonzero(as_tuple=True)
             expert_output = self.expert_output(expert, hidden_states[tokens]) * top_k_weights[tokens, choices, None]

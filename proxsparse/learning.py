@@ -251,6 +251,12 @@ def whole_masks(masks: dict[str, Tensor], learned: dict[str, Learned]) -> dict[s
     return found if distributed.is_first() else {}
 
 
+def reg_lambda_range(optimizer: ProxAdamW) -> dict[str, float]:
+    """The smallest and the largest lambda_1 of the layers."""
+    lambdas = [group["reg_lambda"] for group in optimizer.param_groups if group["reg_lambda"]] or [0.0]
+    return {"min": min(lambdas), "max": max(lambdas)}
+
+
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
     """Training mode, with or without recomputing activations."""
     model.train()
@@ -276,13 +282,12 @@ def backward(
     for batch, count in zip(batches, predicted, strict=True):
         with autocast(model.device, compute_dtype):
             batch_loss = calibration_loss(model, batch, distill) * (count / all_predicted)
-        if not batch_loss.isfinite():
-            raise InputError(
-                f"the loss is {batch_loss.item()}; lower --learning_rate, or raise --precision if it is not fp32"
-            )
         batch_loss.backward()
         loss += batch_loss.item()
-    return distributed.total([loss])[0]
+    (loss,) = distributed.total([loss])
+    if not math.isfinite(loss):
+        raise InputError(f"the loss is {loss}; lower --learning_rate, or raise --precision if it is not fp32")
+    return loss
 
 
 def step_(learned: dict[str, Learned], optimizer: ProxAdamW, max_grad_norm: float) -> float:
@@ -306,14 +311,21 @@ def step_(learned: dict[str, Learned], optimizer: ProxAdamW, max_grad_norm: floa
     return norm
 
 
+def checked_norm(norm: float) -> float:
+    """The norm of the gradient. Raises InputError if it is not finite."""
+    if not math.isfinite(norm):
+        raise InputError(
+            f"the gradient's norm is {norm}; lower --learning_rate, or raise --precision if it is not fp32"
+        )
+    return norm
+
+
 @contextmanager
 def stepping_in_backward(model: nn.Module, learned: dict[str, Learned], optimizer: ProxAdamW):
     """Within the block a backward pass steps every weight once its gradient is there, and frees that.
 
-    Yields a function: the norm of all gradients since it was last called.
-
-    Raises:
-        InputError: in the backward pass, for a gradient that is not finite; weights behind it have been stepped.
+    Yields a function: the norm of all gradients since it was last called. It raises InputError if that is not finite:
+    too late for the weights, which have been stepped.
     """
     masked = {id(one.layer.weight): one for one in learned.values() if one.masked}
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -325,8 +337,6 @@ def stepping_in_backward(model: nn.Module, learned: dict[str, Learned], optimize
             one.take_gradient_()
         weight = one.weight if one else parameter
         squares.append(distributed.local(weight.grad).float().square().sum())
-        if not squares[-1].isfinite():
-            raise InputError(f"a gradient of shape {list(weight.shape)} is not finite; lower --learning_rate")
         optimizer.step_parameter(weight)
         weight.grad = None
         if one:
@@ -335,7 +345,7 @@ def stepping_in_backward(model: nn.Module, learned: dict[str, Learned], optimize
     def norm() -> float:
         square = distributed.sum_of_shards(torch.stack(squares).sum(), parameters[0])
         squares.clear()
-        return square.sqrt().item()
+        return checked_norm(square.sqrt().item())
 
     handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in parameters]
     try:
@@ -346,24 +356,25 @@ def stepping_in_backward(model: nn.Module, learned: dict[str, Learned], optimize
 
 
 class StopSignal:
-    """Within the block, SIGINT and SIGTERM only set `.number`: a step, and then a save, are never cut in two."""
+    """Within the block, SIGINT and SIGTERM cut no step and no save in two: they count at the next `agree`."""
 
     def __init__(self):
-        self.number: int | None = None
+        self.number: int | None = None  # the signal that all processes have agreed on
+        self.seen: int | None = None
 
     def __enter__(self) -> "StopSignal":
-        self.previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = {number: signal.signal(number, self._see) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_exception) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def _stop(self, number, _frame) -> None:
-        self.number = number
+    def _see(self, number, _frame) -> None:
+        self.seen = number
 
     def agree(self) -> None:
-        """A signal that one process has seen has been seen by all."""
-        seen = distributed.total([self.number == signal.SIGINT, self.number == signal.SIGTERM])
+        """A signal that one process has seen by now ends them all."""
+        seen = distributed.total([self.seen == signal.SIGINT, self.seen == signal.SIGTERM])
         if any(seen):
             self.number = signal.SIGTERM if seen[1] else signal.SIGINT

@@ -13,17 +13,18 @@ from pathlib import Path
 
 import torch
 
-from proxsparse import run, train
+from proxsparse import distributed, run, train
 from proxsparse.checkpoint import FINISHED_BLOCKS, masks_sha256, remove_finished
 from proxsparse.config import Parser
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
-from proxsparse.errors import run_command
+from proxsparse.errors import InputError, run_command
 from proxsparse.methods import finished, method, prune_
 from proxsparse.methods.allocation import allocate, allocation, budget
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.options import PROXSPARSE, parse_flags, tables
 from proxsparse.patterns import NMPattern
+from proxsparse.resumption import digest_of, is_complete, saying_what_is_kept
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,13 +37,15 @@ def main(arguments: list[str] | None = None) -> int:
     if name == PROXSPARSE.name:
         return train.main(others)
     config = parse_flags(arguments)
+    if distributed.launched() > 1:
+        raise InputError(f"{distributed.launched()} processes: proxsparse.prune runs in one; start it without torchrun")
     resumed = finished.dir_to_resume(config)
-    if resumed and finished.is_complete(resumed):
+    if resumed and is_complete(resumed):
         remove_finished(resumed)  # a kill right behind the run's last file can have left them
         print(f"{resumed}: this run is complete, nothing is left to do")
         return 0
     run_dir = finished.reopen(resumed) if resumed else run.open_run_dir(config)
-    with finished.saying_what_is_kept(run_dir):
+    with saying_what_is_kept(run_dir, finished.kept):
         result = prune_model(config, run_dir, begun=resumed is not None)
     print(run.summary(result, run_dir))
     return 0
@@ -72,7 +75,7 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
         batches = calibration_batches(
             texts, tokenizer, config.num_samples, config.seq_len, packing=config.packing, seed=config.seed
         )
-    digest = finished.digest_of(model, batches)
+    digest = digest_of(model, batches)
     evaluate = run.perplexity_of(config, model, tokenizer, compute_dtype)
     pretrained = copy_weights(model)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from proxsparse._version import __version__
 from proxsparse.checkpoint import (
+    checkpoints,
     prepare_output_dir,
-    remove_checkpoints,
     remove_written,
     require_space,
     save_masks,
@@ -33,7 +33,6 @@ from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perp
 from proxsparse.log import check_tracker
 from proxsparse.models import cast_parameters_, check_length, load_model, snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.report import write_report
 
 Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
 # Below this share of N:M blocks the final projection, not the learning, makes most decisions.
@@ -49,23 +48,33 @@ def open_run_dir(config: Config) -> Path:
     run_dir = Path(config.output_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     if run_dir.exists() and Path(config.model).exists() and run_dir.samefile(config.model):
         raise InputError(f"--output_dir {str(run_dir)!r} is the folder of --model: the result would replace it")
-    goes_on = bool(vars(config).get("resume_from_checkpoint")) and (run_dir / "config.yaml").is_file()
-    prepare_output_dir(run_dir, config.overwrite_output_dir or goes_on)
+    prepare_output_dir(run_dir, config.overwrite_output_dir or goes_on_in(run_dir, config))
     return run_dir
 
 
+def goes_on_in(run_dir: Path, config: Config) -> bool:
+    """Whether --resume_from_checkpoint may go on in this folder: it is that of the run, which has begun there."""
+    asked = vars(config).get("resume_from_checkpoint")
+    if asked == LAST and config.output_dir is None:
+        raise InputError("--resume_from_checkpoint last: of which run? name its folder with --output_dir")
+    its_own = asked == LAST or (asked and Path(asked).resolve().parent == run_dir.resolve())
+    return bool(its_own) and ((run_dir / "config.yaml").is_file() or bool(checkpoints(run_dir)))
+
+
 def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> None:
-    """From here on the folder is this run's: what an earlier one left is removed, config.yaml is written.
+    """From here on the folder is this run's: config.yaml is written, what an earlier one left is removed.
 
     `resumed`: the checkpoint that it goes on from, which stays; its metrics.jsonl is put in place.
     """
-    metrics = (resumed / "metrics.jsonl").read_bytes() if resumed else None
-    remove_written(run_dir, keep_checkpoints=resumed is not None)
-    if metrics is not None:
-        write_file(run_dir / "metrics.jsonl", metrics)
     settings = {name: value for name, value in vars(config).items() if value is not None}
     settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
-    write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+    write_file(
+        run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode()
+    )  # first: it says whose it is
+    metrics = (resumed / "metrics.jsonl").read_bytes() if resumed else None
+    remove_written(run_dir, but="config.yaml", keep_checkpoints=resumed is not None)
+    if metrics is not None:
+        write_file(run_dir / "metrics.jsonl", metrics)
 
 
 def require_space_for(model: nn.Module, run_dir: Path) -> None:
@@ -76,20 +85,6 @@ def require_space_for(model: nn.Module, run_dir: Path) -> None:
 def result_bytes(model: nn.Module) -> int:
     """What a run leaves on the disk, about."""
     return sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters()) + 2**24
-
-
-def is_complete(run_dir: Path, config: Config) -> bool:
-    """Whether --resume_from_checkpoint last finds nothing left to learn; then it tidies up, and says so."""
-    try:
-        complete = json.loads((run_dir / "result.json").read_bytes())["status"] == "complete"
-    except (OSError, ValueError, TypeError, KeyError):
-        complete = False
-    if complete and config.resume_from_checkpoint == LAST:
-        write_report(run_dir)  # a kill behind result.json can have left the report unwritten and checkpoints
-        remove_checkpoints(run_dir)
-        print(f"{run_dir}: this run is complete, nothing is left to do")
-        return True
-    return False
 
 
 def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:

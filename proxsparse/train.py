@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.distillation import teacher_targets
 from proxsparse.distributed import from_first, is_first
-from proxsparse.errors import run_command
+from proxsparse.errors import InputError, run_command
 from proxsparse.learned import Learned, learned_layers
 from proxsparse.log import RunLog
 from proxsparse.metric import activation_metric
@@ -30,22 +31,31 @@ from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
 from proxsparse.patterns import NMPattern
 from proxsparse.report import write_report
+from proxsparse.resumption import AGAIN, digest_of, saying_what_is_kept
 from proxsparse.start import check_start, first_masks, start_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Load, learn, snap, save, evaluate, report. Returns 0, or 128 + the signal that ended the learning early."""
-    started = time.monotonic()
+    """Does what the flags ask for, unless it is done already. Returns 0, or 128 + the signal that ended it early."""
     config = parse_config(sys.argv[1:] if arguments is None else arguments)
     if config.plan:
         print(plan.text(config))
         return 0
-    device = distributed.start(choose_device(config.device))
+    device = choose_device(distributed.own_device(config.device))
+    distributed.start(device)
+    run_dir = from_first(lambda: run.open_run_dir(config))
+    distributed.require_one_folder(run_dir)
+    if from_first(lambda: training_state.nothing_left(run_dir, config)):
+        return 0
+    with saying_what_is_kept(run_dir, training_state.kept):
+        return prune_model(config, run_dir, device)
+
+
+def prune_model(config: TrainConfig, run_dir: Path, device: torch.device) -> int:
+    """Load, learn, snap, save, evaluate, report."""
+    started = time.monotonic()
     pattern = NMPattern.parse(config.pattern)
     start = start_of(config.start)
-    run_dir = from_first(lambda: run.open_run_dir(config))
-    if from_first(lambda: run.is_complete(run_dir, config)):
-        return 0
     resumed, facts = from_first(lambda: training_state.find(run_dir, config))
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)
@@ -58,6 +68,9 @@ def main(arguments: list[str] | None = None) -> int:
     texts = from_first(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     size, packing = config.per_device_train_batch_size, config.packing
     batches = calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, packing, config.seed)
+    digest = digest_of(model, batches)
+    if resumed and facts["digest"] != digest:
+        raise InputError(f"{resumed}: the files of --model or --data have changed since it was written; {AGAIN}")
     evaluate = run.perplexity_of(config, model, tokenizer, compute_dtype)
 
     blocks, keep = decoder_blocks(model), config.pretrained_weights
@@ -72,13 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
             metric = activation_metric(model, layers, batches, config.metric_samples) if config.metric != "none" else {}
             begin_with = first_masks(start, model, layers, batches, pattern)
 
-    from_first(lambda: run.start_run(run_dir, config, resumed))
     learned = learned_layers(layers, pretrained, metric, pattern, config.forward == "masked", begin_with)
     state = learning.begin(model, learned, config, learning.step_count(len(batches), config))
-    lambdas = [group["reg_lambda"] for group in state.optimizer.param_groups if group["reg_lambda"]] or [0.0]
     from_first(lambda: training_state.require_space_for(state, run_dir))
     if resumed:
         training_state.restore_(resumed, facts, state)
+    from_first(lambda: run.start_run(run_dir, config, resumed))
 
     def learn(optimizer: ProxAdamW, done: int) -> Iterator[dict[str, float]]:
         samples = learning.own_samples(batches, config.seed, state.batches)
@@ -90,28 +102,30 @@ def main(arguments: list[str] | None = None) -> int:
                 log.step(row | state.monitor.observe(row["step"]))
                 stop.agree()
                 if training_state.is_due(state, stop.number):
-                    training_state.save(run_dir, state, scores)
+                    training_state.save(run_dir, state, scores, digest)
         masks = learning.current_masks(learned)
         magnitude_masks = {name: nm_mask(one.pretrained.abs(), pattern).cpu() for name, one in learned.items()}
         decided = feasible_share([one.weight for one in learned.values()], pattern)
         snap_(model, pretrained, masks)
         whole, whole_magnitude = (learning.whole_masks(found, learned) for found in (masks, magnitude_masks))
         from_first(lambda: run.save_checkpoint(run_dir, run.pruned(model, whole, config), tokenizer, whole, config))
+        stop.agree()
 
+    complete = state.step == state.all_steps
     if not stop.number:
         contenders = {"proxsparse": masks, "magnitude": magnitude_masks}
         scores |= run.scores_under(contenders, model, pretrained, weight_dtype, evaluate)
     table = None if stop.number else run.perplexity_table(scores, config)
     if is_first():
         figures = {
-            "status": "interrupted" if stop.number else "complete",
+            "status": "complete" if complete else "interrupted",
             "layers": len(layers),
             "weights": sum(mask.numel() for mask in whole.values()),
             "steps": state.step,
             "tokens": state.tokens,
             "seconds": time.monotonic() - started + facts.get("seconds", 0.0),
             "processes": distributed.processes(),
-            "reg_lambda": {"min": min(lambdas), "max": max(lambdas)},
+            "reg_lambda": learning.reg_lambda_range(state.optimizer),
             "feasible_share": decided,
             "magnitude_agreement": agreement(whole, whole_magnitude),
             "mask_similarity": state.monitor.similarity(),
@@ -121,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         result = run.save_result(run_dir, config, device, figures)
         write_report(run_dir)
-        if not stop.number:
+        if complete:
             remove_checkpoints(run_dir)
         print(run.summary(result, run_dir))
     return 128 + stop.number if stop.number else 0

@@ -13,6 +13,9 @@ import json
 import shutil
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,12 +23,14 @@ from torch import Tensor, nn
 
 from proxsparse import distributed
 from proxsparse._version import __version__
-from proxsparse.checkpoint import SCRATCH, checkpoints, require_space, sync, write_file
+from proxsparse.checkpoint import SCRATCH, checkpoints, remove_checkpoints, require_space, step_of, sync, write_file
 from proxsparse.config import LAST, NOT_SETTINGS, TrainConfig
 from proxsparse.distributed import from_first, of_all_processes
 from proxsparse.errors import InputError, describe
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.learning import Learning, weights_of
+from proxsparse.report import write_report
+from proxsparse.resumption import MAY_DIFFER, check_same_flags, is_complete, result_of
 
 STATE, METRICS = "state.json", "metrics.jsonl"
 FILE_BYTES = 2**30  # tensors are gathered into files of about this size, each of which is serialised in memory
@@ -55,14 +60,17 @@ def tensors_of(state: Learning) -> dict[str, Tensor]:
     found |= {f"sum.{name}": total for name, total in state.average.sum.items()}
     snapshots = torch.stack([mask for _, mask in state.monitor.snapshots])
     found |= {"monitor.mask": state.monitor.mask, "monitor.snapshots": snapshots}
-    return found | {f"random.{kind}": of_all_processes(get()) for kind, (get, _) in random_generators().items()}
+    return found | {
+        f"random.{kind}": of_all_processes(get()) for kind, (get, _) in random_generators(state.model.device).items()
+    }
 
 
-def random_generators() -> dict[str, tuple]:
-    """Kind -> the functions that get and set its state, of the generators that this process has."""
+def random_generators(device: torch.device) -> dict[str, tuple]:
+    """Kind -> the functions that get and set its state, of the generators that a run on this device uses."""
     found = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
-    if torch.cuda.is_available():
-        found["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+    if device.type == "cuda":
+        on_it = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
+        found["cuda"] = on_it
     return found
 
 
@@ -75,7 +83,7 @@ def batches_a_step(config: TrainConfig) -> int:
     return config.gradient_accumulation_steps * distributed.processes()
 
 
-def facts_of(state: Learning, scores: dict[str, Perplexity | None]) -> dict:
+def facts_of(state: Learning, scores: dict[str, Perplexity | None], digest: str) -> dict:
     """Everything else, as JSON."""
     held = {name: state.optimizer.state.get(weight, {}) for name, weight in weights_of(state.optimizer).items()}
     return {
@@ -87,6 +95,7 @@ def facts_of(state: Learning, scores: dict[str, Perplexity | None]) -> dict:
         "groups": [{key: group[key] for key in OF_A_GROUP} for group in state.optimizer.param_groups],
         "parameter_steps": {name: int(entries["step"]) for name, entries in held.items() if "step" in entries},
         "snapshots": [step for step, _ in state.monitor.snapshots],
+        "digest": digest,
         "scores": {name: score and dataclasses.asdict(score) for name, score in scores.items()},
     }
 
@@ -96,25 +105,22 @@ def size(state: Learning) -> int:
     added = (8 if state.optimizer.moment_dtype is None else 4) + (4 if state.optimizer.master_weights else 0)
     weights = weights_of(state.optimizer).values()
     copies = [*weights, *state.average.start.values(), *state.average.sum.values()]
-    return sum(map(nbytes, copies)) + sum(weight.numel() for weight in weights) * added
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(copy.nbytes for copy in copies) + sum(weight.numel() for weight in weights) * added
 
 
 def require_space_for(state: Learning, run_dir: Path) -> None:
     """Raises InputError if the disk cannot hold the checkpoints, one too many while one is written."""
     if state.config.save_steps:
-        needed = (state.config.save_total_limit + 1) * size(state)
+        there = sum(file.stat().st_size for path in checkpoints(run_dir) for file in path.iterdir())
+        needed = (state.config.save_total_limit + 1) * size(state) - there
         require_space(run_dir, needed, "the checkpoints (none with --save_steps 0) need")
 
 
-def save(run_dir: Path, state: Learning, scores: dict[str, Perplexity | None]) -> None:
+def save(run_dir: Path, state: Learning, scores: dict[str, Perplexity | None], digest: str) -> None:
     """Writes the checkpoint of this step, then removes all but the newest; all processes call it together.
 
     Raises:
-        InputError: it could not be written; says which one is still good.
+        OSError: it could not be written; the earlier ones are as they were.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -125,18 +131,12 @@ def save(run_dir: Path, state: Learning, scores: dict[str, Perplexity | None]) -
         with quiet():
             writer = dcp.HuggingFaceStorageWriter(str(beside), file_numbers(tensors), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
-        from_first(lambda: finish(beside, target, facts_of(state, scores), state.config.save_total_limit))
+        from_first(lambda: finish(beside, target, facts_of(state, scores, digest), state.config.save_total_limit))
     except (Exception, dcp.CheckpointException) as error:  # the latter is around those of all processes
         if distributed.is_first():
             shutil.rmtree(beside, ignore_errors=True)
-        good = [path.name for path in checkpoints(run_dir)]
-        whole = (
-            f"{good[-1]} is whole: go on from it with --resume_from_checkpoint last" if good else "there is none yet"
-        )
         reason = describe(cause_of(error))
-        raise InputError(
-            f"{target.name} could not be written to {str(run_dir)!r}: {reason}. Before it, {whole}"
-        ) from error
+        raise OSError(f"{target.name} could not be written to {str(run_dir)!r}: {reason}") from error
 
 
 def clear(beside: Path) -> None:
@@ -151,18 +151,21 @@ def finish(beside: Path, target: Path, facts: dict, limit: int) -> None:
     sync(beside / METRICS)
     sizes = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
     write_file(beside / STATE, (json.dumps(facts | {"files": sizes}) + "\n").encode())
-    shutil.rmtree(target, ignore_errors=True)  # of the same step, from before a resumption
+    if target.exists():  # of the same step, from before a resumption
+        target.rename(beside.with_name(f"{SCRATCH}-old-{target.name}"))
     beside.rename(target)
     sync(target.parent)
-    for path in checkpoints(target.parent)[:-limit]:
-        shutil.rmtree(path)
+    *older, _ = [path for path in checkpoints(target.parent) if step_of(path) <= facts["step"]]
+    for path in {*checkpoints(target.parent)} - {target, *older[max(0, len(older) - limit + 1) :]}:
+        shutil.rmtree(path, ignore_errors=True)  # too many; those of later steps are of what went another way
+    shutil.rmtree(beside.with_name(f"{SCRATCH}-old-{target.name}"), ignore_errors=True)
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Tensor name -> the number of its file, from 1; every file of about FILE_BYTES."""
     numbers, held, number = {}, 0, 1
     for name, tensor in tensors.items():
-        held += tensor.numel() * tensor.element_size() // distributed.processes()
+        held += tensor.nbytes // distributed.processes()
         if held > FILE_BYTES:
             held, number = 0, number + 1
         numbers[name] = number
@@ -175,11 +178,18 @@ def cause_of(error: BaseException) -> BaseException:
     return next(iter(failures.values()))[0] if failures else error
 
 
-def quiet():
+@contextmanager
+def quiet() -> Iterator[None]:
     """Without the remark of torch.distributed.checkpoint that there is one process."""
-    context = warnings.catch_warnings()
-    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
-    return context
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def kept(run_dir: Path) -> str:
+    """The checkpoints of a run, in words."""
+    names = [path.name for path in checkpoints(run_dir)]
+    return f"{', '.join(names)} kept" if names else "no checkpoint yet"
 
 
 # ---------------------------------------------------------------------------------------------- going on
@@ -196,12 +206,25 @@ def find(run_dir: Path, config: TrainConfig) -> tuple[Path | None, dict]:
         found = checkpoints(run_dir)
         if not found:
             print(f"no checkpoint in {str(run_dir)!r} yet: from the start", file=sys.stderr)
-        return (found[-1], read_facts(found[-1], config)) if found else (None, {})
-    if asked and not (Path(asked) / STATE).is_file():
+        asked = found[-1] if found else None
+    if asked is None:
+        return None, {}
+    if not (Path(asked) / STATE).is_file():
         raise InputError(
             f"--resume_from_checkpoint {asked}: no checkpoint there, which holds a {STATE}; give its folder, or last"
         )
-    return (Path(asked), read_facts(Path(asked), config)) if asked else (None, {})
+    return Path(asked), read_facts(Path(asked), config)
+
+
+def nothing_left(run_dir: Path, config: TrainConfig) -> bool:
+    """Whether --resume_from_checkpoint last finds a complete run; then it is tidied up, and that is said."""
+    if config.resume_from_checkpoint != LAST or not is_complete(run_dir):
+        return False
+    check_same_flags(run_dir, result_of(run_dir).get("config", {}), vars(config), (*FREE, *MAY_DIFFER))
+    write_report(run_dir)  # a kill behind result.json can have left the report unwritten, and checkpoints
+    remove_checkpoints(run_dir)
+    print(f"{run_dir}: this run is complete, nothing is left to do")
+    return True
 
 
 def read_facts(path: Path, config: TrainConfig) -> dict:
@@ -212,20 +235,15 @@ def read_facts(path: Path, config: TrainConfig) -> dict:
         sizes = {name: (path / Path(name).name).stat().st_size for name in facts["files"]}
         facts["scores"] = {name: score and Perplexity(**score) for name, score in facts["scores"].items()}
         before, batches = facts["settings"], facts["batches_a_step"]
-        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots"} - facts.keys()
+        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots", "digest"} - facts.keys()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"{flag}: damaged ({describe(error)}); give an older one") from error
+        raise InputError(f"{flag}: damaged ({describe(error)}); give another") from error
     for name, expected in facts["files"].items():
         if sizes[name] != expected:
-            raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give an older one")
+            raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give another")
     if missing:
-        raise InputError(f"{flag}: {STATE} lacks {sorted(missing)[0]}; give an older one")
-    for name, value in settings_of(config).items():
-        if before.get(name, value) != value:
-            raise InputError(
-                f"{flag}: it was made with --{name} {before[name]}, not {value}; give the same flags, or start anew "
-                "without this one"
-            )
+        raise InputError(f"{flag}: {STATE} lacks {sorted(missing)[0]}; give another")
+    check_same_flags(path, before, settings_of(config), ())
     if batches != batches_a_step(config):
         raise InputError(
             f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({distributed.processes()} "
@@ -255,12 +273,15 @@ def restore_(path: Path, facts: dict, state: Learning) -> None:
             state.optimizer.prepare_state(weight)["step"].fill_(facts["parameter_steps"][name])
     state.monitor.snapshots = [(step, torch.empty_like(state.monitor.mask)) for step in facts["snapshots"]]
     tensors = tensors_of(state)
-    for kind in random_generators():  # of as many processes as there were
-        tensors[f"random.{kind}"] = torch.empty(saved[f"random.{kind}"].size, dtype=torch.uint8)
+    generators = random_generators(state.model.device)
+    for name in [f"random.{kind}" for kind in generators]:
+        tensors.pop(name)
+        if name in saved:  # not if it was made on another kind of device; of as many processes as there were
+            tensors[name] = torch.empty(saved[name].size, dtype=torch.uint8)
     load_(path, tensors)
-    for kind, (_, put) in random_generators().items():
-        states = tensors[f"random.{kind}"]
-        put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # torch reads it aligned
+    for kind, (_, put) in generators.items():
+        if (states := tensors.get(f"random.{kind}")) is not None:
+            put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # torch reads it aligned
     state.monitor.mask = tensors["monitor.mask"]
     state.monitor.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
     for group, values in zip(state.optimizer.param_groups, facts["groups"], strict=True):
@@ -282,7 +303,7 @@ def names_in(path: Path) -> dict:
     try:
         return dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:  # safetensors' own, and whatever a torn header leads to
-        raise InputError(f"--resume_from_checkpoint {path}: damaged ({describe(error)}); give an older one") from error
+        raise InputError(f"--resume_from_checkpoint {path}: damaged ({describe(error)}); give another") from error
 
 
 def load_(path: Path, tensors: dict[str, Tensor]) -> None:

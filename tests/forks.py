@@ -4,6 +4,7 @@
         codes = forks.run(["--model", ...], processes=2)          # as torchrun starts them
         codes = forks.run(["--model", ...], kill=(7, 0.03))       # kill -9, 0.03 seconds after 7 rows of metrics.jsonl
         codes = forks.run(["--model", ...], die_in=("proxsparse.training_state.finish", 2))   # ... at the second call
+        codes = forks.run(["--model", ...], term_in=("proxsparse.training_state.finish", 2))  # ... SIGTERM in its place
         codes = forks.run(["--model", ...], fill=("proxsparse.training_state.clear", 2, "/disk"))  # fills the disk then
         codes = forks.run([...], main="trainer_processes.main")   # another function of a list of texts
 
@@ -93,7 +94,7 @@ def wait_for_rows(run_dir: Path, rows: int, pid: int, before: int | None) -> Non
         time.sleep(0.002)
 
 
-def child(arguments: list[str], main: str, output: str, die_in: list | None = None, fill: list | None = None) -> None:
+def child(arguments: list[str], main: str, output: str, die_in=None, term_in=None, fill=None, folders=None) -> None:
     """The run itself; never returns."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -105,8 +106,12 @@ def child(arguments: list[str], main: str, output: str, die_in: list | None = No
 
         if die_in:
             before_call(*die_in, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        if term_in:
+            before_call(*term_in, lambda: os.kill(os.getpid(), signal.SIGTERM))
         if fill:
             before_call(*fill[:2], lambda: fill_disk(Path(fill[2])))
+        if folders:  # a relative --output_dir is another one in each process
+            os.chdir(folders[int(os.environ["RANK"])])
         module, _, name = main.rpartition(".")
         code = run_command(lambda: getattr(sys.modules[module], name)(arguments))
     except SystemExit as ending:

@@ -17,7 +17,7 @@ LAYERS = {
     "ops": "ops",
     "optim": "optim",
     "parts": "models layout data device checkpoint settings config log learned distillation monitor metric recipes",
-    "methods": "methods evaluation report start learning training_state trainer",
+    "methods": "resumption methods evaluation report start learning training_state trainer",
     "inference": "inference",
     "commands": "train prune options evaluate pack env run plan",
 }

@@ -227,3 +227,49 @@ def test_the_mean_is_that_of_float32_rounded_once():
         model.weight.data.copy_(run)
         average.end_run_()
     assert torch.equal(model.weight, (sum(run.float() for run in runs) / 3).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--metric", "none", "--update", "all"],
+        ["--metric", "none", "--forward", "dense", "--frozen_lambda", "0.1"],
+        ["--gradient_checkpointing", "--average_runs", "2"],
+    ],
+    ids=lambda flags: " ".join(flags) or "default",
+)
+def test_a_step_in_the_backward_pass_is_the_same_step(documents, flags):
+    flags = ["--max_grad_norm", "0", *flags]
+    together, rows = StopAt(-1).learned(1, documents, flags)
+    one_by_one, other_rows = StopAt(-1).learned(1, documents, [*flags, "--step_in_backward"])
+    for name, weight in together.items():
+        assert torch.equal(weight, one_by_one[name]), name
+    for row, other in zip(rows, other_rows, strict=True):
+        assert row["loss"] == other["loss"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"])
+
+
+def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
+    model = tiny_models.tiny_model("llama")
+    learned = under_masks(prunable_layers(model))
+    config = parse_config(["--model", "tiny", "--max_grad_norm", "0", "--step_in_backward"])
+    state = learning.begin(model, learned, config, 1)
+    held = []
+    with learning.stepping_in_backward(model, learned, state.optimizer):
+        for one in learned.values():
+            one.layer.weight.register_post_accumulate_grad_hook(
+                lambda _: held.append(sum(one.weight.grad is not None for one in learned.values()))
+            )
+        learning.backward(model, documents[:1], None, 0.0)
+    assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
+
+
+def test_a_gradient_that_is_not_finite_is_refused(documents):
+    for flags in ([], ["--max_grad_norm", "0", "--step_in_backward"]):
+        model = tiny_models.tiny_model("llama")
+        learned = under_masks(prunable_layers(model))
+        state = learning.begin(model, learned, parse_config(["--model", "tiny", *flags]), 1)
+        next(iter(learned.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
+        with pytest.raises(InputError, match="the gradient's norm is nan; lower --learning_rate"):
+            next(learn_masks(model, learned, state.optimizer, iter(documents), 0, 1, None, state.config))

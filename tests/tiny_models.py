@@ -19,7 +19,6 @@ COMMON = {
 # name -> (transformers model type, what differs from COMMON); those in MIXED call their blocks with different arguments
 MODELS = {
     "llama": ("llama", {}),
-    "llama-few-rows": ("llama", {"num_key_value_heads": 1, "head_dim": 2}),
     "mistral": ("mistral", {"sliding_window": 8, "head_dim": 8}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 8}),
@@ -41,13 +40,13 @@ MODELS = {
 MIXED = {name for name in MODELS if name.endswith("-mixed")}
 
 
-def tiny_model(name: str, dtype: torch.dtype = torch.float32):
-    """The model `name` of MODELS with random weights; the same name gives the same weights."""
+def tiny_model(name: str, dtype: torch.dtype = torch.float32, **more):
+    """The model `name` of MODELS, with `more` settings, with random weights; the same arguments give the same ones."""
     import transformers
 
     model_type, settings = MODELS[name]
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **settings})
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **settings, **more})
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
@@ -63,8 +62,8 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
 
 
-def save_tiny_model(name: str, folder: Path) -> Path:
+def save_tiny_model(name: str, folder: Path, **more) -> Path:
     """The model in bfloat16 and the tokenizer as a folder for `from_pretrained`."""
-    tiny_model(name, torch.bfloat16).save_pretrained(folder)
+    tiny_model(name, torch.bfloat16, **more).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

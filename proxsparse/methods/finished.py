@@ -10,31 +10,26 @@ on the same machine a resumed run ends with the bits of an undisturbed one. A co
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from proxsparse.checkpoint import FINISHED_BLOCKS, pack_mask, prepare_output_dir, unpack_mask, write_file, written_whole
-from proxsparse.config import NOT_SETTINGS
+from proxsparse.config import LAST
 from proxsparse.errors import InputError
 from proxsparse.patterns import NMPattern
+from proxsparse.resumption import AGAIN, check_same_flags
+from proxsparse.settings import read_yaml
 
 Finished = dict[str, tuple[Tensor, Tensor | None]]  # layer name -> mask; updated weight, or None if it stays
 
 FORMAT = "proxsparse-finished-1"
-LAST = "last"
-MAY_DIFFER = (*NOT_SETTINGS, "device", "eval_data", "eval_seq_len", "eval_max_windows")  # none changes the masks
-SAMPLED = 64  # weights of a parameter that tell a changed model: reading all would take as long as loading it
-AGAIN = "give the same, or start anew: leave out --resume_from_checkpoint and add --overwrite_output_dir"
 
 
 def block_file(folder: Path, layers: Iterable[str]) -> Path:
@@ -130,21 +125,6 @@ def load_start(folder: Path, layers: Iterable[str], digest: str) -> dict[str, NM
     return patterns
 
 
-def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:
-    """Tells another model or other samples behind the same names: sha256 of some weights of all, and of the tokens."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:SAMPLED]))
-    for batch in batches:
-        digest.update(bytes_of(batch["input_ids"]) + bytes_of(batch["attention_mask"]))
-    return digest.hexdigest()
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    """The numbers of a tensor as they lie in memory, in any dtype."""
-    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
-
-
 def dir_to_resume(config: argparse.Namespace) -> Path | None:
     """The output folder that --resume_from_checkpoint means, where a run has begun; None: start from the beginning.
 
@@ -158,19 +138,14 @@ def dir_to_resume(config: argparse.Namespace) -> Path | None:
     if not flags.is_file():
         print(f"nothing to resume in {run_dir}: from the beginning", file=sys.stderr)
         return None
-    try:
-        before = dict(yaml.safe_load(flags.read_bytes()))
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{flags} is damaged: whose are the finished blocks beside it? {AGAIN}") from error
-    if different := differences(before, vars(config)):
-        raise InputError(f"--resume_from_checkpoint: the run in {str(run_dir)!r} has {different}; {AGAIN}")
+    check_same_flags(run_dir, read_yaml(flags, "--resume_from_checkpoint"), vars(config))
     return run_dir
 
 
 def reopen(run_dir: Path) -> Path:
     """The folder, of which it is sure that it can be written; says on stderr what it holds."""
     prepare_output_dir(run_dir, overwrite=True)
-    print(f"resuming in {run_dir}: {kept(run_dir / FINISHED_BLOCKS)}", file=sys.stderr)
+    print(f"resuming in {run_dir}: {kept(run_dir)}", file=sys.stderr)
     return run_dir
 
 
@@ -190,36 +165,7 @@ def named_dir(resume: str, output_dir: str | None) -> Path:
     return folder.parent
 
 
-def differences(before: dict, now: dict) -> str:
-    """The flags that change the masks and have another value now: "--seed 1 (now 2), --data c4 (now a.txt)"."""
-    names = [name for name in now if name not in MAY_DIFFER and before.get(name) != now[name]]
-    return ", ".join(f"--{name} {before.get(name)} (now {now[name]})" for name in names)
-
-
-def is_complete(run_dir: Path) -> bool:
-    """Whether the run there has left its result, which it writes last."""
-    try:
-        return json.loads((run_dir / "result.json").read_bytes())["status"] == "complete"
-    except (OSError, KeyError, TypeError, ValueError, RecursionError):
-        return False
-
-
-def kept(folder: Path) -> str:
-    """What is in the folder, in words."""
-    count = len(list(folder.glob("*.safetensors")))
-    return f"{count or 'no'} decoder block{'' if count == 1 else 's'} finished and kept in {folder.name}/"
-
-
-@contextmanager
-def saying_what_is_kept(run_dir: Path) -> Iterator[None]:
-    """Whatever ends the run early, but flags that cannot work, says what is kept and how to go on."""
-    try:
-        yield
-    except InputError:
-        raise
-    except BaseException as error:
-        with suppress(OSError):  # the disk itself may be gone
-            what = kept(run_dir / FINISHED_BLOCKS) if run_dir.is_dir() else f"{run_dir} cannot be reached"
-            flags = f"--output_dir {run_dir} --resume_from_checkpoint {LAST}"
-            error.add_note(f"{what}; to go on: the same command with {flags}")
-        raise
+def kept(run_dir: Path) -> str:
+    """The finished blocks of a run, in words."""
+    count = len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors")))
+    return f"{count or 'no'} decoder block{'' if count == 1 else 's'} finished and kept in {FINISHED_BLOCKS}/"

@@ -15,7 +15,8 @@ def forks():
 
 @pytest.fixture(scope="session")
 def few_rows(tmp_path_factory):
-    return save_tiny_model("llama-few-rows", tmp_path_factory.mktemp("models") / "few-rows")
+    folder = tmp_path_factory.mktemp("models") / "few-rows"
+    return save_tiny_model("llama", folder, num_key_value_heads=1, head_dim=2)
 
 
 @pytest.fixture(scope="session")

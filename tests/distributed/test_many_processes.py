@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_models import save_tiny_model
 
 from proxsparse.checkpoint import load_masks
 
@@ -76,12 +77,37 @@ def load_masks_of(folder):
     return [w for name, w in load_file(folder / "model.safetensors").items() if "_proj" in name]
 
 
-def test_a_mixture_whose_experts_may_idle(forks, flags, tmp_path):
-    from tiny_models import save_tiny_model
-
-    model = save_tiny_model("mixtral", tmp_path / "model")
-    runs = [learned(forks, tmp_path / str(n), [*flags, "--model", model], n, "--max_steps", "2") for n in (1, 2)]
+def test_experts_that_idle_take_the_prox_all_the_same(forks, flags, tmp_path):
+    """Eight tokens a document and one of eight experts for each: in every process others are idle."""
+    model = save_tiny_model("mixtral", tmp_path / "model", num_local_experts=8, num_experts_per_tok=1)
+    short = [
+        *flags,
+        "--model",
+        model,
+        "--seq_len",
+        "8",
+        "--metric",
+        "none",
+        "--reg_lambda_rel",
+        "0.1",
+        "--max_steps",
+        "3",
+    ]
+    runs = [learned(forks, tmp_path / str(n), short, n) for n in (1, 2)]
     assert (runs[0][2] == runs[1][2]).mean() >= 0.999
+    for one, other in zip(runs[0][1], runs[1][1], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+        assert one["feasible_share"] == pytest.approx(other["feasible_share"], abs=1e-3)
+
+
+def test_a_folder_that_not_all_processes_see_is_refused(forks, flags, tmp_path):
+    """As on the nodes of a cluster without a shared disk: here each process takes another folder for the same one."""
+    log = tmp_path / "log"
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    codes = forks.run([*flags, "--output_dir", "run"], 2, output=log, folders=[str(tmp_path / rank) for rank in "01"])
+    assert codes[0] == 2
+    assert "1 of 2 processes do not see what the first one writes there; give a folder that all" in log.read_text()
 
 
 def test_what_only_one_process_can_do_is_refused_once(forks, flags, tmp_path):

@@ -136,9 +136,9 @@ def without_a_tensor(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: damaged(path, "state.json", lambda text: text[:100]), "damaged .*; give an older one"),
-        (lambda path: damaged(path, "state.json", lambda text: b"[" * 100_000), "damaged .*; give an older one"),
-        (lambda path: damaged(path, "state.json", lambda text: b"[]"), "damaged .*; give an older one"),
+        (lambda path: damaged(path, "state.json", lambda text: text[:100]), "damaged .*; give another"),
+        (lambda path: damaged(path, "state.json", lambda text: b"[" * 100_000), "damaged .*; give another"),
+        (lambda path: damaged(path, "state.json", lambda text: b"[]"), "damaged .*; give another"),
         (lambda path: damaged(path, next(path.glob("*.safetensors")).name, lambda data: data[:-5]), "bytes, not"),
         (lambda path: next(path.glob("*.safetensors")).unlink(), "damaged .*No such file"),
         (without_a_tensor, "monitor.mask is not there, this run needs"),
@@ -154,12 +154,12 @@ def test_a_damaged_checkpoint_is_refused_by_name(stopped, damage, words):
 
 def test_what_cannot_be_gone_on_with_is_refused(stopped, tmp_path):
     path, arguments = stopped
-    with pytest.raises(InputError, match=r"it was made with --learning_rate 0.005, not 0.001; give the same flags"):
+    with pytest.raises(InputError, match=r"checkpoint-3' has --learning_rate 0.005 \(now 0.001\); give the same, or"):
         main([*arguments, "--learning_rate", "1e-3"])
     with pytest.raises(InputError, match=r"its steps take 1 batches, these 2 \(1 processes\); change --gradient_acc"):
         main([*arguments, "--gradient_accumulation_steps", "2"])
     with pytest.raises(InputError, match=r"nowhere: no checkpoint there, which holds a state.json; give its folder"):
-        main([*arguments, "--resume_from_checkpoint", str(tmp_path / "nowhere")])
+        main([*arguments[:-1], str(tmp_path / "other"), "--resume_from_checkpoint", str(tmp_path / "nowhere")])
     again = [*arguments[: arguments.index("--resume_from_checkpoint")], "--output_dir", arguments[-1]]
     with pytest.raises(InputError, match=r"is not empty; .*--resume_from_checkpoint last"):
         main(again)
@@ -179,6 +179,68 @@ def test_nothing_to_go_on_from_is_a_beginning(stopped, tmp_path, capsys):
     with pytest.raises(InputError, match="is not empty"):
         main([*arguments[:-1], str(foreign)])
     assert (foreign / "thesis.md").exists()
+
+
+def test_the_beginning_of_a_resumption_loses_nothing(stopped, undisturbed, forks):
+    path, arguments = stopped
+    for moment in (
+        ("proxsparse.run.write_file", 1),
+        ("proxsparse.run.write_file", 2),
+        ("proxsparse.run.remove_written", 1),
+    ):
+        assert forks.run(arguments, die_in=moment) == [-signal.SIGKILL]
+        assert checkpoints(path.parent) == [path]
+    assert main(arguments) == 0
+    assert outcome(path.parent)[0]["masks_sha256"] == undisturbed[0]["masks_sha256"]
+
+
+def test_an_older_checkpoint_goes_on_beside_newer_ones(forks, flags, tmp_path):
+    """Those of the steps that it has left behind stay the last resort until a new one is whole, and then go."""
+    arguments = [*flags, *SAVES, "--eval_data", "none", "--save_total_limit", "9"]
+    run_dir = tmp_path / "run"
+    assert run(forks, arguments, run_dir, die_in=("proxsparse.training_state.finish", 5)) == [-signal.SIGKILL]
+    assert [path.name for path in checkpoints(run_dir)] == [f"checkpoint-{step}" for step in (3, 6, 9, 12)]
+    again = [*arguments, "--resume_from_checkpoint", run_dir / "checkpoint-6", "--save_total_limit", "2"]
+    assert run(forks, again, run_dir, die_in=("proxsparse.training_state.finish", 2)) == [-signal.SIGKILL]
+    assert [path.name for path in checkpoints(run_dir)] == ["checkpoint-6", "checkpoint-9"]
+
+
+def test_a_signal_in_one_process_ends_both(forks, flags, undisturbed, tmp_path):
+    """It comes to the first one while a checkpoint is written, and the other has not seen it."""
+    log = tmp_path / "run.log"
+    codes = run(forks, [*flags, *SAVES], tmp_path / "run", 2, term_in=("proxsparse.training_state.finish", 2))
+    assert codes == [128 + signal.SIGTERM] * 2, log.read_text()[-2000:]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
+    assert run(forks, [*flags, *SAVES], tmp_path / "run", 2) == [0, 0]
+
+
+def test_a_signal_behind_the_last_step_throws_nothing_away(forks, flags, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    codes = run(forks, [*flags, *SAVES], run_dir, term_in=("proxsparse.run.save_checkpoint", 1))
+    assert codes == [128 + signal.SIGTERM]
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["status"], result["perplexity"]) == ("complete", None)
+    assert result["masks_sha256"] == undisturbed[0]["masks_sha256"]
+    with pytest.raises(InputError, match=r"has --learning_rate 0.005 \(now 0.1\)"):
+        main([str(flag) for flag in (*flags, *SAVES, "--output_dir", run_dir, "--learning_rate", "0.1")])
+    assert run(forks, [*flags, *SAVES], run_dir) == [0]
+    assert "nothing is left to do" in run_dir.with_suffix(".log").read_text().splitlines()[-1]
+
+
+def test_other_documents_behind_the_same_name_are_noticed(stopped, documents):
+    _, arguments = stopped
+    text = documents.read_text()
+    try:
+        documents.write_text(text.replace("lazy", "busy"))
+        with pytest.raises(InputError, match=r"checkpoint-3: the files of --model or --data have changed since"):
+            main(arguments)
+    finally:
+        documents.write_text(text)
+
+
+def test_of_which_run_is_the_last_checkpoint(flags):
+    with pytest.raises(InputError, match="of which run\\? name its folder with --output_dir"):
+        main([*map(str, flags), "--resume_from_checkpoint", "last"])
 
 
 def test_a_checkpoint_elsewhere_starts_another_folder(stopped, undisturbed, tmp_path):
@@ -217,11 +279,12 @@ def test_a_full_disk_leaves_the_last_good_state(disk, forks, flags, undisturbed,
     run_dir = small_disk / "run"
     log = tmp_path / "log"
     arguments = [*flags, *SAVES, "--output_dir", run_dir]
+    go_on = f"--output_dir {run_dir} --resume_from_checkpoint last"
     assert forks.run(arguments, output=log, fill=("proxsparse.training_state.clear", 2, str(small_disk))) == [2]
     error = log.read_text().splitlines()[-1]
     assert error.startswith("error: checkpoint-6 could not be written to")
     assert "the disk is full" in error
-    assert "checkpoint-3 is whole: go on from it with --resume_from_checkpoint last" in error
+    assert error.endswith(f"checkpoint-3 kept; to go on: the same command with {go_on}")
     (small_disk / "filler").unlink()
     assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
     assert outcome(run_dir) == undisturbed
