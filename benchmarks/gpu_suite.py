@@ -1,8 +1,9 @@
-"""Everything that needs a GPU, in two commands of at most nine minutes: build, checks, sanitizer, tests, benchmarks.
+"""Everything that needs a GPU, in commands of at most nine minutes: build, checks, sanitizer, tests, benchmarks.
 
     python benchmarks/gpu_suite.py pruning                  # run it where there is a GPU and commit the rows
     python benchmarks/gpu_suite.py layers                   # packed 2:4 layers
     python benchmarks/gpu_suite.py models                   # and models of them
+    python benchmarks/gpu_suite.py training                 # learning the masks of a 7B shape
     python benchmarks/gpu_suite.py checks prox_speed        # some parts
     python benchmarks/gpu_suite.py --device cpu             # rehearsal: the same on a CPU, small, nothing is saved
 
@@ -34,6 +35,7 @@ PYTEST = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider"]
 NO_TESTS = 5  # pytest's exit code if nothing was selected
 TINY = ["--seconds", "0", "--repetitions", "1", "--no-save"]
 GENERATE_TINY = [PYTHON, "benchmarks/generate_speed.py", "--models", "tiny", "--prompt", "4", "--new_tokens", "3"]
+TRAINING_TINY = [PYTHON, "benchmarks/training_speed.py", "--model", "tiny", "--steps", "3", "--flags", "--seq_len 32"]
 KERNELS = "triton or cuda or gemv or cutlass or cusparselt"  # in the names of their tests
 HEADER = ["part", "outcome", "seconds", "what it said"]
 
@@ -122,12 +124,21 @@ PARTS = {
         cpu=[*GENERATE_TINY, "--devices", "cpu", "--modes", "eager", "--no-save"],
         limit_s=270,
     ),
+    "training_speed": Part(
+        cuda=[PYTHON, "benchmarks/training_speed.py"],
+        cpu=[*TRAINING_TINY, "--devices", "cpu", "--no-save"],
+        limit_s=360,
+    ),
 }
-# What fits into one command; the second builds again only what has changed.
+APART = ("build_cutlass", "linear_speed", "generate_speed", "training_speed")
+# What fits into one command; each builds again only what has changed.
 GROUPS = {
-    "pruning": [name for name in PARTS if name not in ("build_cutlass", "linear_speed", "generate_speed")],
+    "pruning": [
+        name for name in PARTS if name not in ("build_cutlass", "linear_speed", "generate_speed", "training_speed")
+    ],
     "layers": ["build", "build_cutlass", "env", "linear_speed"],
     "models": ["build", "generate_speed"],
+    "training": ["build", "training_speed"],
 }
 
 

@@ -1,7 +1,10 @@
 """Decoders of published shapes with random 2:4 weights, built layer by layer where they will run, dense or packed.
 
-The same seed gives both forms the same weights, and the packed form never holds a dense one.
+The same seed gives both forms the same weights, and the packed form never holds a dense one. And a small Llama with a
+tokenizer in a folder, for what starts from files.
 """
+
+from pathlib import Path
 
 import torch
 from common import packed_weight
@@ -12,13 +15,14 @@ from proxsparse.inference.linear import SparseLinear, frozen
 from proxsparse.models import decoder_blocks
 from proxsparse.ops import unpack_nm
 
-HEAD = 128  # head_dim of all three
+HEAD = 128  # head_dim of all of them
 SIZES = MODELS | {"tiny": Model(2, 64, 32, 128)}  # tiny: for rehearsals
 # name in SIZES -> transformers' model type, vocabulary, what else config.json says of the shape
 KINDS = {
     "mistral-7b-v0.1": ("mistral", 32000, {"sliding_window": None, "max_position_embeddings": 32768}),
     "qwen2.5-14b": ("qwen2", 152064, {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}),
     "openllama-7b-v2": ("llama", 32000, {"max_position_embeddings": 2048}),
+    "llama-2-7b": ("llama", 32000, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
     "tiny": ("qwen2", 260, {}),
 }
 
@@ -84,3 +88,25 @@ def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
             if parameter.is_meta:
                 tensor = torch.ones_like(parameter, device=device)
                 module.register_parameter(key, nn.Parameter(tensor.normal_(0, sigma) if tensor.ndim > 1 else tensor))
+
+
+def save_random_llama(folder: Path, hidden: int, blocks: int) -> None:
+    """A Llama of `hidden` units and so many blocks in float32, with a tokenizer of one token a byte, for load_model."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_ = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    config = transformers.AutoConfig.for_model(
+        "llama",
+        hidden_size=hidden,
+        intermediate_size=2 * hidden // 3 * 4,
+        num_hidden_layers=blocks,
+        num_attention_heads=max(1, hidden // 64),
+        vocab_size=len(alphabet) + 4,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<eos>").save_pretrained(folder)

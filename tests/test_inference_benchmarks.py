@@ -1,15 +1,20 @@
 """The benchmarks of packed layers and models at tiny sizes: their rows, what they count, and the table of `auto`."""
 
 import json
+import os
+import subprocess
+import sys
 
 import choice_table
 import common
 import generate_speed
 import gpu_suite
 import linear_speed
+import process_memory
 import pytest
 import random_models
 import torch
+import training_speed
 
 from proxsparse.checkpoint import save_masks
 from proxsparse.inference import backends, choice
@@ -302,10 +307,73 @@ def test_groups_are_parts_in_their_order():
     assert everything == set(gpu_suite.PARTS)
 
 
-@pytest.mark.parametrize("name", ["linear_speed", "generate_speed"])
-def test_the_new_parts_can_be_rehearsed(name, monkeypatch):
+@pytest.mark.parametrize("module", [linear_speed, generate_speed, training_speed])
+def test_the_new_parts_can_be_rehearsed(module):
     """Their commands are understood, without running them as processes."""
-    module, arguments = {"linear_speed": linear_speed, "generate_speed": generate_speed}[name], gpu_suite.PARTS[name]
+    name = module.__name__
+    arguments = gpu_suite.PARTS[name]
     for command in (arguments.cpu, arguments.cuda):
         assert command[1] == f"benchmarks/{name}.py"
         module.parse_arguments(command[2:])
+
+
+# ------------------------------------------------------------------------------------------ training_speed
+
+
+def test_training_speed_learns_every_form_and_puts_the_plan_beside_it(results, capsys):
+    command = gpu_suite.PARTS["training_speed"].cpu
+    flags = [flag for flag in command[2:] if flag != "--no-save"]
+    assert training_speed.main(flags) == 0
+    rows = {row["case"]: row for row in lines(results / "training_speed.jsonl")}
+    assert rows.keys() == training_speed.CASES.keys()
+    for row in rows.values():
+        assert len(row["losses"]) == 3
+        assert all(loss == pytest.approx(5.56, abs=0.3) for loss in row["losses"])  # ln 260: nothing is known
+        assert row["tokens_per_s"] == pytest.approx(32 / row["step_seconds"])
+        assert row["peak_bytes"] > row["planned_bytes"] > 0  # on a CPU the peak is that of all of this process
+    paper, stepped = rows["paper, checkpointing"], rows["paper, checkpointing, step in backward"]
+    assert stepped["planned_bytes"] < paper["planned_bytes"]
+    assert stepped["losses"] == pytest.approx(paper["losses"], rel=1e-2)  # but for clipping
+    assert rows["masked, checkpointing"]["buckets"]["learned weights"] > 0
+    assert "A rehearsal" in capsys.readouterr().out
+
+
+def test_a_device_that_is_too_small_costs_one_row(results, monkeypatch, capsys):
+    def runs_out(*_arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(training_speed, "measure", runs_out)
+    assert training_speed.main(["--devices", "cpu", "--model", "tiny", "--cases", "paper"]) == 0
+    assert lines(results / "training_speed.jsonl")[0]["note"] == "CUDA out of memory"
+    assert "CUDA out of memory" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------ process_memory
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_process_memory_knows_the_ranks_of_its_children_and_what_they_have_written():
+    program = "held = bytearray(b'x') * 2**27; print(flush=True); input()"
+    environment = os.environ | {"RANK": "3"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=pipe, stdout=pipe) as child:
+        child.stdout.readline()
+        assert child.pid in process_memory.children(os.getpid())
+        assert process_memory.rank_of(child.pid) == 3
+        assert 2**27 < process_memory.anonymous_bytes(child.pid) < 2**27 + 2**25
+        child.communicate(b"\n")
+    assert process_memory.anonymous_bytes(child.pid) == 0
+
+
+def test_process_memory_shares_out_all_that_grows_with_the_model(tmp_path):
+    random_models.save_random_llama(tmp_path, hidden=64, blocks=3)
+    sizes = {}
+    for form, bytes_a_weight in (("paper, all weights", 4 + 4 + 8 + 4), ("masked", 4 + 4 + 4 + 8 + 4)):
+        flags = process_memory.flags_of(tmp_path, process_memory.FORMS[form])
+        planned = [process_memory.plan_of(flags, processes) for processes in (1, 4)]
+        prunable = 3 * (4 * 64 * 64 + 3 * 64 * 168)
+        sizes[form] = planned[0]["shared_bytes"]
+        assert sizes[form] == pytest.approx(bytes_a_weight * prunable, rel=0.25)  # and embeddings, of which not all
+        assert planned[0]["shared_bytes"] == planned[1]["shared_bytes"] < planned[0]["planned_bytes"]
+        assert planned[1]["planned_bytes"] < planned[0]["planned_bytes"]
+    assert sizes["masked"] > sizes["paper, all weights"]

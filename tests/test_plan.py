@@ -167,6 +167,19 @@ def test_w0_waits_where_it_is_told(deep):
         assert ("W0" in on_device(shape, config, traced(shape, config), 1)[1]) == device
 
 
+def test_the_masks_of_the_end_wait_in_the_memory_of_the_host(deep):
+    """On a CPU, which is its own host, only at their moment."""
+    for device, beside in (("cpu", False), ("cuda", True)):
+        config = flags(deep, precision="fp32", seq_len=8)
+        config.device = device
+        shape = shape_of(config)
+        moments = moments_of_a_run(shape, config, traced(shape, config), 1)
+        masks = {moment: buckets.get("two masks", 0) for moment, buckets in moments.items()}
+        assert masks.pop("the perplexity") == (0 if beside else 2 * shape.prunable)
+        assert not any(masks.values())
+        assert ("two masks, at the end" in on_host(shape, config, 1)) == beside
+
+
 def test_stepping_in_the_backward_pass_saves_the_gradients(deep):
     config = flags(deep, precision="fp32", seq_len=4)
     eager = replace(config, step_in_backward=True, max_grad_norm=0.0).check()

@@ -182,12 +182,18 @@ def moments_of_a_run(shape: Shape, config: TrainConfig, found: Traced, devices: 
     # m = W0 where the mask keeps: c * v, sign(W0), their product and W0 of one layer at a time
     new_mask = 4 * weight * shape.largest_layer // devices if config.forward == "masked" else 0
     step = {"gradients": gradients, "one layer's new mask": new_mask}
+    masks = 0 if runs_on_gpu(config) else two_masks(shape, devices)
     return {
         "the loss, and the last decoder blocks' backward pass": share | first,
         "the first decoder block's backward pass": share | last,
         "the optimizer's step": share | step,
-        "the perplexity": share | {"activations": found.logits, "gathered": gathered},
+        "the perplexity": share | {"activations": found.logits, "gathered": gathered, "two masks": masks},
     }
+
+
+def two_masks(shape: Shape, devices: int) -> int:
+    """The learned and the magnitude mask of the rows of a device, a byte a weight, in the memory of the host."""
+    return 2 * shape.prunable // devices
 
 
 def on_device(shape: Shape, config: TrainConfig, found: Traced, devices: int) -> tuple[str, Buckets]:
@@ -206,7 +212,7 @@ def on_host(shape: Shape, config: TrainConfig, devices: int) -> Buckets:
     buckets = {
         "process": PROCESS,
         "W0": shape.file_bytes * shape.weights // devices if on_cpu else 0,
-        "two masks, at the end": 2 * shape.prunable // devices,
+        "two masks, at the end": two_masks(shape, devices) if runs_on_gpu(config) else 0,  # else at their moment
         "calibration text": TEXT_BYTES * tokens,
         "teacher": TEACHER_BYTES * tokens if config.distill else 0,
     }
