@@ -88,7 +88,13 @@ def feasible_share(weights: Iterable[Tensor], pattern: NMPattern) -> float:
     return sum(counts) / sum(weight.numel() // pattern.m for weight in weights)
 
 
-def agreement(masks: dict[str, Tensor], others: dict[str, Tensor]) -> float:
-    """Share of mask bits that are equal in two sets of masks of the same layers."""
-    equal = sum((mask == others[name]).sum().item() for name, mask in masks.items())
-    return equal / sum(mask.numel() for mask in masks.values())
+def agreement(masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, Learned] | None = None) -> float:
+    """Share of mask bits that are equal in two sets of masks of the same layers.
+
+    `learned`: of layers that may be sharded; then the masks hold the rows of this process, and each has to call it.
+    """
+    equal = {name: (mask == others[name]).sum() for name, mask in masks.items()}
+    if learned:
+        equal = {name: sum_of_shards(count, learned[name].weight) for name, count in equal.items()}
+    bits = sum(learned[name].weight.numel() if learned else mask.numel() for name, mask in masks.items())
+    return sum(count.item() for count in equal.values()) / bits

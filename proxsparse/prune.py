@@ -67,7 +67,8 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
 
     model, tokenizer = load_model(config.model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
-    run.require_space_for(model, run_dir)
+    blocks_bytes = sum(layer.weight.numel() for layer in layers.values()) * weight_dtype.itemsize if updated else 0
+    run.require_space_for(model, run_dir, blocks_bytes)  # finished blocks hold the new weights until the end
     batches = []
     if chosen.needs_data or sharing.needs_data:
         check_length(model, config.seq_len, "seq_len")

@@ -77,14 +77,10 @@ def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> Non
         write_file(run_dir / "metrics.jsonl", metrics)
 
 
-def require_space_for(model: nn.Module, run_dir: Path) -> None:
-    """Raises InputError if the disk cannot hold the pruned model, the masks (a bit a weight) and the small files."""
-    require_space(run_dir, result_bytes(model))
-
-
-def result_bytes(model: nn.Module) -> int:
-    """What a run leaves on the disk, about."""
-    return sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters()) + 2**24
+def require_space_for(model: nn.Module, run_dir: Path, more_bytes: int = 0) -> None:
+    """Raises InputError if the disk cannot hold the pruned model, its masks, small files and `more_bytes`."""
+    weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
+    require_space(run_dir, weights + 2**24 + more_bytes)
 
 
 def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:

@@ -105,9 +105,10 @@ def prune_model(config: TrainConfig, run_dir: Path, device: torch.device) -> int
                     training_state.save(run_dir, state, scores, digest)
         masks = learning.current_masks(learned)
         magnitude_masks = {name: nm_mask(one.pretrained.abs(), pattern).cpu() for name, one in learned.items()}
+        alike = agreement(masks, magnitude_masks, learned)
         decided = feasible_share([one.weight for one in learned.values()], pattern)
         snap_(model, pretrained, masks)
-        whole, whole_magnitude = (learning.whole_masks(found, learned) for found in (masks, magnitude_masks))
+        whole = learning.whole_masks(masks, learned)
         from_first(lambda: run.save_checkpoint(run_dir, run.pruned(model, whole, config), tokenizer, whole, config))
         stop.agree()
 
@@ -127,7 +128,7 @@ def prune_model(config: TrainConfig, run_dir: Path, device: torch.device) -> int
             "processes": distributed.processes(),
             "reg_lambda": learning.reg_lambda_range(state.optimizer),
             "feasible_share": decided,
-            "magnitude_agreement": agreement(whole, whole_magnitude),
+            "magnitude_agreement": alike,
             "mask_similarity": state.monitor.similarity(),
             "masks_sha256": masks_sha256(whole),
             "perplexity": table,

@@ -138,7 +138,13 @@ def dir_to_resume(config: argparse.Namespace) -> Path | None:
     if not flags.is_file():
         print(f"nothing to resume in {run_dir}: from the beginning", file=sys.stderr)
         return None
-    check_same_flags(run_dir, read_yaml(flags, "--resume_from_checkpoint"), vars(config))
+    try:
+        before = read_yaml(flags, "--resume_from_checkpoint")
+    except InputError as error:
+        raise InputError(f"{error}: damaged, so whose are the finished blocks beside it? {AGAIN}") from error
+    if not before:
+        raise InputError(f"{flags} is damaged: it is empty; {AGAIN}")
+    check_same_flags(run_dir, before, vars(config))
     return run_dir
 
 

@@ -54,6 +54,7 @@ def in_child(tmp_path):
             code = 1
             try:
                 torch.set_num_threads(1)
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
                 with (tmp_path / "stderr").open("w", buffering=1) as stderr:
                     prune.sys.stderr = stderr
                     sabotage()

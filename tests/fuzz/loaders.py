@@ -39,7 +39,7 @@ from mutations import (
 )
 from torch import nn
 
-from proxsparse import learning, report
+from proxsparse import report, start
 from proxsparse.checkpoint import load_masks, save_masks
 from proxsparse.config import parse_config
 from proxsparse.data import load_texts
@@ -105,7 +105,7 @@ def load_and_apply_masks(path: Path) -> None:
     for layer, (rows, columns) in LAYERS.items():
         attach(model, layer, nn.Linear(columns, rows))
     layers = {name: model.get_submodule(name) for name in LAYERS}
-    for use in (lambda: learning.check_start(masks, layers, NMPattern(2, 4)), lambda: apply_masks_(model, masks)):
+    for use in (lambda: start.check_start(masks, layers, NMPattern(2, 4)), lambda: apply_masks_(model, masks)):
         try:
             use()
         except ValueError:

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from proxsparse.methods import base, finished, method, methods, prune_
+from proxsparse.resumption import digest_of
 
 BY_BLOCK = [name for name in methods() if method(name).by_block]
 
@@ -161,10 +162,10 @@ def test_a_damaged_start_is_made_anew_aloud(content, tiny_model, tmp_path, capsy
 
 
 def test_the_digest_tells_other_models_and_samples(tiny_model, batches):
-    digest = finished.digest_of(tiny_model(), batches)
-    assert digest == finished.digest_of(tiny_model(), iter(batches))
+    digest = digest_of(tiny_model(), batches)
+    assert digest == digest_of(tiny_model(), iter(batches))
     changed = tiny_model()
     changed.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
     models = [changed, tiny_model(dtype=torch.bfloat16), tiny_model("gpt2")]
-    others = [*(finished.digest_of(model, batches) for model in models), finished.digest_of(tiny_model(), batches[:2])]
+    others = [*(digest_of(model, batches) for model in models), digest_of(tiny_model(), batches[:2])]
     assert len({digest, *others}) == 5
