@@ -27,18 +27,19 @@ def activation_metric(
     """
     devices = {name: local(layer.weight).device for name, layer in layers.items()}
     squares = {name: torch.zeros(layer.in_features, device=devices[name]) for name, layer in layers.items()}
-    counts = True
+    factor = 1.0  # 0 for a sample that another process counts
 
     def accumulate(name: str):
         def hook(_module, inputs):
-            if counts:
-                squares[name] += inputs[0].detach().float().reshape(-1, squares[name].numel()).square().sum(0)
+            square = inputs[0].detach().float().reshape(-1, squares[name].numel()).square().sum(0)
+            squares[name] += factor * square
 
         return hook
 
     handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
     try:
-        for ids, counts in share(list(islice(single_samples(batches), samples))):  # noqa: B007 the hooks read `counts`
+        for ids, counts in share(list(islice(single_samples(batches), samples))):
+            factor = float(counts)
             model(input_ids=ids.to(model.device), use_cache=False)
     finally:
         for handle in handles:

@@ -4,13 +4,15 @@ from torch import Tensor, nn
 
 from proxsparse.checkpoint import load_masks
 from proxsparse.config import PRETRAINED
-from proxsparse.distributed import processes
+from proxsparse.distributed import launched
 from proxsparse.errors import InputError
 from proxsparse.methods import Method, masks_of, method
 from proxsparse.patterns import NMPattern
 
+Start = Method | dict[str, Tensor] | None  # a method, masks of a file by layer name, or the pretrained weights
 
-def start_of(start: str) -> Method | dict[str, Tensor] | None:
+
+def start_of(start: str) -> Start:
     """What --start names: a method, the masks in a .safetensors file, or None, the mask of the pretrained weights.
 
     Raises:
@@ -21,15 +23,15 @@ def start_of(start: str) -> Method | dict[str, Tensor] | None:
     if start.endswith(".safetensors"):
         return load_masks(start)
     chosen = method(start, "--start")
-    if processes() > 1:
+    if launched() > 1:
         raise InputError(
-            f"--start {start} is not computed on {processes()} processes: run proxsparse.prune --method {start} on one "
+            f"--start {start} is not computed on {launched()} processes: run proxsparse.prune --method {start} on one "
             "of them, then give its masks.safetensors"
         )
     return chosen
 
 
-def check_start(start: Method | dict[str, Tensor] | None, layers: dict[str, nn.Linear], pattern: NMPattern) -> None:
+def check_start(start: Start, layers: dict[str, nn.Linear], pattern: NMPattern) -> None:
     """Before the passes over the calibration text: raises InputError for masks of a file that do not fit the layers."""
     for name, layer in layers.items() if isinstance(start, dict) else ():
         mask, shape = start.get(name), list(layer.weight.shape)
@@ -47,7 +49,7 @@ def check_start(start: Method | dict[str, Tensor] | None, layers: dict[str, nn.L
 
 
 def first_masks(
-    start: Method | dict[str, Tensor] | None,
+    start: Start,
     model: nn.Module,
     layers: dict[str, nn.Linear],
     batches: list[dict[str, Tensor]],

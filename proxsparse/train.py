@@ -32,7 +32,7 @@ from proxsparse.optim import ProxAdamW
 from proxsparse.patterns import NMPattern
 from proxsparse.report import write_report
 from proxsparse.resumption import AGAIN, digest_of, saying_what_is_kept
-from proxsparse.start import check_start, first_masks, start_of
+from proxsparse.start import Start, check_start, first_masks, start_of
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     if config.plan:
         print(plan.text(config))
         return 0
+    start = start_of(config.start)
     device = choose_device(distributed.own_device(config.device))
     distributed.start(device)
     run_dir = from_first(lambda: run.open_run_dir(config))
@@ -48,14 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
     if from_first(lambda: training_state.nothing_left(run_dir, config)):
         return 0
     with saying_what_is_kept(run_dir, training_state.kept):
-        return prune_model(config, run_dir, device)
+        return prune_model(config, start, run_dir, device)
 
 
-def prune_model(config: TrainConfig, run_dir: Path, device: torch.device) -> int:
+def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.device) -> int:
     """Load, learn, snap, save, evaluate, report."""
     started = time.monotonic()
     pattern = NMPattern.parse(config.pattern)
-    start = start_of(config.start)
     resumed, facts = from_first(lambda: training_state.find(run_dir, config))
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)

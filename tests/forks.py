@@ -94,7 +94,9 @@ def wait_for_rows(run_dir: Path, rows: int, pid: int, before: int | None) -> Non
         time.sleep(0.002)
 
 
-def child(arguments: list[str], main: str, output: str, die_in=None, term_in=None, fill=None, folders=None) -> None:
+def child(
+    arguments: list[str], main: str, output: str, die_in=None, term_in=None, fill=None, unmount=None, folders=None
+) -> None:
     """The run itself; never returns."""
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -110,6 +112,8 @@ def child(arguments: list[str], main: str, output: str, die_in=None, term_in=Non
             before_call(*term_in, lambda: os.kill(os.getpid(), signal.SIGTERM))
         if fill:
             before_call(*fill[:2], lambda: fill_disk(Path(fill[2])))
+        if unmount:
+            before_call(*unmount[:2], lambda: subprocess.run(["umount", "-l", unmount[2]], check=True))
         if folders:  # a relative --output_dir is another one in each process
             os.chdir(folders[int(os.environ["RANK"])])
         module, _, name = main.rpartition(".")

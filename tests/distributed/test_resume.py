@@ -288,3 +288,23 @@ def test_a_full_disk_leaves_the_last_good_state(disk, forks, flags, undisturbed,
     (small_disk / "filler").unlink()
     assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
     assert outcome(run_dir) == undisturbed
+
+
+def test_a_lost_mount_leaves_the_last_good_state(forks, flags, undisturbed, tmp_path):
+    disk, place, log = tmp_path / "disk", tmp_path / "place", tmp_path / "log"
+    disk.mkdir()
+    place.mkdir()
+    if os.system(f"mount --bind {disk} {place} 2>/dev/null"):
+        pytest.skip("needs the right to mount")
+    arguments = [*flags, *SAVES, "--output_dir", place / "run"]
+    try:
+        lost = ("proxsparse.training_state.clear", 2, str(place))
+        assert forks.run(arguments, output=log, unmount=lost) == [2]
+        error = log.read_text().splitlines()[-1]
+        assert error.startswith("error: checkpoint-6 could not be written to")
+        assert f"{place / 'run'} cannot be reached; to go on: the same command with" in error
+        assert os.system(f"mount --bind {disk} {place}") == 0
+        assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
+        assert outcome(place / "run") == undisturbed
+    finally:
+        os.system(f"umount -l {place} 2>/dev/null")
