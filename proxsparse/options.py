@@ -13,7 +13,7 @@ from pathlib import Path
 from proxsparse.config import Parser, TrainConfig, add_field, add_flag, converted, read_settings
 from proxsparse.errors import InputError
 from proxsparse.methods import Method, method, methods
-from proxsparse.methods.allocation import Allocation, allocation, allocations
+from proxsparse.methods.allocation import UNIFORM, Allocation, allocation, allocations
 
 SHARED = (
     *("model", "data", "text_field", "output_dir", "overwrite_output_dir", "resume_from_checkpoint"),
@@ -45,7 +45,7 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     if given.get("method") not in methods():
         what = f"--method {given['method']!r}: there is no such method" if "method" in given else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(choices())}; --list says what they are")
-    names = {"method": given.pop("method"), "allocation": given.pop("allocation", "uniform")}
+    names = {"method": given.pop("method"), "allocation": given.pop("allocation", UNIFORM)}
     options = method(names["method"]).options | allocation(names["allocation"]).options
     types = all_types | {name: type(default) for name, default in options.items()}
     for name in given:

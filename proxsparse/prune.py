@@ -19,8 +19,8 @@ from proxsparse.config import Parser
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError, run_command
-from proxsparse.methods import finished, method, prune_
-from proxsparse.methods.allocation import allocate, allocation, budget
+from proxsparse.methods import finished, method, methods, prune_
+from proxsparse.methods.allocation import UNIFORM, allocate, allocation, budget
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.options import PROXSPARSE, parse_flags, tables
 from proxsparse.patterns import NMPattern
@@ -33,8 +33,13 @@ def main(arguments: list[str] | None = None) -> int:
     if "--list" in arguments:
         print(tables())
         return 0
-    name, others = split_method(arguments)
-    if name == PROXSPARSE.name:
+    asked, others = split_method(arguments)
+    if asked.method == PROXSPARSE.name:
+        if asked.allocation != UNIFORM:
+            raise InputError(
+                f"--allocation {asked.allocation}: {PROXSPARSE.name} learns one --pattern for all layers; leave it "
+                f"out, or choose another of {', '.join(methods())}"
+            )
         return train.main(others)
     config = parse_flags(arguments)
     if distributed.launched() > 1:
@@ -113,12 +118,12 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
     return result
 
 
-def split_method(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """The name after --method, and the command line without it."""
+def split_method(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What --method and --allocation name, and the command line without them."""
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--method")
-    known, others = parser.parse_known_args(arguments)
-    return known.method, others
+    parser.add_argument("--allocation", default=UNIFORM)
+    return parser.parse_known_args(arguments)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from proxsparse.patterns import NMPattern, PatternLike
 
 Layers = dict[str, nn.Linear]
 
+UNIFORM = "uniform"
 HISTOGRAM_BINS = 100  # of log eigenvalues; as AlphaPruning's code, and WeightWatcher's before it
 PEAK_WINDOW = (0.95, 1.5)  # where the tail may begin, in units of the peak; the same source
 # Eigenvalues up to this share of the largest are rounding errors of a float32 decomposition. matrix_rank has a larger
@@ -160,7 +161,7 @@ def nearest_counts(wishes: list[float], sizes: list[int], pattern: NMPattern) ->
     return counts[::-1]
 
 
-@register_allocation("uniform", needs_data=False, paper="none: one pattern for all layers")
+@register_allocation(UNIFORM, needs_data=False, paper="none: one pattern for all layers")
 def wish_uniform(model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern, progress: bool) -> list[float]:
     """w_b = n."""
     return [float(pattern.n)] * len(blocks)
@@ -178,7 +179,7 @@ def wish_owl(
     pattern: NMPattern,
     progress: bool,
     *,
-    outlier_factor: float = 5.0,
+    outlier_factor: float = 6.0,
     spread: float = 2.0,
 ) -> list[float]:
     """Decoder blocks with many outliers keep more (N:M as in the authors' code):
@@ -189,7 +190,7 @@ def wish_owl(
     The dense model's inputs X; the means are over weights: mean(A) within the decoder block, mean(r) over all of them.
 
     Args:
-        outlier_factor: the paper's M; 5 in its LLaMA examples.
+        outlier_factor: the paper's M; 6 in the authors' N:M example, 5 in most of their unstructured ones.
         spread: the largest wish minus the smallest, in weights of a block of m (the code's Lamda). Its default of 0.08
             is a share of all weights, for unstructured sparsity: here every wish would round to n. With 2, as in its
             N:M example, at least one wish is 1 or more away from n.
