@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from proxsparse import train
 from proxsparse.checkpoint import load_masks, masks_sha256, pack_mask, staged, unpack_mask, write_file
-from proxsparse.config import NOT_SETTINGS, TrainConfig, parse_config
+from proxsparse.config import NOT_SETTINGS, TrainConfig, converted, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError
@@ -29,7 +29,6 @@ from proxsparse.models import load_model, prunable_layers
 TRAINED = "proxsparse"  # in the table it stands beside the registered methods
 SHARED_FLAGS = ("model", "data", "num_samples", "seq_len", "packing", "seed", "pattern", "precision", "device")
 NOT_OPTIONS = (*SHARED_FLAGS, "eval_data")  # what the rows say elsewhere, or what they measure themselves
-BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -96,17 +95,8 @@ def with_options(text: str, find: Callable) -> tuple[object, dict]:
         if option not in chosen.options or not equals:
             known = ", ".join(f"{known}={default}" for known, default in chosen.options.items()) or "none"
             raise InputError(f"{text!r}: {item!r} is not an option of {name} with a value; its options: {known}")
-        options[option] = converted(value, chosen.options[option], f"{text!r}: {option}")
+        options[option] = converted(f"{text!r}: {option}", value, type(chosen.options[option]))
     return chosen, options
-
-
-def converted(value: str, default: object, what: str) -> object:
-    """The value in the type of the option's default. Raises InputError if it is of another."""
-    kind = type(default)
-    try:
-        return BOOLEANS[value.lower()] if kind is bool else kind(value)
-    except (ValueError, KeyError) as error:
-        raise InputError(f"{what}={value}: must be a value such as {str(default).lower()}") from error
 
 
 def trained(text: str, args) -> Contender:
@@ -117,9 +107,12 @@ def trained(text: str, args) -> Contender:
     """
     items = [item.partition("=") for item in text.partition(":")[2].split(",") if item]
     options = {name: value for name, _, value in items}
+    if of_all := [name for name in options if name in NOT_OPTIONS and name != "precision"]:
+        raise InputError(f"{text!r}: {of_all[0]} is that of the whole table; give it as --{of_all[0]}, or leave it out")
     shared = {name: getattr(args, name) for name in SHARED_FLAGS} | {"eval_data": "none"}
     flags = [word for name, value in (shared | options).items() for word in (f"--{name}", str(value))]
-    chosen = {name: value for name, value in settings_of(parse_config(flags)).items() if name not in NOT_OPTIONS}
+    set_here = settings_of(parse_config(flags)).items()
+    chosen = {name: value for name, value in set_here if name in options or name not in NOT_OPTIONS}
     settings = {"pattern": args.pattern} | calibration_settings(args) | {"options": chosen}
 
     def learn(model: nn.Module, tokenizer: object) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from proxsparse.distillation import calibration_loss
 from proxsparse.distributed import processes
 from proxsparse.errors import InputError
 from proxsparse.learned import Learned, count_not_finite
+from proxsparse.models import first_not_finite
 from proxsparse.monitor import MaskMonitor
 from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
@@ -286,7 +287,12 @@ def backward(
         loss += batch_loss.item()
     (loss,) = distributed.total([loss])
     if not math.isfinite(loss):
-        raise InputError(f"the loss is {loss}; lower --learning_rate, or raise --precision if it is not fp32")
+        with autocast(model.device, compute_dtype):
+            where = first_not_finite(model, batches[0]["input_ids"])
+        raise InputError(
+            f"the loss is {loss}{where}; lower --learning_rate, or raise --precision if it is not fp32; at the first "
+            "step look for damaged weights"
+        )
     return loss
 
 
@@ -299,11 +305,7 @@ def step_(learned: dict[str, Learned], optimizer: ProxAdamW, max_grad_norm: floa
     for one in learned.values():
         one.take_gradient_()
     norm = nn.utils.clip_grad_norm_(weights_of(optimizer).values(), max_grad_norm or math.inf)
-    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-    if not math.isfinite(norm):
-        raise InputError(
-            f"the gradient's norm is {norm}; lower --learning_rate, or raise --precision if it is not fp32"
-        )
+    norm = checked_norm((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
     optimizer.step()
     optimizer.zero_grad()
     for one in learned.values():

@@ -1,5 +1,6 @@
 """The activation metric: every weight in the unit in which it matters, so that one lambda and one step fit all."""
 
+import math
 from itertools import islice
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from proxsparse.data import single_samples
 from proxsparse.distributed import local, mean_of_shards, share, total_
+from proxsparse.errors import InputError
 
 # A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
 DEAD_FEATURE = 1e-4
@@ -22,6 +24,8 @@ def activation_metric(
     with the sign, normalised: learning v with a step that ignores the gradient's scale (AdamW) and the prox on v
     decide by effect on the output instead of by magnitude, with dimensionless lambda and learning rate.
 
+    Raises:
+        InputError: inputs or weights of a layer are not finite; names it.
     Returns:
         layer name -> c, fp32 [in_features], positive, on the layer's device.
     """
@@ -44,7 +48,20 @@ def activation_metric(
     finally:
         for handle in handles:
             handle.remove()
-    return {name: normalised_metric(layers[name].weight, total_(square).sqrt()) for name, square in squares.items()}
+    for name, square in squares.items():
+        check_finite(name, total_(square))
+        if not math.isfinite(mean_of_shards(local(layers[name].weight).float().abs(), layers[name].weight)):
+            raise InputError(f"{name}: its weights hold a NaN or an infinity; take an undamaged file of the model")
+    return {name: normalised_metric(layers[name].weight, square.sqrt()) for name, square in squares.items()}
+
+
+def check_finite(name: str, sums: Tensor) -> None:
+    """Raises InputError unless these sums over the calibration inputs of the layer of that name are finite."""
+    if not sums.isfinite().all():
+        raise InputError(
+            f"{name}: its calibration inputs overflow or hold a NaN; take --precision fp32 (or bf16 for a model in "
+            "float16), or look for damaged weights"
+        )
 
 
 def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:

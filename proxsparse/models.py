@@ -7,6 +7,8 @@ The only file that imports transformers' models. A model name is a Hub id, a fol
 import importlib.util
 import re
 import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -239,6 +241,40 @@ def check_length(model: nn.Module, tokens: int, flag: str) -> None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise InputError(f"--{flag} {tokens}: the model has {positions} positions; lower --{flag}")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout) within the block; every module is in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module, input_ids: Tensor) -> str:
+    """For an error: ", and the first output that is not finite is that of LAYER", or "" if all outputs are finite.
+
+    Args:
+        input_ids: int64 [B, T], which the model reads once more.
+    """
+    found = []
+
+    def look(name: str, output: object) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not all(torch.isfinite(part).all() for part in outputs if isinstance(part, Tensor)):
+            found.append(name)
+
+    with evaluating(model), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not any(module.children()):
+                hooks.enter_context(module.register_forward_hook(lambda _m, _in, output, name=name: look(name, output)))
+        model(input_ids=input_ids.to(model.device), use_cache=False)
+    return f", and the first output that is not finite is that of {found[0]}" if found else ""
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -285,6 +285,12 @@ def test_perplexity_is_the_papers_convention():
     assert perplexity(model, tokens, 16, max_windows=1).windows == 1
 
 
+def test_perplexity_of_what_is_not_finite_is_nan():
+    model = tiny_models.tiny_model("llama")
+    model.model.norm.weight.data[0] = math.nan
+    assert math.isnan(perplexity(model, torch.zeros(50, dtype=torch.int64), seq_len=16).value)
+
+
 @pytest.mark.parametrize("seq_len", [0, 1, 100])
 def test_perplexity_refuses_a_window_that_does_not_fit(seq_len):
     with pytest.raises(InputError, match=str(seq_len)):

@@ -16,6 +16,8 @@ COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GEMMA3 = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+TINY = {"hidden_size": 16, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 # name -> (transformers model type, what differs from COMMON); those in MIXED call their blocks with different arguments
 MODELS = {
     "llama": ("llama", {}),
@@ -34,7 +36,11 @@ MODELS = {
     "gemma2-mixed": ("gemma2", {"head_dim": 8, "sliding_window": 4}),
     "gemma3-mixed": (
         "gemma3_text",
-        {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        GEMMA3,
+    ),
+    "gemma3-composite-mixed": (  # what the large checkpoints are: a text model inside one that also sees
+        "gemma3",
+        {"text_config": COMMON | GEMMA3, "vision_config": {"num_hidden_layers": 1, "intermediate_size": 16, **TINY}},
     ),
 }
 MIXED = {name for name in MODELS if name.endswith("-mixed")}

@@ -10,6 +10,7 @@ from proxsparse.device import autocast
 from proxsparse.distributed import share
 from proxsparse.distributed import total as sum_over_processes
 from proxsparse.errors import InputError
+from proxsparse.models import evaluating
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ def perplexity(
 ) -> Perplexity:
     """exp(mean over windows of -1/(L-1) sum_{t>=2} log p(x_t | x_<t)), windows of L = seq_len tokens, the rest dropped.
 
+    NaN if the model's outputs are.
+
     Args:
         token_ids: int64 [N], from `evaluation_tokens`.
         seq_len: L >= 2, stated by the caller and never taken from the model's configuration.
@@ -54,14 +57,12 @@ def perplexity(
         )
     windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows
     device = next(model.parameters()).device
-    training = model.training
-    model.eval()
     total = 0.0
-    for window, counts in share(token_ids[: windows * seq_len].view(windows, 1, seq_len)):
-        window = window.to(device)
-        with autocast(device, autocast_dtype):
-            logits = model(input_ids=window, use_cache=False).logits
-        total += counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]).item()
-    model.train(training)
+    with evaluating(model):
+        for window, counts in share(token_ids[: windows * seq_len].view(windows, 1, seq_len)):
+            window = window.to(device)
+            with autocast(device, autocast_dtype):
+                logits = model(input_ids=window, use_cache=False).logits
+            total += counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]).item()
     mean = sum_over_processes([total])[0] / windows
-    return Perplexity(math.exp(mean) if mean < 700 else math.inf, windows, windows * seq_len)
+    return Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len)

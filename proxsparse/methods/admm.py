@@ -14,7 +14,6 @@ from proxsparse.patterns import NMPattern
 
 @register_layer_method(
     "admm",
-    needs_data=True,
     updates_weights=True,
     paper="Boza 2024, Fast and Effective Weight Update for Pruned Large Language Models",
     statistics=InputGram,

@@ -5,7 +5,8 @@ both look alike: `prune_(model, name, batches)`.
 
 The walk holds one decoder block's statistics at a time: the calibration samples run through the block, its layers are
 pruned, the samples run again, and what the pruned block puts out is what the next one receives. What is held all the
-while is the model on its device and one hidden state a sample, [T, hidden_size] each. A pruned decoder block can be
+while is the model on its device and, for each sample, one hidden state [T, hidden_size] and what the model hands to its
+blocks beside: rotary tables [T, head_dim], and the [T, T] masks of models that make them. A pruned decoder block can be
 kept on disk at once, see `finished`; a later walk takes it from there.
 """
 
@@ -24,7 +25,8 @@ from proxsparse.data import single_samples
 from proxsparse.errors import InputError
 from proxsparse.layout import unfold_
 from proxsparse.methods.finished import load_block, save_block
-from proxsparse.models import decoder_blocks, prunable_layers
+from proxsparse.metric import check_finite
+from proxsparse.models import decoder_blocks, evaluating, prunable_layers
 from proxsparse.patterns import NMPattern, PatternLike
 
 Batches = Iterable[dict[str, Tensor]]
@@ -67,17 +69,15 @@ def register_method(name: str, needs_data: bool, updates_weights: bool, paper: s
     return add
 
 
-def register_layer_method(
-    name: str, needs_data: bool, updates_weights: bool, paper: str, statistics: type | None = None
-):
+def register_layer_method(name: str, updates_weights: bool, paper: str, statistics: type | None = None):
     """Decorator: add a function that prunes one layer; the walk brings it the layers in model order.
 
         prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if it stays)
 
-    Without needs_data its `statistics` are None, else an instance of the class given here, see `walk`.
+    Its `statistics` are an instance of the class given here, see `walk`; without one they are None, and it needs no
+    data.
     """
-    if needs_data != (statistics is not None):
-        raise ValueError(f"method {name!r}: needs_data={needs_data}, statistics={statistics}: give both or neither")
+    needs_data = statistics is not None
 
     def add(prune_layer: Callable) -> Callable:
         prune = partial(prune_layers_, prune_layer, statistics)
@@ -276,13 +276,10 @@ def walk(
     Raises:
         InputError: no sample, a layer that no token reached, inputs that are not finite; names the layer.
     """
-    blocks, training = decoder_blocks(model), [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    blocks = decoder_blocks(model)
+    with evaluating(model):
         # one sample at a time: padding would reach a mixture's experts, where nothing tells it from text
-        samples = [capture(model, blocks, ids) for ids in single_samples(batches)]
-        if not samples:
-            raise InputError("no calibration sample: this method needs data; give at least one batch")
+        samples = captured(model, blocks, list(single_samples(batches)))
         insides = [layers_inside(block, layers) for block in blocks]
         waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
         last = max(waiting, default=-1)
@@ -291,9 +288,6 @@ def walk(
                 visit(statistics_of(blocks[index], index, insides[index], samples, collect))
             for sample in samples if index < last else ():
                 sample.hidden = sample.run(blocks[index], index)
-    finally:
-        for module in training:
-            module.training = True
 
 
 def layers_inside(block: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
@@ -321,11 +315,7 @@ def check_inputs(name: str, statistics) -> None:
     """Raises InputError unless the layer of that name has seen tokens, all of them finite."""
     if statistics.tokens == 0:
         raise InputError(f"{name}: no calibration token reached this layer; take more samples, or --exclude it")
-    if not statistics.sums.isfinite().all():
-        raise InputError(
-            f"{name}: its calibration inputs overflow or hold a NaN; take --precision fp32 (or bf16 for a model in "
-            "float16), or look for damaged weights"
-        )
+    check_finite(name, statistics.sums)
 
 
 def feeding(statistics) -> Callable:
@@ -342,11 +332,32 @@ class _Captured(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def capture(model: nn.Module, blocks: nn.ModuleList, ids: Tensor) -> Sample:
+def captured(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]) -> list[Sample]:
+    """The samples as they come to the first decoder block. `texts`: input_ids [1, T] each. Raises InputError if empty.
+
+    Most models hand the same objects to all their blocks, and then a forward pass need not go beyond the first block.
+    Those with blocks of several kinds (sliding windows, other rotary embeddings) do not. The longest text tells: masks
+    that differ in long ones may be absent from short ones.
+    """
+    if not texts:
+        raise InputError("no calibration sample: this method needs data; give at least one batch")
+    longest = capture(model, blocks, max(texts, key=Tensor.numel), len(blocks))
+    needed = 1 if same_arguments(longest.calls) else len(blocks)
+    return [capture(model, blocks, ids, needed) for ids in texts]
+
+
+def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
+    """Whether all calls have the same objects as arguments."""
+    objects = [
+        ([id(value) for value in args], {name: id(value) for name, value in kwargs.items()}) for args, kwargs in calls
+    ]
+    return all(others == objects[0] for others in objects)
+
+
+def capture(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, needed: int) -> Sample:
     """What the first decoder block receives, and every block's other arguments, from the model's own forward on
-    input_ids [1, T]."""
+    input_ids [1, T]; it ends at the `needed`-th block: the first, whose arguments are those of all, or the last."""
     first, calls = [], []
-    needed = len(blocks) if blocks_differ(model, blocks) else 1
 
     def record(block: nn.Module, args: tuple, kwargs: dict) -> None:
         if not calls:
@@ -361,10 +372,3 @@ def capture(model: nn.Module, blocks: nn.ModuleList, ids: Tensor) -> Sample:
             hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return Sample(first[0], calls * (len(blocks) // needed))
-
-
-def blocks_differ(model: nn.Module, blocks: nn.ModuleList) -> bool:
-    """Whether their arguments may differ: they are built of different modules, or the config lists a value for each."""
-    kinds = {tuple(type(module) for module in block.modules()) for block in blocks}
-    lists = [value for value in vars(model.config).values() if isinstance(value, list) and len(value) == len(blocks)]
-    return len(kinds) > 1 or any(value != values[0] for values in lists for value in values)

@@ -8,7 +8,7 @@ from proxsparse.patterns import NMPattern
 
 
 @register_layer_method(
-    "magnitude", needs_data=False, updates_weights=False, paper="Han et al. 2015, Learning both Weights and Connections"
+    "magnitude", updates_weights=False, paper="Han et al. 2015, Learning both Weights and Connections"
 )
 def prune_magnitude(weight: Tensor, statistics: None, pattern: NMPattern) -> tuple[Tensor, None]:
     """score_ij = |W_ij|; the n largest of every block stay.

@@ -1,8 +1,7 @@
 """MaskLLM: over the possible masks of every block a distribution is learned, with the model's own loss."""
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from proxsparse.data import IGNORED_LABEL, sample_stream
 from proxsparse.errors import InputError
 from proxsparse.methods.base import Batches, apply_mask_, full_precision, masks_of, method, register_method
 from proxsparse.methods.block_masks import block_masks
+from proxsparse.models import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
 
 INITIAL_STD = 0.01
@@ -100,15 +100,17 @@ def prune_maskllm(
                 f"{name}.weight": soft_weight(layer.weight, logits[name], choices[name], *sharpness, generator)
                 for name, layer in layers.items()
             }
-            loss = language_loss(model, weights, next(stream))
+            batch = next(stream)
+            loss = language_loss(model, weights, batch)
             bonus = weight_reg * (1 - time) * squared_norm(weights.values(), loss.device)
             optimizer.zero_grad()
             (loss - bonus).backward(inputs=learned)
             gradient_norm = nn.utils.clip_grad_norm_(learned, max_grad_norm)
             if not math.isfinite(loss.item() + gradient_norm.item()):
+                where = first_not_finite(model, batch["input_ids"])
                 raise InputError(
                     f"maskllm: at step {step + 1} of {steps} the loss is {loss.item()}, the norm of its gradient "
-                    f"{gradient_norm.item()}; load the model in bfloat16 or float32, or lower learning_rate"
+                    f"{gradient_norm.item()}{where}; load the model in bfloat16 or float32, or lower learning_rate"
                 )
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()
@@ -175,15 +177,3 @@ def linear(first: float, final: float, time: float) -> float:
 def half_cosine(first: float, final: float, time: float) -> float:
     """From `first` at time 0 to `final` at time 1, flat at both ends."""
     return final + (first - final) * (1 + math.cos(math.pi * time)) / 2
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout) within the block; every module is in its own mode again afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

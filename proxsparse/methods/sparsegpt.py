@@ -32,7 +32,6 @@ class InputGram:
 
 @register_layer_method(
     "sparsegpt",
-    needs_data=True,
     updates_weights=True,
     paper="Frantar and Alistarh 2023, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot",
     statistics=InputGram,

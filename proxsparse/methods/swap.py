@@ -14,7 +14,6 @@ CHUNK = 128  # columns whose P H is kept up to date at a time: speed only
 
 @register_layer_method(
     "swap",
-    needs_data=True,
     updates_weights=False,
     paper="ours; nearest published: Zimmer et al. 2025, SparseSwaps (arXiv 2512.10922)",
     statistics=InputGram,

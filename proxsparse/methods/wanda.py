@@ -29,7 +29,6 @@ class FeatureNorms:
 
 @register_layer_method(
     "wanda",
-    needs_data=True,
     updates_weights=False,
     paper="Sun et al. 2024, A Simple and Effective Pruning Approach for Large Language Models",
     statistics=FeatureNorms,

@@ -103,6 +103,23 @@ def test_train_refuses_pickled_weights(flags, capsys, tmp_path):
     fails(capsys, train.main, [*flags, "--model", model], "pickled", "convert")
 
 
+@pytest.mark.parametrize("form", [[], ["--forward", "dense"], ["--metric", "none"], ["--distill", "0.5"]], ids=str)
+@pytest.mark.parametrize("weight", ["input_layernorm", "mlp.up_proj"])
+def test_train_names_the_layer_that_is_not_finite(weight, form, flags, capsys, tmp_path):
+    model = save_tiny_model("llama", tmp_path / "damaged")
+    weights = load_file(model / "model.safetensors")
+    weights[f"model.layers.1.{weight}.weight"].flatten()[0] = torch.inf
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    seen_in_metric = {"input_layernorm": "self_attn.q_proj: its calibration inputs", "mlp.up_proj": "mlp.up_proj: its"}
+    where = f"{weight}; lower" if "none" in form else seen_in_metric[weight]
+    fails(capsys, train.main, [*flags, "--model", model, *form], f"model.layers.1.{where}", "damaged")
+
+
+def test_prune_refuses_an_allocation_of_what_learns_one_pattern(flags, capsys):
+    command = [*flags, "--method", "proxsparse", "--allocation", "owl"]
+    fails(capsys, prune.main, command, "--allocation owl", "one --pattern", "wanda")
+
+
 def test_train_refuses_an_output_folder_in_use(flags, capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")

@@ -258,7 +258,7 @@ def test_labels_default_to_the_real_tokens(tiny_model, batches):
 def test_a_loss_that_is_not_finite(tiny_model, batches):
     model = tiny_model()
     model.lm_head.weight.data[0] = torch.nan
-    with pytest.raises(InputError, match=r"at step 1 of 3 the loss is nan, .*lower learning_rate"):
+    with pytest.raises(InputError, match=r"at step 1 of 3 the loss is nan, .* that of lm_head; .*lower learning_rate"):
         prune_(model, "maskllm", batches, prior="none")
 
 

@@ -123,7 +123,7 @@ def test_an_option_of_another_method_is_refused_by_name(name, tiny_model, batche
 def test_options_need_a_default():
     with pytest.raises(ValueError, match="'rate' of prune_x"):
 
-        @register_layer_method("x", needs_data=False, updates_weights=False, paper="none")
+        @register_layer_method("x", updates_weights=False, paper="none")
         def prune_x(weight, statistics, pattern, *, rate):
             """Never registered."""
 
@@ -155,8 +155,3 @@ def test_overflowing_inputs_name_the_layer(tiny_model, batches):
     model.model.layers[1].input_layernorm.weight.data[0] = torch.inf
     with pytest.raises(InputError, match=r"model\.layers\.1\.self_attn\.q_proj: .*overflow"):
         prune_(model, "wanda", batches)
-
-
-def test_a_method_with_data_needs_statistics():
-    with pytest.raises(ValueError, match="both or neither"):
-        register_layer_method("half", needs_data=True, updates_weights=False, paper="none")

@@ -7,8 +7,9 @@ import torch
 from tiny_models import MIXED, MODELS
 from torch import nn
 
+from proxsparse.data import single_samples
 from proxsparse.methods import prune_
-from proxsparse.methods.base import blocks_differ, walk
+from proxsparse.methods.base import captured, same_arguments, walk
 from proxsparse.methods.wanda import FeatureNorms
 from proxsparse.models import decoder_blocks, prunable_layers
 from proxsparse.reference import nm_mask
@@ -52,9 +53,25 @@ def test_an_unpruned_model_is_replayed_exactly(family, tiny_model, batches):
             assert torch.equal(own, replayed), name
 
 
-def test_mixed_models_are_recognised(tiny_model):
-    differ = {name for name in MODELS if blocks_differ(tiny_model(name), decoder_blocks(tiny_model(name)))}
-    assert differ == MIXED
+def test_only_mixed_models_take_whole_passes(tiny_model, batches):
+    """Where all decoder blocks are called alike, no pass but the first goes beyond the first of them."""
+    whole_passes = {}
+    for name in MODELS:
+        model, last = tiny_model(name), []
+        decoder_blocks(model)[-1].register_forward_pre_hook(lambda *_, last=last: last.append(1))
+        texts = list(single_samples(batches))
+        samples = captured(model, decoder_blocks(model), texts)
+        assert [len(sample.calls) for sample in samples] == [2] * len(texts)
+        whole_passes[name] = len(last) - 1
+    assert whole_passes == {name: len(texts) * (name in MIXED) for name in MODELS}
+
+
+def test_the_longest_text_tells_a_mixed_model(tiny_model):
+    """The texts that fit into the sliding window get no mask at all, in either kind of decoder block."""
+    texts = [torch.arange(3, 3 + length)[None] for length in (3, 17)]
+    short, long = captured(model := tiny_model("qwen2-mixed"), decoder_blocks(model), texts)
+    assert same_arguments(short.calls)
+    assert not same_arguments(long.calls)
 
 
 def test_later_blocks_see_the_pruned_ones(tiny_model, batches):
