@@ -20,10 +20,11 @@ from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError, run_command
 from proxsparse.methods import finished, method, methods, prune_
-from proxsparse.methods.allocation import UNIFORM, allocate, allocation, budget
+from proxsparse.methods.allocation import UNIFORM, allocate, allocation
 from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
 from proxsparse.options import PROXSPARSE, parse_flags, tables
 from proxsparse.patterns import NMPattern
+from proxsparse.report import write_card
 from proxsparse.resumption import digest_of, is_complete, saying_what_is_kept
 
 
@@ -102,11 +103,9 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
     scores |= run.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
     figures = {
         "status": "complete",
-        "layers": len(layers),
-        "weights": sum(layer.weight.numel() for layer in layers.values()),
+        "paper": chosen.paper,
         "updated": updated,
-        "budget": {"asked": pattern.density, "kept": budget(layers, patterns)},
-        "patterns": {name: str(pattern) for name, pattern in patterns.items()},
+        **run.what_was_pruned(layers, patterns, pattern),
         "seconds": time.monotonic() - started,
         "resumed": begun,
         "masks_sha256": masks_sha256(masks),
@@ -114,6 +113,7 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
         "warnings": run.few_samples(sum(len(b["input_ids"]) for b in batches), config) if batches else [],
     }
     result = run.save_result(run_dir, config, device, figures)
+    write_card(run_dir, result)
     remove_finished(run_dir)
     return result
 

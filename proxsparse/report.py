@@ -32,7 +32,9 @@ RESULT_KEYS = {
     **{dict: ["config", "reg_lambda", "environment"], list: ["mask_similarity", "warnings"]},
     (dict, type(None)): ["perplexity"],
 }
-PERPLEXITY_KEYS = {str: ["data"], NUMBER: ["seq_len", "windows", "tokens", "dense", "magnitude", "proxsparse"]}
+MEASURED_ON = ("data", "seq_len", "windows", "tokens")
+PERPLEXITY_KEYS = {str: ["data"], NUMBER: [*MEASURED_ON[1:], "dense", "magnitude", "proxsparse"]}
+NAMES = {"dense": "dense (pretrained)", "magnitude": "magnitude mask", "proxsparse": "ProxSparse mask"}
 FILES = {
     "masks.safetensors": "the learned masks, packed to bits",
     "model*.safetensors*": "the pruned model's weights",
@@ -87,6 +89,11 @@ def write_report(run_dir: Path) -> None:
     texts = {"README.md": card, "report.md": page} if result else {"report.md": page}
     for name, content in {**(plots or {}), **texts}.items():
         write_file(run_dir / name, content)
+
+
+def write_card(run_dir: Path, result: dict) -> None:
+    """Writes the model card README.md alone, for a run that has no steps to report. `result` as in `card_text`."""
+    write_file(run_dir / "README.md", card_text(result).encode(errors="replace"))
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
@@ -188,7 +195,9 @@ def top_text(rows: Sequence[dict], result: dict | None) -> str:
     if result["status"] != "complete":
         found.append(f"The run was {result['status']} after {number(result['steps'])} steps; the masks are from there.")
     scores, verdict = result["perplexity"], "Held-out perplexity was not measured."
-    if scores is not None:
+    if scores is not None and "proxsparse" not in scores:
+        verdict = f"Held-out perplexity {number(scores[result['method']])}, against {number(scores['dense'])} dense."
+    elif scores is not None:
         learned, magnitude = scores["proxsparse"], scores["magnitude"]
         verdict = f"Held-out perplexity {number(learned)}, against {number(magnitude)} for the magnitude mask"
         verdict += f" and {number(scores['dense'])} dense."
@@ -203,18 +212,18 @@ def top_text(rows: Sequence[dict], result: dict | None) -> str:
 def perplexity_text(scores: dict | None) -> str:
     if scores is None:
         return "Not measured."
-    names = {"dense (pretrained)": "dense", "magnitude mask": "magnitude", "ProxSparse mask": "proxsparse"}
     windows = f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens"
-    scored = table(("weights", "perplexity"), *((name, number(scores[key])) for name, key in names.items()))
+    values = ((NAMES.get(key, key), number(value)) for key, value in scores.items() if key not in MEASURED_ON)
+    scored = table(("weights", "perplexity"), *values)
     return f"{scored}\n\n{shortened(scores['data'])}; {windows}, {number(scores['tokens'])} tokens. Lower is better."
 
 
 def settings_text(result: dict) -> str:
-    low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
-    used = low if low == high else f"{low} to {high}, by layer"
-    given = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in result["config"].items()]
-    settings = table(("setting", "value"), *given, ("regularisation strength used", used))
-    return f"Calibration data: {shortened(result['data'])}. Metric: {result['metric']}.\n\n{settings}"
+    rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in result["config"].items()]
+    if "reg_lambda" in result:
+        low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
+        rows.append(("regularisation strength used", low if low == high else f"{low} to {high}, by layer"))
+    return f"Calibration data: {shortened(result['data'])}.\n\n{table(('setting', 'value'), *rows)}"
 
 
 def figures_text(result: dict) -> str:
@@ -257,8 +266,20 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
 
 
 def card_text(result: dict) -> str:
-    """The text of README.md: front matter for the hub, then what the model is, how good, how made, how to use it."""
+    """The text of README.md: front matter for the hub, then what the model is, how good, how made, how to use it.
+
+    Of any method: `result` is what result.json holds, of proxsparse.train or of proxsparse.prune.
+    """
     model, pattern = shortened(result["model"]), result["pattern"]
+    learned = "steps" in result
+    method, credit = "ProxSparse", "ProxSparse (ICML 2025) learned which."
+    if not learned:
+        method, credit = result["method"], f"`{result['method']}` ({result['paper']}) chose which."
+    share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
+    if result.get("allocation", "uniform") != "uniform":
+        share += f" on average (`{result['allocation']}` shared them out among the decoder blocks)"
+    kept = "has a new value" if result.get("updated") else "is the pretrained one, unchanged"
+    length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if learned else ""
     on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
     head = {"base_model": model} if on_hub else {}
     head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -267,12 +288,12 @@ def card_text(result: dict) -> str:
 ---
 {yaml.safe_dump(head, sort_keys=False)}---
 
-# {Path(model).name}, pruned to {pattern} with ProxSparse
+# {Path(model).name}, pruned to {pattern} with {method}
 
 {top_text((), result)}
 
-{model} with {pattern.replace(":", " of every ")} consecutive weights kept in {number(result["layers"])} linear layers;
-ProxSparse (ICML 2025) learned which. A kept weight is the pretrained one, unchanged, and every other weight of these
+{model} with {share} in {number(result["layers"])} linear layers;
+{credit} A kept weight {kept}, and every other weight of these
 layers is +0.0. All other parameters are the pretrained ones, whose licence and limitations apply.
 
 ## Held-out perplexity
@@ -290,7 +311,7 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.f
 
 ## How it was made
 
-{number(result["steps"])} steps, {number(result["tokens"])} tokens. {settings_text(result)}
+{length}{settings_text(result)}
 
 SHA-256 of the masks (names and packed bits): `{result["masks_sha256"]}`
 """

@@ -31,7 +31,9 @@ from proxsparse.distributed import from_first, processes
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
 from proxsparse.log import check_tracker
+from proxsparse.methods.allocation import UNIFORM, budget, numel
 from proxsparse.models import cast_parameters_, check_length, load_model, snap_
+from proxsparse.options import PROXSPARSE
 from proxsparse.patterns import NMPattern
 
 Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
@@ -39,6 +41,7 @@ Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of
 FEW_DECIDED = 0.5
 # What result.json says of a run in its first lines, where the run has it.
 IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
+NO_CHOICE = {"method": PROXSPARSE.name, "allocation": UNIFORM}  # of proxsparse.train, which has no flag for them
 
 
 def open_run_dir(config: Config) -> Path:
@@ -160,6 +163,16 @@ def perplexity_table(scores: dict[str, Perplexity | None], config: Config) -> di
     return table | {name: score.value for name, score in scores.items()}
 
 
+def what_was_pruned(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern) -> dict:
+    """What result.json says of the layers: how many, their weights, the pattern of each, the share that is kept."""
+    return {
+        "layers": len(layers),
+        "weights": numel(layers),
+        "budget": {"asked": pattern.density, "kept": budget(layers, patterns)},
+        "patterns": {name: str(pattern) for name, pattern in patterns.items()},
+    }
+
+
 def few_samples(samples: int, config: Config) -> list[str]:
     """A warning if the calibration text was too short for what was asked."""
     if samples >= config.num_samples:
@@ -190,11 +203,11 @@ def warnings_for(table: dict | None, feasible_share: float, samples: int, config
 
 def save_result(run_dir: Path, config: Config, device: torch.device, figures: dict) -> dict:
     """Writes result.json, the file that makes a folder a finished run, and returns what it holds."""
-    settings = vars(config)
+    settings, identity = vars(config), NO_CHOICE | vars(config)
     command = "prune" if Path(sys.argv[0]).stem == "prune" else "train"
     result = {
         "version": __version__,
-        **{key: settings[key] for key in IDENTITY if key in settings},
+        **{key: identity[key] for key in IDENTITY if key in identity},
         "command": shlex.join(["python", "-m", f"proxsparse.{command}", *sys.argv[1:]]),
         "config": settings,
         "environment": environment(device),
@@ -219,13 +232,13 @@ def summary(result: dict, run_dir: Path) -> str:
     lines = []
     if table := result["perplexity"]:
         lines += [f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens"]
-        names = {"dense": "dense", result.get("method"): result.get("method")}
-        names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse"}
+        names = {"dense": "dense", result["method"]: result["method"]}
+        names |= {"magnitude": "magnitude", PROXSPARSE.name: "ProxSparse"}
         lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]
-    if counts := collections.Counter(result.get("patterns", {}).values()):
-        spread = ", ".join(f"{count} of {pattern}" for pattern, count in sorted(counts.items()))
-        kept, asked = result["budget"]["kept"], result["budget"]["asked"]
-        lines += [f"{result['allocation']}: {spread} layers; {kept:.2%} of their weights kept, asked for {asked:.2%}"]
+    counts = collections.Counter(result["patterns"].values())
+    spread = ", ".join(f"{count} of {pattern}" for pattern, count in sorted(counts.items()))
+    kept, asked = result["budget"]["kept"], result["budget"]["asked"]
+    lines += [f"{result['allocation']}: {spread} layers; {kept:.2%} of their weights kept, asked for {asked:.2%}"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]
     if result["status"] == "interrupted":
         lines += [f"interrupted after step {result['steps']}: these are the masks learned so far, no perplexity"]

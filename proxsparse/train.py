@@ -120,11 +120,12 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
     if is_first():
         figures = {
             "status": "complete" if complete else "interrupted",
-            "layers": len(layers),
-            "weights": sum(mask.numel() for mask in whole.values()),
+            "updated": False,
+            **run.what_was_pruned(layers, dict.fromkeys(layers, pattern), pattern),
             "steps": state.step,
             "tokens": state.tokens,
             "seconds": time.monotonic() - started + facts.get("seconds", 0.0),
+            "resumed": resumed is not None,
             "processes": distributed.processes(),
             "reg_lambda": learning.reg_lambda_range(state.optimizer),
             "feasible_share": decided,

@@ -17,6 +17,7 @@ from proxsparse.methods.allocation import allocation, allocations
 from proxsparse.models import load_model
 from proxsparse.options import SHARED
 from proxsparse.prune import main
+from proxsparse.report import number
 
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
 
@@ -59,6 +60,11 @@ def test_whole_job(name, tiny_llama, text_file, tmp_path, capsys):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
     assert model.dtype == torch.bfloat16
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert f"pruned to 2:4 with {name}" in card
+    assert ("is the pretrained one, unchanged" in card) != method(name).updates_weights
+    assert f"Held-out perplexity {number(result['perplexity'][name])}, against" in card
+    assert method(name).paper in card
     printed = capsys.readouterr().out
     assert f"{name:<12}{result['perplexity'][name]:>10.2f}" in printed
     assert str(tmp_path / "run") in printed
@@ -172,6 +178,9 @@ def test_proxsparse_is_the_training_command(tiny_llama, text_file, tmp_path):
     config, again = str(tmp_path / "b" / "config.yaml"), tmp_path / "c"
     assert main(["--method", "proxsparse", "--config", config, "--output_dir", str(again)]) == 0
     assert json.loads((again / "result.json").read_text())["masks_sha256"] == pruned["masks_sha256"]
+    one_shot = prune(tiny_llama, text_file, tmp_path / "d", "--method", "wanda")
+    assert one_shot.keys() - {"paper"} <= pruned.keys()
+    assert {path.name for path in (tmp_path / "d").iterdir()} <= {path.name for path in (tmp_path / "a").iterdir()}
 
 
 def test_the_list_has_every_method_and_allocation(capsys):
