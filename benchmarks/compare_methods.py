@@ -25,7 +25,7 @@ import study_plots
 from contenders import TRAINED, Contender, is_committed, label, one_shot, pruned_model, saved
 
 from proxsparse.checkpoint import write_file
-from proxsparse.data import evaluation_split, load_texts, read_limit
+from proxsparse.data import evaluation_text
 from proxsparse.device import choose_device, choose_precision, version
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
@@ -148,8 +148,7 @@ def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace
 
     def measure(model, tokenizer) -> dict:
         check_length(model, args.eval_seq_len, "eval_seq_len")
-        texts = load_texts(source, evaluation_split(source), limit=read_limit(source))
-        tokens = evaluation_tokens(texts, tokenizer)
+        tokens = evaluation_tokens(evaluation_text(source), tokenizer)
         result = perplexity(model, tokens, args.eval_seq_len, max_windows, compute_dtype)
         return {"perplexity": result.value, "windows": result.windows}
 

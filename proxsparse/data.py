@@ -62,6 +62,21 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
     return texts
 
 
+def evaluation_text(source: str, split: str | None = None, text_field: str = "text") -> str:
+    """The text that perplexity is measured on, as in the pruning papers (SparseGPT's data code, which all took over):
+    WikiText-2's test rows joined by two newlines, the first 1,100 validation documents of C4 by a space.
+
+    Of any other source the documents of the validation split, joined by two newlines.
+
+    Args:
+        split: another one than that of the papers.
+    Raises:
+        InputError: as `load_texts`.
+    """
+    documents, separator = PAPERS_TEXTS.get(source, (read_limit(source), "\n\n"))
+    return separator.join(load_texts(source, split or evaluation_split(source), text_field, documents))
+
+
 def evaluation_split(source: str) -> str:
     """The split that pruning papers measure perplexity on: WikiText-2's test, else validation."""
     return EVALUATION_SPLITS.get(source, "validation")
@@ -276,6 +291,7 @@ NAMED_SOURCES = {
     "wikitext2": partial(read_hub, "Salesforce/wikitext", "wikitext-2-raw-v1", streaming=False),
 }
 EVALUATION_SPLITS = {"wikitext2": "test"}
+PAPERS_TEXTS = {"c4": (1100, " ")}  # documents, and what joins them
 
 
 # ---------------------------------------------------------------------------------------------- batches

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from proxsparse.checkpoint import load_masks, masks_sha256, write_file
-from proxsparse.data import evaluation_split, load_texts, read_limit
+from proxsparse.data import evaluation_split, evaluation_text
 from proxsparse.device import choose_device, choose_precision, version
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.masks import apply_masks_
@@ -18,7 +18,8 @@ from proxsparse.run import finite
 DESCRIPTION = """\
 Measures a causal language model, pruned or not: the perplexity on one text or several, the accuracy in zero-shot tasks.
 
-Perplexity: the rows of a text are joined by two newlines and cut into windows that do not overlap.
+Perplexity: windows that do not overlap; wikitext2 (the test split) and every other text in rows joined by two newlines,
+c4 in the first 1,100 validation documents joined by a space.
 Tasks: the seven of the ProxSparse paper, as lm-eval defines them. The average is over one accuracy a task, called acc
 here: the plain one, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2, as we read the paper."""
 EXAMPLES = """\
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = choose_device(options.device)
     weight_dtype, autocast_dtype = choose_precision(options.precision, device)
     splits = {source: options.split or evaluation_split(source) for source in options.data}
-    texts = {s: load_texts(s, split, options.text_field, read_limit(s)) for s, split in splits.items()}
+    texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     masks = load_masks(options.masks) if options.masks else None
     model, tokenizer = load_model(options.model, weight_dtype)
     if texts:
@@ -46,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     model.to(device)
 
     rows, scores = [], {}
-    for source, lines in texts.items():
-        tokens = evaluation_tokens(lines, tokenizer)
+    for source, text in texts.items():
+        tokens = evaluation_tokens(text, tokenizer)
         score = perplexity(model, tokens, options.seq_len, options.max_windows, autocast_dtype)
         what = {"data": source, "split": splits[source], "perplexity": score.value}
         rows.append(what | {"seq_len": options.seq_len, "windows": score.windows, "tokens": score.tokens})

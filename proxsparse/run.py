@@ -25,7 +25,7 @@ from proxsparse.checkpoint import (
     write_file,
 )
 from proxsparse.config import LAST, NOT_REPEATED, TrainConfig
-from proxsparse.data import evaluation_split, load_texts, read_limit
+from proxsparse.data import evaluation_text
 from proxsparse.device import environment, peak_memory_bytes
 from proxsparse.distributed import from_first, processes
 from proxsparse.errors import InputError
@@ -106,9 +106,9 @@ def perplexity_of(
     if config.eval_data == "none":
         return lambda model: None
     source = config.eval_data
-    texts = from_first(lambda: load_texts(source, evaluation_split(source), config.text_field, read_limit(source)))
+    text = from_first(lambda: evaluation_text(source, text_field=config.text_field))
     check_length(model, config.eval_seq_len, "eval_seq_len")
-    tokens = evaluation_tokens(texts, tokenizer)
+    tokens = evaluation_tokens(text, tokenizer)
     return lambda model: perplexity(model, tokens, config.eval_seq_len, config.eval_max_windows, autocast_dtype)
 
 

@@ -178,6 +178,16 @@ def test_hub_sets_are_streamed_up_to_the_limit(monkeypatch, source, arguments):
 
 
 @pytest.mark.parametrize(
+    ("source", "split", "documents", "separator"),
+    [("c4", "validation", 1100, " "), ("wikitext2", "test", 2000, "\n\n"), ("a/b", "validation", 2000, "\n\n")],
+)
+def test_the_evaluation_text_is_the_papers(monkeypatch, source, split, documents, separator):
+    rows = [f"row {i}" for i in range(2000)]
+    monkeypatch.setattr(data, "open_source", lambda *asked: ((source, row) for row in rows if asked == (source, split)))
+    assert data.evaluation_text(source) == separator.join(rows[:documents])
+
+
+@pytest.mark.parametrize(
     "error", [ConnectionError("no route\nto host"), ValueError("Bad split"), RuntimeError("closed")]
 )
 @pytest.mark.parametrize("when", ["opening", "reading"])

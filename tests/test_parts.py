@@ -273,7 +273,7 @@ def test_staged_leaves_nothing_of_a_save_that_fails(tmp_path):
 
 def test_perplexity_is_the_papers_convention():
     model = tiny_models.tiny_model("llama", torch.float64)
-    tokens = evaluation_tokens(["some", "rows of text", "joined by two newlines"], tiny_models.byte_tokenizer())
+    tokens = evaluation_tokens("some\n\nrows of text\n\njoined by two newlines", tiny_models.byte_tokenizer())
     assert len(tokens) == len("some\n\nrows of text\n\njoined by two newlines")
     losses = []
     for start in (0, 16):  # windows do not overlap; the rest of the text is dropped

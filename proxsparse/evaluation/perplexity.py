@@ -1,4 +1,4 @@
-"""Perplexity, by the convention of the pruning papers: joined text, windows that do not overlap, an explicit length."""
+"""Perplexity, by the convention of the pruning papers: one text, windows that do not overlap, an explicit length."""
 
 import math
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ class Perplexity:
     tokens: int
 
 
-def evaluation_tokens(texts: list[str], tokenizer) -> Tensor:
-    """The rows joined by two newlines, tokenised as one text: int64 [N]."""
-    return torch.tensor(tokenizer("\n\n".join(texts), verbose=False)["input_ids"], dtype=torch.int64)
+def evaluation_tokens(text: str, tokenizer) -> Tensor:
+    """The whole text in tokens, int64 [N]; verbose=False, as it is meant to be longer than the model's positions."""
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
 @torch.no_grad()
