@@ -101,8 +101,10 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
     snap_(model, pretrained, masks, updated)
     run.save_checkpoint(run_dir, model, tokenizer, masks, config, patterns)
     scores |= run.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
+    samples = sum(len(batch["input_ids"]) for batch in batches)
     figures = {
         "status": "complete",
+        "samples": samples,
         "paper": chosen.paper,
         "updated": updated,
         **run.what_was_pruned(layers, patterns, pattern),
@@ -110,7 +112,7 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
         "resumed": begun,
         "masks_sha256": masks_sha256(masks),
         "perplexity": run.perplexity_table(scores, config),
-        "warnings": run.few_samples(sum(len(b["input_ids"]) for b in batches), config) if batches else [],
+        "warnings": run.few_samples(samples, config) if batches else [],
     }
     result = run.save_result(run_dir, config, device, figures)
     write_card(run_dir, result)

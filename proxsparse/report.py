@@ -223,7 +223,8 @@ def settings_text(result: dict) -> str:
     if "reg_lambda" in result:
         low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
         rows.append(("regularisation strength used", low if low == high else f"{low} to {high}, by layer"))
-    return f"Calibration data: {shortened(result['data'])}.\n\n{table(('setting', 'value'), *rows)}"
+    data = shortened(result["data"]) if result.get("samples") != 0 else "none needed"
+    return f"Calibration data: {data}.\n\n{table(('setting', 'value'), *rows)}"
 
 
 def figures_text(result: dict) -> str:

@@ -118,8 +118,10 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
         scores |= run.scores_under(contenders, model, pretrained, weight_dtype, evaluate)
     table = None if stop.number else run.perplexity_table(scores, config)
     if is_first():
+        samples = sum(len(batch["input_ids"]) for batch in batches)
         figures = {
             "status": "complete" if complete else "interrupted",
+            "samples": samples,
             "updated": False,
             **run.what_was_pruned(layers, dict.fromkeys(layers, pattern), pattern),
             "steps": state.step,
@@ -133,7 +135,7 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
             "mask_similarity": state.monitor.similarity(),
             "masks_sha256": masks_sha256(whole),
             "perplexity": table,
-            "warnings": run.warnings_for(table, decided, sum(len(b["input_ids"]) for b in batches), config),
+            "warnings": run.warnings_for(table, decided, samples, config),
         }
         result = run.save_result(run_dir, config, device, figures)
         write_report(run_dir)

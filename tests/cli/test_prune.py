@@ -65,6 +65,8 @@ def test_whole_job(name, tiny_llama, text_file, tmp_path, capsys):
     assert ("is the pretrained one, unchanged" in card) != method(name).updates_weights
     assert f"Held-out perplexity {number(result['perplexity'][name])}, against" in card
     assert method(name).paper in card
+    assert ("Calibration data: none needed." in card) != method(name).needs_data
+    assert result["samples"] == (8 if method(name).needs_data else 0)
     printed = capsys.readouterr().out
     assert f"{name:<12}{result['perplexity'][name]:>10.2f}" in printed
     assert str(tmp_path / "run") in printed
