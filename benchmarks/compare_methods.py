@@ -25,7 +25,7 @@ import study_plots
 from contenders import TRAINED, Contender, is_committed, label, one_shot, pruned_model, saved
 
 from proxsparse.checkpoint import write_file
-from proxsparse.data import evaluation_text
+from proxsparse.data import PAPERS_TEXTS, evaluation_text
 from proxsparse.device import choose_device, choose_precision, version
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
@@ -153,7 +153,8 @@ def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace
         return {"perplexity": result.value, "windows": result.windows}
 
     key = {"data": label(source), "seq_len": args.eval_seq_len}
-    return Measurement(key, {"eval_max_windows": max_windows}, measure)
+    text = {"text": PAPERS_TEXTS[source]} if source in PAPERS_TEXTS else {}
+    return Measurement(key, {"eval_max_windows": max_windows} | text, measure)
 
 
 def tasks_of(args: argparse.Namespace) -> list[Measurement]:

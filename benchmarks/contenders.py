@@ -111,8 +111,7 @@ def trained(text: str, args) -> Contender:
         raise InputError(f"{text!r}: {of_all[0]} is that of the whole table; give it as --{of_all[0]}, or leave it out")
     shared = {name: getattr(args, name) for name in SHARED_FLAGS} | {"eval_data": "none"}
     flags = [word for name, value in (shared | options).items() for word in (f"--{name}", str(value))]
-    set_here = settings_of(parse_config(flags)).items()
-    chosen = {name: value for name, value in set_here if name in options or name not in NOT_OPTIONS}
+    chosen = {name: value for name, value in settings_of(parse_config(flags)).items() if name not in NOT_OPTIONS}
     settings = {"pattern": args.pattern} | calibration_settings(args) | {"options": chosen}
 
     def learn(model: nn.Module, tokenizer: object) -> dict[str, Tensor]:
@@ -170,7 +169,7 @@ def saved(text: str) -> Contender:
 
 
 def weights_of(folder: Path) -> str:
-    """What result.json says of the weights; the runs of proxsparse.train, whose weights are frozen, say nothing."""
+    """What result.json says of the weights; older runs of proxsparse.train, whose weights are frozen, say nothing."""
     if not (folder / "result.json").exists():
         return "as saved"
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -64,7 +64,8 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
 
 def evaluation_text(source: str, split: str | None = None, text_field: str = "text") -> str:
     """The text that perplexity is measured on, as in the pruning papers (SparseGPT's data code, which all took over):
-    WikiText-2's test rows joined by two newlines, the first 1,100 validation documents of C4 by a space.
+    WikiText-2's test rows joined by two newlines, the first 1,100 validation documents of C4 by a space; of the one
+    they then take all windows, of the other 256.
 
     Of any other source the documents of the validation split, joined by two newlines.
 
@@ -73,13 +74,13 @@ def evaluation_text(source: str, split: str | None = None, text_field: str = "te
     Raises:
         InputError: as `load_texts`.
     """
-    documents, separator = PAPERS_TEXTS.get(source, (read_limit(source), "\n\n"))
+    _, documents, separator = PAPERS_TEXTS.get(source, ("validation", read_limit(source), "\n\n"))
     return separator.join(load_texts(source, split or evaluation_split(source), text_field, documents))
 
 
 def evaluation_split(source: str) -> str:
     """The split that pruning papers measure perplexity on: WikiText-2's test, else validation."""
-    return EVALUATION_SPLITS.get(source, "validation")
+    return PAPERS_TEXTS[source][0] if source in PAPERS_TEXTS else "validation"
 
 
 def read_limit(source: str) -> int | None:
@@ -290,8 +291,8 @@ NAMED_SOURCES = {
     # small, so downloaded whole: the second run needs no network
     "wikitext2": partial(read_hub, "Salesforce/wikitext", "wikitext-2-raw-v1", streaming=False),
 }
-EVALUATION_SPLITS = {"wikitext2": "test"}
-PAPERS_TEXTS = {"c4": (1100, " ")}  # documents, and what joins them
+# The split, how many documents of it, and what joins them.
+PAPERS_TEXTS = {"wikitext2": ("test", None, "\n\n"), "c4": ("validation", 1100, " ")}
 
 
 # ---------------------------------------------------------------------------------------------- batches

@@ -19,7 +19,7 @@ DESCRIPTION = """\
 Measures a causal language model, pruned or not: the perplexity on one text or several, the accuracy in zero-shot tasks.
 
 Perplexity: windows that do not overlap; wikitext2 (the test split) and every other text in rows joined by two newlines,
-c4 in the first 1,100 validation documents joined by a space.
+c4 in the first 1,100 validation documents joined by a space, of which the papers take --max_windows 256.
 Tasks: the seven of the ProxSparse paper, as lm-eval defines them. The average is over one accuracy a task, called acc
 here: the plain one, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2, as we read the paper."""
 EXAMPLES = """\

@@ -283,16 +283,16 @@ def backward(
     for batch, count in zip(batches, predicted, strict=True):
         with autocast(model.device, compute_dtype):
             batch_loss = calibration_loss(model, batch, distill) * (count / all_predicted)
+        (part,) = distributed.total([batch_loss.item()])
+        if not math.isfinite(part):  # looked for now, as a backward pass may step the weights
+            with autocast(model.device, compute_dtype):
+                where = first_not_finite(model, batch["input_ids"])
+            raise InputError(
+                f"the loss is {part}{where}; lower --learning_rate, or raise --precision if it is not fp32; at the "
+                "first step look for damaged weights"
+            )
         batch_loss.backward()
-        loss += batch_loss.item()
-    (loss,) = distributed.total([loss])
-    if not math.isfinite(loss):
-        with autocast(model.device, compute_dtype):
-            where = first_not_finite(model, batches[0]["input_ids"])
-        raise InputError(
-            f"the loss is {loss}{where}; lower --learning_rate, or raise --precision if it is not fp32; at the first "
-            "step look for damaged weights"
-        )
+        loss += part
     return loss
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from proxsparse.data import single_samples
 from proxsparse.distributed import local, mean_of_shards, share, total_
 from proxsparse.errors import InputError
+from proxsparse.models import check_finite
 
 # A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
 DEAD_FEATURE = 1e-4
@@ -29,6 +30,9 @@ def activation_metric(
     Returns:
         layer name -> c, fp32 [in_features], positive, on the layer's device.
     """
+    for name, layer in layers.items():  # first: the layers that a damaged one feeds would be blamed for its outputs
+        if not math.isfinite(mean_of_shards(local(layer.weight).float().abs(), layer.weight)):
+            raise InputError(f"{name}: its weights hold a NaN or an infinity; take an undamaged file of the model")
     devices = {name: local(layer.weight).device for name, layer in layers.items()}
     squares = {name: torch.zeros(layer.in_features, device=devices[name]) for name, layer in layers.items()}
     factor = 1.0  # 0 for a sample that another process counts
@@ -50,18 +54,7 @@ def activation_metric(
             handle.remove()
     for name, square in squares.items():
         check_finite(name, total_(square))
-        if not math.isfinite(mean_of_shards(local(layers[name].weight).float().abs(), layers[name].weight)):
-            raise InputError(f"{name}: its weights hold a NaN or an infinity; take an undamaged file of the model")
     return {name: normalised_metric(layers[name].weight, square.sqrt()) for name, square in squares.items()}
-
-
-def check_finite(name: str, sums: Tensor) -> None:
-    """Raises InputError unless these sums over the calibration inputs of the layer of that name are finite."""
-    if not sums.isfinite().all():
-        raise InputError(
-            f"{name}: its calibration inputs overflow or hold a NaN; take --precision fp32 (or bf16 for a model in "
-            "float16), or look for damaged weights"
-        )
 
 
 def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:

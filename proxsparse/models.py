@@ -255,6 +255,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def check_finite(name: str, sums: Tensor) -> None:
+    """Raises InputError unless these sums over the calibration inputs of the layer of that name are finite."""
+    if not sums.isfinite().all():
+        raise InputError(
+            f"{name}: its calibration inputs overflow or hold a NaN; take --precision fp32 (or bf16 for a model in "
+            "float16), or look for damaged weights"
+        )
+
+
 @torch.no_grad()
 def first_not_finite(model: nn.Module, input_ids: Tensor) -> str:
     """For an error: ", and the first output that is not finite is that of LAYER", or "" if all outputs are finite.

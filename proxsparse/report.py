@@ -121,7 +121,10 @@ def read_result(run_dir: Path) -> dict | None:
     result = parsed(path.read_bytes(), RESULT_KEYS, str(path))
     checked(result["reg_lambda"], {NUMBER: ["min", "max"]}, f"{path}, reg_lambda")
     if result["perplexity"] is not None:
-        checked(result["perplexity"], PERPLEXITY_KEYS, f"{path}, perplexity")
+        scores = [key for key in result["perplexity"] if key != "data"]
+        checked(
+            result["perplexity"], {**PERPLEXITY_KEYS, NUMBER: PERPLEXITY_KEYS[NUMBER] + scores}, f"{path}, perplexity"
+        )
     for point in result["mask_similarity"]:
         checked(point, {NUMBER: ["step", "to_final"]}, f"{path}, mask_similarity")
     return result

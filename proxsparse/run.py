@@ -201,11 +201,11 @@ def warnings_for(table: dict | None, feasible_share: float, samples: int, config
     return found
 
 
-def save_result(run_dir: Path, config: Config, device: torch.device, figures: dict) -> dict:
-    """Writes result.json, the file that makes a folder a finished run, and returns what it holds."""
+def result_of(config: Config, device: torch.device, figures: dict) -> dict:
+    """What result.json holds: who made this, of what, where, and the figures."""
     settings, identity = vars(config), NO_CHOICE | vars(config)
     command = "prune" if Path(sys.argv[0]).stem == "prune" else "train"
-    result = {
+    return {
         "version": __version__,
         **{key: identity[key] for key in IDENTITY if key in identity},
         "command": shlex.join(["python", "-m", f"proxsparse.{command}", *sys.argv[1:]]),
@@ -214,8 +214,11 @@ def save_result(run_dir: Path, config: Config, device: torch.device, figures: di
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,
     }
+
+
+def save_result(run_dir: Path, result: dict) -> None:
+    """Writes result.json, the file that makes a folder a finished run."""
     write_file(run_dir / "result.json", (json.dumps(finite(result), indent=2) + "\n").encode())
-    return result
 
 
 def finite(value):

@@ -243,6 +243,7 @@ def test_broken_line_in_the_middle_is_named(tmp_path, broken):
         ({key: value for key, value in result().items() if key != "layers"}, "layers"),
         (result(steps="many"), "steps"),
         (result(perplexity={"dense": 1.0}), "proxsparse"),
+        (result(perplexity=perplexity(note="a text of a later version")), "note"),
         (result(reg_lambda={"min": 1.0}), "max"),
         (result(mask_similarity=[{"step": 1}]), "to_final"),
     ],

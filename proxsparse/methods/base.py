@@ -25,8 +25,7 @@ from proxsparse.data import single_samples
 from proxsparse.errors import InputError
 from proxsparse.layout import unfold_
 from proxsparse.methods.finished import load_block, save_block
-from proxsparse.metric import check_finite
-from proxsparse.models import decoder_blocks, evaluating, prunable_layers
+from proxsparse.models import check_finite, decoder_blocks, evaluating, prunable_layers
 from proxsparse.patterns import NMPattern, PatternLike
 
 Batches = Iterable[dict[str, Tensor]]
@@ -341,9 +340,10 @@ def captured(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]) -> li
     """
     if not texts:
         raise InputError("no calibration sample: this method needs data; give at least one batch")
-    longest = capture(model, blocks, max(texts, key=Tensor.numel), len(blocks))
-    needed = 1 if same_arguments(longest.calls) else len(blocks)
-    return [capture(model, blocks, ids, needed) for ids in texts]
+    longest = max(texts, key=Tensor.numel)
+    whole = capture(model, blocks, longest, len(blocks))
+    needed = 1 if same_arguments(whole.calls) else len(blocks)
+    return [whole if ids is longest else capture(model, blocks, ids, needed) for ids in texts]
 
 
 def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_model
+from tiny_models import byte_tokenizer, save_tiny_model
 
 from proxsparse import checkpoint, evaluate, prune, train
 from proxsparse.checkpoint import load_masks, save_masks
@@ -103,16 +103,49 @@ def test_train_refuses_pickled_weights(flags, capsys, tmp_path):
     fails(capsys, train.main, [*flags, "--model", model], "pickled", "convert")
 
 
-@pytest.mark.parametrize("form", [[], ["--forward", "dense"], ["--metric", "none"], ["--distill", "0.5"]], ids=str)
-@pytest.mark.parametrize("weight", ["input_layernorm", "mlp.up_proj"])
-def test_train_names_the_layer_that_is_not_finite(weight, form, flags, capsys, tmp_path):
+def damaged_model(family, weight, folder):
+    """The folder of a tiny model with an infinite number in that weight."""
+    model = save_tiny_model(family, folder)
+    weights = load_file(model / "model.safetensors")
+    weights[weight].view(-1)[-1] = torch.inf
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+IN_BACKWARD = ["--step_in_backward", "--max_grad_norm", "0"]
+
+
+@pytest.mark.parametrize("form", [[], IN_BACKWARD, ["--forward", "dense"], ["--distill", "0.5"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("family", "weight", "where"),
+    [
+        ("llama", "input_layernorm", "self_attn.q_proj: its calibration inputs"),
+        ("llama", "mlp.up_proj", "mlp.up_proj: its weights"),
+        ("phi3", "self_attn.qkv_proj", "self_attn.qkv_proj: its weights"),  # o_proj, which it feeds, is defined before
+    ],
+)
+def test_the_metric_names_the_layer_that_is_not_finite(family, weight, where, form, flags, capsys, tmp_path):
+    model = damaged_model(family, f"model.layers.1.{weight}.weight", tmp_path / "damaged")
+    fails(capsys, train.main, [*flags, "--model", model, *form], f"model.layers.1.{where}", "damaged")
+
+
+@pytest.mark.parametrize("form", [[], IN_BACKWARD, ["--gradient_accumulation_steps", "4"]], ids=" ".join)
+@pytest.mark.parametrize("weight", ["model.layers.1.input_layernorm", "model.layers.1.mlp.up_proj", "model.norm"])
+def test_a_loss_that_is_not_finite_names_the_layer(weight, form, flags, capsys, tmp_path):
+    model = damaged_model("llama", f"{weight}.weight", tmp_path / "damaged")
+    fails(capsys, train.main, [*flags, "--model", model, "--metric", "none", *form], f"of {weight}; lower", "damaged")
+
+
+def test_the_one_document_that_is_not_finite_is_found(flags, capsys, tmp_path):
+    """The embedding of one letter is damaged, which one of the four documents of the step has."""
     model = save_tiny_model("llama", tmp_path / "damaged")
     weights = load_file(model / "model.safetensors")
-    weights[f"model.layers.1.{weight}.weight"].flatten()[0] = torch.inf
+    weights["model.embed_tokens.weight"][byte_tokenizer()("z")["input_ids"]] = torch.inf
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    seen_in_metric = {"input_layernorm": "self_attn.q_proj: its calibration inputs", "mlp.up_proj": "mlp.up_proj: its"}
-    where = f"{weight}; lower" if "none" in form else seen_in_metric[weight]
-    fails(capsys, train.main, [*flags, "--model", model, *form], f"model.layers.1.{where}", "damaged")
+    texts = ["plain words", "plain words", "a dozen words", "plain words"]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    form = ["--data", tmp_path / "texts.jsonl", "--metric", "none", "--gradient_accumulation_steps", "4"]
+    fails(capsys, train.main, [*flags, "--model", model, *form], "of model.embed_tokens; lower")
 
 
 def test_prune_refuses_an_allocation_of_what_learns_one_pattern(flags, capsys):

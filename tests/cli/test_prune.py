@@ -9,7 +9,7 @@ import yaml
 from safetensors import safe_open
 from tiny_models import save_tiny_model
 
-from proxsparse import NMPattern, train
+from proxsparse import NMPattern, run, train
 from proxsparse.checkpoint import load_masks
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.methods import method, methods
@@ -152,6 +152,18 @@ def test_ctrl_c_in_the_last_evaluation_loses_nothing(tiny_llama, text_file, tmp_
     assert result["perplexity"] is None
     assert "the masks are saved" in capsys.readouterr().err
     check_pruned(tiny_llama, tmp_path / "run", True, result["patterns"])
+
+
+def test_the_result_comes_last(tiny_llama, text_file, tmp_path, monkeypatch):
+    """Who finds it finds the model card too, wherever the run was killed."""
+    save_result = run.save_result
+
+    def checked(run_dir, result):
+        assert (run_dir / "README.md").exists()
+        save_result(run_dir, result)
+
+    monkeypatch.setattr("proxsparse.run.save_result", checked)
+    prune(tiny_llama, text_file, tmp_path / "run", "--method", "magnitude", "--eval_data", "none")
 
 
 def test_overwriting_leaves_nothing_of_the_earlier_run(tiny_llama, text_file, tmp_path):
