@@ -5,6 +5,7 @@ import itertools
 import math
 
 BLUE, ORANGE, GRAY, GRID = "#1b5e8c", "#d9822b", "#5f6670", "#dfe3e6"
+FAR = 3  # times the largest perplexity of a run: what lies beyond is not drawn
 EARLY = 0.1  # share of the steps after which the paper calls a mask early
 AXES = {  # setting -> what stands under the axis
     "reg_lambda_rel": "λ₁ · mean|w|   (no unit; inf: projection after every step)",
@@ -82,7 +83,8 @@ def curves(rows: list[dict], title: str):
     for row, color in zip(rows, colors, strict=True):
         left.plot(*zip(*row["curve"], strict=True), color=color, linewidth=1.8, label=value_of(row))
     left.set(xlabel="optimizer step", ylabel=what)
-    left.legend(frameon=False, title=axis_of(rows).partition("   ")[0], fontsize=8, title_fontsize=8)
+    name = axis_of(rows).partition("   ")[0]
+    left.legend(frameon=False, title=name, fontsize=8, title_fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     for share, color in zip(shares, (ORANGE, BLUE), strict=False):
         values = [at_share(row["curve"], share) for row in rows]
         name = "at the end" if share == 1 else f"after {share:.0%} of the steps"
@@ -160,13 +162,20 @@ def annotate(axes, values: list[float], above: bool = True, digits: int = 4) -> 
 
 
 def perplexity_axis(axes, rows: list[dict], values: list[float]) -> None:
-    """The label, the dense model and the magnitude mask as lines, and logarithms where the values need them."""
+    """The label, the dense model and the magnitude mask as lines, and logarithms where the values need them.
+
+    A magnitude mask far above all runs would press them together: then the legend alone has it.
+    """
     lines = {"dense": rows[0]["perplexity"]["dense"], "magnitude mask": rows[0]["perplexity"]["magnitude"]}
-    axes.set_yscale(scale_of((*values, *lines.values())))
+    most = FAR * max((value for value in values if math.isfinite(value)), default=math.inf)
+    near = {name: value for name, value in lines.items() if value is not None and value <= most}
+    axes.set_yscale(scale_of((*values, *near.values())))
     axes.set_ylabel(f"perplexity ({axes.get_yscale()} scale)")
     for (name, value), style in zip(lines.items(), ("--", ":"), strict=True):
-        if value is not None:
+        if name in near:
             axes.axhline(value, color=GRAY, linestyle=style, linewidth=1.2, label=f"{name}: {number(value)}")
+        elif value is not None:
+            axes.plot([], [], color="none", label=f"{name}: {number(value)}, beyond the picture")
     axes.margins(y=0.15)
     axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2)
 

