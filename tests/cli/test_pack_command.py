@@ -58,8 +58,15 @@ def test_there_and_back(run_dir, packed_dir, tmp_path):
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype == torch.bfloat16
         assert torch.equal(tensor.view(torch.int16), after[name].view(torch.int16)), name
-    for name in ("config.json", "generation_config.json", "masks.safetensors", *TOKENIZER):
+    for name in ("config.json", "generation_config.json", "masks.safetensors", "README.md", *TOKENIZER):
         assert (tmp_path / "dense" / name).read_bytes() == (run_dir / name).read_bytes(), name
+
+
+def test_there_and_back_without_a_card(run_dir, tmp_path):
+    source = copy(run_dir, tmp_path / "source")
+    (source / "README.md").unlink()
+    assert pack.main([str(source), "--output_dir", str(tmp_path / "packed")]) == 0
+    assert pack.main([str(tmp_path / "packed"), "--unpack", "--output_dir", str(tmp_path / "dense")]) == 0
     assert not (tmp_path / "dense" / "README.md").exists()
 
 
@@ -219,6 +226,7 @@ def test_weights_in_other_forms_and_links_out_of_the_folder_are_not_copied(run_d
     (tmp_path / "secret").write_text("not for publishing")
     (folder / "chat_template.jinja").symlink_to("../../blobs/77")
     (folder / "notes.txt").symlink_to(tmp_path / "secret")
+    (folder / "README.md").unlink()
     (folder / "README.md").symlink_to(tmp_path / "secret")
     (folder / "alias.json").symlink_to("generation_config.json")
     assert pack.main([str(folder), "--output_dir", str(tmp_path / "out")]) == 0
