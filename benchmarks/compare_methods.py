@@ -153,7 +153,7 @@ def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace
         return {"perplexity": result.value, "windows": result.windows}
 
     key = {"data": label(source), "seq_len": args.eval_seq_len}
-    text = {"text": PAPERS_TEXTS[source]} if source in PAPERS_TEXTS else {}
+    text = {"text": list(PAPERS_TEXTS[source])} if source in PAPERS_TEXTS else {}
     return Measurement(key, {"eval_max_windows": max_windows} | text, measure)
 
 

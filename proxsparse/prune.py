@@ -114,7 +114,7 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
         "perplexity": run.perplexity_table(scores, config),
         "warnings": run.few_samples(samples, config) if batches else [],
     }
-    result = run.result_of(config, device, figures)
+    result = run.as_result(config, device, figures)
     write_card(run_dir, result)
     run.save_result(run_dir, result)
     remove_finished(run_dir)

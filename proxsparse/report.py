@@ -279,9 +279,9 @@ def card_text(result: dict) -> str:
     method, credit = "ProxSparse", "ProxSparse (ICML 2025) learned which."
     if not learned:
         method, credit = result["method"], f"`{result['method']}` ({result['paper']}) chose which."
-    share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
+    kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
     if result.get("allocation", "uniform") != "uniform":
-        share += f" on average (`{result['allocation']}` shared them out among the decoder blocks)"
+        kept_share += f" on average (`{result['allocation']}` shared them out among the decoder blocks)"
     kept = "has a new value" if result.get("updated") else "is the pretrained one, unchanged"
     length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if learned else ""
     on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
@@ -296,7 +296,7 @@ def card_text(result: dict) -> str:
 
 {top_text((), result)}
 
-{model} with {share} in {number(result["layers"])} linear layers;
+{model} with {kept_share} in {number(result["layers"])} linear layers;
 {credit} A kept weight {kept}, and every other weight of these
 layers is +0.0. All other parameters are the pretrained ones, whose licence and limitations apply.
 

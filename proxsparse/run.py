@@ -201,7 +201,7 @@ def warnings_for(table: dict | None, feasible_share: float, samples: int, config
     return found
 
 
-def result_of(config: Config, device: torch.device, figures: dict) -> dict:
+def as_result(config: Config, device: torch.device, figures: dict) -> dict:
     """What result.json holds: who made this, of what, where, and the figures."""
     settings, identity = vars(config), NO_CHOICE | vars(config)
     command = "prune" if Path(sys.argv[0]).stem == "prune" else "train"

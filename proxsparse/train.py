@@ -137,7 +137,7 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
             "perplexity": table,
             "warnings": run.warnings_for(table, decided, samples, config),
         }
-        result = run.result_of(config, device, figures)
+        result = run.as_result(config, device, figures)
         run.save_result(run_dir, result)
         write_report(run_dir)
         if complete:

@@ -2,6 +2,7 @@
 
 import json
 
+import common
 import pytest
 import studies
 import torch
@@ -220,3 +221,12 @@ def test_masks_of_a_run_are_whole(folder, command):
     command("lambda1", "--metric", "none", "--values", "1")
     for path in folder.glob("out/cells/*/masks.safetensors"):
         assert len(load_masks(path)) == 14
+
+
+def test_a_magnitude_mask_far_above_does_not_press_the_runs_together():
+    pytest.importorskip("matplotlib")
+    rows = [row for row in studies.read_rows(common.results_file("studies")) if row["study"] == "lambda1"]
+    axes = studies.study_plots.line(rows, "title").axes[0]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels[1] == "magnitude mask: 2,569, beyond the picture"
+    assert max(row["perplexity"]["proxsparse"] for row in rows) < axes.get_ylim()[1] < 300

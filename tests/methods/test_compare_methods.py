@@ -251,6 +251,14 @@ def test_rows_of_older_versions_are_read_and_count(script, command, tmp_path):
     assert len(rows_of(tmp_path)) == len(rows) + 1
 
 
+def test_the_identity_of_a_text_survives_its_row(script, command):
+    """What a hub's text is made of is part of it; after JSON it has to be equal still, or no row is found again."""
+    args = script.parse_arguments([*command, "--methods", "dense"])
+    settings = script.perplexity_on("c4", 256, args).settings
+    assert json.loads(json.dumps(settings)) == settings == {"eval_max_windows": 256, "text": ["validation", 1100, " "]}
+    assert script.perplexity_on("a.txt", 256, args).settings == {"eval_max_windows": 256}
+
+
 def test_the_command_of_the_readme_finds_its_rows():
     """What README shows was measured with the settings that its command means today."""
     text = (Path(__file__).parents[2] / "README.md").read_text().partition("### The main table")[2]
