@@ -156,6 +156,7 @@ setup(
         "proxsparse.recipes": ["*.yaml"],
         "proxsparse.plan": ["*.yaml"],
         "proxsparse.inference": ["*.json"],
+        "proxsparse.ops": ["*.json"],
     },
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildKernels},

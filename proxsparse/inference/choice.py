@@ -17,7 +17,6 @@ over although it multiplies by no weight of this dtype on this device is announc
 
 import functools
 import json
-import math
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from proxsparse.inference.backends import Backend, backend, backends
 from proxsparse.ops.registry import announce
+from proxsparse.ops.tuning import device_kind, nearest
 
 MEASURED = Path(__file__).with_name("measured.json")
 REFERENCE, ORDER = "reference", " > "
@@ -85,15 +85,6 @@ def order(device: torch.device, dtype: torch.dtype, rows: int, shape: tuple[int,
     return by_rows[nearest(by_rows, (rows,))].split(ORDER)
 
 
-def nearest(table: dict[tuple[int, ...], object], size: tuple[int, ...]) -> tuple[int, ...]:
-    """The key whose numbers differ from `size` by the smallest factors, all of them multiplied."""
-
-    def distance(key: tuple[int, ...]) -> float:
-        return sum(abs(math.log(max(number, 1) / max(own, 1))) for number, own in zip(key, size, strict=True))
-
-    return min(table, key=distance)
-
-
 @functools.cache
 def measured(file: str) -> dict[tuple[str, str], dict[tuple[int, ...], dict[tuple[int, ...], str]]]:
     """(device kind, dtype) -> (out_features, in_features) -> (rows,) -> backends; {} without a file."""
@@ -108,15 +99,3 @@ def measured(file: str) -> dict[tuple[str, str], dict[tuple[int, ...], dict[tupl
         for kind, dtypes in kinds.items()
         for dtype, entry in dtypes.items()
     }
-
-
-@functools.cache
-def device_kind(device: torch.device) -> str:
-    """What devices of equal kernels share: "sm_90" for an H100 or H200, the widest instructions of a CPU."""
-    if device.type == "cuda":
-        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    if device.type == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        known = [name for name in ("avx512_bf16", "avx512_f", "avx2") if capabilities.get(name)]
-        return " ".join(["cpu", *known[:1]])
-    return device.type
