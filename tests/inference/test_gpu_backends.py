@@ -12,10 +12,13 @@ from proxsparse.ops.backends import cuda
 
 
 class Library:
-    """The functions of torch that call cuSPARSELt, by their signatures; the compressed form is the dense weight."""
+    """The functions of torch that call cuSPARSELt, by their signatures; the compressed form is the dense weight.
+
+    `mm_search` has the signature that torch 2.11.0+cu130 prints: six positional arguments, four numbers.
+    """
 
     def __init__(self) -> None:
-        self.searched, self.algorithms = [], []
+        self.searched, self.algorithms, self.pointers = [], [], []
 
     def compress(self, weight: Tensor) -> Tensor:
         return weight.clone()
@@ -24,13 +27,19 @@ class Library:
         self.searched.append((tuple(columns.shape), bias is not None))
         return 40 + len(self.searched)
 
+    def mm_search(self, compressed, columns, bias, alpha, out_dtype, transpose_result, /):
+        assert (alpha, out_dtype, transpose_result) == (None, None, True)
+        number = self.search(compressed, columns, bias)
+        return number, number - 38, 2, 99
+
     def multiply(
         self, compressed, columns, bias=None, alpha=None, out_dtype=None, transpose_result=False, alg_id=0, split_k=1,
         split_k_mode=-1,
     ):  # fmt: skip
         assert columns.shape[1] % cusparselt.ROW_STEP == 0
         assert transpose_result
-        self.algorithms.append(alg_id)
+        self.algorithms.append((alg_id, split_k, split_k_mode))
+        self.pointers.append(columns.data_ptr())
         return columns.t() @ compressed.t() + (0 if bias is None else bias)
 
 
@@ -43,6 +52,7 @@ def library(monkeypatch):
         ("sparse_mm", fake.multiply),
     ):
         monkeypatch.setattr(torch, f"_cslt_{name}", function)
+    monkeypatch.setattr(torch._C, "_cusparselt", fake, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cusparselt, "_algorithms", {})
     return fake
@@ -72,7 +82,22 @@ def test_each_shape_is_searched_once(library):
         for bias in (None, torch.zeros(32)):
             backend("cusparselt").linear(x, values, indices, bias, prepared)
     assert library.searched == [((48, 8), False), ((48, 8), True), ((48, 16), False), ((48, 16), True)]
-    assert library.algorithms == [41, 42] * 3 + [43, 44] * 2 + [41, 42]
+    first, second, third, fourth = ((number, number - 38, 2) for number in (41, 42, 43, 44))
+    assert library.algorithms == [first, second] * 3 + [third, fourth] * 2 + [first, second]
+
+
+def test_a_torch_without_mm_search_gives_the_algorithm_alone(library, monkeypatch):
+    monkeypatch.delattr(torch._C, "_cusparselt")
+    x, _weight, values, indices = layer(8)
+    backend("cusparselt").linear(x, values, indices, None, backend("cusparselt").prepare(values, indices))
+    assert library.algorithms == [(41, 1, -1)]
+
+
+def test_x_is_copied_only_to_add_rows(library):
+    for rows in (8, 16, 13):
+        x, _weight, values, indices = layer(rows)
+        backend("cusparselt").linear(x, values, indices, None, backend("cusparselt").prepare(values, indices))
+        assert (library.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
 
 
 def test_a_capture_never_searches(library, monkeypatch):
@@ -82,7 +107,7 @@ def test_a_capture_never_searches(library, monkeypatch):
     backend("cusparselt").linear(x, values, indices, None, prepared)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     backend("cusparselt").linear(x, values, indices, None, prepared)
-    assert library.algorithms == [0, 41]
+    assert library.algorithms == [(0, 1, -1), (41, 3, 2)]
 
 
 class OnGPU:

@@ -2,7 +2,8 @@
 
 All of them read the one packed copy (`proxsparse.packed`: values [out, in/2], uint8 indices [out, ceil(in/8)]), so that
 a layer can change its backend with the number of rows and its checkpoint never needs a conversion. A backend whose
-library insists on a form of its own (cuSPARSELt) has `prepare`, and the layer then holds both.
+library reads a form of its own has `prepare`, and a layer of that backend holds both. cuSPARSELt needs it; CUTLASS can
+also derive its form in each call.
 """
 
 import importlib
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -22,22 +24,29 @@ class Backend:
     linear(x, values, indices, bias, prepared) -> [rows, out_features] in x's dtype: x W^T + bias, accumulated in fp32
         at least. x is contiguous and of values' dtype; bias [out_features] of that dtype or None
     prepare(values, indices) -> the backend's own form, one tensor; None: it reads the packed form itself
+    prepare_is_optional: `linear` also takes prepared=None, and then derives its form in each call
     """
 
     name: str
     supports: Callable[[Tensor, Tensor], str | None]
     linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     prepare: Callable[[Tensor, Tensor], Tensor] | None = None
+    prepare_is_optional: bool = False
+
+    @property
+    def needs_prepared(self) -> bool:
+        """Whether `linear` cannot do without its own form."""
+        return self.prepare is not None and not self.prepare_is_optional
 
 
 _backends: dict[str, Backend] = {}
 
 
-def register_backend(name: str, supports: Callable, prepare: Callable | None = None):
-    """Decorator: add a `linear` to the table; `supports` and `prepare` stand beside it."""
+def register_backend(name: str, supports: Callable, prepare: Callable | None = None, prepare_is_optional: bool = False):
+    """Decorator: add a `linear` to the table, with the other members of its `Backend`."""
 
     def add(linear: Callable) -> Callable:
-        _backends[name] = Backend(name, supports, linear, prepare)
+        _backends[name] = Backend(name, supports, linear, prepare, prepare_is_optional)
         return linear
 
     return add
@@ -53,6 +62,12 @@ def backend(name: str) -> Backend:
     if name not in _backends:
         raise ValueError(f"inference backend {name!r}: no such backend; choose from auto, {', '.join(backends())}")
     return _backends[name]
+
+
+def pad_rows(x: Tensor, step: int) -> Tensor:
+    """x with rows of zeros up to a multiple of `step`; x itself if there is nothing to add, where pad would copy it."""
+    missing = -len(x) % step
+    return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 for _module in pkgutil.iter_modules(__path__):

@@ -5,19 +5,19 @@ then on the layer takes twice the memory of the packed form, 9/8 of the dense on
 
 torch 2.11 to 2.13 makes descriptors and the plan of a multiplication anew in each call, on the host (ATen,
 cuSPARSELtOps.cpp). A captured CUDA graph holds only the kernels, so that replaying it rebuilds nothing; time it there.
-The algorithm is searched in the first call of each shape, which runs them all and waits for the GPU. A capture must not
-wait, so a shape that is first met in one keeps algorithm 0: call once before.
+The algorithm and its split of in_features are searched in the first call of each shape, which runs them all and waits
+for the GPU. A capture must not wait, so a shape that is first met in one takes the default algorithm: call once before.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from proxsparse.inference.backends import register_backend
+from proxsparse.inference.backends import pad_rows, register_backend
 
 DTYPES = (torch.bfloat16, torch.float16)
 WEIGHT_STEP, ROW_STEP = 16, 8  # torch.sparse.SparseSemiStructuredTensorCUSPARSELT: of out_ and in_features; of rows
-_algorithms: dict[tuple, int] = {}  # (device, dtype, out_features, in_features, rows, with a bias) -> its number
+DEFAULT = {"alg_id": 0, "split_k": 1, "split_k_mode": -1}
+_algorithms: dict[tuple, dict[str, int]] = {}  # (device, dtype, out_features, in_features, rows, with a bias) -> it
 
 
 def _supports(x: Tensor, values: Tensor) -> str | None:
@@ -43,17 +43,26 @@ def _prepare(values: Tensor, indices: Tensor) -> Tensor:
 
 @register_backend("cusparselt", supports=_supports, prepare=_prepare)
 def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor) -> Tensor:
-    rows = len(x)
-    columns = functional.pad(x, (0, 0, 0, -rows % ROW_STEP)).t()
-    number = algorithm(prepared, columns, bias, len(values))
-    return torch._cslt_sparse_mm(prepared, columns, bias, transpose_result=True, alg_id=number)[:rows]
+    columns = pad_rows(x, ROW_STEP).t()
+    chosen = algorithm(prepared, columns, bias, len(values))
+    return torch._cslt_sparse_mm(prepared, columns, bias, transpose_result=True, **chosen)[: len(x)]
 
 
-def algorithm(prepared: Tensor, columns: Tensor, bias: Tensor | None, out_features: int) -> int:
-    """The fastest algorithm for a weight times columns [in_features, rows]."""
+def algorithm(prepared: Tensor, columns: Tensor, bias: Tensor | None, out_features: int) -> dict[str, int]:
+    """The fastest algorithm for a weight times columns [in_features, rows], as arguments of torch._cslt_sparse_mm."""
     key = (columns.device, columns.dtype, out_features, *columns.shape, bias is not None)
     if key not in _algorithms:
         if torch.cuda.is_current_stream_capturing():
-            return 0
-        _algorithms[key] = int(torch._cslt_sparse_mm_search(prepared, columns, bias, transpose_result=True))
+            return DEFAULT
+        _algorithms[key] = search(prepared, columns, bias)
     return _algorithms[key]
+
+
+def search(prepared: Tensor, columns: Tensor, bias: Tensor | None) -> dict[str, int]:
+    """Runs all algorithms. torch's public op returns the number of the fastest alone, and is deprecated."""
+    library = getattr(torch._C, "_cusparselt", None)
+    if not hasattr(library, "mm_search"):
+        number = torch._cslt_sparse_mm_search(prepared, columns, bias, transpose_result=True)
+        return DEFAULT | {"alg_id": int(number)}
+    number, split_k, split_k_mode, _most = library.mm_search(prepared, columns, bias, None, None, True)
+    return {"alg_id": number, "split_k": split_k, "split_k_mode": split_k_mode}
