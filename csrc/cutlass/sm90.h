@@ -12,8 +12,10 @@
 
 namespace proxsparse::gemm {
 
-// Schedule: of the main loop; EpilogueSchedule: of writing y. The metadata is that of all tiles with 128 columns.
-template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule>
+// Schedule: of the main loop; EpilogueSchedule: of writing y. TileScheduler: void gives each tile of y to one thread
+// block. The metadata is that of all tiles with 128 columns.
+template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
+          typename TileScheduler = void>
 struct Sm90 {
   static constexpr int kArchitecture = 90;
   using Element = cutlass::bfloat16_t;
@@ -32,7 +34,8 @@ struct Sm90 {
       kAligned, float, Shape, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       Schedule>::CollectiveOp;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
+  using Kernel =
+      cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, TileScheduler>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
   using Config = typename Mainloop::SparseConfig;
 
