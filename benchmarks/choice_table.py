@@ -48,8 +48,11 @@ def choice_table(rows: list[dict]) -> dict[str, dict]:
 
 
 def fastest_first(rows: list[dict]) -> list[str]:
-    """The backends that `auto` may take, up to the one that always serves: what is slower than that is left out."""
+    """The backends that `auto` may take, up to the one that always serves: what is slower than that is left out.
+
+    Rows of a variant ("cutlass:64x32") do not count: `auto` takes a backend as the row of its bare name measured it.
+    """
     ms = {row["backend"]: row["p50_ms"] for row in rows}
-    names = [name for name in sorted(ms, key=ms.get) if name in backends() and backend(name).prepare is None]
+    names = [name for name in sorted(ms, key=ms.get) if name in backends() and not backend(name).needs_prepared]
     place = names.index(choice.REFERENCE) if choice.REFERENCE in names else len(names)
     return [*names[:place], choice.REFERENCE]

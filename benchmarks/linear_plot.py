@@ -6,13 +6,14 @@ COLUMNS = 4
 
 
 def plot(rows: list[dict], file: Path) -> None:
-    """A panel for each weight and dtype, a line for each backend; above 1 sparse wins."""
+    """A panel for each weight and dtype, a line for each backend without its variants; above 1 sparse wins."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print(f"no {file.name}: matplotlib is missing; remedy: pip install matplotlib")
         return
-    rows = [row for row in rows if row["state"] == "cold" and "times_dense" in row and row["backend"] != "dense"]
+    rows = [row for row in rows if row["state"] == "cold" and "times_dense" in row]
+    rows = [row for row in rows if row["backend"] != "dense" and ":" not in row["backend"]]
     panels = list(dict.fromkeys((row["dtype"], row["weights"]) for row in rows))
     if not panels:
         return

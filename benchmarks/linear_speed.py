@@ -17,6 +17,10 @@ share of what the machine allows: bytes at the copy's speed, measured before eac
 of the dense matmul for this shape (if some call has 512 rows), whichever takes longer. Copying reads as much as it
 writes; reading alone can be faster. `auto` marks what SparseLinear takes by itself at present.
 
+A backend is measured as `auto` calls it, and besides in each of its variants: `cutlass:prepared`, a layer that holds
+the metadata, and one for each tile that was built, such as `cutlass:64x32`. Variants are no choice of `auto`; what is
+fastest among them is for proxsparse/ops/tuned.json.
+
 Rows are appended to results/linear_speed.jsonl after each shape, and results/linear_speed_<device>.png shows them.
 """
 
@@ -55,11 +59,13 @@ import proxsparse.inference.linear  # noqa: F401  registers the op
 from proxsparse.device import choose_device
 from proxsparse.errors import run_command
 from proxsparse.inference import choice
-from proxsparse.inference.backends import Backend, backend, backends
+from proxsparse.inference.backends import Backend, backend, backends, cutlass
 from proxsparse.inference.generate import captured
 from proxsparse.ops import unpack_nm
+from proxsparse.ops.tuning import use_launch_parameters
 
 DENSE = "dense"
+VARIANT = ":"  # between the name of a backend and what it was forced to
 DEFAULTS = {  # device -> flag -> value, for flags that are not given
     "cpu": {
         "shapes": [*layer_shapes(["smollm2-135m"]), (4096, 4096), (4096, 14336), (14336, 4096)],
@@ -194,7 +200,8 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
     """The rows of dense and of every backend that supports so many rows; of one that fails there is a note alone."""
     x = weights.x[:rows]
     calls = {DENSE: lambda place: functional.linear(x, weights.dense[place])}
-    calls |= {name: sparse_call(backend(name), weights, x) for name in backends_for(x, weights, args.backends)}
+    for name in backends_for(x, weights, args.backends):
+        calls |= sparse_calls(backend(name), weights, x)
     errors, numbers, runs, notes = {}, {}, {}, {}
     for name, call in calls.items():
         try:
@@ -224,14 +231,31 @@ def backends_for(x: Tensor, weights: Weights, names: list[str] | None) -> list[s
     return [name for name in names or backends() if backend(name).supports(x, values) is None]
 
 
-def sparse_call(chosen: Backend, weights: Weights, x: Tensor) -> Callable[[int], Tensor]:
-    """place -> x W^T by this backend, through the op, with the weight of that place."""
-    if chosen.name not in weights.prepared:
-        own = [chosen.prepare(*packed) if chosen.prepare else None for packed in weights.packed]
-        weights.prepared[chosen.name] = own
-    own = weights.prepared[chosen.name]
-    multiply = torch.ops.proxsparse.sparse_linear
-    return lambda place: multiply(x, *weights.packed[place], None, own[place], chosen.name)
+def sparse_calls(chosen: Backend, weights: Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
+    """The backend's name, and name:variant for each variant -> (place -> x W^T, through the op, by that weight)."""
+    packed, multiply = weights.packed, torch.ops.proxsparse.sparse_linear
+    calls = {}
+    if chosen.prepare and chosen.name not in weights.prepared:
+        weights.prepared[chosen.name] = [chosen.prepare(*one) for one in packed]
+    if not chosen.needs_prepared:
+        calls[chosen.name] = lambda place: multiply(x, *packed[place], None, None, chosen.name)
+    if chosen.prepare:
+        own = weights.prepared[chosen.name]
+        name = chosen.name if chosen.needs_prepared else chosen.name + VARIANT + "prepared"
+        calls[name] = lambda place: multiply(x, *packed[place], None, own[place], chosen.name)
+    for tile in cutlass.built_tiles(x.device) if chosen.name == "cutlass" else []:
+        calls[chosen.name + VARIANT + tile] = with_tile(tile, calls[chosen.name])
+    return calls
+
+
+def with_tile(tile: str, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """The call with a tile of CUTLASS that is not chosen but forced."""
+
+    def forced(place: int) -> Tensor:
+        with use_launch_parameters("cutlass", tile=tile):
+            return call(place)
+
+    return forced
 
 
 def error_of(call: Callable[[int], Tensor], weights: Weights, rows: int) -> float:
@@ -295,14 +319,14 @@ def cells(row: dict) -> list[str]:
 
 
 def in_short(rows: list[dict]) -> str:
-    """What the fastest sparse backend and `auto` are against dense, for the fewest and the most rows."""
+    """What the fastest sparse backend is against dense, for the fewest and the most rows; variants do not count."""
     said = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         for count in sorted({min(row["rows"] for row in rows), max(row["rows"] for row in rows)}):
             of_case = [row for row in rows if (row["dtype"], row["rows"]) == (dtype, count) and "times_dense" in row]
             ratios = defaultdict(list)
             for row in of_case:
-                if row["backend"] != DENSE:
+                if row["backend"] != DENSE and VARIANT not in row["backend"]:
                     ratios[row["weights"], row["state"]].append(row["times_dense"])
             best = [max(found) for found in ratios.values()]
             if best:

@@ -11,8 +11,8 @@ makes of the rows of benchmarks/results/linear_speed.jsonl, and from which devic
 that is, shape of the weight (out_features x in_features) -> rows of x -> backends, the fastest first. A call takes the
 nearest shape and the nearest number of rows, and the first backend there that supports it. `reference`, which unpacks
 the weight and leaves the rest to torch's dense matmul, supports everything: it stands first where sparse loses. A
-backend that needs a form of its own (`prepare`) is never chosen: the layer may not hold that form. One that is passed
-over although it multiplies by no weight of this dtype on this device is announced, once for each reason.
+backend that needs a form of its own (`needs_prepared`) is never chosen: the layer may not hold that form. One that is
+passed over although it multiplies by no weight of this dtype on this device is announced, once for each reason.
 """
 
 import functools
@@ -63,7 +63,7 @@ def first_that_serves(x: Tensor, values: Tensor) -> Backend:
     """The first of the order that is there, needs no form of its own and supports the call."""
     rows, (out_features, k) = x.shape[0], values.shape
     for name in order(x.device, x.dtype, rows, (out_features, 2 * k)):
-        if name not in backends() or backend(name).prepare:
+        if name not in backends() or backend(name).needs_prepared:
             continue
         if backend(name).supports(x, values) is None:
             return backend(name)

@@ -15,6 +15,7 @@ from proxsparse.patterns import NMPattern
 
 AUTO = "auto"
 PATTERN = NMPattern(2, 4)
+MANY_ROWS = 64  # what a backend that has a form of its own is for
 
 torch.library.define(
     "proxsparse::sparse_linear",
@@ -27,7 +28,7 @@ def _sparse_linear(
     x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None, backend: str
 ) -> Tensor:
     check_call(x, values, indices, bias)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+    rows = as_rows(x)
     backend = explicit(backend)
     chosen = choose(rows, values) if backend == AUTO else backend_named(backend)
     if backend != AUTO and (reason := chosen.supports(rows, values)):
@@ -35,12 +36,17 @@ def _sparse_linear(
             f"sparse_linear: backend {backend!r} was chosen explicitly but cannot serve this call: {reason}; choose "
             "backend='auto', without PROXSPARSE_BACKEND or use_backend"
         )
-    if chosen.prepare and prepared is None:
+    if chosen.needs_prepared and prepared is None:
         raise RuntimeError(
             f"sparse_linear: backend {backend!r} reads a form of its own; pass its prepare(values, indices) as "
             "`prepared`, or call a SparseLinear, which holds it"
         )
     return chosen.linear(rows, values, indices, bias, prepared).view(*x.shape[:-1], values.shape[0])
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., in_features] -> [rows, in_features], contiguous."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
 def explicit(backend: str) -> str:
@@ -118,8 +124,10 @@ class SparseLinear(nn.Module):
     the form is that of `proxsparse.packed`. x [..., in_features] has their dtype, or torch.autocast is on. The layer is
     frozen; dL/dx is there, so that an adapter beside it or a layer before it can learn.
 
-    A backend with a form of its own (cuSPARSELt) prepares it once, in the first call, and holds it beside the packed
-    one: more memory, no state. It is dropped whenever the weight moves, is cast, or is loaded.
+    A layer of a backend with a form of its own ("cusparselt", "cutlass") prepares it once, in the first call, and holds
+    it with the packed one: more memory, no state. It is dropped whenever the weight moves, is cast, or is loaded. A
+    call that is captured in a CUDA graph stores no form, and a compiled one none that its backend can do without: call
+    once before, or see `prepare_`.
 
     Where W keeps no weight, an infinity or NaN in x makes y NaN or has no influence, as the backend and the number of
     rows have it; subnormal bfloat16 weights count as 0 on CPUs that multiply bfloat16 (AVX512-BF16).
@@ -143,7 +151,7 @@ class SparseLinear(nn.Module):
         indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
         self.register_buffer("indices", indices)
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.prepared: tuple[torch.dtype, Tensor] | None = None
+        self.prepared: tuple[str, torch.dtype, Tensor] | None = None  # for which `backend` and dtype of values
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, backend: str = AUTO) -> "SparseLinear":
@@ -159,17 +167,51 @@ class SparseLinear(nn.Module):
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, values, bias = (autocast_to(dtype, tensor) for tensor in (x, values, bias))
-        prepared = None if self.backend == AUTO else self.own_form(values)
+        prepared = self.own_form(x, values)
         return torch.ops.proxsparse.sparse_linear(x, values, self.indices, bias, prepared, self.backend)
 
-    def own_form(self, values: Tensor) -> Tensor | None:
-        """The backend's own form of the weight, made once for each dtype of `values`; None if it has none."""
-        prepare = backend_named(self.backend).prepare
-        if prepare is None:
+    def own_form(self, x: Tensor, values: Tensor) -> Tensor | None:
+        """The backend's own form of the weight, held or made now; None if it has none, derives it or refuses the call.
+
+        Made once for each dtype of `values`. What a capture makes is memory of its graph, filled when that is replayed,
+        and so is not held.
+        """
+        if self.prepared is not None and self.prepared[:2] == (self.backend, values.dtype):
+            return self.prepared[2]
+        if self.backend == AUTO or (chosen := backend_named(self.backend)).prepare is None:
             return None
-        if self.prepared is None or self.prepared[0] != values.dtype:
-            self.prepared = values.dtype, prepare(values.detach(), self.indices)
-        return self.prepared[1]
+        compiling, capturing = torch.compiler.is_compiling(), is_capturing(values)
+        if chosen.prepare_is_optional and (compiling or capturing):
+            return None
+        if not compiling:
+            check_call(x, values, self.indices, None)
+            if chosen.supports(as_rows(x), values):
+                return None
+        form = chosen.prepare(values.detach(), self.indices)
+        if not capturing:
+            self.prepared = self.backend, values.dtype, form
+        return form
+
+    def prepare_(self, backend: str) -> "SparseLinear":
+        """Makes the form of its own that `backend` reads, and holds it until the weight moves, is cast or is loaded.
+
+        A layer of that backend does so in its first call. One of "auto" holds a form only if it is asked to: "cutlass"
+        then takes 1/8 byte a weight more, and calls of many rows are spared a kernel that derives it.
+
+        Raises:
+            ValueError: the layer is of another backend, or it is "auto", which never calls a backend that needs a form
+                of its own; or the backend has none.
+            RuntimeError: the backend cannot serve this weight where it is.
+        """
+        chosen, values = backend_named(backend), self.values
+        if chosen.prepare is None:
+            raise ValueError(f"prepare_: backend {backend!r} reads the packed form; there is nothing to prepare")
+        if self.backend != backend and (self.backend != AUTO or chosen.needs_prepared):
+            raise ValueError(f"prepare_: a layer of backend {self.backend!r} never calls {backend!r}; choose it first")
+        if reason := chosen.supports(values.new_empty(1, 1).expand(MANY_ROWS, self.in_features), values):
+            raise RuntimeError(f"prepare_: backend {backend!r} cannot serve this layer: {reason}")
+        self.prepared = self.backend, values.dtype, chosen.prepare(values.detach(), self.indices)
+        return self
 
     def dense_weight(self) -> Tensor:
         """W, unpacked: [out_features, in_features]."""
@@ -200,6 +242,11 @@ class SparseLinear(nn.Module):
                 errors.append(f"{prefix.removesuffix('.')}: {error}")
                 return
         super()._load_from_state_dict(state, prefix, *arguments)
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether what is computed on this tensor's device is being captured in a CUDA graph."""
+    return tensor.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

@@ -1,16 +1,20 @@
 """The inference backend `cutlass` without a GPU: its metadata against CUTLASS's own layouts, and whom it refuses."""
 
 import importlib.util
+import json
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from proxsparse.inference.backends import backend, cutlass
+from proxsparse.ops import tuning
 
-PROGRAM = Path(__file__).parents[1] / "ops" / "cuda_on_cpu" / "cutlass_layouts.cu"
+CHECKOUT = Path(__file__).parents[2]
+PROGRAM = CHECKOUT / "tests" / "ops" / "cuda_on_cpu" / "cutlass_layouts.cu"
 EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
 SHAPES = {80: [(32, 64), (96, 320), (256, 1024)], 90: [(64, 128), (128, 384), (8, 16), (72, 144), (200, 1600)]}
 
@@ -73,11 +77,39 @@ def test_what_begins_anywhere_is_copied():
     assert torch.equal(copy, tensor[1:])
 
 
-def test_tiles_grow_with_the_rows_and_all_of_them_exist():
-    assert [cutlass.tile_for(rows, 90) for rows in (1, 33, 512, 513)] == ["64x32", "64x64", "128x128", "128x256"]
-    assert [cutlass.tile_for(rows, 80) for rows in (17, 129)] == ["64x64", "128x128"]
-    folder = Path(__file__).parents[2] / "csrc" / "cutlass"
+@pytest.fixture
+def gpus(monkeypatch, tmp_path):
+    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built. Returns the table."""
+    built = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm*_*.cu")]
+    tiles = [(int(architecture.removeprefix("sm")), name) for architecture, _, name in built]
+    monkeypatch.setattr(cutlass, "_C", SimpleNamespace(tiles=lambda: tiles))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (device.index, 0))
+    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
+    yield tmp_path / "tuned.json"
+    tuning.forget()
+    tuning.device_kind.cache_clear()
+
+
+def tiles_for(index: int, *all_rows: int, shape: tuple[int, int] = (4096, 4096)) -> list[str]:
+    return [cutlass.tile_for(torch.device("cuda", index), *shape, rows) for rows in all_rows]
+
+
+def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpus):
+    assert tiles_for(9, 1, 33, 512, 513) == ["64x32", "64x64", "128x128", "128x256"]
+    assert tiles_for(8, 17, 129) == ["64x64", "128x128"]
     for architecture, tiles in cutlass.TILES.items():
-        assert {f"sm{architecture}_{tile}" for _, tile in tiles} == {
-            path.stem for path in folder.glob(f"sm{architecture}_*.cu")
-        }
+        device = torch.device("cuda", architecture // 10)
+        assert {tile for _, tile in tiles} <= set(cutlass.built_tiles(device))
+    assert cutlass.built_tiles(torch.device("cuda", 8)) == ["128x128", "64x64"]
+
+
+def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus):
+    sizes = {"4096x4096x64": "128x64_streamk", "4096x4096x512": "128x128", "14336x4096x64": "of another version"}
+    entry = {"measured": {}, "fastest": {size: {"tile": tile} for size, tile in sizes.items()}}
+    gpus.write_text(json.dumps({"sm_90": {"cutlass bfloat16": entry}}))
+    tuning.forget()
+    assert tiles_for(9, 17, 100, 300) == ["128x64_streamk", "128x64_streamk", "128x128"]
+    assert tiles_for(9, 64, shape=(14336, 4096)) == ["64x64"]
+    assert tiles_for(8, 64) == ["64x64"]
+    with tuning.use_launch_parameters("cutlass", tile="64x32"):
+        assert tiles_for(9, 100, 5000) == ["64x32", "64x32"]

@@ -9,8 +9,10 @@ import torch
 from pruned import assert_as_good_as_dense, pruned_linear
 from torch import nn
 
+import proxsparse.inference.linear as inference_linear
 from proxsparse import SparseLinear, use_backend
-from proxsparse.inference import backends
+from proxsparse.inference import backends, choice
+from proxsparse.ops import unpack_nm
 
 sparse_linear = torch.ops.proxsparse.sparse_linear
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -331,6 +333,131 @@ def test_a_backends_own_form_under_autocast_and_compile(preparing):
         compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
         for _ in range(3):
             torch.testing.assert_close(compiled(x), linear(x))
+
+
+@pytest.fixture
+def deriving(monkeypatch):
+    """A backend that can do without the form of its own, here the dense weight. Returns what each call was handed."""
+    handed = []
+
+    def linear(x, values, indices, bias, weight):
+        handed.append(None if weight is None else values.dtype)
+        weight = unpack_nm(values, indices) if weight is None else weight
+        return nn.functional.linear(x, weight, bias)
+
+    def supports(x, values):
+        return "it has had enough rows" if len(x) > 99 else None
+
+    row = backends.Backend("deriving", supports, linear, unpack_nm, True)
+    monkeypatch.setitem(backends._backends, "deriving", row)
+    monkeypatch.setattr(choice, "order", lambda *arguments: ["preparing", "deriving", "reference"])
+    choice.forget()
+    yield handed
+    choice.forget()
+
+
+CHANGES = {
+    "cast": lambda layer: layer.double().float(),
+    "moved": lambda layer: layer.to("cpu"),
+    "copied": copy.deepcopy,
+    "pickled": lambda layer: pickle.loads(pickle.dumps(layer)),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES.values(), None], ids=[*CHANGES, "loaded"])
+@pytest.mark.parametrize("backend", ["deriving", "auto"])
+def test_a_form_that_is_optional_is_held_until_the_weight_changes(backend, change, deriving):
+    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), backend), torch.randn(2, 24)
+    if backend == "auto":
+        assert sparse.prepare_("deriving") is sparse
+    for _ in range(2):
+        torch.testing.assert_close(sparse(x), linear(x))
+    assert deriving == [torch.float32] * 2
+    if change:
+        sparse = change(sparse)
+    else:
+        sparse.load_state_dict(SparseLinear.from_linear(linear := pruned_linear()).state_dict())
+    assert sparse.prepared is None
+    torch.testing.assert_close(sparse(x), linear(x))
+    assert deriving[2:] == [None if backend == "auto" else torch.float32]
+
+
+def test_a_form_is_that_of_one_backend(deriving, preparing):
+    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), "deriving"), torch.randn(2, 24)
+    sparse(x)
+    for backend in ("auto", "preparing"):
+        sparse.backend = backend
+        torch.testing.assert_close(sparse(x), linear(x))
+    assert deriving == [torch.float32, None]
+    assert preparing == [torch.float32]
+
+
+def test_auto_derives_a_form_that_is_optional_and_never_takes_a_backend_that_needs_one(deriving, preparing):
+    sparse, x = SparseLinear.from_linear(pruned_linear()), torch.randn(2, 24)
+    for _ in range(2):
+        sparse(x)
+    assert deriving == [None, None]
+    assert preparing == []
+    sparse.prepare_("deriving")
+    with torch.autocast("cpu", torch.bfloat16):
+        sparse(x)
+    sparse(x)
+    assert deriving[2:] == [None, torch.float32]
+
+
+def test_a_compiled_call_holds_no_form_that_is_optional_and_uses_one_that_is_held(deriving):
+    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), "deriving"), torch.randn(2, 24)
+    compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), linear(x))
+    assert sparse.prepared is None
+    sparse.prepare_("deriving")
+    torch.testing.assert_close(compiled(x), linear(x))
+    assert deriving == [None, None, torch.float32]
+
+
+@pytest.mark.parametrize("backend", ["deriving", "preparing"])
+def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(backend, deriving, preparing, monkeypatch):
+    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), backend), torch.randn(2, 24)
+    capturing = [True]
+    monkeypatch.setattr(inference_linear, "is_capturing", lambda tensor: capturing[0])
+    torch.testing.assert_close(sparse(x), linear(x))
+    assert sparse.prepared is None
+    capturing[0] = False
+    sparse(x)
+    capturing[0], held = True, sparse.prepared
+    torch.testing.assert_close(sparse(x), linear(x))
+    assert sparse.prepared is held
+    assert deriving == ([None, torch.float32, torch.float32] if backend == "deriving" else [])
+    assert preparing == ([torch.float32] * 2 if backend == "preparing" else [])
+
+
+def test_a_refused_call_makes_no_form(deriving):
+    sparse = SparseLinear.from_linear(pruned_linear(), "deriving")
+    with pytest.raises(RuntimeError, match=r"'deriving' was chosen explicitly but cannot serve .*enough rows"):
+        sparse(torch.randn(100, 24))
+    with pytest.raises(ValueError, match="must be in_features=24"):
+        sparse(torch.randn(2, 20))
+    assert sparse.prepared is None
+
+
+def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monkeypatch):
+    auto, other = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "reference"))
+    with pytest.raises(ValueError, match="'reference' reads the packed form; there is nothing to prepare"):
+        auto.prepare_("reference")
+    with pytest.raises(ValueError, match="a layer of backend 'auto' never calls 'preparing'"):
+        auto.prepare_("preparing")
+    with pytest.raises(ValueError, match="a layer of backend 'reference' never calls 'deriving'"):
+        other.prepare_("deriving")
+    monkeypatch.setattr(inference_linear, "MANY_ROWS", 100)
+    with pytest.raises(RuntimeError, match="'deriving' cannot serve this layer: it has had enough rows"):
+        auto.prepare_("deriving")
+    assert auto.prepared is None
+
+
+def test_auto_may_be_handed_the_form_of_one_backend_alone():
+    """It is handed to whichever backend is chosen, so that two kinds of forms could be confused."""
+    assert [name for name in backends.backends() if backends.backend(name).prepare_is_optional] == ["cutlass"]
 
 
 def test_repr():

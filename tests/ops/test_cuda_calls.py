@@ -20,7 +20,7 @@ class Kernels:
     """proxsparse._C_cuda (csrc/cuda/bindings.cpp) on tensors of the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
+        self.library, self.metadata = library, 0
 
     def gemv(self, x, values, indices, bias, y, stream):
         tensors = (address(tensor) for tensor in (x, values, indices, bias, y))
@@ -34,6 +34,7 @@ class Kernels:
 
     def cutlass_metadata_(self, indices, metadata, architecture, stream):
         rows, columns = len(indices), 8 * indices.shape[1]
+        self.metadata += 1
         assert self.library.metadata(address(indices), address(metadata), rows, columns, architecture) == 0
 
 
@@ -41,13 +42,14 @@ class Multiplications:
     """proxsparse._C_cutlass (csrc/cutlass/bindings.cpp): multiplies by what the metadata say."""
 
     def __init__(self) -> None:
-        self.tiles = []
+        self.tiles, self.pointers = [], []
 
     def workspace_bytes(self, architecture, tile, values, x):
         return 0
 
     def gemm(self, architecture, tile, values, metadata, x, bias, y, workspace, stream):
         self.tiles.append(tile)
+        self.pointers.append(x.data_ptr())
         indices = torch.full((len(values), values.shape[1] // 4), -1, dtype=torch.int32)
         place = EQUATIONS[architecture](torch.arange(indices.numel(), dtype=torch.int32).view(indices.shape) + 1000)
         real = place >= 1000
@@ -120,3 +122,33 @@ def test_cutlass(major, shape, with_bias, multiplications, monkeypatch):
         torch.testing.assert_close(y.double(), exact, rtol=8e-3, atol=3e-2)
     small, large = ["64x64"] * 2, ["128x128"] * 2
     assert multiplications.tiles == (["64x32", "64x64", "128x128", "128x256"] if major == 9 else small + large)
+
+
+@pytest.mark.parametrize("major", [8, 9])
+def test_the_metadata_of_cutlass_can_be_prepared_once(major, multiplications, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    values, indices = packed.pack_nm(pruned((96, 320)))
+    prepared = backend("cutlass").prepare(values, indices)
+    assert torch.equal(prepared, EQUATIONS[10 * major](indices))
+    for rows in (17, 40):
+        x, count = torch.randn(rows, 320).bfloat16(), cuda._C.metadata
+        y = backend("cutlass").linear(x, values, indices, None, prepared)
+        assert cuda._C.metadata == count
+        assert torch.equal(y, backend("cutlass").linear(x, values, indices, None, None))
+        assert cuda._C.metadata == count + 1
+
+
+def test_x_is_copied_only_to_add_rows(multiplications, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    values, indices = packed.pack_nm(pruned((96, 320)))
+    for rows in (24, 128, 17):
+        x = torch.randn(rows, 320).bfloat16()
+        backend("cutlass").linear(x, values, indices, None, None)
+        assert (multiplications.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
+
+
+def test_indices_that_begin_anywhere_are_copied_before_their_metadata_are_made(multiplications, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    values, indices = packed.pack_nm(pruned((64, 128)))
+    anywhere = torch.cat([indices.new_zeros(1), indices.flatten()])[1:].view(indices.shape)
+    assert torch.equal(backend("cutlass").prepare(values, anywhere), backend("cutlass").prepare(values, indices))

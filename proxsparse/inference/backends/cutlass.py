@@ -1,8 +1,13 @@
-"""Many rows on CUDA GPUs: CUTLASS's sparse matrix multiplications (csrc/cutlass), tile by the number of rows.
+"""Many rows on CUDA GPUs: CUTLASS's sparse matrix multiplications (csrc/cutlass).
 
 They read the values as they are packed. The places they want in an order of their own, "metadata" (CUTLASS calls it E),
-which a small kernel derives in each call from the one packed copy: in_features * out_features / 8 bytes are read and as
-many written. Here stand the equations of those orders; csrc/cuda/metadata.cu is their fast form.
+which a small kernel derives from the packed ones: in_features * out_features / 8 bytes are read and as many written.
+`prepare` does that once, and a layer of backend="cutlass" then holds the metadata: 1/8 byte a weight, 11% of the packed
+form in bfloat16. Without it, as a layer of backend="auto" calls it, it is done in each call. Here stand the equations
+of those orders; csrc/cuda/metadata.cu is their fast form.
+
+The tile, the part of y that a thread block computes, is the fastest that was measured for the nearest size
+(proxsparse.ops.tuning, kernel "cutlass", parameter "tile"), else by the number of rows, see TILES.
 """
 
 import importlib
@@ -11,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxsparse.inference.backends import register_backend
+from proxsparse.inference.backends import pad_rows, register_backend
+from proxsparse.ops import tuning
 from proxsparse.ops.backends import cuda
 
 try:
@@ -24,7 +30,8 @@ except ImportError as error:
     )
 
 ANY_PLACES = 0x44  # places 0 and 1 of two blocks: where a padded tile has no weights
-# architecture -> [(the most rows it is for, tile)]. By arithmetic, not measured: as few idle rows as possible.
+# architecture -> [(the most rows it is for, tile)], where nothing was measured: as few idle rows as possible. There are
+# more tiles, which only a measurement chooses.
 TILES = {
     90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
     80: [(128, "64x64"), (None, "128x128")],
@@ -66,9 +73,18 @@ def architecture_of(device: torch.device) -> int:
     return 90 if torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
-def tile_for(rows: int, architecture: int) -> str:
-    """The name of the tile for this many rows."""
-    return next(tile for most, tile in TILES[architecture] if most is None or rows <= most)
+def tile_for(device: torch.device, out_features: int, in_features: int, rows: int) -> str:
+    """The name of the tile: that of tuned.json for this size, if it was built, else that of TILES."""
+    size = out_features, in_features, rows
+    tile = tuning.launch_parameters("cutlass", torch.bfloat16, device, size).get("tile")
+    if tile and tile in built_tiles(device):
+        return tile
+    return next(tile for most, tile in TILES[architecture_of(device)] if most is None or rows <= most)
+
+
+def built_tiles(device: torch.device) -> list[str]:
+    """The names of the tiles that were built for this GPU."""
+    return sorted(name for architecture, name in _C.tiles() if architecture == architecture_of(device)) if _C else []
 
 
 def _supports(x: Tensor, values: Tensor) -> str | None:
@@ -81,10 +97,9 @@ def _supports(x: Tensor, values: Tensor) -> str | None:
     capability = torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
         return f"it serves GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
-    architecture = architecture_of(x.device)
-    if reason := shape_reason(len(x), *values.shape, architecture):
+    if reason := shape_reason(len(x), *values.shape, architecture_of(x.device)):
         return reason
-    if (architecture, tile := tile_for(len(x), architecture)) not in _C.tiles():
+    if (tile := tile_for(x.device, len(values), 2 * values.shape[1], len(x))) not in built_tiles(x.device):
         return f"its tile {tile} was not built for this GPU; remedy: install again without TORCH_CUDA_ARCH_LIST"
     return None
 
@@ -106,19 +121,26 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-@register_backend("cutlass", supports=_supports)
-def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+def _prepare(values: Tensor, indices: Tensor) -> Tensor:
+    """The metadata of a weight, for the GPU that it is on."""
+    architecture = architecture_of(indices.device)
+    size = metadata_bytes(len(values), 2 * values.shape[1], architecture)
+    metadata = torch.empty(size, dtype=torch.uint8, device=indices.device)
+    cuda.cutlass_metadata_(aligned(indices), metadata, architecture)
+    return metadata
+
+
+@register_backend("cutlass", supports=_supports, prepare=_prepare, prepare_is_optional=True)
+def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
     rows, architecture = len(x), architecture_of(x.device)
-    x, values, indices = aligned(x), aligned(values), aligned(indices)
-    size = metadata_bytes(len(values), x.shape[1], architecture)
-    metadata = torch.empty(size, dtype=torch.uint8, device=x.device)
-    cuda.cutlass_metadata_(indices, metadata, architecture)
-    tile = tile_for(rows, architecture)
+    metadata = _prepare(values, indices) if prepared is None else prepared
+    tile = tile_for(x.device, len(values), x.shape[1], rows)
+    x, values = aligned(x), aligned(values)
     if architecture == 90:
         bias = None if bias is None else aligned(bias)
         return _gemm(architecture, tile, values, metadata, x, bias, x.new_empty(rows, len(values)))
     # y^T, of rows that are a multiple of 8; the bias is added to what has been rounded to bfloat16
-    x = functional.pad(x, (0, 0, 0, -rows % 8))
+    x = pad_rows(x, 8)
     y = _gemm(architecture, tile, values, metadata, x, None, x.new_empty(len(values), len(x)))[:, :rows].t()
     return y.contiguous() if bias is None else torch.add(y, bias, out=x.new_empty(rows, len(values)))
 
