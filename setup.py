@@ -15,6 +15,7 @@ many at a time.
 import glob
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 
@@ -125,8 +126,14 @@ def cutlass_headers() -> list[str]:
 
 def toolkits() -> list[str]:
     """The CUDA toolkits. The nvcc on PATH may be a script that lies elsewhere: demand the header."""
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), cpp_extension.CUDA_HOME, "/usr/local/cuda")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), cpp_extension.CUDA_HOME, "/usr/local/cuda"]
+    homes += sorted(glob.glob("/usr/local/cuda-*"), key=version, reverse=True)  # where the link is missing
     return [home for home in homes if home and os.path.exists(f"{home}/include/cuda_runtime_api.h")]
+
+
+def version(home: str) -> list[int]:
+    """ "/usr/local/cuda-13.0" -> [13, 0]."""
+    return [int(number) for number in re.findall(r"\d+", os.path.basename(home))]
 
 
 def extensions() -> list[cpp_extension.CppExtension]:

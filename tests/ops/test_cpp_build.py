@@ -1,5 +1,6 @@
 """setup.py without a working C++ compiler, what it builds where, and the kernels' variants for other CPUs."""
 
+import glob
 import importlib.util
 import os
 import runpy
@@ -141,6 +142,27 @@ def test_demanded_cuda_kernels_without_a_toolkit_are_refused_with_the_remedy(des
     monkeypatch.setattr(os.path, "exists", lambda path: "cuda_runtime_api" not in str(path) and exists(path))
     with pytest.raises(SystemExit, match="no CUDA toolkit; remedy: set CUDA_HOME"):
         described(PROXSPARSE_CUDA="1")
+
+
+@pytest.mark.parametrize(
+    ("present", "first"),
+    [
+        (["cuda-9.2", "cuda-13.0", "cuda-12.8"], "cuda-13.0"),
+        (["cuda", "cuda-13.0"], "cuda"),
+        (["cuda-12", "cuda-12.8", "cuda-new"], "cuda-12.8"),
+    ],
+)
+def test_the_newest_toolkit_is_found_without_its_link(present, first, described, monkeypatch):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(glob, "glob", lambda pattern, **options: [f"/usr/local/{name}" for name in present[::-1]])
+    headers = {f"/usr/local/{name}/include/cuda_runtime_api.h" for name in present}
+    monkeypatch.setattr(os.path, "exists", lambda path: str(path) in headers)
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    monkeypatch.setenv("PROXSPARSE_EXTENSION", "0")
+    monkeypatch.chdir(CHECKOUT)
+    assert runpy.run_path("setup.py")["toolkits"]()[0] == f"/usr/local/{first}"
 
 
 def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, toolkit, capsys, monkeypatch):
