@@ -14,8 +14,8 @@ from proxsparse.packed import check_packed
 from proxsparse.patterns import NMPattern
 
 AUTO = "auto"
-PATTERN = NMPattern(2, 4)
 MANY_ROWS = 64  # what a backend that has a form of its own is for
+PATTERN = NMPattern(2, 4)
 
 torch.library.define(
     "proxsparse::sparse_linear",
