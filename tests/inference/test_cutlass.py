@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pruned import assert_as_good_as_dense, pruned_linear
 
+from proxsparse import SparseLinear
 from proxsparse.inference.backends import backend, cutlass
 from proxsparse.ops import tuning
 
@@ -113,3 +115,55 @@ def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus):
     assert tiles_for(8, 64) == ["64x64"]
     with tuning.use_launch_parameters("cutlass", tile="64x32"):
         assert tiles_for(9, 100, 5000) == ["64x32", "64x32"]
+
+
+# ------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.fixture
+def layer_on_gpu():
+    """layer_on_gpu(out_features, in_features) -> a packed layer of backend "cutlass"."""
+
+    def build(out_features: int, in_features: int) -> SparseLinear:
+        linear = pruned_linear(in_features, out_features, dtype=torch.bfloat16).cuda()
+        layer = SparseLinear.from_linear(linear, "cutlass")
+        if reason := backend("cutlass").supports(linear.weight[:8], layer.values):
+            pytest.skip(reason)
+        return layer
+
+    return build
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("shape", [(72, 144), (96, 8192), (4096, 4096)], ids=str)
+@torch.no_grad()
+def test_every_tile_multiplies_and_twice_the_same(shape, layer_on_gpu):
+    """In the second and third shape stream-K splits in_features."""
+    layer = layer_on_gpu(*shape)
+    for tile in cutlass.built_tiles(layer.values.device):
+        with tuning.use_launch_parameters("cutlass", tile=tile):
+            for rows in (1, 17, 65, 200):
+                x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+                y = layer(x)
+                assert_as_good_as_dense(y, x, layer.dense_weight(), layer.bias)
+                assert torch.equal(layer(x), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@torch.no_grad()
+def test_a_capture_derives_the_metadata_in_every_replay(layer_on_gpu):
+    layer, other = layer_on_gpu(256, 512), layer_on_gpu(256, 512)
+    x = torch.randn(64, 512, device="cuda").bfloat16()
+    other(x)  # loads the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+    assert layer.prepared is None
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, layer(x))
+    assert layer.prepared is not None
