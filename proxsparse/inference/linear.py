@@ -126,8 +126,8 @@ class SparseLinear(nn.Module):
 
     A layer of a backend with a form of its own ("cusparselt", "cutlass") prepares it once, in the first call, and holds
     it with the packed one: more memory, no state. It is dropped whenever the weight moves, is cast, or is loaded. A
-    call that is captured in a CUDA graph stores no form, and a compiled one none that its backend can do without: call
-    once before, or see `prepare_`.
+    CUDA graph that is captured before there is such a form makes its own in every replay, and so does torch.compile
+    with "cutlass": call the layer once before, or use `prepare_`.
 
     Where W keeps no weight, an infinity or NaN in x makes y NaN or has no influence, as the backend and the number of
     rows have it; subnormal bfloat16 weights count as 0 on CPUs that multiply bfloat16 (AVX512-BF16).
@@ -201,7 +201,7 @@ class SparseLinear(nn.Module):
         Raises:
             ValueError: the layer is of another backend, or it is "auto", which never calls a backend that needs a form
                 of its own; or the backend has none.
-            RuntimeError: the backend cannot serve this weight where it is.
+            RuntimeError: the backend cannot serve this weight where it is, or a CUDA graph is being captured.
         """
         chosen, values = backend_named(backend), self.values
         if chosen.prepare is None:
@@ -210,6 +210,8 @@ class SparseLinear(nn.Module):
             raise ValueError(f"prepare_: a layer of backend {self.backend!r} never calls {backend!r}; choose it first")
         if reason := chosen.supports(values.new_empty(1, 1).expand(MANY_ROWS, self.in_features), values):
             raise RuntimeError(f"prepare_: backend {backend!r} cannot serve this layer: {reason}")
+        if is_capturing(values):
+            raise RuntimeError("prepare_: memory of a CUDA graph cannot be held; call it before the capture")
         self.prepared = self.backend, values.dtype, chosen.prepare(values.detach(), self.indices)
         return self
 

@@ -422,6 +422,8 @@ def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(backend, derivi
     capturing = [True]
     monkeypatch.setattr(inference_linear, "is_capturing", lambda tensor: capturing[0])
     torch.testing.assert_close(sparse(x), linear(x))
+    with pytest.raises(RuntimeError, match="call it before the capture"):
+        sparse.prepare_(backend)
     assert sparse.prepared is None
     capturing[0] = False
     sparse(x)
