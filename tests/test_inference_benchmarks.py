@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import defaultdict
 
 import choice_table
 import common
@@ -136,6 +135,29 @@ def test_a_wrong_backend_gets_a_note_and_no_time(linear, said, results, monkeypa
     assert said in capsys.readouterr().out
 
 
+def test_every_tile_of_cutlass_that_was_built_is_checked_and_measured(results, monkeypatch, capsys):
+    handed = set()
+
+    def linear(x, values, indices, bias, prepared):
+        tile = launch_parameters("cutlass", x.dtype, x.device, (len(values), x.shape[1], len(x))).get("tile")
+        handed.add((tile, prepared is not None))
+        weight = unpack_nm(values, indices) if prepared is None else prepared
+        return x @ weight.T * (1.02 if tile == "128x256" else 1)
+
+    named = {"cutlass": backends.Backend("cutlass", lambda x, values: None, linear, unpack_nm, True)}
+    monkeypatch.setattr(backends, "_backends", {"reference": backends.backend("reference")} | named)
+    monkeypatch.setattr(cutlass, "built_tiles", lambda device: ["128x256", "64x32"])
+    assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "7", "--dtypes", "float32"]) == 1
+    assert handed == {(None, False), (None, True), ("64x32", False), ("128x256", False)}
+    rows = {row["backend"]: row for row in lines(results / "linear_speed.jsonl")}
+    assert rows.keys() == {"dense", "reference", "cutlass", "cutlass:prepared", "cutlass:64x32", "cutlass:128x256"}
+    assert rows.pop("cutlass:128x256")["note"].startswith("wrong: its error is")
+    assert all(row["p50_ms"] > 0 for row in rows.values())
+    assert not any(row["auto"] for name, row in rows.items() if ":" in name)
+    rows["cutlass:64x32"]["times_dense"] = 1e9
+    assert "e+09" not in linear_speed.in_short(list(rows.values()))
+
+
 def test_a_backend_with_a_form_of_its_own_is_measured_on_it(monkeypatch, capsys):
     def on_its_own_form(x, values, indices, bias, prepared):
         return x @ prepared.T
@@ -144,29 +166,6 @@ def test_a_backend_with_a_form_of_its_own_is_measured_on_it(monkeypatch, capsys)
     monkeypatch.setattr(backends, "_backends", backends._backends | named)
     assert linear_speed.main([*QUICK, "--no-save", "--shapes", "16x64", "--rows", "2", "--backends", "own"]) == 0
     assert capsys.readouterr().out.count(" own |") == 2
-
-
-def test_every_tile_of_cutlass_that_was_built_is_checked_and_measured(results, monkeypatch, capsys):
-    handed = defaultdict(set)
-
-    def linear(x, values, indices, bias, prepared):
-        tile = launch_parameters("cutlass", x.dtype, x.device, (len(values), x.shape[1], len(x))).get("tile")
-        handed[tile].add(prepared is not None)
-        weight = unpack_nm(values, indices) if prepared is None else prepared
-        return x @ weight.T * (1.02 if tile == "128x256" else 1)
-
-    named = {"cutlass": backends.Backend("cutlass", lambda x, values: None, linear, unpack_nm, True)}
-    monkeypatch.setattr(backends, "_backends", {"reference": backends.backend("reference")} | named)
-    monkeypatch.setattr(cutlass, "built_tiles", lambda device: ["128x256", "64x32"])
-    assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "7", "--dtypes", "float32"]) == 1
-    assert handed == {None: {False, True}, "64x32": {False}, "128x256": {False}}
-    rows = {row["backend"]: row for row in lines(results / "linear_speed.jsonl")}
-    assert rows.keys() == {"dense", "reference", "cutlass", "cutlass:prepared", "cutlass:64x32", "cutlass:128x256"}
-    assert rows.pop("cutlass:128x256")["note"].startswith("wrong: its error is")
-    assert all(row["p50_ms"] > 0 for row in rows.values())
-    assert not any(row["auto"] for name, row in rows.items() if ":" in name)
-    rows["cutlass:64x32"]["times_dense"] = 1e9
-    assert "e+09" not in linear_speed.in_short(list(rows.values()))
 
 
 @pytest.mark.parametrize("text", ["64", "64x", "64x66", "ax4"])
