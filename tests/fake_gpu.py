@@ -1,0 +1,485 @@
+"""A GPU that is not there: `with fake_gpu() as gpu:` whole jobs run on "cuda" and compute real numbers on the CPU.
+
+A tensor made for "cuda" lies in CPU memory, and its storage carries a mark: so views, `.data` and `nn.Parameter` share
+the device as they share the memory. `tensor.device` reports the mark. Every operation is checked by the rules of torch
+for CUDA: one that mixes devices raises, CPU tensors of dimension 0 in pointwise operations and CPU indices are allowed.
+torch's FakeTensorMode has the same rules, but no numbers: no `.item()`, no branch on a value, no file; and in a build of
+torch for CPUs no `.to("cuda")` and no backward pass. The table of tests/test_fake_gpu.py compares both.
+
+`gpu.waits` lists where the host waited for the GPU, `gpu.calls` which functions of torch.cuda were called. A CUDA graph
+records the operations and repeats them on the same memory, so that a step whose result depends on a number in Python
+gives wrong results here too. Kernels are not launched: the reference computes in their place, on the same arguments.
+
+What it cannot show: the kernels, streams, memory, speed, and what C++ code decides by itself from a tensor's device.
+"""
+
+import contextlib
+import dataclasses
+import sys
+import types
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import proxsparse
+from proxsparse import reference
+from proxsparse.inference import choice
+from proxsparse.inference.backends import cusparselt
+from proxsparse.ops import registry, tuning
+from proxsparse.ops.backends import cuda
+
+PACKAGE = Path(proxsparse.__file__).parent
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+PLAIN = {name: getattr(torch.Tensor, name) for name in ("to", "numpy", "tolist", "__array__")}
+DEVICE = torch._C.TensorBase.device.__get__  # what C++ reports
+aten = torch.ops.aten
+COPIES = {"copy_", "_to_copy", "_copy_from", "_foreach_copy_", "copy"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+# Operations whose result the host has to know: a value, or how many elements there are.
+READS = {"_local_scalar_dense", "equal", "is_nonzero", "_linalg_check_errors"}
+COUNTS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether the storage of the tensor carries the mark."""
+    return tensor.layout == torch.strided and getattr(tensor.untyped_storage(), "on_gpu", False)
+
+
+def mark(tensor: Tensor, on_gpu: bool = True) -> Tensor:
+    """Puts the mark on the storage of the tensor, or takes it away."""
+    tensor.untyped_storage().on_gpu = on_gpu
+    return tensor
+
+
+def tensors_in(*values) -> list[Tensor]:
+    """All tensors in nested lists and dicts."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class FakeGPU(TorchDispatchMode):
+    """Checks every operation, and gives its results the device that they would have on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits: Counter[str] = Counter()  # "what: file function" -> how often
+        self.calls: Counter[str] = Counter()  # function of torch.cuda -> how often
+        self.graph: FakeGraph | None = None  # that is being captured
+        self.inside = False  # of a function of torch whose own temporary tensors are on the GPU
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs, name = dict(kwargs or {}), operation._schema.name.partition("::")[2]
+        if operation.namespace == "proxsparse":
+            with self:  # their implementations are Python functions: what they call is checked in turn
+                return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        wanted = kwargs.get("device")
+        if is_gpu(wanted):
+            kwargs["device"] = CPU
+        inputs = tensors_in(args, kwargs)
+        on_gpu = any(map(is_on_gpu, inputs)) or (self.inside and not inputs)
+        if on_gpu:
+            check_devices(operation, name, args, kwargs)
+        check_generator(kwargs.get("generator"), on_gpu or is_gpu(wanted))
+        if what := reason_to_wait(name, args, kwargs) if on_gpu else None:
+            self.wait(what)
+        if self.graph is not None:
+            self.graph.keep(operation, args)
+        result = operation(*args, **kwargs)
+        given = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
+        new = [out for out in tensors_in(result) if out.layout == torch.strided]
+        new = [out for out in new if out.untyped_storage()._cdata not in given]
+        # an explicit device="cpu" that an operation was given with a tensor on the GPU is torch's own internal choice
+        for out in new if on_gpu or is_gpu(wanted) else ():
+            mark(out)
+        if self.graph is not None:
+            self.graph.operations.append((operation, args, kwargs, tensors_in(result), new))
+        return result
+
+    def wait(self, what: str) -> None:
+        """Notes that the host waits for the GPU, and where; raises in a capture, as CUDA does."""
+        if self.graph is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing ({what})")
+        self.waits[f"{what}: {place_in_package()}"] += 1
+
+    def move(self, tensor: Tensor, on_gpu: bool, dtype: torch.dtype, non_blocking: bool) -> Tensor:
+        """A copy of the tensor on the other device."""
+        if not non_blocking:
+            self.wait("copy to the GPU" if on_gpu else "copy to the CPU")
+        return mark(PLAIN["to"](tensor, dtype, copy=True), on_gpu)
+
+
+def is_gpu(device) -> bool:
+    """Whether this argument of a function names a GPU."""
+    return device is not None and not isinstance(device, bool) and torch.device(device).type == "cuda"
+
+
+def place_in_package() -> str:
+    """"file function" of the innermost frame that is in the package, else of a test."""
+    frame = sys._getframe(2)
+    outer = None
+    while frame:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            return f"{path.relative_to(PACKAGE)} {frame.f_code.co_qualname}"
+        if outer is None and path.name.startswith("test_"):
+            outer = f"{path.name} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return outer or "outside"
+
+
+# ---------------------------------------------------------------------------------------------- torch's rules
+
+
+def check_devices(operation, name: str, args: tuple, kwargs: dict) -> None:
+    """Raises RuntimeError where torch does: some tensors on the GPU, others on the CPU."""
+    if name in COPIES:
+        return
+    schema = operation._schema.arguments
+    given = {**{arg.name: value for arg, value in zip(schema, args, strict=False)}, **kwargs}
+    if name in INDEXING:
+        indices = tensors_in(given.pop("indices"))
+        if not is_on_gpu(given["self"]) and any(map(is_on_gpu, indices)):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        scalar = "values"
+    else:
+        scalar = "value"
+    written = {arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write}
+    pointwise = torch.Tag.pointwise in operation.tags
+    found = {True: 0, False: 0}
+    for argument, value in given.items():
+        for tensor in tensors_in(value):
+            allowed = argument not in written and (pointwise or argument == scalar)
+            if DEVICE(tensor) == CPU and not (allowed and tensor.ndim == 0 and not is_on_gpu(tensor)):
+                found[is_on_gpu(tensor)] += 1
+    if all(found.values()):
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
+        )
+
+
+def check_generator(generator, on_gpu: bool) -> None:
+    """Raises RuntimeError for a generator of random numbers on another device than the tensor."""
+    if generator is not None and (generator._cdata in GeneratorOnGPU.known) != on_gpu:
+        expected, found = ("cuda", "cpu") if on_gpu else ("cpu", "cuda")
+        raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{found}'")
+
+
+def reason_to_wait(name: str, args: tuple, kwargs: dict) -> str | None:
+    """None, or why the host waits for the GPU in this operation."""
+    if name in READS:
+        return "value"
+    if name in COUNTS:
+        return "number of elements"
+    if name in INDEXING:
+        (self, indices), values = args[:2], args[2] if len(args) > 2 else None
+        masks = [index for index in tensors_in(indices) if index.dtype in (torch.bool, torch.uint8)]
+        filling = values is not None and values.numel() == 1  # torch fills under the mask
+        if is_on_gpu(self) and any(not is_on_gpu(index) for index in tensors_in(indices)):
+            return "copy to the GPU"
+        return "number of elements" if masks and not filling else None
+    if name in ("copy_", "_copy_from") and is_on_gpu(args[0]) != is_on_gpu(args[1]):
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return None if non_blocking else "copy to the GPU" if is_on_gpu(args[0]) else "copy to the CPU"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- what is replaced
+
+
+@contextlib.contextmanager
+def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
+    """Within the block there is one GPU of this compute capability; yields its `FakeGPU`.
+
+    `kernels`: whether the compiled CUDA extension is there. Triton is there if it is installed.
+    """
+    gpu = FakeGPU()
+    forget()
+    with contextlib.ExitStack() as stack:
+        for name, value in tensor_attributes(gpu).items():
+            stack.enter_context(mock.patch.object(torch.Tensor, name, value))
+        for name, value in cuda_functions(gpu, capability).items():
+            if callable(value) and not isinstance(value, type):
+                value = counted(gpu, name, value)
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name in ("tensor", "as_tensor"):
+            stack.enter_context(mock.patch.object(torch, name, on_its_device(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(torch, "Generator", generator_on))
+        stack.enter_context(mock.patch.object(functional, ATTENTION, composite(gpu, getattr(functional, ATTENTION))))
+        stack.enter_context(mock.patch.object(torch._C, GROUPS, by_device_and_dtype))
+        for where, name in AUTOCAST:
+            stack.enter_context(mock.patch.object(where, name, of_the_cpu(getattr(where, name))))
+        for op, table in registry._kernels.items():
+            for backend in ("triton", "cuda") if kernels else ("triton",):
+                if backend in table:
+                    run = in_place_of_a_kernel(table["reference"].run if "reference" in table else None)
+                    stack.enter_context(mock.patch.dict(table, {backend: dataclasses.replace(table[backend], run=run)}))
+        if kernels:
+            stack.enter_context(mock.patch.multiple(cuda, _missing=None, _C=types.SimpleNamespace(gemv=gemv)))
+        torch._C._ensureCUDADeviceGuardSet()  # a CUDA build without a GPU
+        stack.callback(forget)
+        stack.enter_context(gpu)
+        yield gpu
+
+
+def forget() -> None:
+    """Empties the caches that depend on what GPU there is."""
+    choice.forget()
+    tuning.forget()
+    tuning.device_kind.cache_clear()
+    cusparselt._algorithms.clear()
+
+
+def to_arguments(*args, **kwargs) -> dict:
+    """The arguments of Tensor.to(device, dtype, ...), Tensor.to(dtype, ...) or Tensor.to(other, ...) by name."""
+    given = {"device": None, "dtype": None, "non_blocking": False, "copy": False, "memory_format": torch.preserve_format}
+    first, *others = args or (None,)
+    if isinstance(first, Tensor):
+        given |= {"device": first.device, "dtype": first.dtype}
+    elif isinstance(first, torch.dtype):
+        given["dtype"] = first
+    else:
+        given["device"] = first
+        if others:
+            given["dtype"], *others = others
+    given |= dict(zip(("non_blocking", "copy"), others, strict=False)) | kwargs
+    return given | {"memory_format": given["memory_format"] or torch.preserve_format}
+
+
+def tensor_attributes(gpu: FakeGPU) -> dict:
+    """Name -> what torch.Tensor has in its place."""
+
+    def to(self: Tensor, *args, **kwargs) -> Tensor:
+        if DEVICE(self) != CPU:
+            return PLAIN["to"](self, *args, **kwargs)
+        given = to_arguments(*args, **kwargs)
+        device, dtype = given["device"] or self.device, given["dtype"] or self.dtype
+        if torch.device(device).type == "meta":
+            return PLAIN["to"](self, device, dtype)
+        if is_gpu(device) != is_on_gpu(self):
+            return gpu.move(self, is_gpu(device), dtype, given["non_blocking"])
+        return PLAIN["to"](self, dtype, copy=given["copy"], memory_format=given["memory_format"])
+
+    def only_on_the_cpu(name: str):
+        def method(self: Tensor, *args, **kwargs):
+            if is_on_gpu(self):
+                raise TypeError(
+                    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+                    "memory first."
+                )
+            return PLAIN[name](self, *args, **kwargs)
+
+        return method
+
+    def tolist(self: Tensor):
+        if is_on_gpu(self):
+            gpu.wait("value")
+        return PLAIN["tolist"](self)
+
+    return {
+        "device": property(lambda self: GPU if is_on_gpu(self) else DEVICE(self)),
+        "is_cuda": property(is_on_gpu),
+        "is_cpu": property(lambda self: DEVICE(self) == CPU and not is_on_gpu(self)),
+        "to": to,
+        "cpu": lambda self, **kwargs: to(self, CPU, **kwargs),
+        "cuda": lambda self, device=None, **kwargs: to(self, GPU, **kwargs),
+        "pin_memory": lambda self, *_: PLAIN["to"](self, self.dtype, copy=True),
+        "numpy": only_on_the_cpu("numpy"),
+        "__array__": only_on_the_cpu("__array__"),
+        "tolist": tolist,
+    }
+
+
+def on_its_device(make):
+    """torch.tensor or torch.as_tensor: the numbers are copied to the device afterwards, as torch does."""
+
+    def made(data, dtype=None, device=None, **kwargs):
+        if device is None and isinstance(data, Tensor):
+            device = data.device
+        return make(data, dtype=dtype, **kwargs).to(device) if device is not None else make(data, dtype=dtype, **kwargs)
+
+    return made
+
+
+class GeneratorOnGPU(torch.Generator):
+    """A generator of the CPU that reports the GPU as its device."""
+
+    device = GPU
+    known: set[int] = set()  # by what C++ knows it: an operation gets another Python object
+
+    def __init__(self):
+        self.known.add(self._cdata)
+
+
+PLAIN_GENERATOR = torch.Generator
+
+
+def generator_on(device="cpu") -> torch.Generator:
+    """torch.Generator(device)"""
+    if is_gpu(device):
+        return GeneratorOnGPU()
+    generator = PLAIN_GENERATOR(device)
+    GeneratorOnGPU.known.discard(generator._cdata)
+    return generator
+
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+def composite(gpu: FakeGPU, function):
+    """A function that torch takes apart before the operations are checked, and that makes tensors on the way."""
+
+    def call(*args, **kwargs):
+        with mock.patch.object(gpu, "inside", any(map(is_on_gpu, tensors_in(args, kwargs)))):
+            return function(*args, **kwargs)
+
+    return call
+
+
+GROUPS = "_group_tensors_by_device_and_dtype"
+PLAIN_GROUPS = getattr(torch._C, GROUPS)
+
+
+def by_device_and_dtype(lists: list[list], *args) -> dict:
+    """What torch's optimizers and clip_grad_norm_ group tensors with: all of a list are on one device here."""
+    return {
+        (groups[0][0].device, dtype): (groups, indices)
+        for (_, dtype), (groups, indices) in PLAIN_GROUPS(lists, *args).items()
+    }
+
+
+AUTOCAST = [
+    (torch.amp.autocast_mode.autocast, "__init__"),
+    (torch, "is_autocast_enabled"),
+    (torch, "get_autocast_dtype"),
+    (torch.amp, "is_autocast_available"),
+]
+
+
+def of_the_cpu(function):
+    """The same function; where an argument is "cuda" it is asked about the CPU, where the computations are."""
+
+    def call(*args, **kwargs):
+        args = ["cpu" if arg == "cuda" else arg for arg in args]
+        kwargs = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    return call
+
+
+def counted(gpu: FakeGPU, name: str, function):
+    """The function; its calls from the package are counted."""
+
+    def call(*args, **kwargs):
+        place = place_in_package()
+        if " " in place:
+            gpu.calls[f"{name}: {place}"] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
+    """Name -> what torch.cuda has in its place."""
+    nothing = contextlib.nullcontext
+    stream = types.SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None, synchronize=lambda: gpu.wait("stream"))
+    memory = 80 * 2**30
+    properties = types.SimpleNamespace(
+        name="fake GPU", major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132
+    )
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "device": lambda device: nothing(),
+        "device_of": lambda tensor: nothing(),
+        "current_stream": lambda device=None: stream,
+        "Stream": lambda device=None: stream,
+        "stream": lambda stream: nothing(),
+        "synchronize": lambda device=None: gpu.wait("device"),
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: properties.name,
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": lambda device=None: (memory, memory),
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None if not is_on_gpu(state) else 1 / 0,
+        "is_current_stream_capturing": lambda: gpu.graph is not None,
+        "CUDAGraph": lambda: FakeGraph(gpu),
+        "graph": lambda graph, **_: graph.capture(),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- kernels and graphs
+
+
+def in_place_of_a_kernel(run):
+    """What a kernel computes, by the reference; every tensor has to be as a kernel reads it."""
+
+    def checked(*args):
+        for tensor in tensors_in(args):
+            if not is_on_gpu(tensor) or not tensor.is_contiguous():
+                raise RuntimeError(f"a kernel would read a tensor on {tensor.device} of strides {tensor.stride()}")
+        return (run or one_by_one)(*args)
+
+    return checked
+
+
+def one_by_one(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
+    """prox_nm_list_, which has no reference of its own."""
+    for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
+        weight.copy_(reference.prox_nm(weight, reg_lambda, f"{n}:{m}"))
+
+
+def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, stream: int) -> None:
+    """csrc/cuda/gemv.cu"""
+    y.copy_(functional.linear(x, torch.ops.proxsparse.unpack_nm(values, indices, 2, 4), bias))
+
+
+class FakeGraph:
+    """torch.cuda.CUDAGraph: a capture changes no memory, a replay repeats its operations on the same memory."""
+
+    def __init__(self, gpu: FakeGPU):
+        self.gpu = gpu
+        self.operations: list[tuple] = []
+        self.before: dict[int, tuple] = {}  # of storages that are written in the capture
+
+    @contextlib.contextmanager
+    def capture(self):
+        """Within the block all operations are recorded."""
+        self.gpu.graph = self
+        try:
+            yield
+        finally:
+            self.gpu.graph = None
+        for storage, content in self.before.values():
+            storage.copy_(content)
+
+    def keep(self, operation, args: tuple) -> None:
+        """Notes what is in the memory that the operation writes."""
+        schema = operation._schema.arguments
+        for argument, value in zip(schema, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors_in(value):
+                    storage = tensor.untyped_storage()
+                    self.before.setdefault(storage._cdata, (storage, storage.clone()))
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Repeats the operations; what they made in the capture gets the new numbers."""
+        with _disable_current_modes():
+            for operation, args, kwargs, results, new in self.operations:
+                again = tensors_in(operation(*args, **kwargs))
+                for old, fresh in zip(results, again, strict=True):
+                    if any(old is one for one in new):
+                        old.copy_(fresh)
