@@ -28,11 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import proxsparse
-from proxsparse import reference
 from proxsparse.inference import choice
 from proxsparse.inference.backends import cusparselt
 from proxsparse.ops import registry, tuning
-from proxsparse.ops.backends import cuda
+from proxsparse.ops.backends import cpp, cuda
 
 PACKAGE = Path(proxsparse.__file__).parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -120,16 +119,18 @@ def is_gpu(device) -> bool:
 
 def place_in_package() -> str:
     """"file function" of the innermost frame that is in the package, else of a test."""
-    frame = sys._getframe(2)
-    outer = None
+    frame, outer, inside = sys._getframe(2), "outside", ""
     while frame:
         path = Path(frame.f_code.co_filename)
+        function = frame.f_code.co_qualname.partition(".<locals>")[0]
         if path.is_relative_to(PACKAGE):
-            return f"{path.relative_to(PACKAGE)} {frame.f_code.co_qualname}"
-        if outer is None and path.name.startswith("test_"):
-            outer = f"{path.name} {frame.f_code.co_name}"
+            return f"{path.relative_to(PACKAGE)} {function}{inside}"
+        if path.name.startswith("test_") and outer == "outside":
+            outer = f"{path.name} {function}"
+        if "transformers" in path.parts:
+            inside = ", in transformers"
         frame = frame.f_back
-    return outer or "outside"
+    return outer
 
 
 # ---------------------------------------------------------------------------------------------- torch's rules
@@ -216,7 +217,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
         for op, table in registry._kernels.items():
             for backend in ("triton", "cuda") if kernels else ("triton",):
                 if backend in table:
-                    run = in_place_of_a_kernel(table["reference"].run if "reference" in table else None)
+                    run = in_place_of_a_kernel((table.get(LIKE_A_KERNEL) or table["reference"]).run)
                     stack.enter_context(mock.patch.dict(table, {backend: dataclasses.replace(table[backend], run=run)}))
         if kernels:
             stack.enter_context(mock.patch.multiple(cuda, _missing=None, _C=types.SimpleNamespace(gemv=gemv)))
@@ -386,7 +387,8 @@ def counted(gpu: FakeGPU, name: str, function):
 def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
     """Name -> what torch.cuda has in its place."""
     nothing = contextlib.nullcontext
-    stream = types.SimpleNamespace(cuda_stream=0, wait_stream=lambda other: None, synchronize=lambda: gpu.wait("stream"))
+    stream = {"cuda_stream": 0, "wait_stream": lambda *_: None, "synchronize": lambda *_: gpu.wait("stream")}
+    stream = type("Stream", (), stream)
     memory = 80 * 2**30
     properties = types.SimpleNamespace(
         name="fake GPU", major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132
@@ -399,8 +401,8 @@ def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
         "set_device": lambda device: None,
         "device": lambda device: nothing(),
         "device_of": lambda tensor: nothing(),
-        "current_stream": lambda device=None: stream,
-        "Stream": lambda device=None: stream,
+        "current_stream": lambda device=None: stream(),
+        "Stream": stream,
         "stream": lambda stream: nothing(),
         "synchronize": lambda device=None: gpu.wait("device"),
         "get_device_capability": lambda device=None: capability,
@@ -415,7 +417,7 @@ def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
         "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device="cuda": None if not is_on_gpu(state) else 1 / 0,
         "is_current_stream_capturing": lambda: gpu.graph is not None,
-        "CUDAGraph": lambda: FakeGraph(gpu),
+        "CUDAGraph": type("CUDAGraph", (FakeGraph,), {"gpu": gpu}),
         "graph": lambda graph, **_: graph.capture(),
     }
 
@@ -423,22 +425,19 @@ def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
 # ---------------------------------------------------------------------------------------------- kernels and graphs
 
 
+LIKE_A_KERNEL = "reference" if cpp._C is None else "cpp"  # what computes on the CPU too, so that all bits are equal
+
+
 def in_place_of_a_kernel(run):
-    """What a kernel computes, by the reference; every tensor has to be as a kernel reads it."""
+    """What a kernel computes; every tensor has to be as a kernel reads it."""
 
     def checked(*args):
         for tensor in tensors_in(args):
             if not is_on_gpu(tensor) or not tensor.is_contiguous():
                 raise RuntimeError(f"a kernel would read a tensor on {tensor.device} of strides {tensor.stride()}")
-        return (run or one_by_one)(*args)
+        return run(*args)
 
     return checked
-
-
-def one_by_one(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
-    """prox_nm_list_, which has no reference of its own."""
-    for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
-        weight.copy_(reference.prox_nm(weight, reg_lambda, f"{n}:{m}"))
 
 
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, stream: int) -> None:
@@ -449,8 +448,9 @@ def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Ten
 class FakeGraph:
     """torch.cuda.CUDAGraph: a capture changes no memory, a replay repeats its operations on the same memory."""
 
-    def __init__(self, gpu: FakeGPU):
-        self.gpu = gpu
+    gpu: FakeGPU
+
+    def __init__(self):
         self.operations: list[tuple] = []
         self.before: dict[int, tuple] = {}  # of storages that are written in the capture
 
@@ -462,8 +462,9 @@ class FakeGraph:
             yield
         finally:
             self.gpu.graph = None
-        for storage, content in self.before.values():
-            storage.copy_(content)
+        with _disable_current_modes():
+            for storage, content in self.before.values():
+                storage.copy_(content)
 
     def keep(self, operation, args: tuple) -> None:
         """Notes what is in the memory that the operation writes."""
