@@ -1,195 +1,35 @@
 """A GPU that is not there: `with fake_gpu() as gpu:` whole jobs run on "cuda" and compute real numbers on the CPU.
 
 A tensor made for "cuda" lies in CPU memory, and its storage carries a mark: so views, `.data` and `nn.Parameter` share
-the device as they share the memory. `tensor.device` reports the mark. Every operation is checked by the rules of torch
-for CUDA: one that mixes devices raises, CPU tensors of dimension 0 in pointwise operations and CPU indices are allowed.
-torch's FakeTensorMode has the same rules, but no numbers: no `.item()`, no branch on a value, no file; and in a build of
-torch for CPUs no `.to("cuda")` and no backward pass. The table of tests/test_fake_gpu.py compares both.
+the device as they share the memory. `tensor.device` reports the mark. Every operation is checked, see device_rules.py.
+torch's FakeTensorMode has no numbers: no `.item()`, no branch on a value, no file; and in a build of torch for CPUs no
+`.to("cuda")` and no backward pass.
 
 `gpu.waits` lists where the host waited for the GPU, `gpu.calls` which functions of torch.cuda were called. A CUDA graph
 records the operations and repeats them on the same memory, so that a step whose result depends on a number in Python
-gives wrong results here too. Kernels are not launched: the reference computes in their place, on the same arguments.
+gives wrong results here too. Kernels are not launched: the CPU's compute in their place, on the same arguments.
 
 What it cannot show: the kernels, streams, memory, speed, and what C++ code decides by itself from a tensor's device.
 """
 
 import contextlib
 import dataclasses
-import sys
 import types
-from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import torch
+from device_rules import CPU, DEVICE, GPU, PLAIN, FakeGPU, Generator, is_gpu, is_on_gpu, place_in_package, tensors_in
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
-import proxsparse
+from proxsparse import packed
 from proxsparse.inference import choice
 from proxsparse.inference.backends import cusparselt
 from proxsparse.ops import registry, tuning
 from proxsparse.ops.backends import cpp, cuda
 
-PACKAGE = Path(proxsparse.__file__).parent
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-PLAIN = {name: getattr(torch.Tensor, name) for name in ("to", "numpy", "tolist", "__array__")}
-DEVICE = torch._C.TensorBase.device.__get__  # what C++ reports
-aten = torch.ops.aten
-COPIES = {"copy_", "_to_copy", "_copy_from", "_foreach_copy_", "copy"}
-INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-# Operations whose result the host has to know: a value, or how many elements there are.
-READS = {"_local_scalar_dense", "equal", "is_nonzero", "_linalg_check_errors"}
-COUNTS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave", "bincount"}
-
-
-def is_on_gpu(tensor: Tensor) -> bool:
-    """Whether the storage of the tensor carries the mark."""
-    return tensor.layout == torch.strided and getattr(tensor.untyped_storage(), "on_gpu", False)
-
-
-def mark(tensor: Tensor, on_gpu: bool = True) -> Tensor:
-    """Puts the mark on the storage of the tensor, or takes it away."""
-    tensor.untyped_storage().on_gpu = on_gpu
-    return tensor
-
-
-def tensors_in(*values) -> list[Tensor]:
-    """All tensors in nested lists and dicts."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-class FakeGPU(TorchDispatchMode):
-    """Checks every operation, and gives its results the device that they would have on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits: Counter[str] = Counter()  # "what: file function" -> how often
-        self.calls: Counter[str] = Counter()  # function of torch.cuda -> how often
-        self.graph: FakeGraph | None = None  # that is being captured
-        self.inside = False  # of a function of torch whose own temporary tensors are on the GPU
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs, name = dict(kwargs or {}), operation._schema.name.partition("::")[2]
-        if operation.namespace == "proxsparse":
-            with self:  # their implementations are Python functions: what they call is checked in turn
-                return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        wanted = kwargs.get("device")
-        if is_gpu(wanted):
-            kwargs["device"] = CPU
-        inputs = tensors_in(args, kwargs)
-        on_gpu = any(map(is_on_gpu, inputs)) or (self.inside and not inputs)
-        if on_gpu:
-            check_devices(operation, name, args, kwargs)
-        check_generator(kwargs.get("generator"), on_gpu or is_gpu(wanted))
-        if what := reason_to_wait(name, args, kwargs) if on_gpu else None:
-            self.wait(what)
-        if self.graph is not None:
-            self.graph.keep(operation, args)
-        result = operation(*args, **kwargs)
-        given = {tensor.untyped_storage()._cdata for tensor in inputs if tensor.layout == torch.strided}
-        new = [out for out in tensors_in(result) if out.layout == torch.strided]
-        new = [out for out in new if out.untyped_storage()._cdata not in given]
-        # an explicit device="cpu" that an operation was given with a tensor on the GPU is torch's own internal choice
-        for out in new if on_gpu or is_gpu(wanted) else ():
-            mark(out)
-        if self.graph is not None:
-            self.graph.operations.append((operation, args, kwargs, tensors_in(result), new))
-        return result
-
-    def wait(self, what: str) -> None:
-        """Notes that the host waits for the GPU, and where; raises in a capture, as CUDA does."""
-        if self.graph is not None:
-            raise RuntimeError(f"operation not permitted when stream is capturing ({what})")
-        self.waits[f"{what}: {place_in_package()}"] += 1
-
-    def move(self, tensor: Tensor, on_gpu: bool, dtype: torch.dtype, non_blocking: bool) -> Tensor:
-        """A copy of the tensor on the other device."""
-        if not non_blocking:
-            self.wait("copy to the GPU" if on_gpu else "copy to the CPU")
-        return mark(PLAIN["to"](tensor, dtype, copy=True), on_gpu)
-
-
-def is_gpu(device) -> bool:
-    """Whether this argument of a function names a GPU."""
-    return device is not None and not isinstance(device, bool) and torch.device(device).type == "cuda"
-
-
-def place_in_package() -> str:
-    """"file function" of the innermost frame that is in the package, else of a test."""
-    frame, outer, inside = sys._getframe(2), "outside", ""
-    while frame:
-        path = Path(frame.f_code.co_filename)
-        function = frame.f_code.co_qualname.partition(".<locals>")[0]
-        if path.is_relative_to(PACKAGE):
-            return f"{path.relative_to(PACKAGE)} {function}{inside}"
-        if path.name.startswith("test_") and outer == "outside":
-            outer = f"{path.name} {function}"
-        if "transformers" in path.parts:
-            inside = ", in transformers"
-        frame = frame.f_back
-    return outer
-
-
-# ---------------------------------------------------------------------------------------------- torch's rules
-
-
-def check_devices(operation, name: str, args: tuple, kwargs: dict) -> None:
-    """Raises RuntimeError where torch does: some tensors on the GPU, others on the CPU."""
-    if name in COPIES:
-        return
-    schema = operation._schema.arguments
-    given = {**{arg.name: value for arg, value in zip(schema, args, strict=False)}, **kwargs}
-    if name in INDEXING:
-        indices = tensors_in(given.pop("indices"))
-        if not is_on_gpu(given["self"]) and any(map(is_on_gpu, indices)):
-            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-        scalar = "values"
-    else:
-        scalar = "value"
-    written = {arg.name for arg in schema if arg.alias_info is not None and arg.alias_info.is_write}
-    pointwise = torch.Tag.pointwise in operation.tags
-    found = {True: 0, False: 0}
-    for argument, value in given.items():
-        for tensor in tensors_in(value):
-            allowed = argument not in written and (pointwise or argument == scalar)
-            if DEVICE(tensor) == CPU and not (allowed and tensor.ndim == 0 and not is_on_gpu(tensor)):
-                found[is_on_gpu(tensor)] += 1
-    if all(found.values()):
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name})"
-        )
-
-
-def check_generator(generator, on_gpu: bool) -> None:
-    """Raises RuntimeError for a generator of random numbers on another device than the tensor."""
-    if generator is not None and (generator._cdata in GeneratorOnGPU.known) != on_gpu:
-        expected, found = ("cuda", "cpu") if on_gpu else ("cpu", "cuda")
-        raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{found}'")
-
-
-def reason_to_wait(name: str, args: tuple, kwargs: dict) -> str | None:
-    """None, or why the host waits for the GPU in this operation."""
-    if name in READS:
-        return "value"
-    if name in COUNTS:
-        return "number of elements"
-    if name in INDEXING:
-        (self, indices), values = args[:2], args[2] if len(args) > 2 else None
-        masks = [index for index in tensors_in(indices) if index.dtype in (torch.bool, torch.uint8)]
-        filling = values is not None and values.numel() == 1  # torch fills under the mask
-        if is_on_gpu(self) and any(not is_on_gpu(index) for index in tensors_in(indices)):
-            return "copy to the GPU"
-        return "number of elements" if masks and not filling else None
-    if name in ("copy_", "_copy_from") and is_on_gpu(args[0]) != is_on_gpu(args[1]):
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        return None if non_blocking else "copy to the GPU" if is_on_gpu(args[0]) else "copy to the CPU"
-    return None
-
-
-# ---------------------------------------------------------------------------------------------- what is replaced
+__all__ = ["fake_gpu", "is_on_gpu"]
 
 
 @contextlib.contextmanager
@@ -209,7 +49,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, on_its_device(getattr(torch, name))))
-        stack.enter_context(mock.patch.object(torch, "Generator", generator_on))
+        stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(functional, ATTENTION, composite(gpu, getattr(functional, ATTENTION))))
         stack.enter_context(mock.patch.object(torch._C, GROUPS, by_device_and_dtype))
         for where, name in AUTOCAST:
@@ -217,7 +57,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
         for op, table in registry._kernels.items():
             for backend in ("triton", "cuda") if kernels else ("triton",):
                 if backend in table:
-                    run = in_place_of_a_kernel((table.get(LIKE_A_KERNEL) or table["reference"]).run)
+                    run = in_place_of_a_kernel(table[IN_PLACE.get(op, "reference")].run)
                     stack.enter_context(mock.patch.dict(table, {backend: dataclasses.replace(table[backend], run=run)}))
         if kernels:
             stack.enter_context(mock.patch.multiple(cuda, _missing=None, _C=types.SimpleNamespace(gemv=gemv)))
@@ -237,7 +77,13 @@ def forget() -> None:
 
 def to_arguments(*args, **kwargs) -> dict:
     """The arguments of Tensor.to(device, dtype, ...), Tensor.to(dtype, ...) or Tensor.to(other, ...) by name."""
-    given = {"device": None, "dtype": None, "non_blocking": False, "copy": False, "memory_format": torch.preserve_format}
+    given = {
+        "device": None,
+        "dtype": None,
+        "non_blocking": False,
+        "copy": False,
+        "memory_format": torch.preserve_format,
+    }
     first, *others = args or (None,)
     if isinstance(first, Tensor):
         given |= {"device": first.device, "dtype": first.dtype}
@@ -304,28 +150,6 @@ def on_its_device(make):
         return make(data, dtype=dtype, **kwargs).to(device) if device is not None else make(data, dtype=dtype, **kwargs)
 
     return made
-
-
-class GeneratorOnGPU(torch.Generator):
-    """A generator of the CPU that reports the GPU as its device."""
-
-    device = GPU
-    known: set[int] = set()  # by what C++ knows it: an operation gets another Python object
-
-    def __init__(self):
-        self.known.add(self._cdata)
-
-
-PLAIN_GENERATOR = torch.Generator
-
-
-def generator_on(device="cpu") -> torch.Generator:
-    """torch.Generator(device)"""
-    if is_gpu(device):
-        return GeneratorOnGPU()
-    generator = PLAIN_GENERATOR(device)
-    GeneratorOnGPU.known.discard(generator._cdata)
-    return generator
 
 
 ATTENTION = "scaled_dot_product_attention"
@@ -425,7 +249,8 @@ def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
 # ---------------------------------------------------------------------------------------------- kernels and graphs
 
 
-LIKE_A_KERNEL = "reference" if cpp._C is None else "cpp"  # what computes on the CPU too, so that all bits are equal
+# What computes on the CPU too, so that all bits are equal. Its writes to memory are in no graph, the reference's are.
+IN_PLACE = {} if cpp._C is None else dict.fromkeys(("prox_nm_", "prox_nm_list_", "adamw_prox_"), "cpp")
 
 
 def in_place_of_a_kernel(run):
@@ -442,7 +267,7 @@ def in_place_of_a_kernel(run):
 
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, stream: int) -> None:
     """csrc/cuda/gemv.cu"""
-    y.copy_(functional.linear(x, torch.ops.proxsparse.unpack_nm(values, indices, 2, 4), bias))
+    y.copy_(functional.linear(x, packed.unpack_nm(values, indices), bias))
 
 
 class FakeGraph:
