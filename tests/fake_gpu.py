@@ -59,8 +59,9 @@ def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
                 if backend in table:
                     run = in_place_of_a_kernel(table[IN_PLACE.get(op, "reference")].run)
                     stack.enter_context(mock.patch.dict(table, {backend: dataclasses.replace(table[backend], run=run)}))
-        if kernels:
-            stack.enter_context(mock.patch.multiple(cuda, _missing=None, _C=types.SimpleNamespace(gemv=gemv)))
+        extension = types.SimpleNamespace(gemv=gemv) if kernels else None
+        reason = None if kernels else "the compiled CUDA extension is missing"
+        stack.enter_context(mock.patch.multiple(cuda, _missing=reason, _C=extension))
         torch._C._ensureCUDADeviceGuardSet()  # a CUDA build without a GPU
         stack.callback(forget)
         stack.enter_context(gpu)
