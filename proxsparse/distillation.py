@@ -35,11 +35,14 @@ def likeliest(logits: Tensor) -> Batch:
 
 def logits_at_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The logits [R, vocabulary] of the positions whose next token has a label, and those tokens, int64 [R]."""
+    # before the forward pass, and counted on the CPU: a copy to a GPU, and a count on it, wait for what runs there
     inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    labels = batch["labels"].to(model.device)[:, 1:].flatten()
+    labels = batch["labels"][:, 1:].flatten()
+    real = (labels != IGNORED_LABEL).nonzero().flatten()
+    chosen = real.to(model.device) if len(real) < len(labels) else None  # the logits are large: no needless copy
+    labels = labels[real].to(model.device)
     logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
-    real = labels != IGNORED_LABEL
-    return (logits, labels) if real.all() else (logits[real], labels[real])  # the logits are large: no needless copy
+    return logits if chosen is None else logits[chosen], labels
 
 
 def calibration_loss(model: nn.Module, batch: Batch, distill: float) -> Tensor:
@@ -49,16 +52,17 @@ def calibration_loss(model: nn.Module, batch: Batch, distill: float) -> Tensor:
 
     p: the model's distribution, y: the next token, q: the teacher's K likeliest tokens, from `teacher_targets`.
     """
-    return loss_of_logits(*logits_at_labels(model, batch), batch, distill)
+    teacher = {name: batch[name].to(model.device) for name in ("teacher_tokens", "teacher_probs") if distill}
+    return loss_of_logits(*logits_at_labels(model, batch), teacher, distill)
 
 
-def loss_of_logits(logits: Tensor, labels: Tensor, batch: Batch, distill: float) -> Tensor:
+def loss_of_logits(logits: Tensor, labels: Tensor, teacher: Batch, distill: float) -> Tensor:
     """`calibration_loss` of the logits [R, vocabulary] and the next tokens, int64 [R]."""
     log_p = logits.float().log_softmax(-1)
     text = -log_p.gather(-1, labels[:, None]).mean()
     if not distill:
         return text
-    q, top = batch["teacher_probs"].to(log_p), log_p.gather(-1, batch["teacher_tokens"].to(labels))
+    q, top = teacher["teacher_probs"].to(log_p), log_p.gather(-1, teacher["teacher_tokens"].to(labels))
     tiny = torch.finfo(torch.float32).eps
     r = (1 - q.sum(-1)).clamp_min(tiny)
     s = (1 - top.exp().sum(-1)).clamp_min(tiny)

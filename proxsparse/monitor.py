@@ -1,5 +1,6 @@
 """What the masks do while they are learned, measured on a fixed sample of blocks so that it costs next to nothing."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -23,8 +24,9 @@ class MaskMonitor:
 
     def __init__(self, learned: Iterable[Learned], steps: int):
         self.learned = list(learned)
-        one = torch.ones(1)
-        scales = [one if each.scale is None else each.scale for each in self.learned]
+        self.places = [sampled_places(each) for each in self.learned]
+        ones = [torch.ones(1, device=local(each.weight).device) for each in self.learned]
+        scales = [one if each.scale is None else each.scale for each, one in zip(self.learned, ones, strict=True)]
         self.scale = self._sample(c.expand(each.pretrained.shape) for c, each in zip(scales, self.learned, strict=True))
         self.pretrained = self._sample(each.own_pretrained() for each in self.learned)
         self.mask = self._current_mask(self._weights())
@@ -32,18 +34,19 @@ class MaskMonitor:
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
 
     def _sample(self, rows: Iterable[Tensor]) -> list[Tensor]:
-        """Of every layer [sampled blocks, m], fp32 on the CPU; `rows`: what this process holds of each."""
+        """Of every layer [sampled blocks, m], fp32 on the CPU; `rows`: what this process holds of each.
+
+        A GPU is waited for once, by the copy of all samples together.
+        """
         sampled = []
-        for each, held in zip(self.learned, rows, strict=True):
+        for each, (count, here, row, column), held in zip(self.learned, self.places, rows, strict=True):
             of_row = each.pattern.blocks(held).flatten(1, -2)  # [rows, blocks of a row, m], also of a stack of weights
-            blocks = len(each.weight) * of_row.shape[1]
-            index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER), device=held.device)
-            row, column = index // of_row.shape[1] - first_row(each.weight), index % of_row.shape[1]
-            here = (row >= 0) & (row < len(held))
-            values = torch.zeros(len(index), each.pattern.m, device=held.device)
-            values[here] = of_row[row[here], column[here]].float()
-            sampled.append(sum_of_shards(values, each.weight).cpu())
-        return sampled
+            values = torch.zeros(count, each.pattern.m, device=held.device)
+            values[here] = of_row[row, column].float()
+            sampled.append(sum_of_shards(values, each.weight))
+        flat = torch.cat([values.flatten().to(sampled[0].device) for values in sampled]).cpu()
+        parts = flat.split([values.numel() for values in sampled])
+        return [part.view(values.shape) for part, values in zip(parts, sampled, strict=True)]
 
     def _weights(self) -> list[Tensor]:
         return self._sample(local(each.weight).detach() for each in self.learned)
@@ -73,6 +76,21 @@ class MaskMonitor:
     def similarity(self) -> list[dict[str, float]]:
         """Share of mask bits equal to the last mask, at every remembered step."""
         return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
+
+
+def sampled_places(each: Learned) -> tuple[int, Tensor, Tensor, Tensor]:
+    """How many blocks of a layer are sampled; of those that this process holds, their numbers in the sample, rows and
+    columns, int64 on the device of the weight.
+
+    They are computed on the CPU once: a boolean index on a GPU makes the host wait for it.
+    """
+    rows, of_row = len(local(each.weight)), math.prod(each.weight.shape[1:]) // each.pattern.m
+    blocks = len(each.weight) * of_row
+    index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER))
+    row, column = index // of_row - first_row(each.weight), index % of_row
+    here = ((row >= 0) & (row < rows)).nonzero().flatten()
+    places = (tensor.to(local(each.weight).device) for tensor in (here, row[here], column[here]))
+    return (len(index), *places)
 
 
 def joined(tensors: Iterable[Tensor]) -> Tensor:

@@ -57,12 +57,12 @@ def perplexity(
         )
     windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows
     device = next(model.parameters()).device
-    total = 0.0
+    losses = []
     with evaluating(model):
-        for window, counts in share(token_ids[: windows * seq_len].view(windows, 1, seq_len)):
-            window = window.to(device)
+        # one copy for all windows, and their losses are read at the end: each would make the host wait for a GPU
+        for window, counts in share(token_ids[: windows * seq_len].to(device).view(windows, 1, seq_len)):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits
-            total += counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]).item()
-    mean = sum_over_processes([total])[0] / windows
+            losses.append(counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]))
+    mean = sum_over_processes([sum(torch.stack(losses).tolist())])[0] / windows
     return Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len)
