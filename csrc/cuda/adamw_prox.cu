@@ -159,9 +159,13 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
   if (call.scale) divide(step, c);
   PROXSPARSE_UNROLL
   for (int i = 0; i < kPiece; ++i) w[i] = w[i] * call.decay - step[i];
-  const auto random = [&](int i) { return random_bits(static_cast<uint64_t>(position + i), call.seed); };
-  write<Moment>(mean, call.exp_avg, place, call.stochastic, [&](int i) { return random(i).first & 0xffff; });
-  write<Moment>(mean_square, call.exp_avg_sq, place, call.stochastic, [&](int i) { return random(i).second & 0xffff; });
+  uint32_t random[kPiece] = {};  // 32 bits a number, computed once; mix() gives 32 more
+  if (call.stochastic) {
+    PROXSPARSE_UNROLL
+    for (int i = 0; i < kPiece; ++i) random[i] = random_bits(static_cast<uint64_t>(position + i), call.seed);
+  }
+  write<Moment>(mean, call.exp_avg, place, call.stochastic, [&](int i) { return random[i] & 0xffff; });
+  write<Moment>(mean_square, call.exp_avg_sq, place, call.stochastic, [&](int i) { return mix(random[i]) & 0xffff; });
 
   if (call.prox) {
     const auto magnitudes = [&](int b) {
@@ -179,8 +183,9 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
     };
     solve_blocks<Native<T>, kBlocks, kBlocks>(tile, call.reg, magnitudes, shrink_weights);
   }
-  if (call.master) write<Native<T>>(w, call.master, place, false, random);
-  write<Weight>(w, call.weight, place, call.stochastic && !call.master, [&](int i) { return random(i).first >> 16; });
+  const auto upper = [&](int i) { return random[i] >> 16; };
+  if (call.master) write<Native<T>>(w, call.master, place, false, upper);
+  write<Weight>(w, call.weight, place, call.stochastic && !call.master, upper);
 }
 
 template <typename Weight, typename Moment>
