@@ -73,6 +73,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, help=f"seconds for everything; default: {LIMIT_S['cuda']:.0f}")
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--worker", choices=[*KERNELS], help=argparse.SUPPRESS)  # measures this kernel, then ends
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)  # before it waits for the start
     parser.add_argument("--journal", type=Path, help=argparse.SUPPRESS)  # what has been started and measured
     args = parser.parse_args(arguments)
     args.no_save = args.no_save or args.device == "cpu"  # times of an interpreter are not worth keeping
@@ -89,7 +90,7 @@ def sweep(args: argparse.Namespace, where: dict, device: torch.device, folder: P
     for name in args.kernels or KERNELS:
         if name not in names:
             print(f"{name}: there is nothing to rehearse on a CPU", flush=True)
-    processes = {name: start_worker(name, args, folder) for name in names}
+    processes = {name: start_worker(name, args, folder, compiles=KERNELS[name].in_triton) for name in names}
     found = []
     try:
         for place, name in enumerate(names):
@@ -109,12 +110,11 @@ def sweep(args: argparse.Namespace, where: dict, device: torch.device, folder: P
     return 1 if any("note" in row for row in found) else 0
 
 
-def start_worker(name: str, args: argparse.Namespace, folder: Path) -> subprocess.Popen:
-    """A process that gets ready to measure a kernel, and waits until its input gives it a number of seconds."""
+def start_worker(name: str, args: argparse.Namespace, folder: Path, compiles: bool) -> subprocess.Popen:
+    """A process that gets ready to measure a kernel, and waits until its input gives it a deadline."""
     command = [*WORKER, "--worker", name, "--device", args.device, "--journal", str(folder / f"{name}.jsonl")]
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if args.device == "cpu" else {})
-    # a session of its own, so that its compilers end with it
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(command + ["--compile"] * compiles, env=environment, stdin=subprocess.PIPE, text=True)
 
 
 def measure_in(processes: dict, name: str, seconds: float, args: argparse.Namespace, where: dict, folder: Path) -> list:
@@ -123,6 +123,7 @@ def measure_in(processes: dict, name: str, seconds: float, args: argparse.Namesp
     Rows are saved here as they appear, so that what a process did before it failed is kept.
     """
     journal, deadline, rows, shown = folder / f"{name}.jsonl", time.monotonic() + seconds, [], 0
+    compiles = KERNELS[name].in_triton
     while True:
         process, last, progress = processes[name], {}, time.monotonic()
         go(process, deadline)
@@ -142,11 +143,12 @@ def measure_in(processes: dict, name: str, seconds: float, args: argparse.Namesp
         reason = "stalled" if ended is None else f"ended with exit code {ended}"
         if "started" in last:  # the next process finds there that this was measured
             append_rows(journal, [last["started"] | {"note": f"crashed: its process {reason}"}])
-        elif ended != BROKEN:
+        elif ended != BROKEN and not compiles:
             return [*rows, keep(where | {"kernel": name, "note": f"its process {reason} outside a measurement"}, args)]
         if deadline - time.monotonic() < LAST_S:
             return rows + [keep(where | {"kernel": name} | entry, args) for entry in read_journal(journal)[shown:]]
-        processes[name] = start_worker(name, args, folder)
+        compiles = False  # what has crashed in the compiling must not end this process, too
+        processes[name] = start_worker(name, args, folder, compiles)
 
 
 def go(process: subprocess.Popen, deadline: float) -> None:
@@ -165,10 +167,9 @@ def keep(row: dict, args: argparse.Namespace) -> dict:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends a process and what it started, if it is there still."""
-    if process.poll() is None:
-        os.killpg(process.pid, 9)
-        process.wait()
+    """Ends a process, if it is there still."""
+    process.kill()
+    process.wait()
     with contextlib.suppress(OSError):
         process.stdin.close()
 
@@ -226,7 +227,8 @@ def work(kernel: Kernel, args: argparse.Namespace) -> int:
     """Measures one kernel until it is done or its time is over; every row goes to the journal at once."""
     device = torch.device(args.device)
     torch.manual_seed(0)
-    get_ready(kernel, device)
+    if args.compile and device.type == "cuda" and not compile_all(kernel, device):
+        return BROKEN
     deadline, current = float(sys.stdin.readline() or 0), None
     done = {key(identity) for identity in map(identity_in, read_journal(args.journal)) if identity}
     for item in items(kernel, device):
@@ -254,19 +256,14 @@ def identity_in(entry: dict) -> dict | None:
     return {name: entry[name] for name in names if name in entry} if "started" not in entry else None
 
 
-def get_ready(kernel: Kernel, device: torch.device) -> None:
-    """Starts CUDA, and lets Triton compile each kernel on a tiny weight, while another process measures."""
-    if device.type != "cuda":
-        return
-    torch.zeros(1, device=device)
-    for case in {case.condition: case for case in kernel.cases(device)}.values() if kernel.in_triton else []:
+def compile_all(kernel: Kernel, device: torch.device) -> bool:
+    """Lets Triton compile the kernel for a tiny weight, while another process measures; False: the GPU has failed."""
+    for case in {case.condition: case for case in kernel.cases(device)}.values():
         tiny = Case((TINY[0] * TINY[1],), case.condition, case.row)
         for parameters in [{}, *kernel.parameters(device)]:
-            try:
-                with kernel.force(parameters):
-                    kernel.trial(tiny, device).run()
-            except Exception:  # it is reported when it is measured
-                continue
+            with contextlib.suppress(Exception), kernel.force(parameters):  # it is reported when it is measured
+                kernel.trial(tiny, device).run()
+    return is_alive(device)
 
 
 def items(kernel: Kernel, device: torch.device) -> Iterator[Item]:

@@ -33,8 +33,9 @@ PROX_SHAPES, PROX_LAMBDAS = [SQUARE, (4096, 11008)], [0.25, 25.0]
 BACKEND_LAMBDAS = [25.0, 0.25, 10.0, 5.0, 2.5, 1.0, 50.0]
 ADAMW_SHAPES = [SQUARE, (4096, 11008)]
 TINY: Shape = (8, 64)  # for the rehearsal, and to compile
-# Where two minimisers of a block nearly tie, fp32 may take the other one; and stochastic ties of rounding.
-MAY_DIFFER = 5e-3
+# Where two minimisers of a block nearly tie, fp32 may take the other one: 2e-5 of all weights at lambda 25, one of 256
+# consecutive ones at most (measured with float64 on a CPU). What a kernel forgets are many neighbours.
+MAY_DIFFER, MAY_DIFFER_OF_256 = 1e-3, 0.05
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,10 @@ def difference(result: Tensor, exact: Tensor) -> str | None:
     """None if `result` is `exact` rounded, except where two minimisers nearly tie."""
     allowed = torch.finfo(result.dtype).eps * exact.abs() + 1e-5 * exact.abs().max()
     off = ~((result.flatten().double() - exact).abs() <= allowed)
-    share = off.double().mean().item()
-    return None if share <= MAY_DIFFER else f"{share:.2%} of the weights differ from float64"
+    shares = off.view(-1, 256).double().mean(1)
+    if shares.mean() <= MAY_DIFFER and shares.max() <= MAY_DIFFER_OF_256:
+        return None
+    return f"{off.sum()} of {off.numel()} weights differ from float64, the first at {off.nonzero()[0].item()}"
 
 
 # ---------------------------------------------------------------------------------------------- the fused step

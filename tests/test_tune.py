@@ -12,6 +12,7 @@ import pytest
 import torch
 import tune
 import tune_choice
+import tune_kernels
 from tune_fake_kernel import FAKE, KERNELS
 from tune_kernels import Case, gemv_parameters
 
@@ -174,6 +175,13 @@ def test_wrong_parameters_and_a_crash_cost_their_own_row(sweep, tuned, capsys):
     assert "crashed" in capsys.readouterr().out
 
 
+def test_a_crash_in_the_compiling_costs_nothing_but_time(sweep, monkeypatch):
+    monkeypatch.setenv("FAKE_COMPILER", "crashes")
+    code, found = sweep("fast", flags=("--kernels", "prox"))
+    assert code == 0
+    assert len(found) == 3
+
+
 def test_the_sweep_ends_by_its_own_clock(sweep, monkeypatch, capsys):
     assert sweep("fast", limit=1) == (0, [])
     assert "no time is left" in capsys.readouterr().out
@@ -187,7 +195,7 @@ def test_at_the_deadline_the_defaults_have_their_second_turn(tmp_path, monkeypat
     monkeypatch.setattr(tune.time, "monotonic", lambda: 100.0 if len(measured) >= 3 else 0.0)
     monkeypatch.setattr(tune, "measured", lambda kernel, item, device: measured.append(item) or {"p50_ms": 1.0})
     monkeypatch.setattr(tune.sys, "stdin", io.StringIO("50\n"))
-    args = tune.argparse.Namespace(device="cpu", journal=tmp_path / "journal.jsonl")
+    args = tune.argparse.Namespace(device="cpu", compile=False, journal=tmp_path / "journal.jsonl")
     many = [{"kind": str(number)} for number in range(9)]
     assert tune.work(replace(FAKE, parameters=lambda device: many), args) == 0
     assert [item.parameters for item in measured] == [{}, many[0], many[1], {}]
@@ -242,3 +250,56 @@ def test_every_prediction_has_its_arithmetic_and_values_in_range():
         assert known.because, known
         for value in (known.h100, known.h200):
             assert value is None or 0 < value <= (1 if known.field == predictions.SHARE else 2), known
+
+
+# ------------------------------------------------------------------------------------------ checks of the results
+
+
+def test_a_few_weights_that_a_kernel_forgets_are_found():
+    exact = torch.randn(2**17, dtype=torch.float64)
+    result = exact.bfloat16()
+    assert tune_kernels.difference(result, exact) is None
+    assert tune_kernels.difference(result.view(-1, 64), exact) is None
+    one = result.clone()
+    one[77] = 5.0  # two minimisers that nearly tie
+    assert tune_kernels.difference(one, exact) is None
+    tail = result.clone()
+    tail[-16:] = 5.0
+    said = f"16 of {2**17} weights differ from float64, the first at {2**17 - 16}"
+    assert tune_kernels.difference(tail, exact) == said
+    assert tune_kernels.difference(torch.full_like(result, torch.nan), exact) is not None
+
+
+@pytest.mark.parametrize("name", ["gemv", "cutlass"])
+def test_a_wrong_product_is_found(name, monkeypatch):
+    """With the reference in the place of a kernel that needs a GPU."""
+    from proxsparse.inference import backends
+
+    served = replace(backends.backend("reference"), name=name)
+    wrong = replace(served, linear=lambda *arguments: 1.02 * served.linear(*arguments))
+    monkeypatch.setattr(tune_kernels, "GEMV_ROWS", [1, 3])
+    monkeypatch.setattr(tune_kernels, "CUTLASS_ROWS", [3])
+    monkeypatch.setitem(tune_kernels.COPY_BYTES, "cpu", 2**16)
+    tune_kernels.weights_of.cache_clear()
+    tune_kernels.memory_to_copy.cache_clear()
+    for backend, problem in ((served, False), (wrong, True)):
+        monkeypatch.setitem(backends._backends, name, backend)
+        trial = tune_kernels.linear_trial(name, Case((16, 64, 3)), CPU)
+        assert (trial.problem() is not None) == problem
+        trial.run()
+        assert trial.moved == trial.calls * (16 * 32 * 2 + 16 * 8 + 2 * 3 * (64 + 16))
+    tune_kernels.weights_of.cache_clear()
+    tune_kernels.memory_to_copy.cache_clear()
+
+
+def test_the_trials_of_the_prox_and_the_step_accept_right_kernels():
+    """On the CPU's own backend."""
+    (case, *_) = tune_kernels.prox_cases(CPU, [], [0.25], "cpp")
+    (step,) = tune_kernels.adamw_cases(CPU)
+    for trial in (tune_kernels.prox_trial(case, CPU), tune_kernels.fused_trial(step, CPU)):
+        for _ in range(2):  # what a run changes does not disturb the next check
+            assert trial.problem() is None
+            trial.renew()
+            trial.run()
+    trial = tune_kernels.fused_trial(step, CPU)
+    assert trial.moved == 22 * 512 * trial.calls

@@ -44,5 +44,7 @@ FAKE = Kernel(
 KERNELS = {"gemv": FAKE, "prox": replace(FAKE, cases=lambda device: [Case((32,))])}
 
 if __name__ == "__main__":
+    if "--compile" in sys.argv and os.environ.get("FAKE_COMPILER"):
+        os.abort()
     tune.KERNELS.update(KERNELS)
     sys.exit(tune.main(sys.argv[1:]))
