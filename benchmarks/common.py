@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from predictions import predictions_for
 from shapes import Shape
 from torch import Tensor
 
@@ -253,10 +254,10 @@ def results_file(benchmark: str) -> Path:
 
 
 def append_rows(file: Path, rows: Iterable[dict[str, object]]) -> None:
-    """Each row as a line of JSON at the end of the file."""
+    """Each row as a line of JSON at the end of the file, with what was predicted for it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row) + "\n" for row in rows)
+        lines.writelines(json.dumps(row | predictions_for(file.stem, row)) + "\n" for row in rows)
 
 
 def save(benchmark: str, rows: Iterable[dict[str, object]]) -> None:

@@ -1,4 +1,5 @@
 // A step of AdamW, the gradient of the frozen-weight term, the metric and the prox, in one pass over memory.
+#include <algorithm>
 #include <cmath>
 #include <iterator>
 
@@ -20,19 +21,13 @@ struct AdamWArguments {
   const T* scale;                              // or null
   int64_t size, in_features;
   T beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
-  T decay;  // 1 - lr * weight_decay
-  T lr;
-  T bias1, root2;  // 1 - beta1^t and sqrt(1 - beta2^t)
+  T decay;        // 1 - lr * weight_decay
+  T rate;         // lr / (1 - beta1^t)
+  T root_factor;  // 1 / sqrt(1 - beta2^t)
   T frozen_lambda, frozen_eps;
   Regulariser<T> reg;
-  bool prox, stochastic;
+  bool prox, stochastic, aligned;  // aligned: all tensors begin at a multiple of 16 bytes
   uint64_t seed;
-};
-
-// One weight and what belongs to it.
-template <typename T>
-struct State {
-  T w, mean, mean_square;
 };
 
 // d/dw of the frozen-weight term: 2 w (w - w0) (2 w - w0) / (w0 + eps sign(w0))^2, sign(0) = 1.
@@ -42,27 +37,46 @@ __device__ T frozen_gradient(T w, T pretrained, T eps) {
   return 2 * w * (w - pretrained) * (2 * w - pretrained) / (denominator * denominator);
 }
 
-// The base step on v = c * w with the gradient g / c.
-template <typename Weight, typename Moment, typename T>
-__device__ State<T> adamw(const AdamWArguments<Weight, Moment>& call, State<T> old, T grad, T c) {
-  const T g = grad / c;
-  const T mean = call.beta1 * old.mean + call.one_minus_beta1 * g;
-  const T mean_square = call.beta2 * old.mean_square + call.one_minus_beta2 * g * g;
-  const T step = mean / call.bias1 / (std::sqrt(mean_square) / call.root2 + call.eps);
-  return {old.w * call.decay - call.lr / c * step, mean, mean_square};
+template <typename T, int kCount>
+__device__ void divide(T (&value)[kCount], const T* c) {
+  PROXSPARSE_UNROLL
+  for (int i = 0; i < kCount; ++i) value[i] /= c[i];
 }
 
 // Which numbers a warp takes of every tensor, and the memory it may use on the way.
 struct Place {
   int64_t first, size;
   void* buffer;
+  bool direct;  // of every tensor: no detour through the buffer
 };
 
-template <typename Format, int kPiece, typename T>
-__device__ void read(const typename Format::Storage* tensor, Place place, T (&value)[kPiece]) {
-  Piece<typename Format::Storage, kPiece> piece[1];
-  Share<const typename Format::Storage, 1, kPiece>(tensor, place.first, place.size, place.buffer).load(piece);
-  unpack(Format(), piece[0], value);
+// What a lane reads of every tensor, as it is in memory.
+template <typename Weight, typename Moment, int kPiece>
+struct Words {
+  Piece<typename Weight::Storage, kPiece> weight, grad, pretrained;
+  Piece<typename Weight::Arithmetic, kPiece> master;
+  Piece<typename Moment::Storage, kPiece> exp_avg, exp_avg_sq;
+};
+
+template <typename Storage, int kPiece>
+__device__ void read(const Storage* tensor, Place place, Piece<Storage, kPiece>& words) {
+  Piece<Storage, kPiece> piece[1];
+  Share<const Storage, 1, kPiece>(tensor, place.first, place.size, place.buffer, place.direct).load(piece);
+  words = piece[0];
+}
+
+// Every load comes before the first use of any, so that a warp waits for memory once.
+template <typename Weight, typename Moment, int kPiece>
+__device__ void read(const AdamWArguments<Weight, Moment>& call, Place place, Words<Weight, Moment, kPiece>& words) {
+  read(call.grad, place, words.grad);
+  read<typename Moment::Storage>(call.exp_avg, place, words.exp_avg);
+  read<typename Moment::Storage>(call.exp_avg_sq, place, words.exp_avg_sq);
+  if (call.pretrained) read(call.pretrained, place, words.pretrained);
+  if (call.master) {
+    read<typename Weight::Arithmetic>(call.master, place, words.master);
+  } else {
+    read<typename Weight::Storage>(call.weight, place, words.weight);
+  }
 }
 
 // Zeros are +0. `bits(i)` are those of number i for a bfloat16 that is rounded stochastically.
@@ -84,7 +98,7 @@ __device__ void write(const T (&value)[kPiece], typename Format::Storage* tensor
   } else {
     pack(Format(), value, piece[0]);
   }
-  Share<typename Format::Storage, 1, kPiece>(tensor, place.first, place.size, place.buffer).store(piece);
+  Share<typename Format::Storage, 1, kPiece>(tensor, place.first, place.size, place.buffer, place.direct).store(piece);
 }
 
 template <typename Weight, typename Moment>
@@ -97,40 +111,61 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
 
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp()) * kPiece * kLanes;
   const int64_t position = first + lane() * kPiece;
-  const Place place{first, call.size, &tile};
+  const Place place{first, call.size, &tile, call.aligned && first + kPiece * kLanes <= call.size};
+  Words<Weight, Moment, kPiece> words;
+  if (place.direct) {
+    read(call, {first, call.size, &tile, true}, words);
+  } else {
+    read(call, {first, call.size, &tile, false}, words);
+  }
   T c[kPiece];
-  int64_t column = call.scale ? position % call.in_features : 0;
   PROXSPARSE_UNROLL
-  for (int i = 0; i < kPiece; ++i) {
-    c[i] = call.scale ? std::abs(call.scale[column]) : T(1);
-    if (call.scale && ++column == call.in_features) column = 0;
+  for (int i = 0; i < kPiece; ++i) c[i] = 1;
+  if (call.scale) {
+    int64_t column = position % call.in_features;
+    PROXSPARSE_UNROLL
+    for (int i = 0; i < kPiece; ++i) {
+      c[i] = std::abs(call.scale[column]);
+      if (++column == call.in_features) column = 0;
+    }
   }
 
   T w[kPiece], grad[kPiece], mean[kPiece], mean_square[kPiece];
+  unpack(Weight(), words.grad, grad);
+  unpack(Moment(), words.exp_avg, mean);
+  unpack(Moment(), words.exp_avg_sq, mean_square);
   if (call.master) {
-    read<Native<T>>(call.master, place, w);
+    unpack(Native<T>(), words.master, w);
   } else {
-    read<Weight>(call.weight, place, w);
+    unpack(Weight(), words.weight, w);
   }
-  read<Weight>(call.grad, place, grad);
-  read<Moment>(call.exp_avg, place, mean);
-  read<Moment>(call.exp_avg_sq, place, mean_square);
   if (call.pretrained) {
     T pretrained[kPiece];
-    read<Weight>(call.pretrained, place, pretrained);
+    unpack(Weight(), words.pretrained, pretrained);
     PROXSPARSE_UNROLL
     for (int i = 0; i < kPiece; ++i) {
       grad[i] += call.frozen_lambda * frozen_gradient(w[i], pretrained[i], call.frozen_eps);
     }
   }
+  // the base step on v = c * w with the gradient g / c
+  if (call.scale) divide(grad, c);
+  T step[kPiece];
   PROXSPARSE_UNROLL
   for (int i = 0; i < kPiece; ++i) {
-    const State<T> state = adamw(call, State<T>{w[i], mean[i], mean_square[i]}, grad[i], c[i]);
-    w[i] = state.w, mean[i] = state.mean, mean_square[i] = state.mean_square;
+    mean[i] = call.beta1 * mean[i] + call.one_minus_beta1 * grad[i];
+    mean_square[i] = call.beta2 * mean_square[i] + call.one_minus_beta2 * grad[i] * grad[i];
+    step[i] = call.rate * mean[i] / (std::sqrt(mean_square[i]) * call.root_factor + call.eps);
   }
-  const auto random = [&](int i) { return random_bits(static_cast<uint64_t>(position + i), call.seed); };
-  write<Moment>(mean, call.exp_avg, place, call.stochastic, [&](int i) { return random(i).first & 0xffff; });
-  write<Moment>(mean_square, call.exp_avg_sq, place, call.stochastic, [&](int i) { return random(i).second & 0xffff; });
+  if (call.scale) divide(step, c);
+  PROXSPARSE_UNROLL
+  for (int i = 0; i < kPiece; ++i) w[i] = w[i] * call.decay - step[i];
+  uint32_t random[kPiece] = {};  // 32 bits a number, computed once; mix() gives 32 more
+  if (call.stochastic) {
+    PROXSPARSE_UNROLL
+    for (int i = 0; i < kPiece; ++i) random[i] = random_bits(static_cast<uint64_t>(position + i), call.seed);
+  }
+  write<Moment>(mean, call.exp_avg, place, call.stochastic, [&](int i) { return random[i] & 0xffff; });
+  write<Moment>(mean_square, call.exp_avg_sq, place, call.stochastic, [&](int i) { return mix(random[i]) & 0xffff; });
 
   if (call.prox) {
     const auto magnitudes = [&](int b) {
@@ -138,17 +173,19 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
                       std::abs(c[4 * b + 2] * w[4 * b + 2]), std::abs(c[4 * b + 3] * w[4 * b + 3])};
     };
     const auto shrink_weights = [&](int b, Block<T> v) {
-      const T magnitude[4] = {v.w1, v.w2, v.w3, v.w4};
+      T magnitude[4] = {v.w1, v.w2, v.w3, v.w4};
+      bool shrinks[4];
       PROXSPARSE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int k = 4 * b + i;
-        shrink(w[k], magnitude[i] < std::abs(c[k] * w[k]) ? magnitude[i] / c[k] : std::abs(w[k]));
-      }
+      for (int i = 0; i < 4; ++i) shrinks[i] = magnitude[i] < std::abs(c[4 * b + i] * w[4 * b + i]);
+      if (call.scale) divide(magnitude, c + 4 * b);
+      PROXSPARSE_UNROLL
+      for (int i = 0; i < 4; ++i) shrink(w[4 * b + i], shrinks[i] ? magnitude[i] : std::abs(w[4 * b + i]));
     };
     solve_blocks<Native<T>, kBlocks, kBlocks>(tile, call.reg, magnitudes, shrink_weights);
   }
-  if (call.master) write<Native<T>>(w, call.master, place, false, random);
-  write<Weight>(w, call.weight, place, call.stochastic && !call.master, [&](int i) { return random(i).first >> 16; });
+  const auto upper = [&](int i) { return random[i] >> 16; };
+  if (call.master) write<Native<T>>(w, call.master, place, false, upper);
+  write<Weight>(w, call.weight, place, call.stochastic && !call.master, upper);
 }
 
 template <typename Weight, typename Moment>
@@ -157,13 +194,16 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
   using WeightStorage = typename Weight::Storage;
   using MomentStorage = typename Moment::Storage;
   const auto number = [](double value) { return static_cast<T>(value); };
+  const void* pretrained = call.frozen_lambda > 0 ? call.pretrained : nullptr;
+  const void* tensors[] = {call.weight, call.grad, call.exp_avg, call.exp_avg_sq, call.master, pretrained};
+  const auto is_aligned = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor) % 16 == 0; };
   const AdamWArguments<Weight, Moment> arguments{
       .weight = static_cast<WeightStorage*>(call.weight),
       .grad = static_cast<const WeightStorage*>(call.grad),
       .exp_avg = static_cast<MomentStorage*>(call.exp_avg),
       .exp_avg_sq = static_cast<MomentStorage*>(call.exp_avg_sq),
       .master = static_cast<T*>(call.master),
-      .pretrained = static_cast<const WeightStorage*>(call.frozen_lambda > 0 ? call.pretrained : nullptr),
+      .pretrained = static_cast<const WeightStorage*>(pretrained),
       .scale = static_cast<const T*>(call.scale),
       .size = call.size,
       .in_features = call.in_features,
@@ -173,14 +213,14 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
       .one_minus_beta2 = number(1 - call.beta2),
       .eps = number(call.eps),
       .decay = number(1 - call.lr * call.weight_decay),
-      .lr = number(call.lr),
-      .bias1 = number(1 - std::pow(call.beta1, call.step)),
-      .root2 = number(std::sqrt(1 - std::pow(call.beta2, call.step))),
+      .rate = number(call.lr / (1 - std::pow(call.beta1, call.step))),
+      .root_factor = number(1 / std::sqrt(1 - std::pow(call.beta2, call.step))),
       .frozen_lambda = number(call.frozen_lambda),
       .frozen_eps = number(call.frozen_eps),
       .reg = regulariser<T>(call.reg_lambda, call.n),
       .prox = call.reg_lambda > 0,
       .stochastic = call.stochastic,
+      .aligned = std::all_of(std::begin(tensors), std::end(tensors), is_aligned),
       .seed = call.seed,
   };
   return launch_warps(adamw_prox_kernel<Weight, Moment>, call.size, kLanes * (sizeof(WeightStorage) == 2 ? 8 : 4),

@@ -17,15 +17,11 @@ __device__ inline uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-struct RandomBits {
-  uint32_t first, second;
-};
-
-__device__ inline RandomBits random_bits(uint64_t position, uint64_t seed) {
+// 32 random bits of a position; mix() of them are the next 32.
+__device__ inline uint32_t random_bits(uint64_t position, uint64_t seed) {
   const uint32_t low = static_cast<uint32_t>(position) ^ static_cast<uint32_t>(seed);
   const uint32_t high = static_cast<uint32_t>(position >> 32) ^ static_cast<uint32_t>(seed >> 32);
-  const uint32_t first = mix(mix(low) ^ high);
-  return {first, mix(first)};
+  return mix(mix(low) ^ high);
 }
 
 // The upper half of (bits of value + bits), bits < 2^16: the mean over the bits is the value itself. Zeros are +0.

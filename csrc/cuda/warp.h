@@ -56,9 +56,11 @@ struct Share {
   bool direct;          // the whole share exists, and is 16-byte aligned: no detour through the buffer
 
   __device__ Share(Number* tensor, int64_t first, int64_t size, void* buffer)
-      : tensor(tensor), first(first), size(size), buffer(static_cast<Storage*>(buffer)) {
-    direct = reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && first + kNumbers <= size;
-  }
+      : Share(tensor, first, size, buffer, reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && first + kNumbers <= size) {}
+
+  // For a kernel of many tensors, which decides once for all of them.
+  __device__ Share(Number* tensor, int64_t first, int64_t size, void* buffer, bool direct)
+      : tensor(tensor), first(first), size(size), buffer(static_cast<Storage*>(buffer)), direct(direct) {}
 
   // Of a piece of this lane in the share.
   static __device__ int offset(int piece) { return lane() * kPiece + piece * kLanes * kPiece; }

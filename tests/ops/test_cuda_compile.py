@@ -65,6 +65,8 @@ def test_kernels_compile_into_registers_and_16_byte_accesses(source, fatbin):
     frames = check_report(report)
     functions = disassembled(file)
     assert len(functions) == frames
+    if source.name == "adamw_prox.cu":
+        check_one_load_phase(functions)
     for function in functions:
         found = {name for _, name, _ in INSTRUCTION.findall(function)}
         found |= {name.removesuffix(".BF16") for name in found}
@@ -105,6 +107,30 @@ def disassembled(file: Path) -> list[str]:
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     code = subprocess.run([cuobjdump, "-sass", file], capture_output=True, text=True, check=True).stdout
     return re.split(r"\n\s+Function : ", code)[1:]
+
+
+def check_one_load_phase(functions: list[str]) -> None:
+    """Every load of 16 bytes comes before the first use of any: a warp waits for memory once."""
+    for function in functions:
+        loads, uses = wide_loads(function)
+        assert loads >= 4, function[:200]  # of weights, masters, gradients, moments, pretrained weights
+        assert not uses, f"a load waits for an earlier one: {uses[0]}, {function[:200]}"
+
+
+def wide_loads(function: str) -> tuple[int, list[str]]:
+    """How many loads of 16 bytes a kernel has, and the instructions before the last of them that use one's result."""
+    code = [(name, re.findall(r"\bR(\d+)", operands)) for _, name, operands in INSTRUCTION.findall(function)]
+    last = max(i for i, (name, _) in enumerate(code) if name == "LDG.E.128")
+    loads, loaded, uses = 0, set(), []
+    for name, registers in code[: last + 1]:
+        if name.startswith("BRA") and loaded:
+            uses.append(name)
+        if loaded & set(map(int, registers[1:] if name.startswith("LDG") else registers)):
+            uses.append(f"{name} {registers}")
+        if name == "LDG.E.128":
+            loads += 1
+            loaded |= {int(registers[0]) + word for word in range(4)}
+    return loads, uses
 
 
 @pytest.mark.parametrize(

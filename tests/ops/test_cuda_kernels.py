@@ -210,3 +210,27 @@ def test_the_fused_step(dtype, with_master, rounded_moments, case, adamw_prox):
         off = (result.double() - wanted.double()).abs() > 2e-5 * (1 + wanted.double().abs())
         assert off.double().mean() <= 0.01, name
         assert not result[result == 0].signbit().any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_fused_step_at_every_alignment(dtype, adamw_prox):
+    """One tensor that does not begin at a multiple of 16 bytes changes no result, and nothing beside it."""
+    shape = (3, 172)
+    moments = [torch.randn(shape), torch.rand(shape)]
+    master = [torch.randn(shape)] if dtype == torch.bfloat16 else [None]
+    tensors = [*(torch.randn(shape).to(dtype) for _ in range(2)), *moments, *master, torch.randn(shape).to(dtype)]
+    tensors.append(0.5 + torch.rand(shape[-1]))  # c
+    expected = [None if tensor is None else tensor.clone() for tensor in tensors]
+    adamw_prox(expected, 3, 0.8, 2, 0.3, None)
+    for place, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        memory = torch.full((tensor.numel() + 20,), 7.0, dtype=tensor.dtype)
+        moved = memory[9:][: tensor.numel()].view(tensor.shape)
+        arguments = [None if other is None else other.clone() for other in tensors]
+        arguments[place] = moved.copy_(tensor)
+        adamw_prox(arguments, 3, 0.8, 2, 0.3, None)
+        for result, wanted in zip(arguments, expected, strict=True):
+            assert result is None or torch.equal(result, wanted)
+        assert (memory[:9] == 7).all()
+        assert (memory[9 + tensor.numel() :] == 7).all()
