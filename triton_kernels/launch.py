@@ -7,9 +7,7 @@ import torch
 from .formats import INTERPRETED, PTX
 
 LANES = 32 if torch.version.hip is None else 64  # of a warp
-# 16 warps run at once on a multiprocessor whose threads take 128 registers each. With a scale and in float64 that many
-# would spill: they take what they need, up to 168 as a rule, of which 12 warps run at once.
-REGISTERS, WARPS, WARPS_OF_MANY_REGISTERS = 128, 16, 12
+REGISTERS_OF_A_MULTIPROCESSOR = 65536
 PROGRAMS_IN_INTERPRETER = 2
 
 
@@ -21,22 +19,28 @@ def with_given(launch: dict[str, int], given: dict[str, int | None], legal: tupl
     return new
 
 
-def few_registers(weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether the prox of this weight fits into REGISTERS."""
-    return scale is None and weight.dtype != torch.float64
+def registers_for(weight: torch.Tensor, scale: torch.Tensor | None, launch: dict[str, int]) -> int:
+    """Registers a thread that the prox may take: as few as it needs without spilling, so that more warps run at once.
+
+    With 128, 16 warps run at once on a multiprocessor, with 168 12 warps, with 255 8 warps.
+    """
+    if weight.dtype == torch.float64:
+        return 255
+    bytes_a_lane = 4 * launch["blocks"] * weight.dtype.itemsize // (launch["warps"] * LANES)
+    return 168 if scale is not None or bytes_a_lane > 64 else 128
 
 
-def programs_for(weight: torch.Tensor, scale: torch.Tensor | None, pieces: int, warps: int) -> int:
-    """How many programs of `warps` warps share the pieces of a weight: as many as run at once, at most one a piece."""
-    if weight.device.type != "cuda":
+def programs_for(device: torch.device, pieces: int, warps: int, registers: int) -> int:
+    """How many programs of `warps` warps share the pieces: as many as run at once, at most one a piece."""
+    if device.type != "cuda":
         return min(pieces, PROGRAMS_IN_INTERPRETER)
-    resident = WARPS if few_registers(weight, scale) else WARPS_OF_MANY_REGISTERS
-    return min(pieces, multiprocessors(weight.device) * resident // warps)
+    resident = REGISTERS_OF_A_MULTIPROCESSOR // (registers * 32 * warps)
+    return min(pieces, multiprocessors(device) * max(resident, 1))
 
 
-def compiler_options(weight: torch.Tensor, scale: torch.Tensor | None) -> dict[str, int]:
-    """Triton's options beside num_warps: left alone, its compiler takes up to 167 registers."""
-    return {"maxnreg": REGISTERS} if PTX and few_registers(weight, scale) else {}
+def compiler_options(registers: int) -> dict[str, int]:
+    """Triton's options beside num_warps: left alone, its compiler takes up to 167 registers where 128 are enough."""
+    return {"maxnreg": registers} if PTX else {}
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from .formats import (
     word_of,
     words_in,
 )
-from .launch import LANES, compiler_options, programs_for, with_given
+from .launch import LANES, compiler_options, programs_for, registers_for, with_given
 
 # A piece is what a program solves at once, 2 KB: 256 blocks of a bf16 weight, fewer of wider ones. One warp solves it:
 # the largest weight of the piece, which chooses the solver, then comes from one instruction without a barrier. The 8
@@ -31,14 +31,14 @@ from .launch import LANES, compiler_options, programs_for, with_given
 BLOCKS_PER_PIECE = 8 * LANES
 # Blocks that are not all small are solved in parts, two blocks a lane: fewer registers, so that more warps fit.
 BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
-# What `blocks`, `warps` and `parts` may be: at least 2 blocks a lane in a part, at most 8 in a piece. The results are
-# the same; which is the fastest has to be measured.
+# What `blocks`, `warps` and `parts` may be: parts of two blocks a lane. The results are the same; which is the fastest
+# has to be measured.
 PROX_LAUNCHES = tuple(
     {"blocks": blocks, "warps": warps, "parts": parts}
     for blocks in (128, 256, 512)
     for warps in (1, 2, 4)
     for parts in (2, 4)
-    if BLOCKS_PER_PART * warps * parts <= blocks <= BLOCKS_PER_PIECE * warps
+    if blocks == BLOCKS_PER_PART * warps * parts
 )
 # The interpreter pays per program and operation, not per block.
 BLOCKS_IN_INTERPRETER = 65536
@@ -290,8 +290,9 @@ def prox_n4_(
     launch = launch_parameters(weight, columns // 4, scale, given)
     pieces = triton.cdiv(columns, 4 * launch["blocks"])
     total = weight.numel() // columns * pieces
+    registers = registers_for(weight, scale, launch)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
-        prox_n4_kernel[(programs_for(weight, scale, total, launch["warps"]),)](
+        prox_n4_kernel[(programs_for(weight.device, total, launch["warps"], registers),)](
             weight,
             None if scale is None else scale.contiguous(),
             columns,
@@ -303,7 +304,7 @@ def prox_n4_(
             BLOCKS=launch["blocks"],
             PARTS=launch["parts"],
             num_warps=launch["warps"],
-            **compiler_options(weight, scale),
+            **compiler_options(registers),
         )
 
 
@@ -349,8 +350,9 @@ def prox_list_n4_(
     launch = launch_parameters(weights[0], WEIGHTS_PER_ROW // 4, None, given)
     pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * launch["blocks"])
     total = len(table) * pieces
+    registers = registers_for(weights[0], None, launch)
     with torch.cuda.device_of(weights[0]):
-        prox_list_kernel[(programs_for(weights[0], None, total, launch["warps"]),)](
+        prox_list_kernel[(programs_for(device, total, launch["warps"], registers),)](
             table,
             total,
             PIECES=pieces,
@@ -359,7 +361,7 @@ def prox_list_n4_(
             PARTS=launch["parts"],
             dtype=TRITON_DTYPE[dtype],
             num_warps=launch["warps"],
-            **compiler_options(weights[0], None),
+            **compiler_options(registers),
         )
 
 
