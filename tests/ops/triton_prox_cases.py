@@ -10,6 +10,8 @@ import torch
 from blocks import random_blocks
 
 from proxsparse import prox_nm, reference, use_backend
+from proxsparse.ops.prox_list import prox_nm_list_
+from proxsparse.ops.tuning import use_launch_parameters
 from proxsparse.triton_kernels import PROX_LAUNCHES, prox, prox_list_n4_, prox_n4_
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -264,6 +266,19 @@ def test_launch_parameters_change_nothing_but_the_speed(launch, size, monkeypatc
     prox_list_n4_(weights, [LAMBDA, 0.1], 2, **launch)
     for new, reg_lambda in zip(weights, [LAMBDA, 0.1], strict=True):
         torch.testing.assert_close(new.cpu(), result(weight, reg_lambda), rtol=1e-4, atol=1e-5)
+
+
+def test_the_ops_pass_on_what_was_measured(monkeypatch):
+    """Not for a scale, which was not measured."""
+    given = []
+    for name in ("prox_n4_", "prox_list_n4_"):
+        monkeypatch.setattr(f"proxsparse.triton_kernels.{name}", lambda *arguments, **launch: given.append(launch))
+    weight = torch.ones(2, 8, device=DEVICE)
+    with use_backend("triton"), use_launch_parameters("prox", blocks=512, warps=2):
+        prox_nm(weight, 0.1)
+        prox_nm(weight, 0.1, scale=weight[0])
+        prox_nm_list_([weight], [0.1])
+    assert given == [{"blocks": 512, "warps": 2}, {}, {"blocks": 512, "warps": 2}]
 
 
 # ------------------------------------------------------------------------------------------------- a list of weights
