@@ -11,10 +11,18 @@ import triton.language as tl
 
 from .block import largest_finite, shrink
 from .formats import INTERPRETED, arithmetic_of, is_half, join4, nearest, split4, stochastic, widened
+from .launch import LANES, with_given
 from .prox import blocks_per_program, check_weight, gain_of
 
 # Two blocks a lane: a step moves 40 to 110 bytes a block, which leaves time for any arithmetic but no registers.
-BLOCKS_PER_PROGRAM, NUM_WARPS = 64, 1
+BLOCKS_PER_PROGRAM, NUM_WARPS = 2 * LANES, 1
+# What `blocks` and `warps` may be: 2 or 4 blocks a lane. The results are the same.
+ADAMW_PROX_LAUNCHES = tuple(
+    {"blocks": blocks, "warps": warps}
+    for blocks in (64, 128, 256)
+    for warps in (1, 2, 4)
+    if BLOCKS_PER_PROGRAM * warps <= blocks <= 2 * BLOCKS_PER_PROGRAM * warps
+)
 
 
 @triton.jit
@@ -156,6 +164,9 @@ def adamw_prox_n4_(
     frozen_lambda: float,
     frozen_eps: float,
     seed: int | None,
+    *,
+    blocks: int | None = None,
+    warps: int | None = None,
 ) -> None:
     """Step t of AdamW on c * w, then the prox of n:4 blocks, in place; the equations are in `reference.adamw_prox`.
 
@@ -166,16 +177,20 @@ def adamw_prox_n4_(
         scale: in float32 (float64 for a float64 weight), or None.
         n: 1 or 2, ignored if reg_lambda is 0.
         seed: in [-2^63, 2^64), or None.
+        blocks, warps: blocks of 4 weights a program and its warps, one of ADAMW_PROX_LAUNCHES. They change the speed,
+            not the result. None: what is expected to be the fastest.
     Raises:
-        ValueError: the prox cannot serve n or the shape of the weight.
+        ValueError: the prox cannot serve n or the shape of the weight; blocks and warps are not in ADAMW_PROX_LAUNCHES.
     """
     if reg_lambda > 0:
         check_weight(weight, n)
     if weight.numel() == 0:
         return
     columns = weight.numel() if scale is None else weight.shape[-1]
-    blocks = blocks_per_program(weight, triton.cdiv(columns, 4)) if INTERPRETED else BLOCKS_PER_PROGRAM
-    pieces = triton.cdiv(columns, 4 * blocks)
+    default = blocks_per_program(weight, triton.cdiv(columns, 4)) if INTERPRETED else BLOCKS_PER_PROGRAM
+    given = {"blocks": blocks, "warps": warps}
+    launch = with_given({"blocks": default, "warps": NUM_WARPS}, given, ADAMW_PROX_LAUNCHES)
+    pieces = triton.cdiv(columns, 4 * launch["blocks"])
     halves = (None, None) if seed is None else (int32(seed), int32(seed >> 32))
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         adamw_prox_kernel[(weight.numel() // columns * pieces,)](
@@ -200,8 +215,8 @@ def adamw_prox_n4_(
             float(frozen_eps),
             *halves,
             N=n if reg_lambda > 0 else 0,
-            BLOCKS=blocks,
-            num_warps=NUM_WARPS,
+            BLOCKS=launch["blocks"],
+            num_warps=launch["warps"],
         )
 
 

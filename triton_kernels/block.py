@@ -7,7 +7,7 @@ lambda is 1, w and x = lambda * w the solution. u1 >= u2 >= u3 >= u4 unless a fu
 import triton
 import triton.language as tl
 
-from .formats import INTERPRETED
+from .formats import PTX
 
 # From u1 = (1 + sqrt 2) / 2 on a 3-sparse candidate never beats the 2-sparse one; dense ones lose from 1 on.
 TWO_SPARSE_FROM = tl.constexpr(1.2071067811865475)
@@ -22,8 +22,8 @@ BLOCKS_PER_LANE = tl.constexpr(2)
 
 @triton.jit
 def special(x, SINGLE: tl.constexpr, exact):
-    """One instruction of the GPU's special function unit (2^-22 relative) for float32, the exact function otherwise."""
-    if INTERPRETED or x.dtype == tl.float64:
+    """float32 on NVIDIA: one instruction of the special function unit (2^-22 relative); else the exact function."""
+    if not PTX or x.dtype == tl.float64:
         y = exact
     else:
         y = tl.inline_asm_elementwise(SINGLE + ".approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)

@@ -5,11 +5,14 @@ that holds one float64. A block of four weights is two words or four. `x0, x1, x
 each a tensor [BLOCKS] in the arithmetic (float64 for float64, float32 otherwise).
 """
 
+import torch
 import triton
 import triton.language as tl
 
-# Triton's interpreter knows no inline assembly, and truncates where the GPU rounds to nearest.
+# Triton's interpreter truncates where the GPU rounds to nearest.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Inline assembly is for NVIDIA's GPUs: the interpreter and AMD's GPUs take plain Triton instead.
+PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
 
 
 @triton.constexpr_function
@@ -87,7 +90,7 @@ def bits_to_nearest(x, dtype: tl.constexpr):
 @triton.jit
 def word_of_halves(low, high, dtype: tl.constexpr):
     """Two float32 numbers, rounded to nearest, in one word."""
-    if INTERPRETED:
+    if not PTX:
         word = bits_to_nearest(low, dtype) | (bits_to_nearest(high, dtype) << 16)
     elif dtype == tl.bfloat16:
         word = tl.inline_asm_elementwise(

@@ -23,16 +23,26 @@ from .formats import (
     word_of,
     words_in,
 )
+from .launch import LANES, compiler_options, programs_for, registers_for, with_given
 
-# Programs of one warp: the largest weight of a program, which chooses the solver, then comes from one instruction
-# without a barrier, and is the largest of few. 8 blocks a lane share what every lane does once, and keep 64 bytes of a
-# bf16 weight in flight for each.
-BLOCKS_PER_PROGRAM, NUM_WARPS = 256, 1
-# Blocks that are not all small are solved in parts, for the sake of the registers of all programs.
-PARTS = tl.constexpr(4)
+# A piece is what a program solves at once, 2 KB: 256 blocks of a bf16 weight, fewer of wider ones. One warp solves it:
+# the largest weight of the piece, which chooses the solver, then comes from one instruction without a barrier. The 8
+# blocks of a lane share what every lane does once.
+BLOCKS_PER_PIECE = 8 * LANES
+# Blocks that are not all small are solved in parts, two blocks a lane: fewer registers, so that more warps fit.
+BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
+# What `blocks`, `warps` and `parts` may be: parts of two blocks a lane. The results are the same; which is the fastest
+# has to be measured.
+PROX_LAUNCHES = tuple(
+    {"blocks": blocks, "warps": warps, "parts": parts}
+    for blocks in (128, 256, 512)
+    for warps in (1, 2, 4)
+    for parts in (2, 4)
+    if blocks == BLOCKS_PER_PART * warps * parts
+)
 # The interpreter pays per program and operation, not per block.
 BLOCKS_IN_INTERPRETER = 65536
-# Weights a row of the table of a list covers: long rows keep the table small, short ones waste few programs at the end.
+# Weights a row of the table of a list covers: long rows keep the table small, short ones waste few turns at the end.
 WEIGHTS_PER_ROW = 2**18
 TRITON_DTYPE = {
     torch.float32: tl.float32,
@@ -86,72 +96,120 @@ def prox_part(
 
 
 @triton.jit
-def prox_program(
-    words_ptr, words, start, scale_ptr, column, columns, reg_lambda, gain,
-    N: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr,
+def load_words(words_ptr, words, BLOCKS: tl.constexpr, dtype: tl.constexpr):
+    """The BLOCKS blocks from words_ptr on, as far as there are `words`; none if that is <= 0."""
+    word = tl.arange(0, words_in(BLOCKS, dtype))
+    return tl.load(words_ptr + word, mask=word < words, other=0)
+
+
+@triton.jit
+def prox_piece(
+    old, words_ptr, words, scale_ptr, column, columns, reg_lambda, gain,
+    N: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The prox of the BLOCKS blocks from word `start` on, as far as there are `words`."""
+    """The prox of a piece, `old`, which was loaded from words_ptr."""
     WORDS: tl.constexpr = words_in(BLOCKS, dtype)
-    word = start + tl.arange(0, WORDS)
-    old = tl.load(words_ptr + word, mask=word < words, other=0)
     v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
     largest = reg_lambda * largest_of(v0, v1, v2, v3)
     if (N == 2) & (largest <= CONVEX_UP_TO):
         w0, w1, w2, w3 = descend_24(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype))
         new = packed(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
+        word = tl.arange(0, WORDS)
         tl.store(words_ptr + word, new, mask=word < words)
     else:
         if largest != largest or largest == float("inf"):
             largest = reg_lambda * largest_finite(v0, v1, v2, v3)
-        for part in range(PARTS):  # again from the cache: fewer blocks at once leave more registers for each
-            first, place = start + part * (WORDS // PARTS), column + part * (4 * BLOCKS // PARTS)
+        # In parts, again from the cache: fewer blocks at once leave registers for more warps.
+        for part in range(PARTS):
+            first, place = part * (WORDS // PARTS), column + part * (4 * BLOCKS // PARTS)
             prox_part(
                 words_ptr, words, first, scale_ptr, place, columns, reg_lambda, gain, largest, N, BLOCKS // PARTS, dtype
             )
 
 
 @triton.jit
+def piece_of_weight(
+    piece, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """(pointer to the first word of a piece, words from there to the end of its row, <= 0 beyond the last, column)."""
+    words = columns // (4 * BLOCKS // words_in(BLOCKS, dtype))  # a row
+    row_ptr = weight_ptr.to(tl.pointer_type(word_of(dtype)), bitcast=True)
+    if scale_ptr is not None:
+        row = piece // pieces
+        words = tl.where(piece < total, words, 0)
+        piece -= row * pieces
+        row_ptr += row.to(tl.int64) * words  # a weight may have more than 2^31 elements
+    start = piece.to(tl.int64) * words_in(BLOCKS, dtype)
+    left = tl.minimum(words - start, words_in(BLOCKS, dtype)).to(tl.int32)
+    return row_ptr + start, left, piece * (4 * BLOCKS)
+
+
+# Both kernels: every program takes each num_programs-th piece, and loads the next one before it solves the present one.
+# Without that a warp would wait for the memory with nothing to do. Pieces do not overlap, so no load meets a store.
+
+
+@triton.jit(do_not_specialize=["pieces", "total"])
 def prox_n4_kernel(
     weight_ptr,  # [numel], contiguous, at a multiple of 16 bytes; changed in place
     scale_ptr,  # [columns] or None
     columns,  # in_features; without a scale all of the weight is one row
-    pieces,  # programs a row
+    pieces,  # of a row, BLOCKS blocks each
+    total,  # pieces of all rows
     reg_lambda: tl.float64,  # > 0; the annotation keeps Triton from passing it as fp32
     gain: tl.float64,  # 1 / (1 - lambda), or 0 from lambda = 1 on: the launcher's double tells 0.99999999 from 1
     N: tl.constexpr,  # weights kept of every 4: 1 or 2
-    BLOCKS: tl.constexpr,  # blocks a program, all of one row
+    BLOCKS: tl.constexpr,  # blocks a piece
+    PARTS: tl.constexpr,  # of a piece, where not all of its blocks are small
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    words = columns // (4 * BLOCKS // words_in(BLOCKS, dtype))  # a row
-    row_ptr = weight_ptr.to(tl.pointer_type(word_of(dtype)), bitcast=True)
-    piece = tl.program_id(0)
-    if scale_ptr is not None:
-        row = piece // pieces
-        piece -= row * pieces
-        row_ptr += row.to(tl.int64) * words  # a weight may have more than 2^31 elements
-    start = piece.to(tl.int64) * words_in(BLOCKS, dtype)
-    column = piece * (4 * BLOCKS)
     reg_lambda, gain = tl.full((), reg_lambda, arithmetic), tl.full((), gain, arithmetic)
-    prox_program(row_ptr + start, words - start, 0, scale_ptr, column, columns, reg_lambda, gain, N, BLOCKS, dtype)
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    words_ptr, words, column = piece_of_weight(first, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype)
+    old = load_words(words_ptr, words, BLOCKS, dtype)
+    for piece in range(first, total, programs):
+        next_ptr, next_words, next_column = piece_of_weight(
+            piece + programs, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS, dtype
+        )
+        following = load_words(next_ptr, next_words, BLOCKS, dtype)
+        prox_piece(old, words_ptr, words, scale_ptr, column, columns, reg_lambda, gain, N, BLOCKS, PARTS, dtype)
+        old, words_ptr, words, column = following, next_ptr, next_words, next_column
 
 
 @triton.jit
+def piece_of_table(piece, total, table_ptr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr):
+    """(pointer to the first word of a piece, words from there on, <= 0 if there are none, lambda, gain)."""
+    arithmetic: tl.constexpr = arithmetic_of(dtype)
+    row_ptr, there = table_ptr + piece // PIECES * 4, piece < total
+    words_ptr = tl.multiple_of(tl.load(row_ptr, mask=there, other=0).to(tl.pointer_type(word_of(dtype))), 16)
+    weights = tl.multiple_of(tl.load(row_ptr + 1, mask=there, other=0).to(tl.int32), 16)
+    reg_lambda = tl.load(row_ptr + 2, mask=there, other=0).to(tl.float64, bitcast=True).to(arithmetic)
+    gain = tl.load(row_ptr + 3, mask=there, other=0).to(tl.float64, bitcast=True).to(arithmetic)
+    start = piece % PIECES * words_in(BLOCKS, dtype)
+    return words_ptr + start, weights // (4 * BLOCKS // words_in(BLOCKS, dtype)) - start, reg_lambda, gain
+
+
+@triton.jit(do_not_specialize=["total"])
 def prox_list_kernel(
     table_ptr,  # int64 [rows, 4]: address of the first weight, their number (a multiple of 16), bits of lambda and gain
-    PROGRAMS: tl.constexpr,  # programs a row of the table
+    total,  # pieces of all rows
+    PIECES: tl.constexpr,  # of a row, BLOCKS blocks each
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
     dtype: tl.constexpr,  # of all weights
 ):
-    arithmetic: tl.constexpr = arithmetic_of(dtype)
-    row_ptr = table_ptr + tl.program_id(0) // PROGRAMS * 4
-    words_ptr = tl.multiple_of(tl.load(row_ptr).to(tl.pointer_type(word_of(dtype))), 16)
-    words = tl.multiple_of(tl.load(row_ptr + 1).to(tl.int32), 16) // (4 * BLOCKS // words_in(BLOCKS, dtype))
-    reg_lambda = tl.load(row_ptr + 2).to(tl.float64, bitcast=True).to(arithmetic)
-    gain = tl.load(row_ptr + 3).to(tl.float64, bitcast=True).to(arithmetic)
-    start = tl.program_id(0) % PROGRAMS * words_in(BLOCKS, dtype)
-    prox_program(words_ptr, words, start, None, 0, 0, reg_lambda, gain, N, BLOCKS, dtype)
+    first, programs = tl.program_id(0), tl.num_programs(0)
+    words_ptr, words, reg_lambda, gain = piece_of_table(first, total, table_ptr, PIECES, BLOCKS, dtype)
+    old = load_words(words_ptr, words, BLOCKS, dtype)
+    for piece in range(first, total, programs):
+        next_ptr, next_words, next_lambda, next_gain = piece_of_table(
+            piece + programs, total, table_ptr, PIECES, BLOCKS, dtype
+        )
+        following = load_words(next_ptr, next_words, BLOCKS, dtype)
+        if words > 0:
+            prox_piece(old, words_ptr, words, None, 0, 0, reg_lambda, gain, N, BLOCKS, PARTS, dtype)
+        old, words_ptr, words, reg_lambda, gain = following, next_ptr, next_words, next_lambda, next_gain
 
 
 # ---------------------------------------------------------------------------------------------- the launchers
@@ -173,14 +231,36 @@ def gain_of(reg_lambda: float) -> float:
     return 1 / (1 - reg_lambda) if reg_lambda < 1 else 0.0
 
 
-def blocks_per_program(weight: torch.Tensor, blocks: int) -> int:
-    """For a weight with `blocks` blocks in a row; half as many in float64, which takes twice the registers."""
+def blocks_per_program(weight: torch.Tensor, blocks: int, scale: torch.Tensor | None = None) -> int:
+    """Blocks of a piece, for a weight with `blocks` blocks in a row: 2 KB of it, or of its scale as float32."""
     if INTERPRETED:
-        return max(PARTS.value * BLOCKS_PER_LANE.value, min(triton.next_power_of_2(blocks), BLOCKS_IN_INTERPRETER))
-    return BLOCKS_PER_PROGRAM // 2 if weight.dtype == torch.float64 else BLOCKS_PER_PROGRAM
+        return max(8, min(triton.next_power_of_2(blocks), BLOCKS_IN_INTERPRETER))
+    return BLOCKS_PER_PIECE // (max(weight.dtype.itemsize, 4 if scale is not None else 2) // 2)
 
 
-def prox_n4_(weight: torch.Tensor, reg_lambda: float, n: int, scale: torch.Tensor | None = None) -> None:
+def launch_parameters(
+    weight: torch.Tensor, row: int, scale: torch.Tensor | None, given: dict[str, int | None]
+) -> dict[str, int]:
+    """blocks, warps and parts for rows of `row` blocks: those that are `given` (not None), else the expected best.
+
+    Raises:
+        ValueError: they are not one of PROX_LAUNCHES.
+    """
+    blocks = blocks_per_program(weight, row, scale)
+    launch = {"blocks": blocks, "warps": 1, "parts": 4 if INTERPRETED else max(2, blocks // BLOCKS_PER_PART)}
+    return with_given(launch, given, PROX_LAUNCHES)
+
+
+def prox_n4_(
+    weight: torch.Tensor,
+    reg_lambda: float,
+    n: int,
+    scale: torch.Tensor | None = None,
+    *,
+    blocks: int | None = None,
+    warps: int | None = None,
+    parts: int | None = None,
+) -> None:
     """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{n:4}(V), divided back by c, in place; n is 1 or 2.
 
     Reg_{n:4}(V) sums e_{n+1}(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
@@ -191,48 +271,66 @@ def prox_n4_(weight: torch.Tensor, reg_lambda: float, n: int, scale: torch.Tenso
             the environment had TRITON_INTERPRET=1 when triton was imported. Changed in place. May be empty.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(n-1); 0 is the identity.
         scale: c, [in_features], positive (only |c| counts), floating point, on the device of `weight`; None means 1.
+        blocks, warps, parts: blocks of a piece, warps that solve it, parts of a piece whose blocks are not all small:
+            one of PROX_LAUNCHES. They change the speed, not the result. None: what is expected to be the fastest.
     Raises:
-        ValueError: n is neither 1 nor 2, in_features is no multiple of 4, or the weight is not contiguous.
+        ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, the weight is not contiguous, or blocks,
+            warps and parts are not one of PROX_LAUNCHES.
     """
     check_weight(weight, n)
     if reg_lambda == 0 or weight.numel() == 0:
         return
     if weight.data_ptr() % 16:  # a view that starts anywhere: the kernel loads 16 bytes at once
         aligned = weight.clone()
-        prox_n4_(aligned, reg_lambda, n, scale)
+        prox_n4_(aligned, reg_lambda, n, scale, blocks=blocks, warps=warps, parts=parts)
         weight.copy_(aligned)
         return
     columns = weight.numel() if scale is None else weight.shape[-1]
-    blocks = blocks_per_program(weight, columns // 4)
-    pieces = triton.cdiv(columns, 4 * blocks)
+    given = {"blocks": blocks, "warps": warps, "parts": parts}
+    launch = launch_parameters(weight, columns // 4, scale, given)
+    pieces = triton.cdiv(columns, 4 * launch["blocks"])
+    total = weight.numel() // columns * pieces
+    registers = registers_for(weight, scale, launch)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
-        prox_n4_kernel[(weight.numel() // columns * pieces,)](
+        prox_n4_kernel[(programs_for(weight.device, total, launch["warps"], registers),)](
             weight,
             None if scale is None else scale.contiguous(),
             columns,
             pieces,
+            total,
             float(reg_lambda),
             gain_of(reg_lambda),
             N=n,
-            BLOCKS=blocks,
-            num_warps=NUM_WARPS,
+            BLOCKS=launch["blocks"],
+            PARTS=launch["parts"],
+            num_warps=launch["warps"],
+            **compiler_options(registers),
         )
 
 
-def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float], n: int) -> None:
+def prox_list_n4_(
+    weights: Sequence[torch.Tensor],
+    reg_lambdas: Sequence[float],
+    n: int,
+    *,
+    blocks: int | None = None,
+    warps: int | None = None,
+    parts: int | None = None,
+) -> None:
     """`prox_n4_` for each weight with its own lambda, in one launch, in place.
 
     The launch reads a table of addresses, sizes and lambdas. It is copied to the GPU from pinned memory without waiting
     for the GPU (32 bytes for 2^18 weights: 0.8 MB for 6.5 billion), and kept as long as nothing in it changes.
-    A weight whose size or address is no multiple of 16 gets a launch of its own.
+    A weight whose size or address is not a multiple of 16 gets a launch of its own.
 
     Args:
         weights: as for `prox_n4_`, all of one dtype and on one device; they must not overlap.
         reg_lambdas: one a weight.
+        blocks, warps, parts: as for `prox_n4_`.
     Raises:
         ValueError: as `prox_n4_`, or the weights differ in dtype or device.
     """
-    entries = []
+    entries, given = [], {"blocks": blocks, "warps": warps, "parts": parts}
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
         check_weight(weight, n)
         if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
@@ -241,7 +339,7 @@ def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float],
                 "one launch serves one dtype and one device; make several lists"
             )
         if weight.numel() % 16 or weight.data_ptr() % 16:
-            prox_n4_(weight, reg_lambda, n)
+            prox_n4_(weight, reg_lambda, n, **given)
         elif reg_lambda != 0 and weight.numel() != 0:
             entries.append((weight.data_ptr(), weight.numel(), float(reg_lambda)))
     if not entries:
@@ -249,11 +347,21 @@ def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float],
     device, dtype = weights[0].device, weights[0].dtype
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     table = table_of(tuple(entries), dtype.itemsize, device, stream)
-    blocks = blocks_per_program(weights[0], WEIGHTS_PER_ROW // 4)
-    programs = WEIGHTS_PER_ROW // (4 * blocks)
+    launch = launch_parameters(weights[0], WEIGHTS_PER_ROW // 4, None, given)
+    pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * launch["blocks"])
+    total = len(table) * pieces
+    registers = registers_for(weights[0], None, launch)
     with torch.cuda.device_of(weights[0]):
-        prox_list_kernel[(len(table) * programs,)](
-            table, PROGRAMS=programs, N=n, BLOCKS=blocks, dtype=TRITON_DTYPE[dtype], num_warps=NUM_WARPS
+        prox_list_kernel[(programs_for(device, total, launch["warps"], registers),)](
+            table,
+            total,
+            PIECES=pieces,
+            N=n,
+            BLOCKS=launch["blocks"],
+            PARTS=launch["parts"],
+            dtype=TRITON_DTYPE[dtype],
+            num_warps=launch["warps"],
+            **compiler_options(registers),
         )
 
 

@@ -1,7 +1,8 @@
 """One op, many backends: a table of kernels per op, fastest first, and the rule that picks one.
 
 The dispatcher of torch holds one kernel per dispatch key, so every op registers ONE selector (`select`) that looks
-into the table. Automatic choice falls back to the next kernel, aloud; an explicit choice never does.
+into the table. The automatic choice falls back to the next kernel with a warning. An explicit choice never falls back
+from a kernel to another; it concerns the ops that its backend has a kernel for, the automatic choice serves the others.
 """
 
 import contextlib
@@ -27,8 +28,9 @@ class Kernel:
 
 
 _kernels: dict[str, dict[str, Kernel]] = {}
+_orders: dict[str, Callable[..., tuple[str, ...]]] = {}
 _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
-_announced: set[tuple[str, str]] = set()
+_announced: set[tuple[str, ...]] = set()
 
 
 def register_kernel(op: str, backend: str, supports: Callable[..., str | None]):
@@ -39,6 +41,19 @@ def register_kernel(op: str, backend: str, supports: Callable[..., str | None]):
     def add(run: Callable) -> Callable:
         _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports)
         return run
+
+    return add
+
+
+def register_order(op: str):
+    """Decorator: `order(backends, *args)` returns the automatic choice's backends, fastest first, for these arguments.
+
+    It must depend on shapes, dtypes, devices and numbers alone: reading a tensor would wait for the GPU.
+    """
+
+    def add(order: Callable[..., tuple[str, ...]]) -> Callable[..., tuple[str, ...]]:
+        _orders[op] = order
+        return order
 
     return add
 
@@ -57,6 +72,7 @@ def ops() -> list[str]:
 def use_backend(backend: str | None) -> Iterator[None]:
     """Within the block every op of this thread runs on `backend` or raises; None returns to the automatic choice.
 
+    An op that `backend` has no kernel for at all (`nm_mask` on "triton") gets the automatic choice, with one warning.
     So does a packed layer (`SparseLinear`) on "auto" for "cpp" and "reference", which are backends of such layers too;
     "triton" and "cuda" concern the ops alone. A layer that was given a backend keeps it.
 
@@ -91,14 +107,19 @@ def select(op: str, tensor, *args) -> Kernel:
     explicit = chosen_backend()
     if explicit is not None:
         kernel = _kernels[op].get(explicit)
-        reason = "it has no kernel for this op" if kernel is None else kernel.supports(tensor, *args)
-        if reason is None:
-            return kernel
-        raise RuntimeError(
-            f"{op}: backend {explicit!r} was chosen explicitly but cannot serve this call: {reason}; "
-            "unset PROXSPARSE_BACKEND or use_backend to let proxsparse choose"
-        )
-    for backend in AUTOMATIC.get(tensor.device.type, ("reference",)):
+        if kernel is not None:
+            reason = kernel.supports(tensor, *args)
+            if reason is None:
+                return kernel
+            raise RuntimeError(
+                f"{op}: backend {explicit!r} was chosen explicitly but cannot serve this call: {reason}; "
+                "unset PROXSPARSE_BACKEND or use_backend to let proxsparse choose"
+            )
+        warn_once(f"{op}: backend {explicit!r} has no kernel for this op, the automatic choice serves it", op, explicit)
+    backends = AUTOMATIC.get(tensor.device.type, ("reference",))
+    if op in _orders:
+        backends = _orders[op](backends, tensor, *args)
+    for backend in backends:
         if backend in _kernels[op]:
             kernel = _kernels[op][backend]
             reason = kernel.supports(tensor, *args)
@@ -110,6 +131,11 @@ def select(op: str, tensor, *args) -> Kernel:
 
 def announce(op: str, backend: str, reason: str) -> None:
     """One warning for each reason, whichever op met it first."""
-    if (backend, reason) not in _announced:
-        _announced.add((backend, reason))
-        warnings.warn(f"{op}: not on the {backend} backend, a slower one serves: {reason}", stacklevel=3)
+    warn_once(f"{op}: not on the {backend} backend, a slower one serves: {reason}", backend, reason)
+
+
+def warn_once(message: str, *key: str) -> None:
+    """A warning, unless there was one with this key."""
+    if key not in _announced:
+        _announced.add(key)
+        warnings.warn(message, stacklevel=4)

@@ -42,20 +42,25 @@ class Compiled:
         return {name for name in self.instructions if name.startswith(prefixes)}
 
 
-def compile_kernel(kernel, arguments: dict[str, str], constants: dict, capability: int, num_warps: int, folder: Path):
+def compile_for(target: GPUTarget, kernel, arguments: dict[str, str], constants: dict, options: dict):
     """Compile as a launch would with 16-byte aligned pointers and integers that are multiples of 16.
 
     Args:
         arguments: name -> Triton type, such as "*bf16", "i32" or "fp64", for all that are no constants.
         constants: name -> value, None for a pointer that is not given.
-        capability: 80, 90, 100.
-        folder: takes the cubin.
+        options: of Triton's compiler, such as num_warps.
     """
     signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
-    divisible = [i for i, type in enumerate(signature.values()) if type.startswith(("*", "i"))]
+    specialized = [not parameter.do_not_specialize for parameter in kernel.params]
+    divisible = [i for i, type in enumerate(signature.values()) if type.startswith(("*", "i")) and specialized[i]]
     attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_kernel(kernel, arguments: dict[str, str], constants: dict, capability: int, options: dict, folder: Path):
+    """`compile_for` an NVIDIA GPU of capability 80, 90 or 100; `folder` takes the cubin."""
+    compiled = compile_for(GPUTarget("cuda", capability, 32), kernel, arguments, constants, options)
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     return disassembled(cubin)

@@ -1,12 +1,19 @@
-"""Which kernel serves a call: fastest first, falling back aloud, and an explicit choice that never falls back."""
+"""Which kernel serves a call: fastest first, falling back with a warning, and an explicit choice that never does."""
 
+import importlib.util
+import re
+import types
 import warnings
 
 import pytest
 import torch
 
 from proxsparse import nm_mask, prox_nm, prox_nm_, reference, use_backend
+from proxsparse.inference.backends import cusparselt, cutlass, gemv
 from proxsparse.ops import registry
+from proxsparse.ops.backends import cuda, triton
+from proxsparse.ops.prox import TYPICAL_MAGNITUDE, fastest_first
+from proxsparse.ops.tuning import use_launch_parameters
 
 
 def always(*arguments):
@@ -23,6 +30,7 @@ def never(*arguments):
 def table(monkeypatch):
     """An empty kernel table, nothing announced yet, no choice from the environment."""
     monkeypatch.setattr(registry, "_kernels", {})
+    monkeypatch.setattr(registry, "_orders", {})
     monkeypatch.setattr(registry, "_announced", set())
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
 
@@ -126,8 +134,19 @@ def test_an_explicit_choice_never_falls_back(table, monkeypatch, choose):
     message = r"toy: backend 'cpp' .*the moon is not full.*unset PROXSPARSE_BACKEND or use_backend"
     with choose("cpp", monkeypatch), pytest.raises(RuntimeError, match=message):
         served_by()
-    with choose("triton", monkeypatch), pytest.raises(RuntimeError, match=r"'triton'.*no kernel for this op.*unset"):
-        served_by()
+
+
+@pytest.mark.parametrize("choose", [by_context, by_environment])
+def test_an_op_without_a_kernel_on_the_chosen_backend_is_served_by_another_with_one_warning(table, monkeypatch, choose):
+    """Or no run could finish: a run takes many ops, and most backends have kernels for a few."""
+    add("cpp", always)
+    add("reference", always)
+    with choose("triton", monkeypatch):
+        with pytest.warns(UserWarning, match=r"toy: backend 'triton' has no kernel for this op, the automatic choice"):
+            assert served_by() == "cpp"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert served_by() == "cpp"
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones(table, monkeypatch):
@@ -164,8 +183,15 @@ def test_the_public_functions_obey_the_choice():
     with use_backend("reference"):
         assert torch.equal(prox_nm(weight, 0.7), reference.prox_nm(weight, 0.7))
         assert torch.equal(nm_mask(weight), reference.nm_mask(weight))
-    with use_backend("triton"), pytest.raises(RuntimeError, match="nm_mask: backend 'triton'"):
-        nm_mask(weight)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_mask_is_found_whatever_backend_was_chosen_for_the_prox(backend, monkeypatch):
+    monkeypatch.setattr(registry, "_announced", set())
+    monkeypatch.setenv("PROXSPARSE_BACKEND", backend)
+    weight = torch.randn(3, 8)
+    with pytest.warns(UserWarning, match=f"nm_mask: backend '{backend}' has no kernel"):
+        assert torch.equal(nm_mask(weight), reference.nm_mask(weight))
 
 
 def test_a_refused_call_leaves_the_weight(monkeypatch):
@@ -175,3 +201,73 @@ def test_a_refused_call_leaves_the_weight(monkeypatch):
     with pytest.raises(RuntimeError, match="cpp"):
         prox_nm_(weight, 0.7, "4:8")
     assert torch.equal(weight, before)
+
+
+# ------------------------------------------------------------------------------------------ an order for the arguments
+
+
+def test_an_op_may_choose_the_order_by_its_arguments(table):
+    for backend in ("cpp", "reference"):
+        add(backend, always)
+    registry.register_order("toy")(lambda backends, tensor, large: backends[::-1] if large else backends)
+    assert registry.select("toy", torch.zeros(4), False).backend == "cpp"
+    assert registry.select("toy", torch.zeros(4), True).backend == "reference"
+    with use_backend("cpp"):
+        assert registry.select("toy", torch.zeros(4), True).backend == "cpp"
+
+
+def order(reg_lambda, scale=None, n=2, m=4, device="cuda"):
+    """Of the backends for a weight that cannot be read: the choice may not look at it."""
+    weight = types.SimpleNamespace(dtype=torch.bfloat16, device=torch.device(device), numel=lambda: 4096)
+    return fastest_first(registry.AUTOMATIC[device], weight, reg_lambda, n, m, scale)
+
+
+def test_cuda_comes_before_triton_from_the_measured_strength_on():
+    usual, cuda_first = ("triton", "cuda", "reference"), ("cuda", "triton", "reference")
+    with use_launch_parameters("prox_backend", cuda_from=0.25):
+        assert order(0.24 / TYPICAL_MAGNITUDE) == usual
+        assert order(0.26 / TYPICAL_MAGNITUDE) == cuda_first
+        assert order(0.24, scale=torch.ones(4)) == usual
+        assert order(0.26, scale=torch.ones(4)) == cuda_first
+        assert order(1e6, n=1) == order(1e6, m=8) == usual  # another solver
+        assert order(1e6, device="cpu") == ("cpp", "reference")
+    with use_launch_parameters("prox_backend"):
+        assert order(1e6) == usual  # nothing measured
+
+
+# ------------------------------------------------------------------------------------------ AMD's GPUs
+
+
+class OnGpu:
+    """What `supports` asks of a tensor on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, dtype: torch.dtype, *shape: int):
+        self.dtype, self.shape = dtype, shape
+
+    def __len__(self):
+        return self.shape[0]
+
+
+def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
+    """There `device.type` is "cuda", too, and the capability of an MI300 is (9, 4)."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.2")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    monkeypatch.setattr(cuda, "_missing", None)
+    monkeypatch.setattr(cutlass, "_missing", None)
+    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+    weight, x = OnGpu(torch.bfloat16, 32, 64), OnGpu(torch.bfloat16, 8, 64)
+    reason = r"NVIDIA's GPUs, .* AMD's \(ROCm 6.4.2\)"
+    for op, arguments in {"prox_nm_": (0.1, 2, 4, None), "prox_nm_list_": (2, 4), "pack_nm": (2, 4)}.items():
+        kernel = next(kernel for kernel in registry.kernels(op) if kernel.backend == "cuda")
+        assert re.search(reason, kernel.supports(weight, *arguments)), op
+    for backend in (gemv, cutlass, cusparselt):
+        assert re.search(reason, backend._supports(x, weight)), backend
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+def test_triton_serves_amd(monkeypatch):
+    """Without inline assembly: triton_rocm_cases.py compiles the kernels for gfx942."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.2")
+    assert triton._supports(OnGpu(torch.bfloat16, 32, 64), 2, 4) is None

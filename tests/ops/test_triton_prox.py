@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: interpreted on the CPU, and compiled ahead of time for three generations of GPUs.
+"""The Triton kernels without a GPU: interpreted on the CPU, and compiled ahead of time for NVIDIA and AMD.
 
 Both need a process of their own: triton decides at its import whether it interprets.
 """
@@ -34,8 +34,9 @@ def test_interpreted(file, tmp_path):
     run_in_own_process(file, tmp_path, TRITON_INTERPRET="1")
 
 
-def test_compiled_ahead_of_time(tmp_path):
-    run_in_own_process("triton_compiled_prox.py", tmp_path)
+@pytest.mark.parametrize("file", ["triton_compiled_prox.py", "triton_rocm_cases.py"])
+def test_compiled_ahead_of_time(file, tmp_path):
+    run_in_own_process(file, tmp_path)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,8 @@ import torch
 
 from proxsparse import use_backend
 from proxsparse.ops import adamw_prox_
-from proxsparse.triton_kernels import prox
+from proxsparse.ops.tuning import use_launch_parameters
+from proxsparse.triton_kernels import ADAMW_PROX_LAUNCHES, prox
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 NUMBERS = {"step": 3, "lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
@@ -77,6 +78,17 @@ def test_any_number_of_weights_without_the_prox(count, monkeypatch):
     results, wanted = (stepped(tensors, backend, **options) for backend in ("triton", "reference"))
     for i in CHANGED:
         torch.testing.assert_close(results[i], wanted[i], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("launch", [{"blocks": 8}, {"blocks": 64}] if DEVICE == "cpu" else ADAMW_PROX_LAUNCHES, ids=str)
+def test_launch_parameters_change_nothing_but_the_speed(launch):
+    tensors = problem((5, 132), BF16, F32, scale=True)
+    options = {"reg_lambda": 0.6, "seed": 7}
+    wanted = stepped(tensors, "triton", **options)
+    with use_launch_parameters("adamw_prox", **launch):
+        results = stepped(tensors, "triton", **options)
+    for i in CHANGED[:3]:
+        torch.testing.assert_close(results[i].float(), wanted[i].float(), rtol=1e-2, atol=1e-4)
 
 
 def test_the_hash_is_that_of_the_reference():

@@ -1,12 +1,13 @@
 """The Triton kernels compiled ahead of time; test_triton_prox.py runs this file in a process of its own."""
 
 import pytest
-import triton.language as tl
+import torch
+import triton
 from aot import compile_kernel
 
-from proxsparse.triton_kernels import adamw_prox, prox
+from proxsparse.triton_kernels import adamw_prox, launch, prox
 
-DTYPE = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, "fp64": tl.float64}
+DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 # Weight type, scale type, n.
 PROX = [("fp32", None, 2), ("bf16", None, 2), ("fp16", None, 2), ("fp64", None, 2)]
@@ -22,23 +23,43 @@ MORE_STEP = [("fp16", "fp32", ("master",), 2), ("fp32", "bf16", ("seed",), 1), (
 NUMBERS = ["decay", "rate", "root_factor", "beta1", "beta2", "eps", "reg_lambda", "gain", "frozen_lambda", "frozen_eps"]
 
 
-def compiled_prox(weight, scale, n, capability, folder):
-    arguments = {"weight_ptr": f"*{weight}", "columns": "i32", "pieces": "i32", "reg_lambda": "fp64", "gain": "fp64"}
-    constants = {"N": n, "BLOCKS": prox.BLOCKS_PER_PROGRAM // (2 if weight == "fp64" else 1)}
-    if scale is None:
-        constants["scale_ptr"] = None
-    else:
-        arguments["scale_ptr"] = f"*{scale}"
-    return compile_kernel(prox.prox_n4_kernel, arguments, constants, capability, prox.NUM_WARPS, folder)
+def launch_of(weight, scale=None, launch=None):
+    """(constants, compiler options) of the launcher for these types."""
+    weight, scale = (None if type is None else torch.empty(0, dtype=DTYPE[type]) for type in (weight, scale))
+    launch = prox.launch_parameters(weight, 0, scale, launch or {})
+    options = prox.compiler_options(prox.registers_for(weight, scale, launch)) | {"num_warps": launch["warps"]}
+    return {"BLOCKS": launch["blocks"], "PARTS": launch["parts"]}, options
 
 
-def compiled_list(weight, n, capability, folder):
-    programs = prox.WEIGHTS_PER_ROW // (4 * prox.BLOCKS_PER_PROGRAM)
-    constants = {"PROGRAMS": programs, "N": n, "BLOCKS": prox.BLOCKS_PER_PROGRAM, "dtype": DTYPE[weight]}
-    return compile_kernel(prox.prox_list_kernel, {"table_ptr": "*i64"}, constants, capability, prox.NUM_WARPS, folder)
+def prox_call(weight, scale, n, launch=None):
+    """(kernel, arguments, constants, compiler options) of a launch of the prox."""
+    arguments = {"weight_ptr": f"*{weight}", "reg_lambda": "fp64", "gain": "fp64"}
+    arguments |= dict.fromkeys(("columns", "pieces", "total"), "i32")
+    arguments |= {"scale_ptr": f"*{scale}"} if scale else {}
+    constants, options = launch_of(weight, scale, launch)
+    constants |= {"N": n} if scale else {"N": n, "scale_ptr": None}
+    return prox.prox_n4_kernel, arguments, constants, options
 
 
-def compiled_step(weight, moment, given, n, capability, folder):
+def list_call(weight, n):
+    """The same of a list."""
+    constants, options = launch_of(weight)
+    constants |= {"PIECES": triton.cdiv(prox.WEIGHTS_PER_ROW, 4 * constants["BLOCKS"])}
+    constants |= {"N": n, "dtype": prox.TRITON_DTYPE[DTYPE[weight]]}
+    return prox.prox_list_kernel, {"table_ptr": "*i64", "total": "i32"}, constants, options
+
+
+def compiled(call, capability, folder):
+    kernel, arguments, constants, options = call
+    return compile_kernel(kernel, arguments, constants, capability, options, folder)
+
+
+def compiled_prox(weight, scale, n, capability, folder, launch=None):
+    return compiled(prox_call(weight, scale, n, launch), capability, folder)
+
+
+def step_call(weight, moment, given, n, blocks=adamw_prox.BLOCKS_PER_PROGRAM, warps=adamw_prox.NUM_WARPS):
+    """The same of a fused step."""
     arguments = dict.fromkeys(NUMBERS, "fp64") | {"columns": "i32", "pieces": "i32"}
     arguments |= {"weight_ptr": f"*{weight}", "grad_ptr": f"*{weight}"}
     arguments |= {"exp_avg_ptr": f"*{moment}", "exp_avg_sq_ptr": f"*{moment}"}
@@ -46,9 +67,8 @@ def compiled_step(weight, moment, given, n, capability, folder):
     options |= {"seed_low": "i32", "seed_high": "i32"}
     arguments |= {name: type for name, type in options.items() if name.split("_")[0] in given}
     constants = {name: None for name in options if name not in arguments}
-    constants |= {"N": n, "BLOCKS": adamw_prox.BLOCKS_PER_PROGRAM}
-    kernel, warps = adamw_prox.adamw_prox_kernel, adamw_prox.NUM_WARPS
-    return compile_kernel(kernel, arguments, constants, capability, warps, folder)
+    constants |= {"N": n, "BLOCKS": blocks}
+    return adamw_prox.adamw_prox_kernel, arguments, constants, {"num_warps": warps}
 
 
 def assert_stays_in_registers(kernel):
@@ -66,7 +86,55 @@ def test_prox(variant, capability, tmp_path):
     assert_stays_in_registers(kernel)
     assert kernel.starting_with("LDG") == {"LDG.E.128"}
     assert kernel.starting_with("STG") == {"STG.E.128"}
-    assert not kernel.starting_with("CALL") or variant[0] == "fp64", "a division or a root with a slow path"
+    if variant[0] != "fp64":
+        assert not kernel.starting_with("RET"), "a division or a root with a slow path"
+        assert kernel.registers <= 128, "fewer warps run at once than the grid is made for"
+
+
+@pytest.mark.parametrize("call", [prox_call("bf16", None, 2), prox_call("fp32", None, 2), list_call("bf16", 2)])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_next_piece_is_loaded_before_this_one_is_solved(call, capability, tmp_path):
+    """In each turn of the outer loop: 2 KB a warp, 16 bytes a lane at once, are on their way when the solver starts."""
+    code = compiled(call, capability, tmp_path).code
+    start, end = max(
+        ((target, address) for address, _, target in code if target is not None), key=lambda x: x[1] - x[0]
+    )
+    turn = [name for address, name, _ in code if start <= address <= end]
+    before = turn[: next(i for i, name in enumerate(turn) if "REDUX" in name)]  # the largest weight
+    assert before.count("LDG.E.128") == 4
+
+
+def test_a_launch_makes_as_many_programs_as_run_at_once(monkeypatch):
+    """On a GPU of 132 multiprocessors of 65,536 registers, 32 lanes a warp; no more than there are pieces."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    gpu = torch.device("cuda")
+    assert launch.programs_for(gpu, 10**6, warps=1, registers=128) == 132 * 16
+    assert launch.programs_for(gpu, 10**6, warps=4, registers=128) == 132 * 4
+    assert launch.programs_for(gpu, 10**6, warps=1, registers=168) == 132 * 12
+    assert launch.programs_for(gpu, 100, warps=1, registers=128) == 100
+
+
+@pytest.mark.parametrize("weight", ["bf16", "fp32"])
+@pytest.mark.parametrize("parameters", prox.PROX_LAUNCHES, ids=lambda launch: "x".join(map(str, launch.values())))
+def test_all_launch_parameters_of_the_prox_compile(parameters, weight, tmp_path):
+    kernel = compiled_prox(weight, None, 2, 90, tmp_path, parameters)
+    assert kernel.stack == 0
+    assert kernel.starting_with("LDG") == {"LDG.E.128"}
+
+
+@pytest.mark.parametrize("parameters", adamw_prox.ADAMW_PROX_LAUNCHES, ids=lambda x: "x".join(map(str, x.values())))
+def test_all_launch_parameters_of_the_fused_step_compile(parameters, tmp_path):
+    kernel = compiled(step_call("bf16", "fp32", ("seed",), 2, **parameters), 90, tmp_path)
+    assert kernel.stack == 0
+    assert kernel.starting_with("LDG") == {"LDG.E.128"}
+
+
+def test_other_launch_parameters_are_refused():
+    weight = torch.empty(0, dtype=torch.bfloat16)
+    assert prox.launch_parameters(weight, 0, None, {"blocks": None}) == {"blocks": 256, "warps": 1, "parts": 4}
+    for given in ({"blocks": 100}, {"blocks": 128}, {"parts": 3}):  # 128 blocks in 4 parts: one block a lane
+        with pytest.raises(ValueError, match=r"launch parameters .*: choose one of .*'blocks': 512"):
+            prox.launch_parameters(weight, 0, None, given)
 
 
 @pytest.mark.parametrize("variant", MORE_PROX, ids=str)
@@ -77,10 +145,11 @@ def test_more_of_the_prox(variant, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("weight", ["fp32", "bf16"])
 def test_prox_of_a_list(weight, capability, tmp_path):
-    kernel = compiled_list(weight, 2, capability, tmp_path)
+    kernel = compiled(list_call(weight, 2), capability, tmp_path)
     assert_stays_in_registers(kernel)
     assert "LDG.E.128" in kernel.instructions
     assert kernel.starting_with("STG") == {"STG.E.128"}
+    assert kernel.registers <= 128
 
 
 @pytest.mark.parametrize("weight", ["fp32", "bf16"])
@@ -88,7 +157,7 @@ def test_a_sweep_takes_17_instructions_a_block(weight, tmp_path):
     """The paper's weights take 2 to 5 sweeps; at the speed of memory an H200 has 110 instructions for a bf16 block."""
     loops = compiled_prox(weight, None, 2, 90, tmp_path).loops()
     sweeps = [loop for loop in loops if not any(name.startswith(("MUFU", "LDG", "BAR")) for name in loop)]
-    blocks_a_lane = prox.BLOCKS_PER_PROGRAM // 32
+    blocks_a_lane = launch_of(weight)[0]["BLOCKS"] // 32
     assert max(sweep.total() for sweep in sweeps) <= 17 * blocks_a_lane
     assert max(sweep["FFMA"] for sweep in sweeps) >= 10 * blocks_a_lane, "not the loop this test is about"
 
@@ -96,7 +165,7 @@ def test_a_sweep_takes_17_instructions_a_block(weight, tmp_path):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("variant", STEP, ids=str)
 def test_the_fused_step(variant, capability, tmp_path):
-    kernel = compiled_step(*variant, capability, tmp_path)
+    kernel = compiled(step_call(*variant), capability, tmp_path)
     assert_stays_in_registers(kernel)
     assert kernel.starting_with("LDG") == {"LDG.E.128"}
     assert kernel.starting_with("STG") == {"STG.E.128"}
@@ -105,4 +174,4 @@ def test_the_fused_step(variant, capability, tmp_path):
 
 @pytest.mark.parametrize("variant", MORE_STEP, ids=str)
 def test_more_of_the_fused_step(variant, tmp_path):
-    assert_stays_in_registers(compiled_step(*variant, 90, tmp_path))
+    assert_stays_in_registers(compiled(step_call(*variant), 90, tmp_path))

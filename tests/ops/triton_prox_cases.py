@@ -10,7 +10,9 @@ import torch
 from blocks import random_blocks
 
 from proxsparse import prox_nm, reference, use_backend
-from proxsparse.triton_kernels import prox, prox_list_n4_, prox_n4_
+from proxsparse.ops.prox_list import prox_nm_list_
+from proxsparse.ops.tuning import use_launch_parameters
+from proxsparse.triton_kernels import PROX_LAUNCHES, prox, prox_list_n4_, prox_n4_
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LAMBDA = 0.7  # not a float32 number: a rounded one would show in float64
@@ -239,6 +241,44 @@ def test_what_the_kernel_cannot_serve_is_refused():
     for weight, n in ((torch.ones(2, 6), 2), (torch.ones(4, 8).t(), 2), (torch.tensor(1.0), 2), (torch.ones(2, 8), 3)):
         with pytest.raises(ValueError, match=r"weight of shape|n=3"):
             prox_n4_(weight.to(DEVICE), LAMBDA, n, None)
+
+
+# ------------------------------------------------------------------------------------------------- launch parameters
+
+INTERPRETED_LAUNCHES = [
+    {"blocks": 8, "warps": 1, "parts": 2},
+    {"parts": 2},
+]
+
+
+@pytest.mark.parametrize("size", [0.05, 1.0])  # solved by coordinate descent; by the three candidates
+@pytest.mark.parametrize("launch", INTERPRETED_LAUNCHES if DEVICE == "cpu" else PROX_LAUNCHES, ids=str)
+def test_launch_parameters_change_nothing_but_the_speed(launch, size, monkeypatch):
+    """More pieces than programs, so that every program solves several, and the last one is not full."""
+    weight = size * random_blocks(24, LAMBDA, seed=5).float().view(2, 48)
+    scale = torch.linspace(0.5, 1.5, 48)
+    for c in (None, scale):
+        new, expected = weight.clone().to(DEVICE), result(weight, scale=c)
+        prox_n4_(new, LAMBDA, 2, None if c is None else c.to(DEVICE), **launch)
+        torch.testing.assert_close(new.cpu(), expected, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(prox, "WEIGHTS_PER_ROW", 64)
+    weights = [weight.clone().to(DEVICE) for _ in range(2)]
+    prox_list_n4_(weights, [LAMBDA, 0.1], 2, **launch)
+    for new, reg_lambda in zip(weights, [LAMBDA, 0.1], strict=True):
+        torch.testing.assert_close(new.cpu(), result(weight, reg_lambda), rtol=1e-4, atol=1e-5)
+
+
+def test_the_ops_pass_on_what_was_measured(monkeypatch):
+    """Not for a scale, which was not measured."""
+    given = []
+    for name in ("prox_n4_", "prox_list_n4_"):
+        monkeypatch.setattr(f"proxsparse.triton_kernels.{name}", lambda *arguments, **launch: given.append(launch))
+    weight = torch.ones(2, 8, device=DEVICE)
+    with use_backend("triton"), use_launch_parameters("prox", blocks=512, warps=2):
+        prox_nm(weight, 0.1)
+        prox_nm(weight, 0.1, scale=weight[0])
+        prox_nm_list_([weight], [0.1])
+    assert given == [{"blocks": 512, "warps": 2}, {}, {"blocks": 512, "warps": 2}]
 
 
 # ------------------------------------------------------------------------------------------------- a list of weights

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.inference.backends import pad_rows, register_backend
+from proxsparse.ops.backends import cuda
 
 DTYPES = (torch.bfloat16, torch.float16)
 WEIGHT_STEP, ROW_STEP = 16, 8  # torch.sparse.SparseSemiStructuredTensorCUSPARSELT: of out_ and in_features; of rows
@@ -23,6 +24,8 @@ _algorithms: dict[tuple, dict[str, int]] = {}  # (device, dtype, out_features, i
 def _supports(x: Tensor, values: Tensor) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
         return f"it serves CUDA GPUs, x is on {x.device} and the weight on {values.device}"
+    if reason := cuda.rocm():
+        return reason
     if x.dtype not in DTYPES or values.dtype != x.dtype:
         return f"it serves bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
     for name, size in (("out_features", len(values)), ("in_features", 2 * values.shape[1])):

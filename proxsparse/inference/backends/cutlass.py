@@ -90,7 +90,7 @@ def built_tiles(device: torch.device) -> list[str]:
 def _supports(x: Tensor, values: Tensor) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
         return f"it serves CUDA GPUs, x is on {x.device} and the weight on {values.device}"
-    if reason := _missing or cuda.missing():
+    if reason := cuda.missing() or _missing:
         return reason
     if x.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
         return f"it serves bfloat16, not x of {x.dtype} with a weight of {values.dtype}"

@@ -22,8 +22,8 @@ except ImportError as error:
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     if tensor.device.type != "cuda":
         return f"it serves CUDA GPUs, the tensor is on {tensor.device}"
-    if _missing:
-        return _missing
+    if reason := rocm() or _missing:
+        return reason
     if m != 4 or n not in (1, 2):
         return f"it serves the patterns 2:4 and 1:4, not {n}:{m}"
     if torch.cuda.get_device_capability(tensor.device) < (8, 0):
@@ -95,8 +95,16 @@ def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
     return weight
 
 
+def rocm() -> str | None:
+    """None, or why no CUDA kernel can serve: AMD's GPUs are devices of type "cuda", too."""
+    version = torch.version.hip
+    return f"it serves NVIDIA's GPUs, this torch is built for AMD's (ROCm {version})" if version else None
+
+
 def missing() -> str | None:
     """None, or why nothing here can handle packed weights."""
+    if reason := rocm():
+        return reason
     if _C is not None and not hasattr(_C, "gemv"):
         return "the compiled CUDA extension is older than the packed form; remedy: install again"
     return _missing

@@ -1,4 +1,7 @@
-"""The Triton kernels for the GPU: the only file that imports triton_kernels (late: importing triton takes a second)."""
+"""The Triton kernels for the GPU: the only file that imports triton_kernels (late: importing triton takes a second).
+
+They serve NVIDIA's GPUs, and AMD's by plain Triton without inline assembly (compiled for gfx942, not run on one yet).
+"""
 
 import importlib.util
 import os
@@ -6,6 +9,7 @@ import os
 from torch import Tensor
 
 from proxsparse.ops.registry import register_kernel
+from proxsparse.ops.tuning import launch_parameters
 
 
 def _supports(weight: Tensor, n: int, m: int) -> str | None:
@@ -22,18 +26,26 @@ def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Ten
     return _supports(weight, n, m)
 
 
+def measured(kernel: str, weight: Tensor, numel: int) -> dict[str, object]:
+    """The launch parameters of the table for so many weights; {} leaves them to the kernel."""
+    return dict(launch_parameters(kernel, weight.dtype, weight.device, (numel,)))
+
+
 @register_kernel("prox_nm_", "triton", supports=_supports_prox)
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     from proxsparse import triton_kernels
 
-    triton_kernels.prox_n4_(weight, reg_lambda, n, scale)
+    # The table was measured without a scale, which takes other registers.
+    launch = {} if scale is not None else measured("prox", weight, weight.numel())
+    triton_kernels.prox_n4_(weight, reg_lambda, n, scale, **launch)
 
 
 @register_kernel("prox_nm_list_", "triton", supports=_supports)
 def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
-    triton_kernels.prox_list_n4_(weights, reg_lambdas, n)
+    launch = measured("prox", weights[0], sum(weight.numel() for weight in weights))
+    triton_kernels.prox_list_n4_(weights, reg_lambdas, n, **launch)
 
 
 def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
@@ -46,4 +58,5 @@ def _adamw_prox_(*arguments) -> None:
     from proxsparse import triton_kernels
 
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    triton_kernels.adamw_prox_n4_(*head, n, frozen_lambda, frozen_eps, seed)
+    launch = measured("adamw_prox", head[0], head[0].numel())
+    triton_kernels.adamw_prox_n4_(*head, n, frozen_lambda, frozen_eps, seed, **launch)
