@@ -54,7 +54,9 @@ class TrainConfig:
     )
     text_field: str = flag("text", "the field of a row that holds the text")
     output_dir: str | None = flag(None, "where the run goes; default: runs/<model>-<date>-<time>")
-    overwrite_output_dir: bool = flag(False, "write into a folder that is not empty")
+    overwrite_output_dir: bool = flag(
+        False, "replace the result that an earlier run has written there, when this run is complete"
+    )
     recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}")
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run")
 

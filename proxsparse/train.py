@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse import distributed, learning, plan, run, training_state
-from proxsparse.checkpoint import masks_sha256, remove_checkpoints
+from proxsparse.checkpoint import masks_sha256
 from proxsparse.config import TrainConfig, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
@@ -29,6 +28,7 @@ from proxsparse.models import check_length, decoder_blocks, load_model, prunable
 from proxsparse.monitor import agreement, feasible_share
 from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
+from proxsparse.output_folder import OutputFolder
 from proxsparse.patterns import NMPattern
 from proxsparse.report import write_report
 from proxsparse.resumption import AGAIN, digest_of, saying_what_is_kept
@@ -44,19 +44,19 @@ def main(arguments: list[str] | None = None) -> int:
     start = start_of(config.start)
     device = choose_device(distributed.own_device(config.device))
     distributed.start(device)
-    run_dir = from_first(lambda: run.open_run_dir(config))
-    distributed.require_one_folder(run_dir)
-    if from_first(lambda: training_state.nothing_left(run_dir, config)):
-        return 0
-    with saying_what_is_kept(run_dir, training_state.kept):
-        return prune_model(config, start, run_dir, device)
+    with run.opened(config, "train", training_state.MAY_DIFFER) as folder:
+        distributed.require_one_folder(folder.path)
+        if from_first(lambda: run.nothing_left(folder)):
+            return 0
+        with saying_what_is_kept(folder.final, lambda: training_state.kept(folder.path)):
+            return prune_model(config, start, folder, device)
 
 
-def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.device) -> int:
+def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device: torch.device) -> int:
     """Load, learn, snap, save, evaluate, report."""
     started = time.monotonic()
-    pattern = NMPattern.parse(config.pattern)
-    resumed, facts = from_first(lambda: training_state.find(run_dir, config))
+    run_dir, pattern = folder.path, NMPattern.parse(config.pattern)
+    resumed, facts = from_first(lambda: training_state.find(folder, config))
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)
 
@@ -121,6 +121,7 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
         samples = sum(len(batch["input_ids"]) for batch in batches)
         figures = {
             "status": "complete" if complete else "interrupted",
+            "run_id": folder.run_id,
             "samples": samples,
             "updated": False,
             **run.what_was_pruned(layers, dict.fromkeys(layers, pattern), pattern),
@@ -141,8 +142,8 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
         run.save_result(run_dir, result)
         write_report(run_dir)
         if complete:
-            remove_checkpoints(run_dir)
-        print(run.summary(result, run_dir))
+            run.finish(folder)
+        print(run.summary(result, folder.final if complete else run_dir))
     return 128 + stop.number if stop.number else 0
 
 

@@ -16,7 +16,8 @@ LAYERS = {
     "equations": "patterns reference packed paper_solvers selection distributed model_files _version errors",
     "ops": "ops",
     "optim": "optim",
-    "parts": "models layout data device checkpoint settings config log learned distillation monitor metric recipes",
+    "parts": "models layout data device checkpoint output_folder file_lock settings config log learned distillation "
+    "monitor metric recipes",
     "methods": "resumption methods evaluation report start learning training_state trainer",
     "inference": "inference",
     "commands": "train prune options evaluate pack env run plan",

@@ -97,6 +97,7 @@ def prune_layers_(
     patterns: dict[str, NMPattern],
     progress: bool = False,
     finished_blocks: Path | None = None,
+    run_id: str = "",
     **options,
 ) -> dict[str, Tensor]:
     """`Method.prune` made of a function for one layer; its arithmetic is in full precision even under autocast."""
@@ -115,10 +116,10 @@ def prune_layers_(
             if new_weight is not None:
                 updated[name] = layer.weight
         if finished_blocks:
-            save_block(finished_blocks, {name: masks[name] for name in collected}, updated)
+            save_block(finished_blocks, {name: masks[name] for name in collected}, updated, run_id)
 
     def restored(inside: dict[str, nn.Linear]) -> bool:
-        finished = load_block(finished_blocks, inside, patterns) if finished_blocks else {}
+        finished = load_block(finished_blocks, inside, patterns, run_id) if finished_blocks else {}
         for name, (mask, new_weight) in finished.items():
             masks[name] = apply_mask_(inside[name], mask, new_weight)
         return bool(finished)
@@ -183,6 +184,7 @@ def prune_(
     exclude: list[str] | None = None,
     progress: bool = False,
     finished_blocks: Path | None = None,
+    run_id: str = "",
     **options,
 ) -> dict[str, Tensor]:
     """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
@@ -196,6 +198,7 @@ def prune_(
         finished_blocks: a folder, there already, in which every decoder block is kept as soon as it is pruned; those
             that are there are taken as they are, so give it to the same call again and to no other. A method that
             prunes the whole model at once, or needs no data, keeps none.
+        run_id: stands in every block that is kept there; one of another run is pruned again.
         options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
@@ -206,7 +209,7 @@ def prune_(
     refuse_foreign(options, chosen.options, f"method {name!r}")
     layers, patterns = layers_and_patterns(unfold_(model), pattern, include, exclude)
     if chosen.by_block:
-        options["finished_blocks"] = finished_blocks
+        options |= {"finished_blocks": finished_blocks, "run_id": run_id}
     return chosen.prune(model, layers, batches, patterns, progress, **options)
 
 
