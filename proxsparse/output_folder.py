@@ -31,19 +31,27 @@ MOST_BYTES = 1 << 20  # of a marker; one that a run writes has about 3,000
 RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
 FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped proxsparse.prune continues from
 # All that train, prune, pack and report write by fixed names; tokenizers are saved under the names of transformers.
-NAMES = {
-    *("config.yaml", RESULT, METRICS, MASKS, FINISHED_BLOCKS, "report.md", "README.md", "tensorboard", "wandb"),
+FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
+FILES = {
+    *("config.yaml", RESULT, METRICS, MASKS, "report.md", "README.md"),
     *("loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 }
-NUMBERED = re.compile(r"checkpoint-\d+|model-\d{5}-of-\d{5}\.safetensors")
+CHECKPOINT, SHARD = re.compile(r"checkpoint-\d+"), re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# What a process that was killed before it had marked the directory can leave there.
+BEFORE_THE_MARKER = (LOCK, f"{SCRATCH}-{MARKER}", f"{SCRATCH}-mode")
 
 
 def is_written_by_runs(name: str) -> bool:
     """Whether a file or folder of this name in a marked directory was written by a run."""
-    return name in NAMES or bool(NUMBERED.fullmatch(name))
+    return name in FILES or bool(SHARD.fullmatch(name)) or is_folder_of_runs(name)
+
+
+def is_folder_of_runs(name: str) -> bool:
+    """Whether runs write a folder of this name, not a file."""
+    return name in FOLDERS or bool(CHECKPOINT.fullmatch(name))
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ def chosen(
     """Where the run works, and whether it has begun there. Raises InputError where it may not write, see `opened`."""
     marker = read_marker(final)
     if marker is None:
-        foreign = sorted(entry.name for entry in final.iterdir() if entry.name != LOCK)
+        foreign = sorted(entry.name for entry in final.iterdir() if entry.name not in BEFORE_THE_MARKER)
         if foreign:
             raise InputError(
                 f"--output_dir {str(final)!r} is not empty ({foreign[0]}) and no run of proxsparse has written there; "
@@ -255,8 +263,15 @@ def claim(path: Path, names: Iterable[str]) -> None:
 
 
 def written(path: Path) -> list[Path]:
-    """The entries of a marked directory that runs have written, except the marker. A link is the user's."""
-    return sorted(entry for entry in path.iterdir() if is_written_by_runs(entry.name) and not entry.is_symlink())
+    """The entries of a marked directory that runs have written, except the marker.
+
+    A link is the user's, as is a folder with the name of a file.
+    """
+    return sorted(
+        entry
+        for entry in path.iterdir()
+        if is_written_by_runs(entry.name) and not entry.is_symlink() and entry.is_dir() == is_folder_of_runs(entry.name)
+    )
 
 
 def is_complete(path: Path) -> bool:
@@ -365,8 +380,6 @@ def finish_replacement(final: Path) -> None:
         if not is_written_by_runs(entry.name) and os.path.lexists(target) and entry.name not in others:
             print(f"{target} is not replaced: it was not written by a run", file=sys.stderr)
             continue
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
         os.replace(entry, target)
     shutil.rmtree(source)
     sync(final)

@@ -72,7 +72,7 @@ def load_block(
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
             owner = (file.metadata() or {}).get("run_id", "")
         if owner != run_id:
-            raise ValueError(f"it is of another run, {owner or 'without an id'}")
+            raise ValueError(f"of another run: {owner or 'without an id'}")
         finished = {
             name: (
                 checked_mask(tensors.pop(f"{name}.mask"), layer, patterns[name]),
@@ -83,7 +83,7 @@ def load_block(
         if tensors:
             raise ValueError(f"{min(tensors)} is of no layer")
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        print(f"{path} cannot be used ({error}): this decoder block is pruned again", file=sys.stderr)
+        print(f"{path} is damaged ({error}): this decoder block is pruned again", file=sys.stderr)
         return {}
     return finished
 

@@ -28,6 +28,11 @@ def fails(capsys, main, arguments, *words):
         assert word in message, message
 
 
+def kept_in(folder):
+    """The names in a folder."""
+    return {path.name for path in folder.iterdir()}
+
+
 @pytest.fixture
 def flags(tiny_llama, text_file, tmp_path):
     """Flags of a run that would work."""
@@ -156,8 +161,9 @@ def test_prune_refuses_an_allocation_of_what_learns_one_pattern(flags, capsys):
 def test_train_refuses_an_output_folder_in_use(flags, capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    fails(capsys, train.main, flags, "not empty", "--overwrite_output_dir")
-    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+    for more in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "last"]):
+        fails(capsys, train.main, [*flags, *more], "not empty (thesis.tex)", "choose another")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
 def test_train_refuses_a_file_as_output_folder(flags, capsys, tmp_path):
@@ -176,10 +182,13 @@ def test_full_disk_leaves_nothing_half_written(flags, capsys, tmp_path, monkeypa
 
     monkeypatch.setattr("proxsparse.run.save_masks", no_space)
     fails(capsys, train.main, flags, "disk is full", "--output_dir")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
+    assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "metrics.jsonl"}
 
 
 def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
+    fails(capsys, train.main, [*flags, "--model", "./absent"], "./absent")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
     fails(capsys, train.main, [*flags, "--model", "./absent"], "./absent")
     assert not list((tmp_path / "run").iterdir())
 
@@ -290,7 +299,7 @@ def test_prune_refuses_empty_data(prune_flags, capsys, tmp_path):
 def test_prune_refuses_an_output_folder_in_use_and_its_own_model(prune_flags, tiny_llama, capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    fails(capsys, prune.main, prune_flags, "not empty", "--overwrite_output_dir")
+    fails(capsys, prune.main, prune_flags, "not empty (thesis.tex)", "choose another")
     own = ["--output_dir", tiny_llama, "--overwrite_output_dir"]
     fails(capsys, prune.main, [*prune_flags, *own], "folder of --model")
 
@@ -303,7 +312,7 @@ def test_prune_names_the_layer_whose_inputs_are_not_finite(method, prune_flags, 
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     flags = [*prune_flags, "--model", model, "--method", method]
     fails(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "finished_blocks"}
+    assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "finished_blocks"}
 
 
 @pytest.mark.parametrize("damping", ["-0.1", "nan", "inf"])
@@ -323,14 +332,14 @@ def test_prune_on_a_full_disk_leaves_nothing_half_written(prune_flags, capsys, t
 
     monkeypatch.setattr("proxsparse.run.save_masks", no_space)
     fails(capsys, prune.main, prune_flags, "disk is full", "2 decoder blocks finished", "--output_dir")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "finished_blocks"}
+    assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "finished_blocks"}
 
 
 def test_prune_refuses_too_small_a_disk_before_the_work(prune_flags, capsys, monkeypatch, tmp_path):
     usage = checkpoint.shutil.disk_usage(".")._replace(free=1000)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
     fails(capsys, prune.main, prune_flags, "MiB free", "--output_dir")
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def test_masks_are_checked_against_their_own_patterns(tmp_path, monkeypatch):
