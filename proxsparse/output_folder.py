@@ -192,7 +192,8 @@ def chosen(
                 "again: leave out --resume_from_checkpoint and add --overwrite_output_dir"
             )
     if not has_progress(final):  # a run that ended before it saved anything: nothing is lost
-        remove(written(final), "")
+        names = ", ".join(path.name for path in written(final))
+        remove(written(final), names and f"{final}: removed what a run left that had not saved anything yet: {names}")
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
     if not overwrite:
         stopped = not is_complete(final) and marker["command"] == command != "pack"
