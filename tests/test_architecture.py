@@ -13,7 +13,8 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # A new module needs a line here: it says where in the house it lives.
 LAYERS = {
-    "equations": "patterns reference packed paper_solvers selection distributed model_files _version errors",
+    "equations": "patterns reference packed paper_solvers selection distributed model_files _version _search_path "
+    "errors",
     "ops": "ops",
     "optim": "optim",
     "parts": "models layout data device checkpoint output_folder file_lock settings config log learned distillation "
