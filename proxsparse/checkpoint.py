@@ -35,14 +35,22 @@ def unpack_mask(packed: Tensor, columns: int) -> Tensor:
 
 
 def save_masks(
-    path: Path, masks: dict[str, Tensor], pattern: PatternLike | dict[str, PatternLike], base_model: str
+    path: Path,
+    masks: dict[str, Tensor],
+    pattern: PatternLike | dict[str, PatternLike],
+    base_model: str,
+    base_revision: str = "",
+    base_sha256: str = "",
 ) -> None:
     """Writes masks.safetensors.
 
     Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
-    bitorder="little"). Metadata: format, pattern, bitorder, base_model, and in_features of every layer as JSON.
+    bitorder="little"). Metadata: format, pattern, bitorder, base_model, base_revision, base_sha256, and in_features of
+    every layer as JSON.
 
     Args:
+        base_model, base_revision, base_sha256: name, commit on the Hub and digest of the model that the masks belong
+            to, see `models.base_of`; "" where they are not known.
         pattern: one for all layers, or layer name -> pattern. Where they differ, the metadata's pattern is "mixed", and
             its `patterns` has that of every layer as JSON.
     """
@@ -55,6 +63,8 @@ def save_masks(
         "pattern": pattern_name(patterns),
         "bitorder": "little",
         "base_model": base_model,
+        "base_revision": base_revision,
+        "base_sha256": base_sha256,
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
     if metadata["pattern"] == MIXED:
@@ -108,6 +118,24 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
         if not (pattern.nonzeros(mask) == pattern.n).all():
             raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in every block")
     return masks
+
+
+def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
+    """Raises InputError if the masks in a file belong to another model than `base` (see `models.base_of`).
+
+    The digests of the weights decide, or the names where the file has no digest.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        recorded = file.metadata() or {}
+    key = "base_sha256" if recorded.get("base_sha256") and base["base_sha256"] else "base_model"
+    if recorded.get(key) != base[key]:
+        revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
+        raise InputError(
+            f"{flag} {path}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights are not "
+            f"those of {base['base_model']!r}; give the masks of this model, or add --allow_other_base"
+        )
 
 
 def unpack_checked(packed: Tensor, columns: object) -> Tensor:

@@ -92,6 +92,7 @@ class TrainConfig:
         "the mask to start from: that of a method, such as swap; FILE.safetensors: the masks of an earlier run; "
         "pretrained: that of the weights",
     )
+    allow_other_base: bool = flag(False, "accept --start masks that were learned for other weights than --model")
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
         None,

@@ -20,7 +20,16 @@ from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError, run_command
 from proxsparse.methods import finished, method, methods, prune_
 from proxsparse.methods.allocation import UNIFORM, allocate, allocation
-from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
+from proxsparse.models import (
+    base_of,
+    cast_parameters_,
+    check_length,
+    copy_weights,
+    load_model,
+    prunable_layers,
+    refuse_not_finite,
+    snap_,
+)
 from proxsparse.options import PROXSPARSE, parse_flags, tables
 from proxsparse.output_folder import FINISHED_BLOCKS, OutputFolder
 from proxsparse.patterns import NMPattern
@@ -69,6 +78,8 @@ def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
     torch.manual_seed(config.seed)
 
     model, tokenizer = load_model(config.model)
+    refuse_not_finite(model)
+    base = base_of(config.model, model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
     blocks_bytes = sum(layer.weight.numel() for layer in layers.values()) * weight_dtype.itemsize if updated else 0
     run.require_space_for(model, run_dir, blocks_bytes)  # finished blocks hold the new weights until the end
@@ -96,7 +107,7 @@ def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
         kept = {"finished_blocks": blocks, "run_id": folder.run_id}
         masks = prune_(model, config.method, batches, patterns, progress=True, **kept, **options)
     snap_(model, pretrained, masks, updated)
-    run.save_checkpoint(run_dir, model, tokenizer, masks, config, patterns)
+    run.save_checkpoint(run_dir, model, tokenizer, masks, patterns, base)
     scores |= run.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
     samples = sum(len(batch["input_ids"]) for batch in batches)
     figures = {

@@ -145,15 +145,17 @@ def save_checkpoint(
     model: nn.Module,
     tokenizer,
     masks: dict[str, Tensor],
-    config: Config,
-    patterns: dict[str, NMPattern] | None = None,
+    patterns: str | dict[str, NMPattern],
+    base: dict[str, str],
 ) -> None:
     """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; each of the two whole or not.
 
-    `patterns`: layer name -> pattern, where an allocation has chosen it; else all have --pattern.
+    Args:
+        patterns: of all layers, or layer name -> pattern.
+        base: the pretrained model, see `models.base_of`.
     """
     with staged(run_dir) as scratch:
-        save_masks(scratch / "masks.safetensors", masks, patterns or config.pattern, config.model)
+        save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
     with staged(run_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)

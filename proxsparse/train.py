@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse import distributed, learning, plan, run, training_state
-from proxsparse.checkpoint import masks_sha256
+from proxsparse.checkpoint import masks_sha256, refuse_other_base
 from proxsparse.config import TrainConfig, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
@@ -24,7 +24,7 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.learned import Learned, learned_layers
 from proxsparse.log import RunLog
 from proxsparse.metric import activation_metric
-from proxsparse.models import check_length, decoder_blocks, load_model, prunable_layers, snap_
+from proxsparse.models import base_of, check_length, decoder_blocks, load_model, prunable_layers, snap_
 from proxsparse.monitor import agreement, feasible_share
 from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
@@ -62,7 +62,10 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
 
     model, tokenizer = load_model(config.model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
+    base = base_of(config.model, model)
     check_start(start, layers, pattern)
+    if isinstance(start, dict) and not config.allow_other_base:
+        refuse_other_base(config.start, base, "--start")
     check_length(model, config.seq_len, "seq_len")
     from_first(lambda: run.require_space_for(model, run_dir))
     texts = from_first(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
@@ -109,7 +112,11 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
         decided = feasible_share([one.weight for one in learned.values()], pattern)
         snap_(model, pretrained, masks)
         whole = learning.whole_masks(masks, learned)
-        from_first(lambda: run.save_checkpoint(run_dir, run.pruned(model, whole, config), tokenizer, whole, config))
+        from_first(
+            lambda: run.save_checkpoint(
+                run_dir, run.pruned(model, whole, config), tokenizer, whole, config.pattern, base
+            )
+        )
         stop.agree()
 
     complete = state.step == state.all_steps
