@@ -211,6 +211,12 @@ class TrainConfig:
                 f"--frozen_lambda {self.frozen_lambda} needs --forward dense: under the mask the weights are frozen "
                 "already"
             )
+        step = self.gradient_accumulation_steps * self.per_device_train_batch_size
+        if step > self.num_samples:
+            raise InputError(
+                f"--gradient_accumulation_steps {self.gradient_accumulation_steps}: a step takes {step} samples, of "
+                f"--num_samples {self.num_samples}; lower the first or raise the second"
+            )
         if self.master_weights and self.precision != "bf16":
             raise InputError(f"--master_weights is for --precision bf16, not {self.precision}; leave it out")
         if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):

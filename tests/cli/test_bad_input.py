@@ -176,7 +176,7 @@ def test_train_refuses_an_unwritable_output_folder(flags, capsys):
 
 
 def test_full_disk_leaves_nothing_half_written(flags, capsys, tmp_path, monkeypatch):
-    def no_space(path, *_arguments):
+    def no_space(path, *_arguments, **_base):
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -308,16 +308,55 @@ def test_prune_refuses_an_output_folder_in_use_and_its_own_model(prune_flags, ti
 def test_prune_names_the_layer_whose_inputs_are_not_finite(method, prune_flags, capsys, tmp_path):
     model = save_tiny_model("llama", tmp_path / "damaged")
     weights = load_file(model / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.finfo(torch.bfloat16).max  # its output overflows
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     flags = [*prune_flags, "--model", model, "--method", method]
     fails(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
     assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "finished_blocks"}
 
 
-@pytest.mark.parametrize("damping", ["-0.1", "nan", "inf"])
-def test_prune_refuses_a_damping_that_makes_no_sense(damping, prune_flags, capsys):
-    fails(capsys, prune.main, [*prune_flags, "--method", "sparsegpt", "--damping", damping], "damping", "finite")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["sparsegpt", "--damping", "-0.1"], "--damping -0.1: must be a finite number >= 0"),
+        (["sparsegpt", "--damping", "nan"], "--damping nan: must be"),
+        (["sparsegpt", "--chunk", "0"], "--chunk 0: must be at least 1"),
+        (["swap", "--sweeps", "0"], "--sweeps 0: must be at least 1"),
+        (["swap", "--sweeps", "-5"], "--sweeps -5: must be at least 1"),
+        (["admm", "--iterations", "10"], "--mask_iterations 15: must be from 1 to --iterations 10"),
+        (["admm", "--rho", "0"], "--rho 0.0: must be a finite number > 0"),
+        (["maskllm", "--tau", "0"], "--tau 0.0: must be"),
+        (["maskllm", "--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["maskllm", "--learning_rate", "nan"], "--learning_rate nan: must be"),
+        (["maskllm", "--scale", "0"], "--scale 0.0: must be"),
+        (["maskllm", "--prior", "nope"], "--prior 'nope': there is no such method"),
+        (["wanda", "--allocation", "owl", "--outlier_factor", "-1"], "--outlier_factor -1.0: must be"),
+        (["wanda", "--allocation", "alphapruning", "--epsilon", "99"], "--epsilon 99.0: must be above 0 and below 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_prune_checks_options_before_it_loads_anything(flags, words, prune_flags, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(prune, "load_model", lambda _: pytest.fail("the model was loaded"))
+    fails(capsys, prune.main, [*prune_flags, "--method", *flags], words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_refuses_steps_of_more_samples_than_there_are(flags, capsys, tmp_path):
+    many = ["--gradient_accumulation_steps", "9999999999"]
+    fails(capsys, train.main, [*flags, *many], "--gradient_accumulation_steps 9999999999", "--num_samples")
+    assert not (tmp_path / "run").exists()
+    some = ["--num_samples", "100", "--gradient_accumulation_steps", "50"]  # the file has 40 documents
+    fails(capsys, train.main, [*flags, *some], "--gradient_accumulation_steps 50", "takes 50 batches", "makes 40")
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_prune_refuses_weights_that_are_not_finite(method, prune_flags, capsys, tmp_path):
+    model = save_tiny_model("llama", tmp_path / "damaged")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    words = "model.layers.1.mlp.up_proj.weight has weights that are NaN or infinite"
+    fails(capsys, prune.main, [*prune_flags, "--model", model, "--method", method], words)
 
 
 def test_prune_names_the_layer_whose_hessian_is_singular(prune_flags, capsys):
@@ -326,7 +365,7 @@ def test_prune_names_the_layer_whose_hessian_is_singular(prune_flags, capsys):
 
 
 def test_prune_on_a_full_disk_leaves_nothing_half_written(prune_flags, capsys, tmp_path, monkeypatch):
-    def no_space(path, *_arguments):
+    def no_space(path, *_arguments, **_base):
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
