@@ -4,8 +4,9 @@
 `python -m proxsparse.train`, `.prune`, `.pack`, `.evaluate`, `.report` and `.env`.
 """
 
-import pathlib
+import os
 
+from proxsparse import _search_path  # noqa: F401 before anything else is imported
 from proxsparse._version import __version__
 from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.linear import SparseLinear
@@ -16,9 +17,9 @@ from proxsparse.reference import reg_nm
 
 # Installed, triton_kernels is a subpackage of ours (the bare name belongs to another project). In a source checkout it
 # stands beside this folder: adding that parent to the search path makes `proxsparse.triton_kernels` import both ways.
-_checkout = pathlib.Path(__file__).resolve().parent.parent
-if (_checkout / "triton_kernels").is_dir() and (_checkout / "setup.py").is_file():
-    __path__.append(str(_checkout))
+_checkout = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+if os.path.isdir(f"{_checkout}/triton_kernels") and os.path.isfile(f"{_checkout}/setup.py"):
+    __path__.append(_checkout)
 
 __all__ = [
     "NMPattern",

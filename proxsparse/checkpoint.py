@@ -4,7 +4,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -22,9 +21,6 @@ from proxsparse.patterns import NMPattern, PatternLike
 MASK_FORMAT = "proxsparse-masks-1"
 MIXED = "mixed"  # in the place of a pattern: the layers have different ones
 SCRATCH = ".incomplete"  # how the name of what is being written begins; it outlives a killed process only
-FINISHED_BLOCKS = "finished_blocks"  # a folder for what a stopped proxsparse.prune goes on from
-# What a run writes into its folder, and an overwriting run removes: files of two runs must not stand side by side.
-WRITTEN = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jsonl", "*.jinja", "*.png", "config.yaml", "*.md")
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -39,14 +35,22 @@ def unpack_mask(packed: Tensor, columns: int) -> Tensor:
 
 
 def save_masks(
-    path: Path, masks: dict[str, Tensor], pattern: PatternLike | dict[str, PatternLike], base_model: str
+    path: Path,
+    masks: dict[str, Tensor],
+    pattern: PatternLike | dict[str, PatternLike],
+    base_model: str,
+    base_revision: str = "",
+    base_sha256: str = "",
 ) -> None:
     """Writes masks.safetensors.
 
     Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
-    bitorder="little"). Metadata: format, pattern, bitorder, base_model, and in_features of every layer as JSON.
+    bitorder="little"). Metadata: format, pattern, bitorder, base_model, base_revision, base_sha256, and in_features of
+    every layer as JSON.
 
     Args:
+        base_model, base_revision, base_sha256: name, commit on the Hub and digest of the model that the masks belong
+            to, see `models.base_of`; "" where they are not known.
         pattern: one for all layers, or layer name -> pattern. Where they differ, the metadata's pattern is "mixed", and
             its `patterns` has that of every layer as JSON.
     """
@@ -59,6 +63,8 @@ def save_masks(
         "pattern": pattern_name(patterns),
         "bitorder": "little",
         "base_model": base_model,
+        "base_revision": base_revision,
+        "base_sha256": base_sha256,
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
     if metadata["pattern"] == MIXED:
@@ -114,6 +120,24 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
     return masks
 
 
+def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
+    """Raises InputError if the masks in a file belong to another model than `base` (see `models.base_of`).
+
+    The digests of the weights decide, or the names where the file has no digest.
+    """
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        recorded = file.metadata() or {}
+    key = "base_sha256" if recorded.get("base_sha256") and base["base_sha256"] else "base_model"
+    if recorded.get(key) != base[key]:
+        revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
+        raise InputError(
+            f"{flag} {path}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights are not "
+            f"those of {base['base_model']!r}; give the masks of this model, or add --allow_other_base"
+        )
+
+
 def unpack_checked(packed: Tensor, columns: object) -> Tensor:
     """`unpack_mask` of a tensor of unknown origin: what it would allocate is decided by `columns`.
 
@@ -124,73 +148,6 @@ def unpack_checked(packed: Tensor, columns: object) -> Tensor:
     if not whole or packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != -(-columns // 8):
         raise ValueError(f"{packed.dtype} {list(packed.shape)} is no uint8 mask of in_features {columns!r:.40}")
     return unpack_mask(packed, columns)
-
-
-def prepare_output_dir(folder: Path, overwrite: bool) -> None:
-    """Creates the output folder, and fails now rather than after hours if it cannot be written.
-
-    What a killed process was writing there is removed.
-
-    Raises:
-        InputError: the path is a file, cannot be written, or holds an earlier run and `overwrite` is off.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"--output_dir {str(folder)!r} is a file; name a folder")
-    if not overwrite and folder.is_dir() and any(map(is_whole, folder.iterdir())):
-        stopped = (folder / FINISHED_BLOCKS).is_dir() or checkpoints(folder)
-        go_on = ", or go on with the run that was stopped there: --resume_from_checkpoint last" if stopped else ""
-        raise InputError(
-            f"--output_dir {str(folder)!r} is not empty; choose another or add --overwrite_output_dir{go_on}"
-        )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for entry in folder.glob(f"{SCRATCH}*"):
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        probe = folder / f"{SCRATCH}-write-test"
-        probe.write_bytes(b"proxsparse")
-        probe.unlink()
-    except OSError as error:
-        raise InputError(
-            f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); mend that or choose another"
-        ) from error
-
-
-def is_whole(entry: Path) -> bool:
-    """Whether it is more than what a killed process was writing."""
-    return not entry.name.startswith(SCRATCH)
-
-
-def remove_written(folder: Path, but: str | None = None, keep_checkpoints: bool = False) -> None:
-    """Removes the files that an earlier run has left, its checkpoints and finished blocks; other folders stay."""
-    remove_finished(folder)
-    if not keep_checkpoints:
-        remove_checkpoints(folder)
-    for pattern in WRITTEN:
-        for path in folder.glob(pattern):
-            if path.name != but and not path.is_dir():
-                path.unlink()
-
-
-def remove_finished(folder: Path) -> None:
-    """Removes the finished blocks in a run's folder, which a complete run needs no longer."""
-    shutil.rmtree(folder / FINISHED_BLOCKS, ignore_errors=True)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """What proxsparse.train can go on from, checkpoint-STEP, the newest last."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step behind which it was written."""
-    return int(checkpoint.name.partition("-")[2])
-
-
-def remove_checkpoints(folder: Path) -> None:
-    """Removes the checkpoints in a run's folder, which a complete run needs no longer."""
-    for path in checkpoints(folder):
-        shutil.rmtree(path)
 
 
 def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[str] = ()) -> None:
@@ -209,21 +166,12 @@ def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[st
             print(f"left out: {path.name}, a link out of {str(source)!r}", file=sys.stderr)
 
 
-def require_space(folder: Path, needed_bytes: int, what: str = "the result needs") -> None:
-    """Raises InputError if the disk under `folder` has less than `needed_bytes` free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise InputError(
-            f"the disk of --output_dir {str(folder)!r} has {free / 2**20:.0f} MiB free, {what} about "
-            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
-        )
-
-
 @contextmanager
 def staged(folder: Path):
     """Yields a scratch folder inside `folder`; on success all in it is synced and moved up, on any error it is removed.
 
     The move is a few renames on one disk, the weights last: whoever finds weights finds the rest of the save too.
+    New files get the permissions of the umask.
     """
     scratch = folder / SCRATCH
     shutil.rmtree(scratch, ignore_errors=True)
@@ -232,7 +180,7 @@ def staged(folder: Path):
         yield scratch
         for path in scratch.rglob("*"):
             sync(path)
-        mode = folder.stat().st_mode & 0o666  # safetensors are written readable by their owner alone
+        mode = mode_of_new_files(scratch)  # safetensors are written readable by their owner alone
         for entry in sorted(scratch.iterdir(), key=lambda entry: (entry.suffix == ".safetensors", entry.name)):
             target = folder / entry.name
             if entry.is_file():
@@ -245,6 +193,15 @@ def staged(folder: Path):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def mode_of_new_files(folder: Path) -> int:
+    """The permissions that this process gives to new files: those of its umask, or of the folder's default ACL."""
+    probe = folder / f"{SCRATCH}-mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    return mode
+
+
 @contextmanager
 def written_whole(path: Path):
     """Yields a path beside `path` to write to; on success it is synced and renamed, on any error removed.
@@ -254,6 +211,7 @@ def written_whole(path: Path):
     beside = path.with_name(f"{SCRATCH}-{path.name}")
     try:
         yield beside
+        beside.chmod(mode_of_new_files(path.parent))
         sync(beside)
         os.replace(beside, path)
         sync(path.parent)

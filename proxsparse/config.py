@@ -54,7 +54,9 @@ class TrainConfig:
     )
     text_field: str = flag("text", "the field of a row that holds the text")
     output_dir: str | None = flag(None, "where the run goes; default: runs/<model>-<date>-<time>")
-    overwrite_output_dir: bool = flag(False, "write into a folder that is not empty")
+    overwrite_output_dir: bool = flag(
+        False, "replace the result that an earlier run has written there, when this run is complete"
+    )
     recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}")
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run")
 
@@ -90,6 +92,7 @@ class TrainConfig:
         "the mask to start from: that of a method, such as swap; FILE.safetensors: the masks of an earlier run; "
         "pretrained: that of the weights",
     )
+    allow_other_base: bool = flag(False, "accept --start masks that were learned for other weights than --model")
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
         None,
@@ -207,6 +210,12 @@ class TrainConfig:
             raise InputError(
                 f"--frozen_lambda {self.frozen_lambda} needs --forward dense: under the mask the weights are frozen "
                 "already"
+            )
+        step = self.gradient_accumulation_steps * self.per_device_train_batch_size
+        if step > self.num_samples:
+            raise InputError(
+                f"--gradient_accumulation_steps {self.gradient_accumulation_steps}: a step takes {step} samples, of "
+                f"--num_samples {self.num_samples}; lower the first or raise the second"
             )
         if self.master_weights and self.precision != "bf16":
             raise InputError(f"--master_weights is for --precision bf16, not {self.precision}; leave it out")

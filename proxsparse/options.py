@@ -57,6 +57,8 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     values = {name: converted(f"--{name}", value, types[name]) for name, value in given.items()}
     checked = TrainConfig(**{name: value for name, value in values.items() if name in SHARED}).check()
     shared = {name: getattr(checked, name) for name in SHARED}
+    for chosen in (method(names["method"]), allocation(names["allocation"])):
+        chosen.check(**{name: {**shared, **values}.get(name, default) for name, default in chosen.options.items()})
     return argparse.Namespace(**names, **{**options, **shared, **values})
 
 

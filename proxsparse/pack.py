@@ -11,7 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
-from proxsparse.checkpoint import copy_files, prepare_output_dir, remove_written, require_space, staged
+from proxsparse import output_folder
+from proxsparse.checkpoint import copy_files, staged
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
@@ -38,19 +39,19 @@ def main(arguments: list[str] | None = None) -> int:
     found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r} is the folder of the model: the result would replace it")
-    prepare_output_dir(target, options.overwrite_output_dir)
-
     plan, done, note, growth = UNPACK if options.unpack else PACK
-    before = file_bytes(source)
-    require_space(target, growth * before)
-    layers, stream = plan(options, config, found, model)
-    with staged(target) as scratch:
-        disk.write_shards(scratch, stream, shard_bytes)
-        (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
-        disk.annotate(scratch / CARD, note)
-        after, written = file_bytes(scratch), headers(weight_files(scratch))
-        remove_written(target)
+    before, overwrite = file_bytes(source), options.overwrite_output_dir
+    with output_folder.opened(target, "pack", vars(options), overwrite=overwrite) as folder:
+        output_folder.require_space(folder.path, growth * before)
+        layers, stream = plan(options, config, found, model)
+        with staged(folder.path) as scratch:
+            disk.write_shards(scratch, stream, shard_bytes)
+            (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
+            disk.annotate(scratch / CARD, note)
+            after, written = file_bytes(scratch), headers(weight_files(scratch))
+            output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
+        output_folder.publish(folder)
     linears = convert.names_of_modules(model, nn.Linear)
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are as they were")
     print(change("these layers", disk.layer_bytes(layers, found), disk.layer_bytes(layers, written)))
@@ -92,7 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name has one of these; they must be 2:4")
     add("--exclude", nargs="+", metavar="REGEX", help="leave layers dense whose name has one of these")
     add("--max_shard_size", default="5GB", metavar="SIZE", help="of an output file, and of the memory; default 5GB")
-    add("--overwrite_output_dir", action="store_true", help="replace what an earlier run left in --output_dir")
+    add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     options = parser.parse_args(arguments)
     if options.unpack and (options.include or options.exclude):
         raise InputError("--unpack takes neither --include nor --exclude: it unpacks every packed layer")

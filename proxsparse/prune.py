@@ -2,30 +2,39 @@
 
 --list prints them with their options. What a run leaves behind is what proxsparse.train leaves: the pruned model as a
 Hugging Face checkpoint with its tokenizer, masks.safetensors, config.yaml with every flag, and result.json. What a run
-that was stopped leaves behind, by whatever, is its finished decoder blocks, see `methods.finished`; the same command
-line with --resume_from_checkpoint last goes on behind them, starts where there are none, and leaves a complete run be.
+that was stopped leaves is its finished decoder blocks, see `methods.finished`. The same command line with
+--resume_from_checkpoint last continues after them, starts where there are none, and leaves a complete run as it is.
 """
 
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 from proxsparse import distributed, run, train
-from proxsparse.checkpoint import FINISHED_BLOCKS, masks_sha256, remove_finished
+from proxsparse.checkpoint import masks_sha256
 from proxsparse.config import Parser
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
 from proxsparse.errors import InputError, run_command
 from proxsparse.methods import finished, method, methods, prune_
 from proxsparse.methods.allocation import UNIFORM, allocate, allocation
-from proxsparse.models import cast_parameters_, check_length, copy_weights, load_model, prunable_layers, snap_
+from proxsparse.models import (
+    base_of,
+    cast_parameters_,
+    check_length,
+    copy_weights,
+    load_model,
+    prunable_layers,
+    refuse_not_finite,
+    snap_,
+)
 from proxsparse.options import PROXSPARSE, parse_flags, tables
+from proxsparse.output_folder import FINISHED_BLOCKS, OutputFolder
 from proxsparse.patterns import NMPattern
 from proxsparse.report import write_card
-from proxsparse.resumption import digest_of, is_complete, saying_what_is_kept
+from proxsparse.resumption import MAY_DIFFER, digest_of, saying_what_is_kept
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,24 +54,21 @@ def main(arguments: list[str] | None = None) -> int:
     config = parse_flags(arguments)
     if distributed.launched() > 1:
         raise InputError(f"{distributed.launched()} processes: proxsparse.prune runs in one; start it without torchrun")
-    resumed = finished.dir_to_resume(config)
-    if resumed and is_complete(resumed):
-        remove_finished(resumed)  # a kill right behind the run's last file can have left them
-        print(f"{resumed}: this run is complete, nothing is left to do")
-        return 0
-    run_dir = finished.reopen(resumed) if resumed else run.open_run_dir(config)
-    with saying_what_is_kept(run_dir, finished.kept):
-        result = prune_model(config, run_dir, begun=resumed is not None)
-    print(run.summary(result, run_dir))
+    finished.check_named(config)
+    with run.opened(config, "prune", MAY_DIFFER) as folder:
+        if run.nothing_left(folder):
+            return 0
+        if folder.begun:
+            print(f"resuming in {folder.path}: {finished.kept(folder.path) or 'no finished blocks'}", file=sys.stderr)
+        with saying_what_is_kept(folder.final, lambda: finished.kept(folder.path)):
+            result = prune_model(config, folder)
+        print(run.summary(result, folder.final))
     return 0
 
 
-def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
-    """Load, calibrate, allocate, prune, save, evaluate; returns what result.json holds.
-
-    `begun`: the folder is this run's already, and may hold finished decoder blocks.
-    """
-    started = time.monotonic()
+def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
+    """Load, calibrate, allocate, prune, save, evaluate; returns what result.json holds."""
+    started, run_dir = time.monotonic(), folder.path
     chosen, sharing = method(config.method), allocation(config.allocation)
     options = {name: getattr(config, name) for name in chosen.options}
     updated = chosen.updates_weights and options.get("update_weights", True)
@@ -72,6 +78,8 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
     torch.manual_seed(config.seed)
 
     model, tokenizer = load_model(config.model)
+    refuse_not_finite(model)
+    base = base_of(config.model, model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
     blocks_bytes = sum(layer.weight.numel() for layer in layers.values()) * weight_dtype.itemsize if updated else 0
     run.require_space_for(model, run_dir, blocks_bytes)  # finished blocks hold the new weights until the end
@@ -89,27 +97,28 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
     cast_parameters_(model.to(device), weight_dtype)
     scores = {"dense": evaluate(model)}
     blocks = run_dir / FINISHED_BLOCKS
-    if not begun:
-        run.start_run(run_dir, config)
+    run.start_run(run_dir, config)
     with autocast(device, compute_dtype):
         patterns = finished.load_start(blocks, layers, digest)
         if patterns is None:
             sharing_options = {name: getattr(config, name) for name in sharing.options}
             patterns = allocate(config.allocation, model, layers, batches, pattern, progress=True, **sharing_options)
             finished.save_start(blocks, patterns, digest)
-        masks = prune_(model, config.method, batches, patterns, progress=True, finished_blocks=blocks, **options)
+        kept = {"finished_blocks": blocks, "run_id": folder.run_id}
+        masks = prune_(model, config.method, batches, patterns, progress=True, **kept, **options)
     snap_(model, pretrained, masks, updated)
-    run.save_checkpoint(run_dir, model, tokenizer, masks, config, patterns)
+    run.save_checkpoint(run_dir, model, tokenizer, masks, patterns, base)
     scores |= run.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
     samples = sum(len(batch["input_ids"]) for batch in batches)
     figures = {
         "status": "complete",
+        "run_id": folder.run_id,
         "samples": samples,
         "paper": chosen.paper,
         "updated": updated,
         **run.what_was_pruned(layers, patterns, pattern),
         "seconds": time.monotonic() - started,
-        "resumed": begun,
+        "resumed": folder.begun,
         "masks_sha256": masks_sha256(masks),
         "perplexity": run.perplexity_table(scores, config),
         "warnings": run.few_samples(samples, config) if batches else [],
@@ -117,7 +126,7 @@ def prune_model(config: argparse.Namespace, run_dir: Path, begun: bool) -> dict:
     result = run.as_result(config, device, figures)
     write_card(run_dir, result)
     run.save_result(run_dir, result)
-    remove_finished(run_dir)
+    run.finish(folder)
     return result
 
 

@@ -6,7 +6,8 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -14,16 +15,9 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from proxsparse import output_folder
 from proxsparse._version import __version__
-from proxsparse.checkpoint import (
-    checkpoints,
-    prepare_output_dir,
-    remove_written,
-    require_space,
-    save_masks,
-    staged,
-    write_file,
-)
+from proxsparse.checkpoint import save_masks, staged, write_file
 from proxsparse.config import LAST, NOT_REPEATED, TrainConfig
 from proxsparse.data import evaluation_text
 from proxsparse.device import environment, peak_memory_bytes
@@ -34,7 +28,9 @@ from proxsparse.log import check_tracker
 from proxsparse.methods.allocation import UNIFORM, budget, numel
 from proxsparse.models import cast_parameters_, check_length, load_model, snap_
 from proxsparse.options import PROXSPARSE
+from proxsparse.output_folder import NEXT, OutputFolder
 from proxsparse.patterns import NMPattern
+from proxsparse.report import write_report
 
 Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
 # Below this share of N:M blocks the final projection, not the learning, makes most decisions.
@@ -44,46 +40,78 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
 NO_CHOICE = {"method": PROXSPARSE.name, "allocation": UNIFORM}  # of proxsparse.train, which has no flag for them
 
 
-def open_run_dir(config: Config) -> Path:
-    """The output folder, created and writable; fails at once where a run could not be saved. Removes nothing yet."""
+INPUTS = ("data", "eval_data", "start", "config")  # flags that may name a file which the run reads
+
+
+@contextmanager
+def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterator[OutputFolder]:
+    """The output folder of a run, for this run alone while the block lasts, see `output_folder.opened`.
+
+    Of many processes the first one opens it; all get the same. `may_differ`: flags that a resumed run may change.
+
+    Raises:
+        InputError: as `output_folder.opened`; it is the folder of --model; --resume_from_checkpoint names no run.
+    """
     check_tracker(vars(config).get("report_to", "none"))
-    name = Path(config.model).name or "model"
-    run_dir = Path(config.output_dir or f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-    if run_dir.exists() and Path(config.model).exists() and run_dir.samefile(config.model):
-        raise InputError(f"--output_dir {str(run_dir)!r} is the folder of --model: the result would replace it")
-    prepare_output_dir(run_dir, config.overwrite_output_dir or goes_on_in(run_dir, config))
-    return run_dir
+    with ExitStack() as stack:
+
+        def enter() -> OutputFolder:
+            final = output_dir_of(config)
+            if final.exists() and Path(config.model).exists() and final.samefile(config.model):
+                raise InputError(f"--output_dir {str(final)!r} is the folder of --model: the result would replace it")
+            folder = stack.enter_context(
+                output_folder.opened(
+                    final,
+                    command,
+                    vars(config),
+                    overwrite=config.overwrite_output_dir,
+                    resume=is_resumed_in(final, config.resume_from_checkpoint),
+                    may_differ=may_differ,
+                    inputs={name: value for name in INPUTS if (value := vars(config).get(name))},
+                )
+            )
+            if config.resume_from_checkpoint == LAST and not folder.begun:
+                print(f"no run to resume in {str(final)!r}: starting from the beginning", file=sys.stderr)
+            return folder
+
+        yield from_first(enter)
 
 
-def goes_on_in(run_dir: Path, config: Config) -> bool:
-    """Whether --resume_from_checkpoint may go on in this folder: it is that of the run, which has begun there."""
-    asked = vars(config).get("resume_from_checkpoint")
-    if asked == LAST and config.output_dir is None:
-        raise InputError("--resume_from_checkpoint last: of which run? name its folder with --output_dir")
-    its_own = asked == LAST or (asked and Path(asked).resolve().parent == run_dir.resolve())
-    return bool(its_own) and ((run_dir / "config.yaml").is_file() or bool(checkpoints(run_dir)))
+def output_dir_of(config: Config) -> Path:
+    """--output_dir, or where the checkpoint to resume from lies, or a new name. Raises InputError for `last` alone."""
+    asked = config.resume_from_checkpoint
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    if asked == LAST:
+        raise InputError("--resume_from_checkpoint last requires --output_dir")
+    if asked is not None:
+        around = Path(asked).resolve().parent
+        return around.parent if around.name == NEXT else around
+    return Path(f"runs/{Path(config.model).name or 'model'}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
+def is_resumed_in(final: Path, asked: str | None) -> bool:
+    """Whether --resume_from_checkpoint continues in this output directory: `last`, or a folder inside of it."""
+    if asked is None or asked == LAST:
+        return asked == LAST
+    return Path(asked).resolve().parent in (final.resolve(), (final / NEXT).resolve())
 
 
 def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> None:
-    """From here on the folder is this run's: config.yaml is written, what an earlier one left is removed.
-
-    `resumed`: the checkpoint that it goes on from, which stays; its metrics.jsonl is put in place.
-    """
+    """Writes config.yaml, and metrics.jsonl as it was at the checkpoint `resumed`; without one it begins empty."""
     settings = {name: value for name, value in vars(config).items() if value is not None}
     settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
-    write_file(
-        run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode()
-    )  # first: it says whose it is
-    metrics = (resumed / "metrics.jsonl").read_bytes() if resumed else None
-    remove_written(run_dir, but="config.yaml", keep_checkpoints=resumed is not None)
-    if metrics is not None:
-        write_file(run_dir / "metrics.jsonl", metrics)
+    write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+    if resumed is not None:
+        write_file(run_dir / output_folder.METRICS, (resumed / output_folder.METRICS).read_bytes())
+    else:
+        (run_dir / output_folder.METRICS).unlink(missing_ok=True)
 
 
 def require_space_for(model: nn.Module, run_dir: Path, more_bytes: int = 0) -> None:
     """Raises InputError if the disk cannot hold the pruned model, its masks, small files and `more_bytes`."""
     weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
-    require_space(run_dir, weights + 2**24 + more_bytes)
+    output_folder.require_space(run_dir, weights + 2**24 + more_bytes)
 
 
 def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:
@@ -117,18 +145,21 @@ def save_checkpoint(
     model: nn.Module,
     tokenizer,
     masks: dict[str, Tensor],
-    config: Config,
-    patterns: dict[str, NMPattern] | None = None,
+    patterns: str | dict[str, NMPattern],
+    base: dict[str, str],
 ) -> None:
     """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; each of the two whole or not.
 
-    `patterns`: layer name -> pattern, where an allocation has chosen it; else all have --pattern.
+    Args:
+        patterns: of all layers, or layer name -> pattern.
+        base: the pretrained model, see `models.base_of`.
     """
     with staged(run_dir) as scratch:
-        save_masks(scratch / "masks.safetensors", masks, patterns or config.pattern, config.model)
+        save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
     with staged(run_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
+        output_folder.claim(run_dir, [entry.name for entry in scratch.iterdir()])
 
 
 def scores_under(
@@ -218,7 +249,24 @@ def as_result(config: Config, device: torch.device, figures: dict) -> dict:
 
 def save_result(run_dir: Path, result: dict) -> None:
     """Writes result.json, the file that makes a folder a finished run."""
-    write_file(run_dir / "result.json", (json.dumps(finite(result), indent=2) + "\n").encode())
+    write_file(run_dir / output_folder.RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())
+
+
+def nothing_left(folder: OutputFolder) -> bool:
+    """Whether the resumed run is complete; then what a kill after its last file has left is tidied up."""
+    if not folder.complete:
+        return False
+    if (folder.path / output_folder.METRICS).exists():
+        write_report(folder.path)
+    finish(folder)
+    print(f"{folder.final}: this run is complete, nothing is left to do")
+    return True
+
+
+def finish(folder: OutputFolder) -> None:
+    """Removes what only a stopped run needs, then replaces the older result that the run was started to replace."""
+    output_folder.remove_in_progress(folder.path)
+    output_folder.publish(folder)
 
 
 def finite(value):

@@ -9,13 +9,12 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse import distributed, learning, plan, run, training_state
-from proxsparse.checkpoint import masks_sha256, remove_checkpoints
+from proxsparse.checkpoint import masks_sha256, refuse_other_base
 from proxsparse.config import TrainConfig, parse_config
 from proxsparse.data import calibration_batches, load_texts, read_limit
 from proxsparse.device import autocast, choose_device, choose_precision
@@ -25,10 +24,11 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.learned import Learned, learned_layers
 from proxsparse.log import RunLog
 from proxsparse.metric import activation_metric
-from proxsparse.models import check_length, decoder_blocks, load_model, prunable_layers, snap_
+from proxsparse.models import base_of, check_length, decoder_blocks, load_model, prunable_layers, snap_
 from proxsparse.monitor import agreement, feasible_share
 from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
+from proxsparse.output_folder import OutputFolder
 from proxsparse.patterns import NMPattern
 from proxsparse.report import write_report
 from proxsparse.resumption import AGAIN, digest_of, saying_what_is_kept
@@ -44,25 +44,28 @@ def main(arguments: list[str] | None = None) -> int:
     start = start_of(config.start)
     device = choose_device(distributed.own_device(config.device))
     distributed.start(device)
-    run_dir = from_first(lambda: run.open_run_dir(config))
-    distributed.require_one_folder(run_dir)
-    if from_first(lambda: training_state.nothing_left(run_dir, config)):
-        return 0
-    with saying_what_is_kept(run_dir, training_state.kept):
-        return prune_model(config, start, run_dir, device)
+    with run.opened(config, "train", training_state.MAY_DIFFER) as folder:
+        distributed.require_one_folder(folder.path)
+        if from_first(lambda: run.nothing_left(folder)):
+            return 0
+        with saying_what_is_kept(folder.final, lambda: training_state.kept(folder.path)):
+            return prune_model(config, start, folder, device)
 
 
-def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.device) -> int:
+def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device: torch.device) -> int:
     """Load, learn, snap, save, evaluate, report."""
     started = time.monotonic()
-    pattern = NMPattern.parse(config.pattern)
-    resumed, facts = from_first(lambda: training_state.find(run_dir, config))
+    run_dir, pattern = folder.path, NMPattern.parse(config.pattern)
+    resumed, facts = from_first(lambda: training_state.find(folder, config))
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)
 
     model, tokenizer = load_model(config.model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
+    base = base_of(config.model, model)
     check_start(start, layers, pattern)
+    if isinstance(start, dict) and not config.allow_other_base:
+        refuse_other_base(config.start, base, "--start")
     check_length(model, config.seq_len, "seq_len")
     from_first(lambda: run.require_space_for(model, run_dir))
     texts = from_first(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
@@ -109,7 +112,11 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
         decided = feasible_share([one.weight for one in learned.values()], pattern)
         snap_(model, pretrained, masks)
         whole = learning.whole_masks(masks, learned)
-        from_first(lambda: run.save_checkpoint(run_dir, run.pruned(model, whole, config), tokenizer, whole, config))
+        from_first(
+            lambda: run.save_checkpoint(
+                run_dir, run.pruned(model, whole, config), tokenizer, whole, config.pattern, base
+            )
+        )
         stop.agree()
 
     complete = state.step == state.all_steps
@@ -121,6 +128,7 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
         samples = sum(len(batch["input_ids"]) for batch in batches)
         figures = {
             "status": "complete" if complete else "interrupted",
+            "run_id": folder.run_id,
             "samples": samples,
             "updated": False,
             **run.what_was_pruned(layers, dict.fromkeys(layers, pattern), pattern),
@@ -141,8 +149,8 @@ def prune_model(config: TrainConfig, start: Start, run_dir: Path, device: torch.
         run.save_result(run_dir, result)
         write_report(run_dir)
         if complete:
-            remove_checkpoints(run_dir)
-        print(run.summary(result, run_dir))
+            run.finish(folder)
+        print(run.summary(result, folder.final if complete else run_dir))
     return 128 + stop.number if stop.number else 0
 
 

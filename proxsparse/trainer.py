@@ -23,7 +23,7 @@ from proxsparse.checkpoint import save_masks, staged
 from proxsparse.distributed import from_first, local
 from proxsparse.learned import Learned, count_not_finite
 from proxsparse.learning import mean_size, whole_masks
-from proxsparse.models import prunable_layers, snap_
+from proxsparse.models import base_of, prunable_layers, snap_
 from proxsparse.monitor import MaskMonitor
 from proxsparse.optim import ProxOptimizer
 from proxsparse.optim.groups import pruned_parameters
@@ -123,6 +123,7 @@ class ProxCallback(TrainerCallback):
 
     def __init__(self):
         self.figures: dict[str, float] = {}
+        self.base: dict[str, str] = {}
         self.masks: dict[str, Tensor] = {}
         self.pretrained: dict[str, Tensor] = {}
         self.learned: dict[str, Learned] = {}
@@ -131,6 +132,10 @@ class ProxCallback(TrainerCallback):
     def keep_pretrained(self, model: nn.Module) -> None:
         """Notes the trained parameters as W0, this process's rows of them, if none are noted yet."""
         reshard_(model)
+        if not self.pretrained:
+            sharded = any(local(parameter) is not parameter for parameter in model.parameters())
+            known = {"base_model": model.config.name_or_path}  # of a sharded model no process has all weights
+            self.base = known if sharded else base_of(known["base_model"], model)
         self.pretrained = self.pretrained or {
             name: local(parameter).detach().to("cpu", copy=True)
             for name, parameter in model.named_parameters()
@@ -172,7 +177,7 @@ class ProxCallback(TrainerCallback):
         if state.is_world_process_zero:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with staged(Path(args.output_dir)) as scratch:
-                save_masks(scratch / "masks.safetensors", self.masks, patterns, model.config.name_or_path)
+                save_masks(scratch / "masks.safetensors", self.masks, patterns, **self.base)
 
 
 def refuse_cut_blocks(trainer) -> None:

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 
 from proxsparse import distributed
 from proxsparse._version import __version__
-from proxsparse.checkpoint import SCRATCH, checkpoints, remove_checkpoints, require_space, step_of, sync, write_file
+from proxsparse.checkpoint import SCRATCH, sync, write_file
 from proxsparse.config import LAST, NOT_SETTINGS, TrainConfig
 from proxsparse.distributed import from_first, of_all_processes
 from proxsparse.errors import InputError, describe
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.learning import Learning, weights_of
-from proxsparse.report import write_report
-from proxsparse.resumption import MAY_DIFFER, check_same_flags, is_complete, result_of
+from proxsparse.output_folder import OutputFolder, checkpoints, require_space, step_of
+from proxsparse.resumption import MAY_DIFFER as NOT_IN_MASKS
+from proxsparse.resumption import check_same_flags
 
 STATE, METRICS = "state.json", "metrics.jsonl"
 FILE_BYTES = 2**30  # tensors are gathered into files of about this size, each of which is serialised in memory
@@ -38,6 +39,7 @@ COUNTERS = ("step", "batches", "tokens", "seconds")
 OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
 # Flags that a run may go on with although they differ; what 4 processes do without accumulation, 1 does with 4 passes.
 FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node")
+MAY_DIFFER = (*FREE, *NOT_IN_MASKS)  # of a run that has no checkpoint yet, or is complete
 
 
 # ---------------------------------------------------------------------------------------------- what is saved
@@ -187,15 +189,15 @@ def quiet() -> Iterator[None]:
 
 
 def kept(run_dir: Path) -> str:
-    """The checkpoints of a run, in words."""
+    """The checkpoints of a run, in words; "" if there are none."""
     names = [path.name for path in checkpoints(run_dir)]
-    return f"{', '.join(names)} kept" if names else "no checkpoint yet"
+    return f"{', '.join(names)} kept" if names else ""
 
 
 # ---------------------------------------------------------------------------------------------- going on
 
 
-def find(run_dir: Path, config: TrainConfig) -> tuple[Path | None, dict]:
+def find(folder: OutputFolder, config: TrainConfig) -> tuple[Path | None, dict]:
     """The checkpoint that --resume_from_checkpoint names and its facts; (None, {}): begin at the start.
 
     Raises:
@@ -203,9 +205,9 @@ def find(run_dir: Path, config: TrainConfig) -> tuple[Path | None, dict]:
     """
     asked = config.resume_from_checkpoint
     if asked == LAST:
-        found = checkpoints(run_dir)
-        if not found:
-            print(f"no checkpoint in {str(run_dir)!r} yet: from the start", file=sys.stderr)
+        found = checkpoints(folder.path) if folder.begun else []
+        if folder.begun and not found:
+            print(f"no checkpoint in {str(folder.path)!r} yet: starting from the beginning", file=sys.stderr)
         asked = found[-1] if found else None
     if asked is None:
         return None, {}
@@ -214,17 +216,6 @@ def find(run_dir: Path, config: TrainConfig) -> tuple[Path | None, dict]:
             f"--resume_from_checkpoint {asked}: no checkpoint there, which holds a {STATE}; give its folder, or last"
         )
     return Path(asked), read_facts(Path(asked), config)
-
-
-def nothing_left(run_dir: Path, config: TrainConfig) -> bool:
-    """Whether --resume_from_checkpoint last finds a complete run; then it is tidied up, and that is said."""
-    if config.resume_from_checkpoint != LAST or not is_complete(run_dir):
-        return False
-    check_same_flags(run_dir, result_of(run_dir).get("config", {}), vars(config), (*FREE, *MAY_DIFFER))
-    write_report(run_dir)  # a kill behind result.json can have left the report unwritten, and checkpoints
-    remove_checkpoints(run_dir)
-    print(f"{run_dir}: this run is complete, nothing is left to do")
-    return True
 
 
 def read_facts(path: Path, config: TrainConfig) -> dict:
@@ -243,7 +234,7 @@ def read_facts(path: Path, config: TrainConfig) -> dict:
             raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give another")
     if missing:
         raise InputError(f"{flag}: {STATE} lacks {sorted(missing)[0]}; give another")
-    check_same_flags(path, before, settings_of(config), ())
+    check_same_flags(path, before, settings_of(config))
     if batches != batches_a_step(config):
         raise InputError(
             f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({distributed.processes()} "

@@ -13,10 +13,12 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # A new module needs a line here: it says where in the house it lives.
 LAYERS = {
-    "equations": "patterns reference packed paper_solvers selection distributed model_files _version errors",
+    "equations": "patterns reference packed paper_solvers selection distributed model_files _version _search_path "
+    "errors",
     "ops": "ops",
     "optim": "optim",
-    "parts": "models layout data device checkpoint settings config log learned distillation monitor metric recipes",
+    "parts": "models layout data device checkpoint output_folder file_lock settings config log learned distillation "
+    "monitor metric recipes",
     "methods": "resumption methods evaluation report start learning training_state trainer",
     "inference": "inference",
     "commands": "train prune options evaluate pack env run plan",

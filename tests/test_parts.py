@@ -98,7 +98,7 @@ STEPS = {
     ("--max_steps", "3"): 3,
     ("--num_train_epochs", "2.5"): 100,
     ("--gradient_accumulation_steps", "8"): 5,
-    ("--gradient_accumulation_steps", "64"): 1,
+    ("--gradient_accumulation_steps", "25"): 1,
 }
 
 

@@ -11,6 +11,7 @@ checked by measuring one of the paper's models.
 
 import functools
 import importlib.util
+import itertools
 import logging
 import math
 import textwrap
@@ -24,6 +25,7 @@ from proxsparse.data import read_path
 from proxsparse.errors import InputError
 
 INSTALL = "pip install 'lm-eval[hf]'"
+METRICS = ("acc", "acc_norm", "mc1", "mc2")  # of `zero_shot`, each with a standard error by the name METRIC_stderr
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,12 @@ def zero_shot(
 
     specifications = [from_hub(name) if data_dir is None else from_file(name, Path(data_dir)) for name in names]
     loaded = [task for specification in specifications for task in load_tasks(specification)]
+    lm = language_model(model, tokenizer, batch_size, autocast_dtype)
+    for task in loaded:
+        refuse_long_answers(task, lm, limit)
     # One call for all: requests are batched by length across tasks, and those that mc1 and mc2 share are run once.
     results = simple_evaluate(
-        model=language_model(model, tokenizer, batch_size, autocast_dtype),
+        model=lm,
         tasks=loaded,
         task_manager=task_manager(),
         num_fewshot=num_fewshot or None,  # None: each task's own, 0 for all seven
@@ -115,22 +120,6 @@ def zero_shot(
 def average(scores_by_task: dict[str, dict]) -> float:
     """The mean of the tasks' `acc`, each task counting once: the AVG column of the paper's tables."""
     return sum(scores["acc"] for scores in scores_by_task.values()) / len(scores_by_task)
-
-
-def markdown_table(scores_by_task: dict[str, dict]) -> str:
-    """One row a task and metric, and the average."""
-    rows = [
-        (task, metric, value, scores.get(f"{metric}_stderr"), scores["documents"])
-        for task, scores in scores_by_task.items()
-        for metric, value in scores.items()
-        if metric != "documents" and not metric.endswith("_stderr")
-    ]
-    lines = ["| task | metric | value | stderr | documents |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {task} | {metric} | {value:.4f} | {'-' if stderr is None else f'{stderr:.4f}'} | {documents} |"
-        for task, metric, value, stderr, documents in rows
-    ]
-    return "\n".join([*lines, f"| average of {len(scores_by_task)} | acc | {average(scores_by_task):.4f} | - | - |"])
 
 
 # ---------------------------------------------------------------------------------------------- what was asked for
@@ -231,6 +220,7 @@ def has_field(row: object, field: str) -> bool:
 
 
 @functools.cache
+@functools.cache
 def task_manager():
     """lm-eval's index of its tasks, which takes seconds to build."""
     from lm_eval.tasks import TaskManager
@@ -272,6 +262,17 @@ def language_model(model: nn.Module, tokenizer, batch_size: int, autocast_dtype:
         )
     finally:
         logger.setLevel(level)
+
+
+def refuse_long_answers(task, lm, limit: int | None) -> None:
+    """Raises InputError if an answer of a lm-eval task has more tokens than the model has positions."""
+    answers = {answer for doc in itertools.islice(task.eval_docs, limit) for answer in task.doc_to_choice(doc)}
+    longest = max((len(lm.tok_encode(f" {answer}")) for answer in answers), default=0)
+    if longest > lm.max_length:
+        raise InputError(
+            f"{task.config.task} has an answer of {longest} tokens, the model has {lm.max_length} positions; leave out "
+            "this task"
+        )
 
 
 def scores(task: Task, results: dict) -> dict[str, float | int | None]:

@@ -70,12 +70,23 @@ def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
     packed = set(layers)
     for name in found:
         layer, _, part = name.rpartition(".")
+        tensor = finite(found, name)
         if part != "weight" or layer not in packed:
-            yield name, read(found, name)
+            yield name, tensor
             continue
-        values, indices = pack_nm(read(found, name))
+        values, indices = pack_nm(tensor)
         yield f"{layer}.values", values
         yield f"{layer}.indices", indices
+
+
+def finite(found: dict[str, Header], name: str) -> Tensor:
+    """The tensor of that name. Raises ValueError if it holds a NaN or an infinity."""
+    tensor = read(found, name)
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise ValueError(
+            f"{found[name].file}: {name} has numbers that are NaN or infinite; get the model's files again"
+        )
+    return tensor
 
 
 def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:

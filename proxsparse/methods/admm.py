@@ -1,15 +1,22 @@
 """ADMM: the mask grows while the weights that stay are refitted, by the alternating direction method of multipliers."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from proxsparse.errors import InputError
-from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.base import register_layer_method, require
 from proxsparse.methods.sparsegpt import InputGram
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
+
+
+def check(iterations: int, mask_iterations: int, damping: float, rho: float) -> None:
+    """Raises InputError for an option out of range."""
+    require("iterations", iterations, iterations >= 1, "at least 1")
+    words = f"from 1 to --iterations {iterations}"
+    require("mask_iterations", mask_iterations, 1 <= mask_iterations <= iterations, words)
+    require("damping", damping, damping >= 0, "a finite number >= 0")
+    require("rho", rho, rho > 0, "a finite number > 0")
 
 
 @register_layer_method(
@@ -17,6 +24,7 @@ from proxsparse.patterns import NMPattern
     updates_weights=True,
     paper="Boza 2024, Fast and Effective Weight Update for Pruned Large Language Models",
     statistics=InputGram,
+    check=check,
 )
 def prune_admm(
     weight: Tensor,
@@ -45,14 +53,8 @@ def prune_admm(
     Returns:
         mask, bool, and the updated weight in the dtype of the arithmetic; both the shape of `weight`.
     Raises:
-        InputError: A + rho I is not positive definite, mask_iterations is not from 1 to iterations, or damping or rho
-            no finite number >= 0.
+        InputError: A + rho I is not positive definite.
     """
-    if not 1 <= mask_iterations <= iterations:
-        raise InputError(f"mask_iterations={mask_iterations}: must be from 1 to iterations={iterations}")
-    for name, value in (("damping", damping), ("rho", rho)):
-        if not 0 <= value < math.inf:
-            raise InputError(f"{name}={value} must be a finite number >= 0")
     norms = statistics.sums.diagonal().sqrt() + 1e-8  # a feature that was 0 in every token is pruned first
     gram = statistics.sums / norms / norms[:, None]
     gram.diagonal().add_(damping * gram.diagonal().mean())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from proxsparse.errors import InputError
-from proxsparse.methods.base import Batches, layers_inside, options_of, refuse_foreign, walk
+from proxsparse.methods.base import Batches, layers_inside, options_of, refuse_foreign, require, walk
 from proxsparse.methods.wanda import FeatureNorms
 from proxsparse.models import decoder_blocks
 from proxsparse.patterns import NMPattern, PatternLike
@@ -43,16 +43,17 @@ class Allocation:
     paper: str
     wish: Callable[..., list[float]]
     options: dict[str, bool | int | float | str]  # name -> default
+    check: Callable[..., None] = lambda **options: None  # raises InputError for values of its options out of range
 
 
 _allocations: dict[str, Allocation] = {}
 
 
-def register_allocation(name: str, needs_data: bool, paper: str):
+def register_allocation(name: str, needs_data: bool, paper: str, check: Callable[..., None] = Allocation.check):
     """Decorator: add a function that wishes, see `Allocation`; keyword-only parameters are its options."""
 
     def add(wish: Callable) -> Callable:
-        _allocations[name] = Allocation(name, needs_data, paper, wish, options_of(wish))
+        _allocations[name] = Allocation(name, needs_data, paper, wish, options_of(wish), check)
         return wish
 
     return add
@@ -92,6 +93,7 @@ def allocate(
     """
     chosen, pattern = allocation(name), NMPattern.parse(pattern)
     refuse_foreign(options, chosen.options, f"allocation {name!r}")
+    chosen.check(**chosen.options | options)
     blocks = by_decoder_block(model, layers)
     try:
         wishes = chosen.wish(model, blocks, batches, pattern, progress, **options)
@@ -167,10 +169,17 @@ def wish_uniform(model: nn.Module, blocks: list[Layers], batches, pattern: NMPat
     return [float(pattern.n)] * len(blocks)
 
 
+def check_owl(outlier_factor: float, spread: float) -> None:
+    """Raises InputError for an option out of range."""
+    require("outlier_factor", outlier_factor, outlier_factor > 0, "a finite number > 0")
+    require("spread", spread, spread > 0, "a finite number > 0")
+
+
 @register_allocation(
     "owl",
     needs_data=True,
     paper="Yin et al. 2024, Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs",
+    check=check_owl,
 )
 def wish_owl(
     model: nn.Module,
@@ -195,7 +204,6 @@ def wish_owl(
             is a share of all weights, for unstructured sparsity: here every wish would round to n. With 2, as in its
             N:M example, at least one wish is 1 or more away from n.
     """
-    check_positive(outlier_factor=outlier_factor, spread=spread)
     check_choice(blocks, pattern)
     layers, shares = joined(blocks), []
 
@@ -215,10 +223,16 @@ def outlier_share(scores: list[Tensor], factor: float) -> float:
     return sum((score > factor * mean).sum().item() for score in scores) / count
 
 
+def check_alphapruning(epsilon: float) -> None:
+    """Raises InputError for an option out of range."""
+    require("epsilon", epsilon, 0 < epsilon < 1, "above 0 and below 1")
+
+
 @register_allocation(
     "alphapruning",
     needs_data=False,
     paper="Lu et al. 2024, AlphaPruning: Using Heavy-Tailed Self Regularization Theory for Improved Layer-wise Pruning",
+    check=check_alphapruning,
 )
 def wish_alphapruning(
     model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern, progress: bool, *, epsilon: float = 0.3
@@ -233,9 +247,6 @@ def wish_alphapruning(
         epsilon: in (0, 1): pruned shares lie in s (1 +- epsilon) before mean(q) scales them. The authors' scripts for
             Llama-2-7B have 0.3 with Wanda, 0.5 with magnitude and 0.2 with SparseGPT.
     """
-    check_positive(epsilon=epsilon)
-    if epsilon >= 1:
-        raise InputError(f"epsilon={epsilon} must be below 1")
     check_choice(blocks, pattern)
     layers = tqdm(joined(blocks).items(), desc="spectra", unit="layer", disable=not progress)
     alphas = {name: alpha_of_layer(name, layer) for name, layer in layers}
@@ -307,13 +318,6 @@ def mean_over_weights(values: Tensor, blocks: list[Layers]) -> Tensor:
     """The mean of a value per decoder block, each as often as it has weights: wishes so centred meet the budget."""
     weights = torch.tensor([numel(block) for block in blocks], dtype=torch.float64)
     return (values * weights).sum() / weights.sum()
-
-
-def check_positive(**options: float) -> None:
-    """Raises InputError for an option that is not a finite number above 0."""
-    for name, value in options.items():
-        if not 0 < value < math.inf:
-            raise InputError(f"{name}={value} must be a finite number above 0")
 
 
 def check_choice(blocks: list[Layers], pattern: NMPattern) -> None:

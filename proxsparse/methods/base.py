@@ -11,6 +11,7 @@ kept on disk at once, see `finished`; a later walk takes it from there.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -53,22 +54,31 @@ class Method:
     prune: Callable[..., dict[str, Tensor]]
     options: dict[str, bool | int | float | str]  # name -> default; the type of the default is that of the option
     by_block: bool = False  # its `prune` takes `finished_blocks` too, see `prune_`
+    check: Callable[..., None] = lambda **options: None  # raises InputError for values of its options out of range
 
 
 _methods: dict[str, Method] = {}
 
 
-def register_method(name: str, needs_data: bool, updates_weights: bool, paper: str):
+def register_method(
+    name: str, needs_data: bool, updates_weights: bool, paper: str, check: Callable[..., None] = Method.check
+):
     """Decorator: add a function that prunes a whole model, see `Method`; keyword-only parameters are its options."""
 
     def add(prune: Callable) -> Callable:
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options_of(prune))
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options_of(prune), check=check)
         return prune
 
     return add
 
 
-def register_layer_method(name: str, updates_weights: bool, paper: str, statistics: type | None = None):
+def register_layer_method(
+    name: str,
+    updates_weights: bool,
+    paper: str,
+    statistics: type | None = None,
+    check: Callable[..., None] = Method.check,
+):
     """Decorator: add a function that prunes one layer; the walk brings it the layers in model order.
 
         prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if it stays)
@@ -81,7 +91,7 @@ def register_layer_method(name: str, updates_weights: bool, paper: str, statisti
     def add(prune_layer: Callable) -> Callable:
         prune = partial(prune_layers_, prune_layer, statistics)
         options = options_of(prune_layer)
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, by_block=needs_data)
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, needs_data, check)
         return prune_layer
 
     return add
@@ -97,6 +107,7 @@ def prune_layers_(
     patterns: dict[str, NMPattern],
     progress: bool = False,
     finished_blocks: Path | None = None,
+    run_id: str = "",
     **options,
 ) -> dict[str, Tensor]:
     """`Method.prune` made of a function for one layer; its arithmetic is in full precision even under autocast."""
@@ -115,10 +126,10 @@ def prune_layers_(
             if new_weight is not None:
                 updated[name] = layer.weight
         if finished_blocks:
-            save_block(finished_blocks, {name: masks[name] for name in collected}, updated)
+            save_block(finished_blocks, {name: masks[name] for name in collected}, updated, run_id)
 
     def restored(inside: dict[str, nn.Linear]) -> bool:
-        finished = load_block(finished_blocks, inside, patterns) if finished_blocks else {}
+        finished = load_block(finished_blocks, inside, patterns, run_id) if finished_blocks else {}
         for name, (mask, new_weight) in finished.items():
             masks[name] = apply_mask_(inside[name], mask, new_weight)
         return bool(finished)
@@ -141,6 +152,12 @@ def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None
 def full_precision(tensor: Tensor):
     """Within the block autocast is off on the tensor's device: a Hessian in bfloat16 has few digits left."""
     return torch.autocast(tensor.device.type, enabled=False)
+
+
+def require(name: str, value: float, holds: bool, words: str) -> None:
+    """Raises InputError, with the value and what it must be, unless an option's value is finite and `holds`."""
+    if not (math.isfinite(value) and holds):
+        raise InputError(f"--{name} {value}: must be {words}")
 
 
 def options_of(function: Callable) -> dict:
@@ -183,6 +200,7 @@ def prune_(
     exclude: list[str] | None = None,
     progress: bool = False,
     finished_blocks: Path | None = None,
+    run_id: str = "",
     **options,
 ) -> dict[str, Tensor]:
     """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
@@ -196,6 +214,7 @@ def prune_(
         finished_blocks: a folder, there already, in which every decoder block is kept as soon as it is pruned; those
             that are there are taken as they are, so give it to the same call again and to no other. A method that
             prunes the whole model at once, or needs no data, keeps none.
+        run_id: stands in every block that is kept there; one of another run is pruned again.
         options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
@@ -204,9 +223,10 @@ def prune_(
     """
     chosen = method(name)
     refuse_foreign(options, chosen.options, f"method {name!r}")
+    chosen.check(**chosen.options | options)
     layers, patterns = layers_and_patterns(unfold_(model), pattern, include, exclude)
     if chosen.by_block:
-        options["finished_blocks"] = finished_blocks
+        options |= {"finished_blocks": finished_blocks, "run_id": run_id}
     return chosen.prune(model, layers, batches, patterns, progress, **options)
 
 

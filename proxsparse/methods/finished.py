@@ -1,12 +1,13 @@
-"""The decoder blocks that a method has finished, on disk, so that a run that was stopped goes on behind them.
+"""The decoder blocks that a method has finished, on disk, so that a stopped run continues after them.
 
-    OUTPUT_DIR/config.yaml                                what they belong to: the flags of the run
+    OUTPUT_DIR/.proxsparse.json                           the run they belong to, with its flags
     OUTPUT_DIR/finished_blocks/start.json                 the pattern of every layer; the digest of model and samples
     OUTPUT_DIR/finished_blocks/model.layers.0.safetensors one for every decoder block: its masks and updated weights
 
-Each file is written beside its place, synced and renamed, so what is there is whole, whatever has stopped the run. The
-masks and weights of a finished block are put back bit for bit, and the calibration samples run through it to the next:
-on the same machine a resumed run ends with the bits of an undisturbed one. A completed run removes the folder.
+Each file has the id of its run. It is written under another name, synced and renamed, so it is whole, whatever has
+stopped the run. The masks and weights of a finished block are put back bit for bit, and the calibration samples run
+through it to the next: on the same machine a resumed run ends with the bits of an undisturbed one. A completed run
+removes the folder.
 """
 
 import argparse
@@ -20,12 +21,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from proxsparse.checkpoint import FINISHED_BLOCKS, pack_mask, prepare_output_dir, unpack_mask, write_file, written_whole
+from proxsparse.checkpoint import pack_mask, unpack_mask, write_file, written_whole
 from proxsparse.config import LAST
 from proxsparse.errors import InputError
+from proxsparse.output_folder import FINISHED_BLOCKS
 from proxsparse.patterns import NMPattern
-from proxsparse.resumption import AGAIN, check_same_flags
-from proxsparse.settings import read_yaml
+from proxsparse.resumption import AGAIN
 
 Finished = dict[str, tuple[Tensor, Tensor | None]]  # layer name -> mask; updated weight, or None if it stays
 
@@ -38,23 +39,29 @@ def block_file(folder: Path, layers: Iterable[str]) -> Path:
     return folder / f"{common.replace('/', '.')}.safetensors"
 
 
-def save_block(folder: Path, masks: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+def save_block(folder: Path, masks: dict[str, Tensor], weights: dict[str, Tensor], run_id: str = "") -> None:
     """Keeps a finished decoder block.
 
     Args:
         masks: layer name -> bool [out_features, in_features].
         weights: the same shape, of the layers whose weights the method has changed.
+        run_id: of the run that has finished it.
     """
     from safetensors.torch import save_file
 
     tensors = {f"{name}.mask": pack_mask(mask) for name, mask in masks.items()}
     tensors |= {f"{name}.weight": weight.detach().cpu().contiguous() for name, weight in weights.items()}
     with written_whole(block_file(folder, masks)) as beside:
-        save_file(tensors, beside, {"format": FORMAT})
+        save_file(tensors, beside, {"format": FORMAT, "run_id": run_id})
 
 
-def load_block(folder: Path, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> Finished:
-    """A decoder block that was kept, by its layers; {} if there is none, or, aloud, if its file is damaged."""
+def load_block(
+    folder: Path, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], run_id: str = ""
+) -> Finished:
+    """A decoder block that was kept, by its layers; {} if there is none.
+
+    A file that is damaged, or that another run has written, counts as none; a line on stderr says so.
+    """
     from safetensors import SafetensorError, safe_open
 
     path = block_file(folder, layers)
@@ -63,6 +70,9 @@ def load_block(folder: Path, layers: dict[str, nn.Linear], patterns: dict[str, N
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+            owner = (file.metadata() or {}).get("run_id", "")
+        if owner != run_id:
+            raise ValueError(f"of another run: {owner or 'without an id'}")
         finished = {
             name: (
                 checked_mask(tensors.pop(f"{name}.mask"), layer, patterns[name]),
@@ -73,7 +83,7 @@ def load_block(folder: Path, layers: dict[str, nn.Linear], patterns: dict[str, N
         if tensors:
             raise ValueError(f"{min(tensors)} is of no layer")
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        print(f"{path} is damaged ({error}): this decoder block is pruned anew", file=sys.stderr)
+        print(f"{path} is damaged ({error}): this decoder block is pruned again", file=sys.stderr)
         return {}
     return finished
 
@@ -118,49 +128,18 @@ def load_start(folder: Path, layers: Iterable[str], digest: str) -> dict[str, NM
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        print(f"{path} is damaged ({error!r}): all decoder blocks are pruned anew", file=sys.stderr)
+        print(f"{path} is damaged ({error!r}): all decoder blocks are pruned again", file=sys.stderr)
         return None
     if before != digest:
         raise InputError(f"{folder}: the files of --model or --data have changed since these were finished; {AGAIN}")
     return patterns
 
 
-def dir_to_resume(config: argparse.Namespace) -> Path | None:
-    """The output folder that --resume_from_checkpoint means, where a run has begun; None: start from the beginning.
-
-    Raises:
-        InputError: no folder is named, or its run had other flags; names them.
-    """
-    if config.resume_from_checkpoint is None:
-        return None
-    run_dir = named_dir(config.resume_from_checkpoint, config.output_dir)
-    flags = run_dir / "config.yaml"
-    if not flags.is_file():
-        print(f"nothing to resume in {run_dir}: from the beginning", file=sys.stderr)
-        return None
-    try:
-        before = read_yaml(flags, "--resume_from_checkpoint")
-    except InputError as error:
-        raise InputError(f"{error}: damaged, so whose are the finished blocks beside it? {AGAIN}") from error
-    if not before:
-        raise InputError(f"{flags} is damaged: it is empty; {AGAIN}")
-    check_same_flags(run_dir, before, vars(config))
-    return run_dir
-
-
-def reopen(run_dir: Path) -> Path:
-    """The folder, of which it is sure that it can be written; says on stderr what it holds."""
-    prepare_output_dir(run_dir, overwrite=True)
-    print(f"resuming in {run_dir}: {kept(run_dir)}", file=sys.stderr)
-    return run_dir
-
-
-def named_dir(resume: str, output_dir: str | None) -> Path:
-    """The output folder of --resume_from_checkpoint: that of --output_dir with `last`, else the one around the path."""
-    if resume == LAST:
-        if output_dir is None:
-            raise InputError("--resume_from_checkpoint last: of which run? name its folder with --output_dir")
-        return Path(output_dir)
+def check_named(config: argparse.Namespace) -> None:
+    """Raises InputError if --resume_from_checkpoint names a folder that does not hold finished blocks."""
+    resume, output_dir = config.resume_from_checkpoint, config.output_dir
+    if resume in (None, LAST):
+        return
     folder = Path(resume)
     if folder.name != FINISHED_BLOCKS or not folder.is_dir():
         raise InputError(
@@ -168,10 +147,9 @@ def named_dir(resume: str, output_dir: str | None) -> Path:
         )
     if output_dir is not None and folder.parent.resolve() != Path(output_dir).resolve():
         raise InputError(f"--resume_from_checkpoint {resume} is not in --output_dir {output_dir}; leave out the latter")
-    return folder.parent
 
 
 def kept(run_dir: Path) -> str:
-    """The finished blocks of a run, in words."""
+    """The finished blocks of a run, in words; "" if there are none."""
     count = len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors")))
-    return f"{count or 'no'} decoder block{'' if count == 1 else 's'} finished and kept in {FINISHED_BLOCKS}/"
+    return f"{count} decoder block{'' if count == 1 else 's'} finished and kept in {FINISHED_BLOCKS}/" if count else ""

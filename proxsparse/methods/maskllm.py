@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from proxsparse.data import IGNORED_LABEL, sample_stream
 from proxsparse.errors import InputError
-from proxsparse.methods.base import Batches, apply_mask_, full_precision, masks_of, method, register_method
+from proxsparse.methods.base import Batches, apply_mask_, full_precision, masks_of, method, register_method, require
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.models import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
@@ -19,11 +19,30 @@ INITIAL_STD = 0.01
 NO_PRIOR = "none"
 
 
+def check(prior: str, seed: int, **numbers: float) -> None:
+    """Raises InputError for an option out of range."""
+    if prior != NO_PRIOR:
+        method(prior, what="--prior")
+    require("epochs", numbers["epochs"], numbers["epochs"] >= 1, "at least 1")
+    for name in ("tau", "final_tau", "scale", "final_scale"):
+        require(name, numbers[name], numbers[name] > 0, "a finite number > 0")
+    for name in (
+        "learning_rate",
+        "final_learning_rate",
+        "prior_strength",
+        "weight_reg",
+        "weight_decay",
+        "max_grad_norm",
+    ):
+        require(name, numbers[name], numbers[name] >= 0, "a finite number >= 0")
+
+
 @register_method(
     "maskllm",
     needs_data=True,
     updates_weights=False,
     paper="Fang et al. 2024, MaskLLM: Learnable Semi-Structured Sparsity for Large Language Models",
+    check=check,
 )
 @torch.no_grad()
 def prune_maskllm(
@@ -72,16 +91,12 @@ def prune_maskllm(
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept.
     Raises:
-        InputError: no batch, a block with too many masks, a tau that is not positive,
-            an unknown prior, a loss or a gradient that is not finite.
+        InputError: no batch, a block with too many masks, a loss or a gradient that is not finite.
     """
     batches = list(batches)
     steps = epochs * len(batches)
-    if steps < 1 or min(tau, final_tau) <= 0:
-        raise InputError(
-            f"maskllm: calibration batches {len(batches)}, epochs={epochs}, tau={tau}, final_tau={final_tau}: "
-            "there must be at least one batch and one epoch, and a tau above 0"
-        )
+    if steps < 1:
+        raise InputError("maskllm: no calibration batch; give at least one")
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
     preferred = {} if prior == NO_PRIOR else masks_of(method(prior), model, layers, batches, patterns, progress)
     generator = torch.Generator(model.device).manual_seed(seed)

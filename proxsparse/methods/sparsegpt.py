@@ -1,12 +1,10 @@
 """SparseGPT: column by column, what a pruned weight did is taken over by the columns to its right."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.base import register_layer_method, require
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 
@@ -30,11 +28,18 @@ class InputGram:
         return self.sums * (2 / self.tokens)
 
 
+def check(damping: float, chunk: int, update_weights: bool) -> None:
+    """Raises InputError for an option out of range."""
+    require("damping", damping, damping >= 0, "a finite number >= 0")
+    require("chunk", chunk, chunk >= 1, "at least 1 column")
+
+
 @register_layer_method(
     "sparsegpt",
     updates_weights=True,
     paper="Frantar and Alistarh 2023, SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot",
     statistics=InputGram,
+    check=check,
 )
 def prune_sparsegpt(
     weight: Tensor,
@@ -59,10 +64,8 @@ def prune_sparsegpt(
     Returns:
         mask, bool, and the updated weight in the dtype of the arithmetic, both the shape of `weight`; or None for it.
     Raises:
-        InputError: H is not positive definite, or `damping` no finite number >= 0.
+        InputError: H is not positive definite.
     """
-    if not 0 <= damping < math.inf:
-        raise InputError(f"damping={damping} must be a finite number >= 0")
     hessian = statistics.hessian()
     updated = weight.to(hessian.dtype, copy=True)
     dead = hessian.diagonal() == 0  # a feature that was 0 in every token

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.base import register_layer_method, require
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.sparsegpt import InputGram
 from proxsparse.ops.mask import nm_mask
@@ -12,11 +12,17 @@ from proxsparse.patterns import NMPattern
 CHUNK = 128  # columns whose P H is kept up to date at a time: speed only
 
 
+def check(sweeps: int) -> None:
+    """Raises InputError for an option out of range."""
+    require("sweeps", sweeps, sweeps >= 1, "at least 1")
+
+
 @register_layer_method(
     "swap",
     updates_weights=False,
     paper="ours; nearest published: Zimmer et al. 2025, SparseSwaps (arXiv 2512.10922)",
     statistics=InputGram,
+    check=check,
 )
 def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, sweeps: int = 20) -> tuple[Tensor, None]:
     """From Wanda's mask downhill in the error of the layer's output, see `improve_mask`.

@@ -28,6 +28,11 @@ def fails(capsys, main, arguments, *words):
         assert word in message, message
 
 
+def kept_in(folder):
+    """The names in a folder."""
+    return {path.name for path in folder.iterdir()}
+
+
 @pytest.fixture
 def flags(tiny_llama, text_file, tmp_path):
     """Flags of a run that would work."""
@@ -156,8 +161,9 @@ def test_prune_refuses_an_allocation_of_what_learns_one_pattern(flags, capsys):
 def test_train_refuses_an_output_folder_in_use(flags, capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    fails(capsys, train.main, flags, "not empty", "--overwrite_output_dir")
-    assert (tmp_path / "run" / "thesis.tex").read_text() == "precious"
+    for more in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "last"]):
+        fails(capsys, train.main, [*flags, *more], "not empty (thesis.tex)", "choose another")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
 def test_train_refuses_a_file_as_output_folder(flags, capsys, tmp_path):
@@ -170,16 +176,19 @@ def test_train_refuses_an_unwritable_output_folder(flags, capsys):
 
 
 def test_full_disk_leaves_nothing_half_written(flags, capsys, tmp_path, monkeypatch):
-    def no_space(path, *_arguments):
+    def no_space(path, *_arguments, **_base):
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("proxsparse.run.save_masks", no_space)
     fails(capsys, train.main, flags, "disk is full", "--output_dir")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl"}
+    assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "metrics.jsonl"}
 
 
 def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
+    fails(capsys, train.main, [*flags, "--model", "./absent"], "./absent")
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
     fails(capsys, train.main, [*flags, "--model", "./absent"], "./absent")
     assert not list((tmp_path / "run").iterdir())
 
@@ -290,7 +299,7 @@ def test_prune_refuses_empty_data(prune_flags, capsys, tmp_path):
 def test_prune_refuses_an_output_folder_in_use_and_its_own_model(prune_flags, tiny_llama, capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    fails(capsys, prune.main, prune_flags, "not empty", "--overwrite_output_dir")
+    fails(capsys, prune.main, prune_flags, "not empty (thesis.tex)", "choose another")
     own = ["--output_dir", tiny_llama, "--overwrite_output_dir"]
     fails(capsys, prune.main, [*prune_flags, *own], "folder of --model")
 
@@ -299,16 +308,55 @@ def test_prune_refuses_an_output_folder_in_use_and_its_own_model(prune_flags, ti
 def test_prune_names_the_layer_whose_inputs_are_not_finite(method, prune_flags, capsys, tmp_path):
     model = save_tiny_model("llama", tmp_path / "damaged")
     weights = load_file(model / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.inf
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.finfo(torch.bfloat16).max  # its output overflows
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     flags = [*prune_flags, "--model", model, "--method", method]
     fails(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "finished_blocks"}
+    assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "finished_blocks"}
 
 
-@pytest.mark.parametrize("damping", ["-0.1", "nan", "inf"])
-def test_prune_refuses_a_damping_that_makes_no_sense(damping, prune_flags, capsys):
-    fails(capsys, prune.main, [*prune_flags, "--method", "sparsegpt", "--damping", damping], "damping", "finite")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["sparsegpt", "--damping", "-0.1"], "--damping -0.1: must be a finite number >= 0"),
+        (["sparsegpt", "--damping", "nan"], "--damping nan: must be"),
+        (["sparsegpt", "--chunk", "0"], "--chunk 0: must be at least 1"),
+        (["swap", "--sweeps", "0"], "--sweeps 0: must be at least 1"),
+        (["swap", "--sweeps", "-5"], "--sweeps -5: must be at least 1"),
+        (["admm", "--iterations", "10"], "--mask_iterations 15: must be from 1 to --iterations 10"),
+        (["admm", "--rho", "0"], "--rho 0.0: must be a finite number > 0"),
+        (["maskllm", "--tau", "0"], "--tau 0.0: must be"),
+        (["maskllm", "--epochs", "0"], "--epochs 0: must be at least 1"),
+        (["maskllm", "--learning_rate", "nan"], "--learning_rate nan: must be"),
+        (["maskllm", "--scale", "0"], "--scale 0.0: must be"),
+        (["maskllm", "--prior", "nope"], "--prior 'nope': there is no such method"),
+        (["wanda", "--allocation", "owl", "--outlier_factor", "-1"], "--outlier_factor -1.0: must be"),
+        (["wanda", "--allocation", "alphapruning", "--epsilon", "99"], "--epsilon 99.0: must be above 0 and below 1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_prune_checks_options_before_it_loads_anything(flags, words, prune_flags, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(prune, "load_model", lambda _: pytest.fail("the model was loaded"))
+    fails(capsys, prune.main, [*prune_flags, "--method", *flags], words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_train_refuses_steps_of_more_samples_than_there_are(flags, capsys, tmp_path):
+    many = ["--gradient_accumulation_steps", "9999999999"]
+    fails(capsys, train.main, [*flags, *many], "--gradient_accumulation_steps 9999999999", "--num_samples")
+    assert not (tmp_path / "run").exists()
+    some = ["--num_samples", "100", "--gradient_accumulation_steps", "50"]  # the file has 40 documents
+    fails(capsys, train.main, [*flags, *some], "--gradient_accumulation_steps 50", "takes 50 batches", "makes 40")
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_prune_refuses_weights_that_are_not_finite(method, prune_flags, capsys, tmp_path):
+    model = save_tiny_model("llama", tmp_path / "damaged")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    words = "model.layers.1.mlp.up_proj.weight has weights that are NaN or infinite"
+    fails(capsys, prune.main, [*prune_flags, "--model", model, "--method", method], words)
 
 
 def test_prune_names_the_layer_whose_hessian_is_singular(prune_flags, capsys):
@@ -317,20 +365,20 @@ def test_prune_names_the_layer_whose_hessian_is_singular(prune_flags, capsys):
 
 
 def test_prune_on_a_full_disk_leaves_nothing_half_written(prune_flags, capsys, tmp_path, monkeypatch):
-    def no_space(path, *_arguments):
+    def no_space(path, *_arguments, **_base):
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("proxsparse.run.save_masks", no_space)
     fails(capsys, prune.main, prune_flags, "disk is full", "2 decoder blocks finished", "--output_dir")
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "finished_blocks"}
+    assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "finished_blocks"}
 
 
 def test_prune_refuses_too_small_a_disk_before_the_work(prune_flags, capsys, monkeypatch, tmp_path):
     usage = checkpoint.shutil.disk_usage(".")._replace(free=1000)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
     fails(capsys, prune.main, prune_flags, "MiB free", "--output_dir")
-    assert not list((tmp_path / "run").iterdir())
+    assert not (tmp_path / "run").exists()
 
 
 def test_masks_are_checked_against_their_own_patterns(tmp_path, monkeypatch):

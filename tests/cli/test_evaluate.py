@@ -5,13 +5,15 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from task_files import write_task_files
+from tiny_models import save_tiny_model
 
 from proxsparse import evaluate
 from proxsparse.checkpoint import save_masks
-from proxsparse.errors import run_command
+from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
-from proxsparse.models import load_model, prunable_layers
+from proxsparse.models import base_of, load_model, prunable_layers
 from proxsparse.ops import nm_mask
 
 needs_lm_eval = pytest.mark.skipif(
@@ -99,9 +101,87 @@ def test_tasks_and_text_in_one_call_and_the_same_twice(tiny_llama, text_file, ta
     assert found[-1]["acc"] == (found[1]["acc"] + found[2]["acc"]) / 2
     assert rows(capsys, tiny_llama, *flags) == found[1:]
     assert evaluate.main([str(word) for word in (tiny_llama, *flags)]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[0] == "| task | metric | value | stderr | documents |"
-    assert table[-1].startswith("| average of 2 | acc | ")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("arc_easy: acc 0.")
+    assert said[0].endswith(", 3 documents")
+    assert said[-1].startswith("average of 2 tasks: acc 0.")
+
+
+@needs_lm_eval
+def test_an_error_in_one_task_is_the_row_of_that_task(tiny_llama, task_folder, tmp_path, capsys, monkeypatch):
+    """Its answers are longer than the model's positions, or lm-eval itself fails; the others are measured."""
+    measure = evaluate.zero_shot
+
+    def fail(model, tokenizer, tasks, *others):
+        if tasks == ["arc_easy"]:
+            raise AssertionError
+        return measure(model, tokenizer, tasks, *others)
+
+    monkeypatch.setattr(evaluate, "zero_shot", fail)
+    flags = ["--tasks", "piqa", "arc_easy", "--data_dir", task_folder, "--json", tmp_path / "scores.jsonl"]
+    assert evaluate.main([str(word) for word in (tiny_llama, *flags)]) == 1
+    written = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [row["task"] for row in written] == ["arc_easy", "piqa"]
+    assert written[0]["error"].startswith("AssertionError")
+    assert "acc" in written[1]
+    captured = capsys.readouterr()
+    assert "arc_easy: failed: AssertionError" in captured.out
+    assert captured.err.splitlines()[-1] == "error: 1 of 2 tasks failed: arc_easy"
+
+
+@needs_lm_eval
+def test_answers_that_do_not_fit_are_refused_before_the_task(tiny_llama, task_folder, monkeypatch):
+    monkeypatch.setattr("lm_eval.models.huggingface.HFLM.max_length", 2)
+    monkeypatch.setattr("lm_eval.simple_evaluate", lambda **_: pytest.fail("the task was run"))
+    model, tokenizer = load_model(str(tiny_llama))
+    with pytest.raises(InputError, match=r"piqa has an answer of \d+ tokens, the model has 2 positions; leave out"):
+        zero_shot.zero_shot(model, tokenizer, ["piqa"], task_folder)
+
+
+def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file, other_text, tmp_path, monkeypatch):
+    measure, calls = evaluate.perplexity, []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments)
+
+    monkeypatch.setattr(evaluate, "perplexity", interrupted)
+    flags = ["--data", text_file, other_text, "--seq_len", "64", "--json", tmp_path / "scores.jsonl"]
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main([str(word) for word in (tiny_llama, *flags)])
+    (line,) = (tmp_path / "scores.jsonl").read_text().splitlines()
+    assert json.loads(line)["data"] == str(text_file)
+
+
+def test_weights_that_are_not_finite_are_named(text_file, tmp_path, capsys):
+    folder = save_tiny_model("llama", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    fails(
+        capsys,
+        [folder, "--data", text_file, "--seq_len", 64],
+        "model.layers.1.mlp.up_proj.weight has weights that are NaN",
+    )
+
+
+def test_masks_that_belong_to_other_weights_are_refused(tiny_llama, text_file, tmp_path, capsys):
+    folder = save_tiny_model("llama", tmp_path / "model")
+    model, _ = load_model(str(folder))
+    masks = {name: nm_mask(layer.weight.detach().abs()) for name, layer in prunable_layers(model).items()}
+    file = tmp_path / "masks.safetensors"
+    save_masks(file, masks, "2:4", **base_of("Qwen/Qwen2.5", model) | {"base_revision": "0a1b"})
+    data = ["--masks", file, "--data", text_file, "--seq_len", 64]
+    same = rows(capsys, folder, *data)  # under another name, and in another dtype
+    assert same[0].keys() == rows(capsys, folder, *data, "--precision", "bf16")[0].keys()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(folder)
+    words = ("belong to 'Qwen/Qwen2.5' at revision 0a1b", "--allow_other_base")
+    fails(capsys, [folder, *data], *words)
+    assert rows(capsys, folder, *data, "--allow_other_base")[0]["perplexity"] > 0
 
 
 @needs_lm_eval
@@ -124,6 +204,7 @@ def test_tasks_in_lower_precision(precision, tiny_llama, task_folder, capsys):
         (["--tasks", "piqa", "--data_dir", "{tmp}"], ["piqa_validation.jsonl.gz", "piqa"]),
         (["--tasks", "piqa", "--data_dir", "{tasks}", "--num_fewshot", "3"], ["--num_fewshot 3", "--data_dir"]),
         (["--json", "absent/scores.jsonl"], ["absent/scores.jsonl", "no such folder"]),
+        (["--json", "{tmp}"], ["--json", "it is a folder"]),
         (["--max_windows", "0"], ["--max_windows 0"]),
         (["--data", "absent.raw"], ["absent.raw"]),
         (["--masks", "absent.safetensors"], ["absent.safetensors", "no such file"]),
@@ -142,7 +223,7 @@ def test_masks_of_another_model_are_refused(tiny_llama, text_file, tmp_path, cap
     mask = torch.tensor([True, True, False, False]).repeat(8, 2)
     for name, words in (("model.layers.9.mlp", "no such layer"), ("model.layers.0.mlp.up_proj", "one of [64, 32]")):
         save_masks(tmp_path / "masks.safetensors", {name: mask}, "2:4", "another")
-        flags = ["--masks", tmp_path / "masks.safetensors", "--data", text_file]
+        flags = ["--masks", tmp_path / "masks.safetensors", "--data", text_file, "--allow_other_base"]
         fails(capsys, [tiny_llama, *flags, "--seq_len", 64], name, "[8, 8]", words)
 
 

@@ -15,6 +15,7 @@ from proxsparse import evaluate, pack, prune, train
 from proxsparse.checkpoint import load_masks
 from proxsparse.errors import run_command
 from proxsparse.inference import packed_checkpoint
+from proxsparse.output_folder import MARKER, write_marker
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
@@ -73,7 +74,7 @@ def test_there_and_back_without_a_card(run_dir, tmp_path):
 def test_what_is_written(run_dir, packed_dir):
     names = {path.name for path in packed_dir.iterdir()}
     model = {"config.json", "generation_config.json", "model.safetensors", "masks.safetensors", "README.md"}
-    assert names == model | TOKENIZER
+    assert names == model | TOKENIZER | {MARKER}
     assert load_masks(packed_dir / "masks.safetensors").keys() == load_masks(run_dir / "masks.safetensors").keys()
     assert "import proxsparse" in (packed_dir / "README.md").read_text()
     config = json.loads((packed_dir / "config.json").read_text())
@@ -144,7 +145,7 @@ def test_an_interrupted_pack_leaves_nothing(run_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "copy_files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pack.main([str(run_dir), "--output_dir", str(tmp_path / "packed")])
-    assert list((tmp_path / "packed").iterdir()) == []
+    assert not (tmp_path / "packed").exists()
 
 
 def test_evaluate_takes_a_packed_folder(run_dir, packed_dir, text_file, capsys):
@@ -165,14 +166,16 @@ def copy(source, folder):
 
 
 def test_a_folder_named_like_a_file_survives_overwriting(run_dir, tmp_path):
-    (tmp_path / "zz.json").mkdir()
-    (tmp_path / "model.safetensors").write_text("of an earlier run")
-    assert pack.main([str(run_dir), "--output_dir", str(tmp_path), "--overwrite_output_dir"]) == 0
-    assert (tmp_path / "zz.json").is_dir()
-    assert len(model_tensors(tmp_path)) > 14
+    assert pack.main([str(run_dir), "--output_dir", str(tmp_path / "out")]) == 0
+    (tmp_path / "out" / "vocab.json").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_text("damaged")
+    assert pack.main([str(run_dir), "--output_dir", str(tmp_path / "out"), "--overwrite_output_dir"]) == 0
+    assert (tmp_path / "out" / "vocab.json").is_dir()
+    assert len(model_tensors(tmp_path / "out")) > 14
 
 
 def test_what_a_killed_pack_leaves_is_no_obstacle(run_dir, tmp_path):
+    write_marker(tmp_path, {"format": "", "run_id": "1", "command": "pack", "settings": {}, "others": []})
     (tmp_path / ".incomplete").mkdir()
     (tmp_path / ".incomplete" / "0.part").write_text("half")
     assert pack.main([str(run_dir), "--output_dir", str(tmp_path)]) == 0
@@ -233,7 +236,7 @@ def test_weights_in_other_forms_and_links_out_of_the_folder_are_not_copied(run_d
     names = {path.name for path in (tmp_path / "out").iterdir()}
     added = {"chat_template.jinja", "alias.json", "README.md"}
     model = {"config.json", "generation_config.json", "model.safetensors", "masks.safetensors"}
-    assert names == model | TOKENIZER | added
+    assert names == model | TOKENIZER | added | {MARKER}
     assert b"publishing" not in (tmp_path / "out" / "README.md").read_bytes()
     assert "notes.txt" in capsys.readouterr().err
 

@@ -138,18 +138,18 @@ def test_killed_three_times_and_bit_identical(name, flags, in_child, tmp_path):
     assert in_child(arguments)[0] == 0
     undisturbed = result_of(run_dir)
     shutil.rmtree(run_dir)
-    assert in_child(arguments, at_rename(3, die, before=True))[0] == -signal.SIGKILL  # behind config.yaml, start.json
+    assert in_child(arguments, at_rename(4, die, before=True))[0] == -signal.SIGKILL  # after marker, config, start
     assert files(run_dir / "finished_blocks") == [f".incomplete-{BLOCKS[0]}", "start.json"]
     assert in_child([*arguments, *RESUME], in_the_write_of(1, die))[0] == -signal.SIGKILL
     assert files(run_dir / "finished_blocks") == [f".incomplete-{BLOCKS[1]}", BLOCKS[0], "start.json"]
-    assert in_child([*arguments, *RESUME], at_rename(2, die))[0] == -signal.SIGKILL
+    assert in_child([*arguments, *RESUME], at_rename(3, die))[0] == -signal.SIGKILL
     assert files(run_dir / "finished_blocks") == [*BLOCKS, "start.json"]
     code, said = in_child([*arguments, *RESUME])
     assert code == 0
     assert "3 decoder blocks finished" in said
     assert result_of(run_dir) == undisturbed
     assert "finished_blocks" not in files(run_dir)
-    assert not [name for name in files(run_dir) if name.startswith(".")]
+    assert [name for name in files(run_dir) if name.startswith(".")] == [".proxsparse.json"]
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -173,7 +173,7 @@ def test_killed_at_every_file(before, flags, in_child, tmp_path):
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "interrupted")])
 def test_a_signal_ends_it_with_a_line_that_says_how_to_go_on(number, words, flags, in_child, tmp_path):
     arguments, run_dir = flags("--method", "sparsegpt"), tmp_path / "run"
-    code, said = in_child(arguments, at_rename(4, lambda: os.kill(os.getpid(), number)))
+    code, said = in_child(arguments, at_rename(5, lambda: os.kill(os.getpid(), number)))
     assert code == 128 + number
     line = said.strip().splitlines()[-1]
     assert line == (
@@ -194,8 +194,8 @@ def test_a_full_disk_keeps_what_is_finished(moment, flags, in_child, tmp_path):
     arguments, run_dir = flags("--method", "sparsegpt"), tmp_path / "run"
     sabotage, count = {
         "a block's write": (in_the_write_of(1, full_disk), 1),
-        "a block's rename": (at_rename(4, no_space, before=True), 1),
-        "the last save": (at_rename(6, no_space, before=True), 3),
+        "a block's rename": (at_rename(5, no_space, before=True), 1),
+        "the last save": (at_rename(7, no_space, before=True), 3),
     }[moment]
     code, said = in_child(arguments, sabotage)
     assert code == 2
@@ -204,7 +204,7 @@ def test_a_full_disk_keeps_what_is_finished(moment, flags, in_child, tmp_path):
     assert f"{count} decoder block" in line
     assert line.endswith(f"--output_dir {run_dir} --resume_from_checkpoint last")
     assert files(run_dir / "finished_blocks") == [*BLOCKS[:count], "start.json"]
-    assert files(run_dir) == ["config.yaml", "finished_blocks"]
+    assert files(run_dir) == [".proxsparse.json", "config.yaml", "finished_blocks"]
     assert in_child([*arguments, *RESUME])[0] == 0
 
 
@@ -212,7 +212,7 @@ def test_a_full_disk_keeps_what_is_finished(moment, flags, in_child, tmp_path):
 def stopped(flags, in_child, tmp_path):
     """The flags of a run in tmp_path / "run" that was killed behind its first decoder block."""
     arguments = flags("--method", "sparsegpt")
-    assert in_child(arguments, at_rename(3, die))[0] == -signal.SIGKILL
+    assert in_child(arguments, at_rename(4, die))[0] == -signal.SIGKILL
     return arguments
 
 
@@ -239,6 +239,7 @@ def test_other_flags_are_refused_by_name(stopped, tiny_llama, capsys, no_model):
     refused(capsys, [*stopped, *RESUME, "--seed", "1"], "--seed 42 (now 1)", "--overwrite_output_dir")
     refused(capsys, [*stopped, *RESUME, "--damping", "0.5"], "--damping 0.01 (now 0.5)")
     refused(capsys, [*stopped, *RESUME, "--method", "wanda"], "--method sparsegpt (now wanda)")
+    refused(capsys, [*stopped, "--resume_from_checkpoint", "last", "--method", "proxsparse"], "proxsparse.prune (now")
     refused(capsys, [*stopped, *RESUME, "--include", "mlp"], "--include None (now ['mlp'])")
     refused(capsys, [*stopped, *RESUME, "--model", tiny_llama], "--model ", "three-blocks", str(tiny_llama))
     both = ["--allocation", "owl", "--num_samples", "7"]
@@ -257,7 +258,7 @@ def test_flags_of_the_evaluation_may_differ(stopped, text_file, tmp_path):
 def test_changed_data_is_refused(flags, text_file, in_child, tmp_path, capsys):
     shutil.copy(text_file, data := tmp_path / "text.jsonl")
     arguments = flags("--method", "wanda", "--data", str(data))
-    assert in_child(arguments, at_rename(3, die))[0] == -signal.SIGKILL
+    assert in_child(arguments, at_rename(4, die))[0] == -signal.SIGKILL
     data.write_text(data.read_text().replace("Document", "Paper"))
     assert run_command(lambda: prune.main([*arguments, *RESUME])) == 2
     assert "--data have changed" in capsys.readouterr().err.strip().splitlines()[-1]
@@ -274,10 +275,12 @@ def test_a_damaged_block_is_pruned_anew(stopped, in_child, tmp_path):
     assert result_of(tmp_path / "run") == resumed
 
 
-@pytest.mark.parametrize("content", [b"", b"- a", b"\xff", b"a: [", b"method"])
-def test_a_damaged_config_is_refused(content, stopped, capsys, no_model, tmp_path):
-    (tmp_path / "run" / "config.yaml").write_bytes(content)
-    refused(capsys, [*stopped, *RESUME], "config.yaml", "damaged", "--overwrite_output_dir")
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"{", b'{"format": "proxsparse-run-1"}', b"[" * 100_000])
+def test_a_damaged_marker_is_refused(content, stopped, capsys, no_model, tmp_path):
+    (tmp_path / "run" / ".proxsparse.json").write_bytes(content)
+    for more in (RESUME, ["--overwrite_output_dir"]):
+        refused(capsys, [*stopped, *more], ".proxsparse.json", "damaged", "choose another")
+    assert (tmp_path / "run" / "finished_blocks" / BLOCKS[0]).is_file()
 
 
 def test_by_its_path(stopped, flags, capsys, no_model, monkeypatch, tmp_path):
@@ -299,9 +302,9 @@ def test_last_needs_a_folder(stopped, capsys, no_model):
 def test_last_without_anything_starts_and_a_complete_run_is_left_be(flags, capsys, tmp_path, monkeypatch):
     arguments, run_dir = flags("--method", "wanda", *RESUME), tmp_path / "run"
     assert prune.main(arguments) == 0
-    assert f"nothing to resume in {run_dir}: from the beginning" in capsys.readouterr().err
+    assert f"no run to resume in {str(run_dir)!r}: starting from the beginning" in capsys.readouterr().err
     before = {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()}
-    (run_dir / "finished_blocks").mkdir()  # as of a kill between the last file and the end
+    (run_dir / "finished_blocks").mkdir()  # as of a kill after the last file
     monkeypatch.setattr(prune, "load_model", None)
     assert prune.main(arguments) == 0
     assert "complete" in capsys.readouterr().out
@@ -318,8 +321,8 @@ def test_last_does_not_touch_what_is_somebody_elses(flags, capsys, no_model, tmp
 
 def test_a_method_without_blocks_starts_again(flags, in_child, tmp_path):
     arguments = flags("--method", "magnitude", *RESUME)
-    assert in_child(arguments, at_rename(3, die))[0] == -signal.SIGKILL
+    assert in_child(arguments, at_rename(4, die))[0] == -signal.SIGKILL
     code, said = in_child(arguments)
     assert code == 0
-    assert "no decoder blocks finished" in said
+    assert "no finished blocks" in said
     assert result_of(tmp_path / "run")

@@ -107,20 +107,21 @@ def test_a_block_of_dead_features_stays_finite_and_sparse():
 
 def test_a_singular_gram_matrix_names_the_layer_and_the_remedy(tiny_model, batches):
     one_token = [{name: tensor[:, :1] for name, tensor in batches[0].items()}]
-    with pytest.raises(InputError, match=r"layers\.0\.self_attn\.q_proj: .*damping=0.0 and rho=0.0; .*larger damping"):
-        prune_(tiny_model(), "admm", one_token, damping=0.0, rho=0.0)
+    with pytest.raises(
+        InputError, match=r"layers\.0\.self_attn\.q_proj: .*damping=0.0 and rho=1e-30; .*larger damping"
+    ):
+        prune_(tiny_model(), "admm", one_token, damping=0.0, rho=1e-30)
 
 
 @pytest.mark.parametrize("mask_iterations", [0, 21])
-def test_the_mask_must_have_time_to_become_sparse(mask_iterations):
-    layer, gram = layer_and_statistics(InputGram, correlated_inputs(50, 8))
-    with pytest.raises(InputError, match=rf"mask_iterations={mask_iterations}: must be from 1 to iterations=20"):
-        prune_admm(layer.weight, gram, NMPattern(2, 4), mask_iterations=mask_iterations)
+def test_the_mask_must_have_time_to_become_sparse(mask_iterations, tiny_model, batches):
+    words = rf"--mask_iterations {mask_iterations}: must be from 1 to --iterations 20"
+    with pytest.raises(InputError, match=words):
+        prune_(tiny_model(), "admm", batches, mask_iterations=mask_iterations)
 
 
-@pytest.mark.parametrize("option", [{"damping": math.inf}, {"damping": -0.05}, {"rho": math.inf}, {"rho": math.nan}])
-def test_constants_that_would_make_weights_of_nan_are_refused(option):
-    layer, gram = layer_and_statistics(InputGram, correlated_inputs(50, 8))
+@pytest.mark.parametrize("option", [{"damping": math.inf}, {"damping": -0.05}, {"rho": 0.0}, {"rho": math.nan}])
+def test_constants_that_would_make_weights_of_nan_are_refused(option, tiny_model, batches):
     ((name, value),) = option.items()
-    with pytest.raises(InputError, match=rf"{name}={value} must be a finite number >= 0"):
-        prune_admm(layer.weight, gram, NMPattern(2, 4), **option)
+    with pytest.raises(InputError, match=rf"--{name} {value}: must be a finite number >=? 0"):
+        prune_(tiny_model(), "admm", batches, **option)

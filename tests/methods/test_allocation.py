@@ -274,9 +274,9 @@ def test_uniform_works_where_nothing_can_move(deep_model):
         ("owl", "2:4", {"spread": 0.08, "outlier_factor": 2.0}, "'owl'.*no decoder block.*outlier_factor or spread"),
         ("alphapruning", "2:4", {"epsilon": 0.01}, "'alphapruning'.*no decoder block.*epsilon"),
         ("owl", "2:4", {"outlier_factor": 1e9}, "all 6 decoder blocks score 0.*lower outlier_factor"),
-        ("owl", "2:4", {"spread": -1.0}, "spread=-1.0 must be"),
-        ("owl", "2:4", {"outlier_factor": math.nan}, "outlier_factor=nan must be"),
-        ("alphapruning", "2:4", {"epsilon": 1.0}, "epsilon=1.0 must be below 1"),
+        ("owl", "2:4", {"spread": -1.0}, "--spread -1.0: must be"),
+        ("owl", "2:4", {"outlier_factor": math.nan}, "--outlier_factor nan: must be"),
+        ("alphapruning", "2:4", {"epsilon": 1.0}, "--epsilon 1.0: must be above 0 and below 1"),
     ],
 )
 def test_bad_input_names_the_remedy(name, pattern, options, message, deep_model, batches):

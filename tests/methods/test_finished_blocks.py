@@ -142,7 +142,7 @@ def test_a_damaged_file_is_pruned_anew_aloud(damage, tiny_model, batches, stop_a
     assert visited[0] == 0
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"{path} is damaged (")
-    assert line.endswith("pruned anew")
+    assert line.endswith("pruned again")
 
 
 def test_a_block_of_later_layers_is_taken_behind_a_damaged_one(tiny_model, batches, visited, tmp_path):

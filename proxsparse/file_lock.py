@@ -1,0 +1,53 @@
+"""A lock on a file that the operating system releases when the process dies."""
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from proxsparse.errors import InputError
+
+# What flock reports on a file system without locks.
+LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def acquire(path: Path) -> int:
+    """The descriptor of the file `path`, created if missing and locked until it is closed or the process ends.
+
+    The file holds the process id, the host and the time, for the message of those that come later. On a file system
+    without locks a warning is printed.
+
+    Raises:
+        InputError: another process holds the lock.
+        OSError: the file cannot be written.
+    """
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(file, 1000).decode(errors="replace").strip()
+            os.close(file)
+            if error.errno not in LOCKLESS:
+                raise InputError(
+                    f"another run ({holder or 'just started'}) writes to {str(path.parent)!r}; wait for it, stop it, "
+                    "or choose another --output_dir"
+                ) from None
+            print(
+                f"WARNING: the file system of {str(path.parent)!r} has no file locks: make sure that no other run "
+                "writes to it",
+                file=sys.stderr,
+            )
+            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        with suppress(FileNotFoundError):  # the holder before may have removed the file that was just locked
+            if os.path.samestat(os.fstat(file), path.stat()):
+                break
+        os.close(file)
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"pid {os.getpid()} on {socket.gethostname()}, since {since}".encode(), 0)
+    return file

@@ -1,0 +1,386 @@
+"""The output directory of a run: one run writes it at a time, and only files that runs have written are ever removed.
+
+    DIR/.proxsparse.json   the marker: format, run id, command and flags of the run that writes here; written first
+    DIR/.proxsparse.lock   locked by the operating system while a run writes; names the process that holds the lock
+    DIR/.next/             a run that will replace an existing result works here until it is complete
+    DIR/.complete/         the same run, complete: its files are being moved up
+
+A directory without a marker must be empty, whatever the flags. In a marked directory the names that
+`is_written_by_runs` lists belong to runs, and all others to the user: those are never removed or replaced.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from proxsparse.checkpoint import SCRATCH, sync, write_file
+from proxsparse.errors import InputError
+from proxsparse.file_lock import acquire
+
+MARKER, LOCK, NEXT, COMPLETE = ".proxsparse.json", ".proxsparse.lock", ".next", ".complete"
+FORMAT = "proxsparse-run-1"
+MOST_BYTES = 1 << 20  # of a marker; one that a run writes has about 3,000
+RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
+FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped proxsparse.prune continues from
+# All that train, prune, pack and report write by fixed names; tokenizers are saved under the names of transformers.
+FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
+FILES = {
+    *("config.yaml", RESULT, METRICS, MASKS, "report.md", "README.md"),
+    *("loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+}
+CHECKPOINT, SHARD = re.compile(r"checkpoint-\d+"), re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+# What a process that was killed before it had marked the directory can leave there.
+BEFORE_THE_MARKER = (LOCK, f"{SCRATCH}-{MARKER}", f"{SCRATCH}-mode")
+
+
+def is_written_by_runs(name: str) -> bool:
+    """Whether a file or folder of this name in a marked directory was written by a run."""
+    return name in FILES or bool(SHARD.fullmatch(name)) or is_folder_of_runs(name)
+
+
+def is_folder_of_runs(name: str) -> bool:
+    """Whether runs write a folder of this name, not a file."""
+    return name in FOLDERS or bool(CHECKPOINT.fullmatch(name))
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """Where a run writes.
+
+    Attributes:
+        path: the directory in which the run works: `final`, or `final`/.next if that has a result already.
+        final: the --output_dir.
+        run_id: the id of the run, kept when it is resumed.
+        begun: the run is resumed; it has written in `path` before.
+    """
+
+    path: Path
+    final: Path
+    run_id: str
+    begun: bool
+
+    @property
+    def complete(self) -> bool:
+        """Whether the resumed run has nothing left to do."""
+        return self.begun and is_complete(self.path)
+
+
+@contextmanager
+def opened(
+    final: Path,
+    command: str,
+    settings: dict,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    may_differ: Iterable[str] = (),
+    inputs: dict[str, str] | None = None,
+) -> Iterator[OutputFolder]:
+    """Locks, checks and marks an output directory for one run, and unlocks it afterwards.
+
+    If the block ends in an error before the run has saved anything to resume from, what this run has written is
+    removed, and the directory too if it was made here.
+
+    Args:
+        command: "train", "prune" or "pack"; only the same command can resume a run.
+        settings: the flags, JSON values; a resumed run must have the same, except `may_differ`.
+        overwrite: a result that is there may be replaced, once the new one is complete.
+        resume: continue the run that has begun here; begin one where there is none.
+        inputs: flag -> file that the run reads; none of them may be a file that the run would replace.
+    Raises:
+        InputError: another run writes to the directory; it cannot be written; it holds files and no marker; it holds a
+            run and neither `overwrite` nor `resume` is given; the run to resume has another command or other flags; an
+            input file would be replaced.
+    """
+    if final.exists() and not final.is_dir():
+        raise InputError(f"--output_dir {str(final)!r} is a file; give a directory")
+    made = [path for path in (final, *final.parents) if not path.exists()]
+    with locked(final, made):
+        try:
+            finish_replacement(final)
+            folder = chosen(final, command, settings, overwrite, resume, may_differ)
+            if not folder.begun:
+                refuse_inputs(final, inputs or {})
+                begin(folder, command, settings)
+            remove_scratch(folder.path)
+            yield folder
+        except BaseException:
+            with suppress(OSError, InputError):  # the disk itself may be gone, the marker damaged
+                remove_unfinished(final)
+            raise
+
+
+# ---------------------------------------------------------------------------------------------- one run at a time
+
+
+@contextmanager
+def locked(final: Path, made: list[Path]) -> Iterator[None]:
+    """Holds the lock of a directory, which is made if it is missing; the system releases it if the process dies.
+
+    Afterwards the directories in `made` are removed as far as they are empty.
+    """
+    try:
+        final.mkdir(parents=True, exist_ok=True)
+        file = acquire(final / LOCK)
+    except OSError as error:
+        raise InputError(
+            f"--output_dir {str(final)!r} cannot be written ({error.strerror}); fix the permissions or choose another "
+            "directory"
+        ) from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (final / LOCK).unlink()
+        os.close(file)
+        for path in made:
+            with suppress(OSError):  # not empty
+                path.rmdir()
+
+
+# ---------------------------------------------------------------------------------------------- whose directory
+
+
+def read_marker(path: Path) -> dict | None:
+    """The marker of a directory; None if there is none. Raises InputError for one that cannot be read."""
+    try:
+        with (path / MARKER).open("rb") as file:
+            marker = json.loads(file.read(MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        marker = error
+    entries = {"format": str, "run_id": str, "command": str, "settings": dict, "others": list}
+    if not isinstance(marker, dict) or not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
+        raise InputError(f"{path / MARKER} is damaged, so the directory's files cannot be assigned; choose another one")
+    return marker
+
+
+def chosen(
+    final: Path, command: str, settings: dict, overwrite: bool, resume: bool, may_differ: Iterable[str]
+) -> OutputFolder:
+    """Where the run works, and whether it has begun there. Raises InputError where it may not write, see `opened`."""
+    marker = read_marker(final)
+    if marker is None:
+        foreign = sorted(entry.name for entry in final.iterdir() if entry.name not in BEFORE_THE_MARKER)
+        if foreign:
+            raise InputError(
+                f"--output_dir {str(final)!r} is not empty ({foreign[0]}) and no run of proxsparse has written there; "
+                "choose another or an empty directory"
+            )
+        return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
+    begun = [(path, found) for path in (final / NEXT, final) if (found := read_marker(path) if path.is_dir() else None)]
+    if resume:
+        differences = [difference(found, command, settings, may_differ) for _, found in begun]
+        for (path, found), different in zip(begun, differences, strict=True):
+            if not different:
+                return OutputFolder(path, final, found["run_id"], begun=True)
+        if has_progress(final) and not overwrite:
+            raise InputError(
+                f"--resume_from_checkpoint: the run in {str(final)!r} has {differences[-1]}; give the same, or start "
+                "again: leave out --resume_from_checkpoint and add --overwrite_output_dir"
+            )
+    if not has_progress(final):  # a run that ended before it saved anything: nothing is lost
+        names = ", ".join(path.name for path in written(final))
+        remove(written(final), names and f"{final}: removed what a run left that had not saved anything yet: {names}")
+        return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
+    if not overwrite:
+        stopped = not is_complete(final) and marker["command"] == command != "pack"
+        hint = ", or --resume_from_checkpoint last to continue the run that was stopped there" if stopped else ""
+        raise InputError(
+            f"--output_dir {str(final)!r} is not empty; choose another, or add --overwrite_output_dir{hint}"
+        )
+    if (final / NEXT).exists():
+        remove([final / NEXT], f"{final / NEXT}: an unfinished run, removed")
+    names = ", ".join(path.name for path in written(final))
+    print(f"{final}: will be replaced when this run is complete: {names}", file=sys.stderr)
+    return OutputFolder(final / NEXT, final, uuid.uuid4().hex, begun=False)
+
+
+def difference(marker: dict, command: str, settings: dict, may_differ: Iterable[str]) -> str:
+    """What keeps a run with these flags from continuing the marked one; "" if nothing does."""
+    if marker["command"] != command:
+        return f"the command proxsparse.{marker['command']} (now proxsparse.{command})"
+    before, free = marker["settings"], set(may_differ)
+    names = [name for name in settings if name not in free and before.get(name) != settings[name]]
+    return ", ".join(f"--{name} {before.get(name)} (now {settings[name]})" for name in names)
+
+
+def refuse_inputs(final: Path, inputs: dict[str, str]) -> None:
+    """Raises InputError if a file that the run reads is one that it would replace."""
+    for flag, name in inputs.items():
+        try:
+            inside = Path(name).resolve(strict=True).relative_to(final.resolve()).parts
+        except (OSError, ValueError):  # not a file, such as "c4", or in another place
+            continue
+        if inside and (is_written_by_runs(inside[0]) or inside[0] in (NEXT, COMPLETE)):
+            raise InputError(
+                f"--{flag} {name} is a file of --output_dir {str(final)!r} that this run would replace; copy it to "
+                "another place, or choose another --output_dir"
+            )
+
+
+def begin(folder: OutputFolder, command: str, settings: dict) -> None:
+    """Marks the directory as this run's."""
+    folder.path.mkdir(exist_ok=True)
+    marker = read_marker(folder.path) if folder.path == folder.final else None
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    others = marker["others"] if marker else []
+    head = {"format": FORMAT, "run_id": folder.run_id, "command": command, "since": since}
+    write_marker(folder.path, head | {"settings": settings, "others": others})
+
+
+def write_marker(path: Path, marker: dict) -> None:
+    write_file(path / MARKER, (json.dumps(marker, indent=2) + "\n").encode())
+
+
+def claim(path: Path, names: Iterable[str]) -> None:
+    """Notes names outside of the fixed list, such as a copied LICENSE, which the run is about to write.
+
+    Raises:
+        InputError: the user has a file of that name there.
+    """
+    marker = read_marker(path)
+    others = [name for name in names if not is_written_by_runs(name) and name not in marker["others"]]
+    for name in others:
+        if os.path.lexists(path / name):
+            raise InputError(f"{path / name} was not written by this run, which has a file of that name; move it away")
+    if others:
+        write_marker(path, marker | {"others": [*marker["others"], *others]})
+
+
+# ---------------------------------------------------------------------------------------------- what is there
+
+
+def written(path: Path) -> list[Path]:
+    """The entries of a marked directory that runs have written, except the marker.
+
+    A link is the user's, as is a folder with the name of a file.
+    """
+    return sorted(
+        entry
+        for entry in path.iterdir()
+        if is_written_by_runs(entry.name) and not entry.is_symlink() and entry.is_dir() == is_folder_of_runs(entry.name)
+    )
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the run there has written its result, which it does last."""
+    return read_result(path).get("status") == "complete"
+
+
+def read_result(path: Path) -> dict:
+    """The content of result.json; {} if it is missing or not a JSON object."""
+    try:
+        result = json.loads((path / RESULT).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def has_progress(path: Path) -> bool:
+    """Whether a directory holds a result or something to resume from."""
+    return any(
+        entry.suffix == ".safetensors" or entry.name == RESULT or entry.name.startswith("checkpoint-")
+        for entry in (*written(path), *(path / FINISHED_BLOCKS).glob("*.safetensors"))
+    )
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """The checkpoints of proxsparse.train, checkpoint-STEP, the newest last."""
+    return sorted((entry for entry in written(path) if entry.name.startswith("checkpoint-")), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which it was written."""
+    return int(checkpoint.name.partition("-")[2])
+
+
+def require_space(path: Path, needed_bytes: int, what: str = "the result needs") -> None:
+    """Raises InputError if the disk has less than `needed_bytes` free."""
+    free = shutil.disk_usage(path).free
+    if free < needed_bytes:
+        raise InputError(
+            f"the disk of --output_dir {str(path)!r} has {free / 2**20:.0f} MiB free, {what} about "
+            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- removing, replacing
+
+
+def remove(paths: Iterable[Path], message: str) -> None:
+    """Removes files and folders that runs have written. A link to a folder is not followed."""
+    if message:
+        print(message, file=sys.stderr)
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def remove_scratch(path: Path) -> None:
+    """Removes what a killed process was writing."""
+    remove(path.glob(f"{SCRATCH}*"), "")
+
+
+def remove_in_progress(path: Path) -> None:
+    """Removes the checkpoints and finished blocks of a run that is complete."""
+    remove([*checkpoints(path), path / FINISHED_BLOCKS], "")
+
+
+def remove_unfinished(final: Path) -> None:
+    """After an error: removes what the run has written if there is nothing to resume from, not even metrics."""
+    for path in (final / NEXT, final):
+        unused = path.is_dir() and read_marker(path) and not has_progress(path)
+        if unused and not (path / METRICS).exists() and not (path / NEXT).exists():
+            remove([*written(path), path / MARKER], "")
+            remove_scratch(path)
+            if path != final:
+                path.rmdir()
+
+
+def publish(folder: OutputFolder) -> None:
+    """Replaces the old result by the complete new one; does nothing where the run worked in the directory itself."""
+    if folder.path != folder.final:
+        folder.path.rename(folder.final / COMPLETE)
+        sync(folder.final)
+        finish_replacement(folder.final)
+
+
+def finish_replacement(final: Path) -> None:
+    """Removes the old result and moves the complete new one up; continues where a killed process has stopped.
+
+    result.json is the first file that goes and the last that comes: at no moment does it stand beside other files than
+    those of its run. The marker comes once the old files are gone, so that a second attempt removes nothing new.
+    """
+    source = final / COMPLETE
+    if not source.is_dir():
+        return
+    if (new := read_marker(source)) is not None:
+        (final / RESULT).unlink(missing_ok=True)
+        remove(written(final), "")
+        old = read_marker(final)
+        write_marker(source, new | {"others": sorted({*new["others"], *(old["others"] if old else [])})})
+        os.replace(source / MARKER, final / MARKER)
+    others = read_marker(final)["others"]
+    for entry in sorted(source.iterdir(), key=lambda entry: (entry.name == RESULT, entry.name)):
+        target = final / entry.name
+        if not is_written_by_runs(entry.name) and os.path.lexists(target) and entry.name not in others:
+            print(f"{target} is not replaced: it was not written by a run", file=sys.stderr)
+            continue
+        os.replace(entry, target)
+    shutil.rmtree(source)
+    sync(final)

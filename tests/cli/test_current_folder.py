@@ -1,0 +1,30 @@
+"""`python -m proxsparse.X` imports no module from the current folder: its files may be a stranger's."""
+
+import subprocess
+import sys
+
+import pytest
+
+SHADOWED = ("yaml", "json", "pathlib", "numpy", "torch", "transformers", "safetensors", "datasets", "triton", "ninja")
+
+
+COMMANDS = [["-m", f"proxsparse.{name}"] for name in ("train", "prune", "evaluate", "pack", "report", "env")]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, ["-u", "-mproxsparse.pack"]], ids=lambda command: command[-1])
+def test_no_module_of_the_current_folder_is_imported(command, tmp_path):
+    for name in SHADOWED:
+        (tmp_path / f"{name}.py").write_text("open('imported', 'w').write(__name__)\nraise SystemExit('a stranger')\n")
+    arguments = [] if command[-1] == "proxsparse.env" else ["--help"]
+    done = subprocess.run([sys.executable, *command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "proxsparse" in done.stdout
+
+
+def test_an_import_leaves_the_search_path_alone(tmp_path):
+    """A program of the user's own, in its own folder, may import what lies there."""
+    (tmp_path / "mine.py").write_text("import proxsparse, helper\nprint(helper.VALUE)\n")
+    (tmp_path / "helper.py").write_text("VALUE = 'found'\n")
+    done = subprocess.run([sys.executable, "-m", "mine"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.strip() == "found", done.stderr[-2000:]

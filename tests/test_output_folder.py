@@ -1,0 +1,317 @@
+"""An output directory: whose files are removed, one run at a time, and an old result until the new one is complete."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from proxsparse import output_folder
+from proxsparse.errors import InputError
+from proxsparse.output_folder import COMPLETE, MARKER, NEXT, RESULT, opened
+
+FOREIGN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "custom.jinja", "model.h5")
+
+
+def make_run(final, content="first", command="train", status="complete", **how):
+    """A run that writes a result, files that only a stopped run has, and publishes."""
+    with opened(final, command, {"seed": 1}, **how) as folder:
+        for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "masks.safetensors", "loss.png"):
+            (folder.path / name).write_text(content)
+        (folder.path / "checkpoint-3").mkdir(exist_ok=True)
+        (folder.path / RESULT).write_text(json.dumps({"status": status, "run_id": folder.run_id}))
+        if status == "complete":
+            output_folder.remove_in_progress(folder.path)
+            output_folder.publish(folder)
+    return folder
+
+
+def interrupt(checkpoint):
+    """Ctrl-C after a checkpoint."""
+    checkpoint.mkdir()
+    raise KeyboardInterrupt
+
+
+def refuse_option(path):
+    """What a method does with an option that makes no sense, after the run has begun."""
+    (path / "config.yaml").write_text("iterations: 10")
+    (path / "finished_blocks").mkdir()
+    raise InputError("wrong option")
+
+
+def foreign_files(final):
+    """Files of the user with names like those of runs, and their contents."""
+    final.mkdir(parents=True, exist_ok=True)
+    for name in FOREIGN:
+        (final / name).write_text(f"the user's {name}")
+    (final / "checkpoint-final").mkdir(exist_ok=True)
+    (final / "checkpoint-final" / "thesis.tex").write_text("precious")
+    names = [*FOREIGN, "checkpoint-final/thesis.tex"]
+    return {name: (final / name).read_bytes() for name in names}
+
+
+def assert_untouched(final, before):
+    for name, content in before.items():
+        assert (final / name).read_bytes() == content, name
+
+
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}, {"overwrite": True, "resume": True}])
+@pytest.mark.parametrize("config", [None, "database: postgres\n"])
+def test_a_directory_that_no_run_has_marked_must_be_empty(config, how, tmp_path):
+    before = foreign_files(tmp_path)
+    if config:
+        (tmp_path / "config.yaml").write_text(config)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(InputError, match=r"is not empty .* no run of proxsparse has written there; choose another"):
+        make_run(tmp_path, **how)
+    assert_untouched(tmp_path, before)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_overwriting_removes_what_runs_have_written_and_nothing_else(tmp_path, capsys):
+    final = tmp_path / "run"
+    make_run(final, status="interrupted")
+    before = foreign_files(final)
+    (final / "checkpoint-9").symlink_to(tmp_path, target_is_directory=True)
+    make_run(final, "second", overwrite=True)
+    assert_untouched(final, before)
+    assert (final / "checkpoint-9").is_symlink()
+    assert not (final / "checkpoint-3").exists()
+    assert (final / "model.safetensors").read_text() == "second"
+    said = capsys.readouterr().err
+    assert "will be replaced when this run is complete: checkpoint-3, config.yaml, loss.png, masks" in said
+    assert "notes.md" not in said
+
+
+def test_the_old_result_stays_until_the_new_one_is_complete(tmp_path):
+    first = make_run(tmp_path / "run")
+    kept = {path.name: path.read_bytes() for path in first.final.iterdir() if path.is_file()}
+    with pytest.raises(KeyboardInterrupt), opened(first.final, "train", {"seed": 2}, overwrite=True) as folder:
+        interrupt(folder.path / "checkpoint-1")
+    assert folder.path == first.final / NEXT
+    assert {path.name: path.read_bytes() for path in first.final.iterdir() if path.is_file()} == kept
+    with opened(first.final, "train", {"seed": 2}, resume=True) as resumed:
+        assert resumed.begun
+        assert (resumed.path, resumed.run_id) == (folder.path, folder.run_id)
+    with opened(first.final, "train", {"seed": 1}, resume=True) as complete:
+        assert complete.complete
+    second = make_run(first.final, "third", overwrite=True)
+    assert json.loads((first.final / RESULT).read_text())["run_id"] == second.run_id
+    assert not (first.final / NEXT).exists()
+
+
+@pytest.mark.parametrize("function", ["os.replace", "pathlib.Path.unlink", "proxsparse.output_folder.write_marker"])
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_kill_while_results_are_exchanged_never_mixes_two_runs(function, number, tmp_path, monkeypatch):
+    """At any moment: a result.json that is complete stands beside the files of its run; the next run finishes it."""
+
+    class Killed(BaseException):
+        pass
+
+    final = tmp_path / "run"
+    old = make_run(final, "old")
+    (final / "notes.md").write_text("mine")
+    module, _, name = function.rpartition(".")
+    owner = {"os": os, "pathlib.Path": type(final), "proxsparse.output_folder": output_folder}[module]
+    calls, original = [], getattr(owner, name)
+    real_remove = output_folder.remove_unfinished
+
+    def killed(*arguments, **keywords):
+        calls.append(arguments)
+        if armed and len(calls) == number:
+            raise Killed
+        return original(*arguments, **keywords)
+
+    armed = False
+    publish = output_folder.publish
+
+    def arm(folder):
+        nonlocal armed
+        armed, calls[:] = True, []
+        publish(folder)
+
+    monkeypatch.setattr(owner, name, killed)
+    monkeypatch.setattr(output_folder, "publish", arm)
+    monkeypatch.setattr(output_folder, "remove_unfinished", lambda final: None)  # a killed process tidies nothing up
+    try:
+        new = make_run(final, "new", overwrite=True)
+    except Killed:
+        new = None
+    armed = False
+    monkeypatch.undo()
+    assert real_remove is output_folder.remove_unfinished
+    check_one_run(final, {old.run_id: "old"}, new_content="new")
+    with opened(final, "train", {"seed": 1}, resume=True) as folder:
+        assert folder.begun
+    if new is None and not (final / NEXT).exists():
+        check_one_run(final, {}, new_content="new")
+        assert output_folder.is_complete(final)
+    assert not (final / COMPLETE).exists()
+    assert (final / "notes.md").read_text() == "mine"
+
+
+def check_one_run(final, known, new_content):
+    """A complete result.json stands beside files of the same run alone."""
+    result = output_folder.read_result(final)
+    if result.get("status") == "complete":
+        content = known.get(result["run_id"], new_content)
+        for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "masks.safetensors", "loss.png"):
+            assert (final / name).read_text() == content
+
+
+def test_an_input_file_is_never_replaced(tmp_path):
+    final = tmp_path / "run"
+    make_run(final)
+    (final / "my.jsonl").write_text("{}")
+    link = tmp_path / "link"
+    link.symlink_to(final / "masks.safetensors")
+    for name in (final / "masks.safetensors", final / "metrics.jsonl", link):
+        with pytest.raises(InputError, match=r"--start .* is a file of --output_dir .* that this run would replace"):
+            make_run(final, overwrite=True, inputs={"start": str(name)})
+    inputs = {"data": str(final / "my.jsonl"), "eval_data": "c4", "start": "swap"}
+    make_run(final, overwrite=True, inputs=inputs)
+    assert (final / "my.jsonl").read_text() == "{}"
+
+
+def test_a_resumed_run_has_the_same_command_and_flags(tmp_path):
+    final = tmp_path / "run"
+    with opened(final, "prune", {"seed": 1, "device": "cpu"}) as folder:
+        (folder.path / "finished_blocks").mkdir()
+        (folder.path / "finished_blocks" / "model.layers.0.safetensors").touch()
+    for command, settings, words in (
+        ("train", {"seed": 1}, r"the command proxsparse\.prune \(now proxsparse\.train\)"),
+        ("prune", {"seed": 2}, r"--seed 1 \(now 2\)"),
+    ):
+        with pytest.raises(InputError, match=words), opened(final, command, settings, resume=True):
+            pass
+    assert (final / "finished_blocks" / "model.layers.0.safetensors").exists()
+    with opened(final, "prune", {"seed": 1, "device": "cuda"}, resume=True, may_differ=("device",)) as same:
+        assert same.run_id == folder.run_id
+
+
+def test_a_run_that_failed_before_its_first_result_blocks_nothing(tmp_path):
+    final = tmp_path / "a" / "run"
+    with pytest.raises(InputError, match="wrong option"), opened(final, "prune", {"iterations": 10}) as folder:
+        refuse_option(folder.path)
+    assert not (tmp_path / "a").exists()
+    with opened(final, "prune", {"iterations": 10}) as folder:  # as after a kill -9
+        (folder.path / "config.yaml").write_text("iterations: 10")
+        (folder.path / "metrics.jsonl").write_text("{}")
+    (final / "notes.md").write_text("mine")
+    for resume, iterations in ((False, 20), (True, 30)):
+        with opened(final, "prune", {"iterations": iterations}, resume=resume) as folder:
+            assert not folder.begun
+            assert not (final / "metrics.jsonl").exists()
+    assert (final / "notes.md").read_text() == "mine"
+
+
+def test_other_names_are_noted_before_they_are_written(tmp_path):
+    with opened(tmp_path / "run", "pack", {}) as folder:
+        output_folder.claim(folder.path, ["LICENSE", "model.safetensors"])
+        (folder.path / "LICENSE").write_text("theirs")
+        (folder.path / "NOTICE").write_text("the user's")
+        output_folder.claim(folder.path, ["LICENSE"])
+        with pytest.raises(InputError, match="NOTICE was not written by this run"):
+            output_folder.claim(folder.path, ["NOTICE"])
+    assert json.loads((tmp_path / "run" / MARKER).read_text())["others"] == ["LICENSE"]
+
+
+# ---------------------------------------------------------------------------------------------- one run at a time
+
+
+def hold(final, ready):
+    with opened(final, "train", {"seed": 1}):
+        ready.set()
+        time.sleep(60)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that writes to tmp_path / "run"."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "run", ready), daemon=True)
+    process.start()
+    assert ready.wait(30)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_second_run_is_refused_until_the_first_one_dies(holder, tmp_path):
+    words = rf"another run \(pid {holder.pid} on {socket.gethostname()}, since 20.*\) writes to '.*run'; wait for it"
+    for how in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(InputError, match=words), opened(tmp_path / "run", "prune", {}, **how):
+            pass
+    assert (tmp_path / "run" / MARKER).exists()  # a refused run tidies nothing up
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    with opened(tmp_path / "run", "train", {"seed": 1}, resume=True) as folder:
+        assert folder.begun
+    assert not (tmp_path / "run" / output_folder.LOCK).exists()
+
+
+def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, results = context.Event(), context.Queue()
+
+    def contend():
+        start.wait()
+        try:
+            with opened(tmp_path / "run", "train", {}):
+                results.put("in")
+                time.sleep(1)
+        except InputError as error:
+            results.put(str(error))
+
+    processes = [context.Process(target=contend) for _ in range(8)]
+    for process in processes:
+        process.start()
+    start.set()
+    said = [results.get(timeout=30) for _ in processes]
+    for process in processes:
+        process.join()
+    assert said.count("in") == 1
+    assert sum("another run (" in text for text in said) == 7
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
+def test_without_locks_a_warning_is_printed(code, tmp_path, monkeypatch, capsys):
+    def flock(_file, _how):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    make_run(tmp_path / "run")
+    assert "has no file locks: make sure that no other run writes to it" in capsys.readouterr().err
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run" / output_folder.LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(InputError, match="cannot be written"), opened(tmp_path / "run", "train", {}):
+        pass
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+# ---------------------------------------------------------------------------------------------- permissions
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
+def test_new_files_follow_the_umask(umask, tmp_path):
+    from proxsparse.checkpoint import staged, write_file
+
+    tmp_path.chmod(0o777)
+    before = os.umask(umask)
+    try:
+        with staged(tmp_path) as scratch:
+            (scratch / "model.safetensors").touch(0o600)
+        write_file(tmp_path / "result.json", b"{}")
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in tmp_path.iterdir()} == {oct(0o666 & ~umask)}
