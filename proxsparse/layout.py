@@ -30,7 +30,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_fused(module: nn.Module) -> bool:
     """Whether it holds the experts of a mixture in the layout that transformers declares with these attributes."""
-    return {"has_gate", "has_bias", "is_transposed", "has_post_expert_norm"} <= vars(module).keys()
+    return {"has_gate", "has_bias", "is_transposed"} <= vars(module).keys()
 
 
 class TransposedLinear(nn.Linear):
@@ -59,6 +59,7 @@ class SplitExperts(nn.Module):
         super().__init__()
         self.names = ("gate_up_proj" if fused.has_gate else "up_proj", "down_proj")
         self.experts, self.transposed = len(fused.down_proj), fused.is_transposed
+        self.normalizes = getattr(fused, "has_post_expert_norm", False)  # transformers 5.17 has no such attribute
         state = {name: fused._parameters.pop(name).detach() for name in list(fused._parameters)}
         self.split(state, "")
         for expert in range(self.experts):
@@ -90,7 +91,7 @@ class SplitExperts(nn.Module):
         up, down = self.get_submodule(str(expert)).values()
         activate = self.fused._apply_gate if self.fused.has_gate else self.fused.act_fn
         output = down(activate(up(hidden_states)))
-        return self.fused.post_expert_norm(output) if self.fused.has_post_expert_norm else output
+        return self.fused.post_expert_norm(output) if self.normalizes else output
 
     def split(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
         """In a state_dict: the tensors of all experts -> views of them, one an expert."""

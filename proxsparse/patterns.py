@@ -7,6 +7,7 @@ import torch
 
 # 64 weights a block is far beyond any hardware format and keeps the general reference's cost bounded.
 MAX_M = 64
+TEXT = re.compile(r"\s*(\d{1,3})\s*:\s*(\d{1,3})\s*")  # compiled here: Dynamo of torch 2.11 cannot trace re's parser
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -43,7 +44,7 @@ class NMPattern:
         """
         if isinstance(pattern, cls):
             return pattern
-        match = re.fullmatch(r"\s*(\d{1,3})\s*:\s*(\d{1,3})\s*", pattern) if isinstance(pattern, str) else None
+        match = TEXT.fullmatch(pattern) if isinstance(pattern, str) else None
         if match is None:
             raise ValueError(f'pattern {pattern!r} is not of the form "N:M", such as "2:4"')
         return cls(int(match[1]), int(match[2]))

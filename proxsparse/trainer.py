@@ -8,8 +8,9 @@
     trainer.save_model()
 
 In one process, under DDP and under FSDP2: `TrainingArguments(fsdp=True)` started by `accelerate launch` or `torchrun`,
-or a model loaded with transformers' `distributed_config`. Every process works on its own rows: blocks of M weights lie
-along in_features, FSDP2 cuts out_features. Accelerate shards on accelerators only: on a CPU its processes run DDP.
+or a model loaded with the `distributed_config` of transformers 5.18 or newer. Every process works on its own rows:
+blocks of M weights lie along in_features, FSDP2 cuts out_features. Accelerate shards on accelerators only: on a CPU its
+processes run DDP.
 """
 
 from pathlib import Path

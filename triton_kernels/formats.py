@@ -50,6 +50,17 @@ def signs_of(dtype: tl.constexpr):
     return tl.full((), sign_bits(dtype), word_of(dtype))
 
 
+@triton.constexpr_function
+def magnitude_bits(dtype):
+    return {16: 0x7FFF7FFF, 32: 0x7FFFFFFF, 64: 0x7FFFFFFFFFFFFFFF}[dtype.primitive_bitwidth]
+
+
+@triton.jit
+def magnitude_bits_of(dtype: tl.constexpr):
+    """A word in which all other bits are set: ~signs_of(dtype), which the interpreter of Triton 3.6 cannot compute."""
+    return tl.full((), magnitude_bits(dtype), word_of(dtype))
+
+
 @triton.jit
 def split4(x, BLOCKS: tl.constexpr):
     """[4 * BLOCKS] -> the four members of every block, [BLOCKS] each."""
@@ -133,8 +144,8 @@ def with_signs_of(old, magnitudes, dtype: tl.constexpr):
     For all numbers of a word at once: 0x7fff + magnitude carries into the sign bit unless the magnitude is 0, and
     0x8000 - |old| leaves one there only if |old| is 0; neither disturbs the number next to it.
     """
-    signs = signs_of(dtype)
-    keeps_sign = (magnitudes + ~signs) | (signs - (old & ~signs))
+    signs, others = signs_of(dtype), magnitude_bits_of(dtype)
+    keeps_sign = (magnitudes + others) | (signs - (old & others))
     return magnitudes | (old & keeps_sign & signs)
 
 

@@ -15,8 +15,8 @@ from .formats import (
     INTERPRETED,
     arithmetic_of,
     is_half,
+    magnitude_bits_of,
     pack,
-    signs_of,
     split4,
     unpack,
     with_signs_of,
@@ -63,7 +63,7 @@ def scale_of(scale_ptr, column, columns, BLOCKS: tl.constexpr, arithmetic: tl.co
 @triton.jit
 def magnitudes(words, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr):
     """|c * w| of every block."""
-    m0, m1, m2, m3 = unpack(words & ~signs_of(dtype), dtype, BLOCKS)
+    m0, m1, m2, m3 = unpack(words & magnitude_bits_of(dtype), dtype, BLOCKS)
     if scale_ptr is not None:
         c0, c1, c2, c3 = scale_of(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
         m0, m1, m2, m3 = m0 * c0, m1 * c1, m2 * c2, m3 * c3
@@ -74,7 +74,7 @@ def magnitudes(words, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: t
 def packed(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr):
     """The words of new weights: |c * w| went from v to w; the bits and signs of `old` where they stay."""
     if scale_ptr is not None:
-        m0, m1, m2, m3 = unpack(old & ~signs_of(dtype), dtype, BLOCKS)
+        m0, m1, m2, m3 = unpack(old & magnitude_bits_of(dtype), dtype, BLOCKS)
         c0, c1, c2, c3 = scale_of(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
         w0, w1 = tl.where(w0 < v0, w0 / c0, m0), tl.where(w1 < v1, w1 / c1, m1)
         w2, w3 = tl.where(w2 < v2, w2 / c2, m2), tl.where(w3 < v3, w3 / c3, m3)

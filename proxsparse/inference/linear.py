@@ -16,6 +16,9 @@ from proxsparse.patterns import NMPattern
 AUTO = "auto"
 MANY_ROWS = 64  # what a backend that has a form of its own is for
 PATTERN = NMPattern(2, 4)
+# Device types without autocast, for which torch.is_autocast_enabled raises. Asked for here, once: Dynamo of torch 2.11
+# cannot trace is_autocast_available. Every other device type has it, a renamed PrivateUse1 ("npu") included.
+NO_AUTOCAST = frozenset(kind for kind in ("meta", "lazy", "vulkan") if not torch.amp.is_autocast_available(kind))
 
 torch.library.define(
     "proxsparse::sparse_linear",
@@ -164,7 +167,7 @@ class SparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values, bias, device = self.values, self.bias, x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        if device not in NO_AUTOCAST and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, values, bias = (autocast_to(dtype, tensor) for tensor in (x, values, bias))
         prepared = self.own_form(x, values)

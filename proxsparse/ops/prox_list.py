@@ -69,7 +69,7 @@ def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], patte
     pattern = NMPattern.parse(pattern)
     if len(weights) != len(reg_lambdas):
         raise ValueError(f"{len(weights)} weights and {len(reg_lambdas)} lambdas: each weight needs one")
-    if len({id(weight) for weight in weights}) != len(weights):
+    if len(set(weights)) != len(weights):  # of identities, as a tensor hashes; Dynamo of torch 2.11 cannot trace id()
         raise ValueError("a weight is in the list twice: pass every weight once (of tied weights, one)")
     for i, (weight, reg_lambda) in enumerate(zip(weights, reg_lambdas, strict=True)):
         try:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import struct
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -308,6 +309,10 @@ def test_a_command_ends_in_one_line(name, tmp_path, monkeypatch, capfd):
     else:
         code = run_command(lambda: main([places.get(argument, argument) for argument in arguments]))
     said = capfd.readouterr().err
+    if name == "warnings nested deep" and sys.version_info >= (3, 12):
+        # There C code has a recursion limit of its own: str writes every list that json reads.
+        assert (code, said) == (0, "")
+        return
     assert code == 2, said
     assert said.startswith("error: ")
     assert said.count("\n") == 1, said

@@ -12,6 +12,7 @@ from torch import nn
 import proxsparse.inference.linear as inference_linear
 from proxsparse import SparseLinear, use_backend
 from proxsparse.inference import backends, choice
+from proxsparse.inference.linear import NO_AUTOCAST
 from proxsparse.ops import unpack_nm
 
 sparse_linear = torch.ops.proxsparse.sparse_linear
@@ -49,6 +50,13 @@ def test_autocast_is_that_of_linear():
             assert sparse(x).dtype == dtype
     with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
         assert SparseLinear.from_linear(linear.double())(x.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "kind", ["cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone", "meta", "lazy", "vulkan"]
+)
+def test_which_devices_have_no_autocast(kind):
+    assert (kind not in NO_AUTOCAST) == torch.amp.is_autocast_available(kind)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +196,24 @@ def test_opcheck(bias):
     sparse = SparseLinear.from_linear(pruned_linear(bias=bias))
     for x in (torch.randn(2, 3, 24, requires_grad=True), torch.randn(24, 5).T, torch.randn(0, 24)):
         torch.library.opcheck(sparse_linear.default, (x, sparse.values, sparse.indices, sparse.bias, None, "auto"))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "cpp", "reference"])
+def test_forward_calls_only_what_torch_2_11_compiles(backend, autocast, monkeypatch):
+    """Dynamo of torch 2.11, unlike later ones, breaks the graph at `is_autocast_available`."""
+    if reason := backend == "cpp" and backends.backend("cpp").supports(torch.zeros(3, 64), torch.zeros(48, 32)):
+        pytest.skip(reason)
+    layer, x = SparseLinear.from_linear(pruned_linear(64, 48), backend), torch.randn(3, 64)
+    monkeypatch.setattr(
+        torch.amp, "is_autocast_available", lambda _kind: pytest.fail("Dynamo of 2.11 breaks the graph")
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+        torch.compiler.reset()  # it compiles a function for so many layers only
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert y.dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert torch.equal(compiled, y)
 
 
 def test_compiles_into_one_graph():

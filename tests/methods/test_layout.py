@@ -64,6 +64,22 @@ def test_the_model_computes_the_same_and_has_the_same_state(family):
     assert torch.equal(logits(model), expected)  # also after the weights have been joined for the state_dict
 
 
+@pytest.mark.parametrize("declared", [None, False, True])
+def test_the_norm_of_an_experts_output(declared):
+    """None: transformers 5.17, whose experts have no `has_post_expert_norm`."""
+    fused = own_layout("mixtral").model.layers[0].mlp.experts
+    vars(fused).pop("has_post_expert_norm", None)
+    if declared is not None:
+        fused.has_post_expert_norm = declared
+    x = torch.randn(5, fused.gate_up_proj.shape[-1])
+    fused.post_expert_norm = nn.LayerNorm(x.shape[-1])
+    expected = nn.functional.linear(fused._apply_gate(x @ fused.gate_up_proj[1].mT), fused.down_proj[1])
+    expected = fused.post_expert_norm(expected) if declared else expected
+    experts = unfold_(nn.ModuleDict({"experts": fused}))["experts"]
+    output = experts(x, torch.ones(5, 1, dtype=torch.long), torch.ones(5, 1))
+    torch.testing.assert_close(output, expected)
+
+
 @pytest.mark.parametrize("family", FOLDED)
 def test_every_matrix_of_a_decoder_block_is_a_linear_layer(family):
     model = unfold_(BUILDERS[family]())

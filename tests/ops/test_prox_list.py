@@ -1,5 +1,7 @@
 """The prox of a list of weights: each as `prox_nm_` would, whatever the mixture."""
 
+import re
+
 import pytest
 import torch
 from ops.blocks import random_blocks
@@ -76,6 +78,7 @@ def test_compiles_without_a_graph_break(compiler, device):
     weights = [random_blocks(6, 0.7, seed=seed).float().to(device) for seed in range(2)]
     compiled_weights = [weight.clone() for weight in weights]
     torch.compiler.reset()
+    re.purge()  # as in a new process
     compiled = torch.compile(step, fullgraph=True, backend=compiler)(*compiled_weights)
     assert torch.equal(compiled, step(*weights))
     assert torch.equal(compiled_weights[1], weights[1])
