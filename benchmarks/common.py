@@ -165,6 +165,11 @@ def once(run: Callable[[], object], device: torch.device, note: str = "once") ->
     return percentiles([elapsed_ms(run, device)]) | {"note": note}
 
 
+def note_of(error: Exception) -> str:
+    """The note in the row of what failed: the error's type and the beginning of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
 def percentiles(times: list[float]) -> dict[str, float]:
     """p20_ms, p50_ms and p80_ms of the times in milliseconds, and the number of runs."""
     cuts = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
@@ -209,7 +214,7 @@ def filled(args: argparse.Namespace, defaults: dict[str, object]) -> argparse.Na
 
 def typed(benchmark: str, arguments: list[str] | None) -> str:
     """What to type for the same measurement; None: this process's own arguments."""
-    return " ".join([f"python benchmarks/{benchmark}.py", *(sys.argv[1:] if arguments is None else arguments)])
+    return " ".join([f"python3 benchmarks/{benchmark}.py", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def provenance(device: torch.device) -> dict[str, object]:

@@ -81,7 +81,7 @@ def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_
         assert row["tflop_per_s"] == pytest.approx(operations / row["p50_ms"] / 1e9)
         assert row["limit"] in ("memory", "compute")
         assert row["device_kind"] == choice.device_kind(CPU)
-        assert row["command"].startswith("python benchmarks/linear_speed.py --devices cpu")
+        assert row["command"].startswith("python3 benchmarks/linear_speed.py --devices cpu")
         assert row["when"]
         assert row["times_dense"] == 1 or row["backend"] != "dense"
     autos = [row["backend"] for row in rows if row["auto"]]
