@@ -28,6 +28,7 @@ from proxsparse.device import choose_device
 # The order in which ops are checked: what has never been there before, and what the main results hang on, first.
 OPS = ("sparse_linear", "prox_nm_", "adamw_prox_", "pack_nm", "prox_nm_list_", "nm_mask")
 BACKENDS = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpp", "reference")}  # device -> what is checked there
+SMALL_LIMIT_S, LIMIT_S = 50, 200  # of a check in a process of its own
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -83,7 +84,12 @@ def in_a_process(check: Check, backend: str, args: argparse.Namespace) -> list[s
     flags = ["--device", args.device, "--backends", backend, "--only", check.name, "--seed", str(args.seed)]
     flags += ["--small"] * args.small + ["--no_judge"] * (not args.judge)
     command = [sys.executable, __file__, *flags]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    limit = SMALL_LIMIT_S if args.small else LIMIT_S
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        print(f"failed   {check.name} {backend}: stopped after {limit} s", flush=True)
+        return ["failed"]
     lines = done.stdout.splitlines()[1:-1]  # without the seed and the count
     words = [line.split()[0] for line in lines if line.startswith(OUTCOMES)]
     if not words:  # it crashed

@@ -10,8 +10,6 @@ NO_TESTS = 5  # pytest's exit code if nothing was selected
 TINY = ["--devices", "cpu", "--no-save"]
 ONCE = ["--seconds", "0", "--repetitions", "1"]
 DECODE_MODES = ["graph"]  # of generate_speed.py on a GPU
-# Emulation of GPUs and compiling, for CPUs: nothing of it needs to be repeated on a GPU.
-CPU_TESTS = ["test_cuda_kernels", "test_cuda_gemv", "test_cuda_pack", "test_cuda_calls", "test_cuda_compile"]
 
 
 @dataclass(frozen=True)
@@ -104,11 +102,11 @@ GENERATE_TINY = ["--models", "tiny", "--modes", "eager", "--prompt", "4", "--new
 TRAINING_TINY = ["--model", "tiny", "--steps", "3", "--flags", "--seq_len 32", *TINY]
 TRAINING_CASES = ["--cases", "paper, checkpointing", "masked, checkpointing"]
 PROX_TINY = ["--shapes", "64x64", "--models", *ONCE]
+# The ops on every backend; the other tests with "cuda" in their names emulate and compile it on a CPU.
 PARITY = [f"tests/ops/{name}.py" for name in ("test_prox", "test_prox_edges", "test_prox_list", "test_pack")]
-PARITY += [f"tests/ops/{name}.py" for name in ("test_adamw_prox", "test_adamw_prox_rounding", "test_mask")]
+PARITY += [f"tests/ops/{name}.py" for name in ("test_adamw_prox", "test_adamw_prox_rounding")]
 WHOLE_JOB = ["tests/cli/test_train.py", "-k", "test_whole_job_on_a_gpu"]
-WITHOUT_CPU_TESTS = [f"--ignore=tests/ops/{name}.py" for name in CPU_TESTS]
-GPU_TESTS = ["-m", "gpu", *WITHOUT_CPU_TESTS, "tests/ops", "tests/optim", "tests/inference"]
+GPU_TESTS = ["-m", "gpu", "tests/ops", "tests/optim", "tests/inference"]
 AT_ONCE = ["-n", "8"] if find_spec("xdist") else []
 
 BUILD = {"build": build(cutlass=False, limit_s=60), "build_cutlass": build(cutlass=True, limit_s=240)}

@@ -15,7 +15,7 @@
 #   CUTLASS=0       leaves out compiling CUTLASS, which takes minutes and 5 GB of memory
 #   LIMIT_MIB       what may travel with one command                          default: 64
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 PYTHON=${PYTHON:-python3}
 OLDEST=${OLDEST:-.venv-oldest/bin/python}
