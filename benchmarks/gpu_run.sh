@@ -95,8 +95,14 @@ copy_texts() {
 
 # compile_kernels NAME=VALUE ...: with these settings of setup.py, for Hopper.
 compile_kernels() {
-  do_ env PROXSPARSE_EXTENSION=1 PROXSPARSE_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0+PTX "$@" \
-    "$OLDEST" setup.py --quiet build_ext --build-lib "$WORK/lib" --build-temp "$WORK/temp" || return 1
+  set -- env PROXSPARSE_EXTENSION=1 PROXSPARSE_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0+PTX "$@" \
+    "$OLDEST" setup.py --quiet build_ext --build-lib "$WORK/lib" --build-temp "$WORK/temp"
+  if [ "$DRY_RUN" = 1 ]; then
+    do_ "$@"
+  elif ! "$@" >"$WORK/compile.log" 2>&1; then
+    tail -20 "$WORK/compile.log" >&2
+    return 1
+  fi
   do_ eval "cp $WORK/lib/proxsparse/_C*.so $TRAVEL/kernels/"
 }
 
@@ -153,7 +159,7 @@ print_command() {  # GROUP FOLDER ...
 
 prepare() {
   failed=
-  mkdir -p "$WORK"
+  do_ mkdir -p "$WORK"
   [ "$DRY_RUN" = 1 ] || rm -rf "$TRAVEL" "$WORK/lib"  # nothing of an earlier commit travels; compiled objects are kept
   do_ mkdir -p "$TRAVEL/kernels" "$TRAVEL/wheels" "$TRAVEL/data"
   step "texts" copy_texts

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -107,9 +108,13 @@ class Running:
         return time.monotonic() - self.started
 
     def stop(self) -> None:
-        """Ends it with whatever it has started."""
+        """Ends it with whatever it has started: its process group, and its descendants in groups of their own."""
+        descendants = descendants_of(self.process.pid)
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(self.process.pid, signal.SIGKILL)
+        for pid in descendants:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -141,7 +146,7 @@ class Suite:
             return
         limit = self.seconds_left() if is_last else min(part.limit_s, self.seconds_left())
         command = part.cuda if self.device == "cuda" else part.cpu
-        print(f"\n===== {name} (at most {limit:.0f} s): {' '.join(command)}", flush=True)
+        print(f"\n===== {name} (at most {limit:.0f} s)", flush=True)
         self.running[name] = start(name, command, dict(part.environment), limit)
         if not part.background:
             self.finish(self.running[name])
@@ -172,7 +177,7 @@ class Suite:
         running.stop()
         del self.running[running.name]
         output = running.output.read_text(encoding="utf-8", errors="replace")
-        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        lines = [line.strip() for line in output.splitlines()[1:] if line.strip()]  # without the command
         last, part, code = lines[-1][:120] if lines else "", PARTS[running.name], running.process.returncode
         outcome = "failed" if code or not in_time else "passed"
         if not in_time:
@@ -259,6 +264,19 @@ class Suite:
 def find(program: str) -> str | None:
     """Its path: on PATH, or among the programs of the CUDA toolkit."""
     return shutil.which(program) or shutil.which(program, path="/usr/local/cuda/bin")
+
+
+def descendants_of(pid: int) -> list[int]:
+    """The processes that a process has started, those that they have started, and so on; read from /proc."""
+    children = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            children[int(parent)].append(int(stat.parent.name))
+    found = [pid]
+    for parent in found:
+        found += children[parent]
+    return found[1:]
 
 
 def succeeds(program: str) -> bool:

@@ -333,7 +333,7 @@ def in_short(rows: list[dict]) -> str:
             best = [max(found) for found in ratios.values()]
             if best:
                 said.append(f"{dtype}, {count} rows: {min(best):.2f} to {max(best):.2f} times dense")
-    return "the fastest sparse backend, by shape: " + "; ".join(said)
+    return "the fastest sparse backend, by shape: " + "; ".join(said) if said else "no sparse backend was measured"
 
 
 if __name__ == "__main__":

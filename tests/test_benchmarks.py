@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import ceilings
 import checking
 import checks_adamw
 import checks_linear
@@ -231,6 +232,20 @@ def test_peak_memory_sees_what_a_step_allocates():
     command = [sys.executable, "-c", program]
     held = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     assert held == "None" or 2**26 <= int(held) <= 2**29
+
+
+# ------------------------------------------------------------------------------------------ ceilings
+
+
+def test_ceilings_count_what_is_moved_and_computed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    ceilings.main([*QUICK, "--megabytes", "4", "--size", "64"])
+    copy, read, matmul = map(json.loads, (tmp_path / "ceilings.jsonl").read_text().splitlines())
+    assert copy["gb_per_s"] == pytest.approx(2 * 4e6 / copy["p50_ms"] / 1e6)
+    assert read["gb_per_s"] == pytest.approx(4e6 / read["p50_ms"] / 1e6)
+    assert matmul["tflop_per_s"] == pytest.approx(2 * 64**3 / matmul["p50_ms"] / 1e9)
+    assert [row["ceiling"] for row in (copy, read, matmul)] == ["copy 4 MB", "read 4 MB", "matmul 64^3 bf16"]
+    assert "TFLOP/s" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------ gpu_checks

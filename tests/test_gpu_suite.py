@@ -101,15 +101,15 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(suite, capsys):
         suite(parts, "better")
 
 
-def test_what_a_part_has_started_ends_with_it(suite, tmp_path):
-    """Otherwise it would go on using the GPU while others are measured."""
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(("then", "session"), [("", False), ("time.sleep(60)", False), ("time.sleep(60)", True)])
+def test_what_a_part_has_started_ends_with_it(then, session, suite, tmp_path):
+    """Otherwise it would use the GPU while others are measured. Workers of tune.py have sessions of their own."""
     pid = tmp_path / "pid"
-    code = (
-        f"import subprocess; child = subprocess.Popen(['sleep', '60']); open({str(pid)!r}, 'w').write(str(child.pid))"
-    )
-    assert suite({"leaves": python(code)}) == 0
+    code = f"import subprocess, time; child = subprocess.Popen(['sleep', '60'], start_new_session={session}); "
+    code += f"open({str(pid)!r}, 'w').write(str(child.pid)); {then}"
+    suite({"leaves": python(code, limit_s=2), "next": python("print('fine')")})
     state = Path(f"/proc/{pid.read_text()}/stat")
-    time.sleep(0.2)
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
@@ -120,12 +120,13 @@ def test_a_build_in_the_background_is_waited_for_by_the_part_that_needs_it(suite
         "at once": python(f"import os; print(os.path.exists({str(built)!r}))"),
         "needs": python(f"import os; print(os.path.exists({str(built)!r}))", waits_for="build"),
         "hangs": python("import time; print('so', flush=True); time.sleep(60)", limit_s=2, background=True),
+        "last": python("print('fine')"),
     }
     assert suite(parts) == 1
     outcomes = table(capsys.readouterr().out)
     assert outcomes["at once"] == ("passed", "False")
     assert outcomes["needs"] == ("passed", "True")
-    assert outcomes["hangs"][0] == "failed"
+    assert outcomes["hangs"] == ("failed", "stopped after 2 s; last line: so")
 
 
 def test_the_last_part_may_take_what_is_left(suite, capsys):
@@ -198,7 +199,8 @@ def test_what_a_part_has_written_is_saved_while_it_runs(suite, tmp_path, monkeyp
 
 
 def test_a_suite_that_is_terminated_ends_its_parts_and_saves(tmp_path):
-    pid, output = tmp_path / "pid", tmp_path / "output"
+    pid, output, out = tmp_path / "pid", tmp_path / "output", tmp_path / "out"
+    out.mkdir()
     program = f"""
 import sys; sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 import gpu_suite; from pathlib import Path; from gpu_parts import Part
@@ -210,7 +212,7 @@ gpu_suite.results_file = lambda name: Path({str(tmp_path)!r}) / (name + ".jsonl"
 gpu_suite.Suite.is_saved = lambda self: True
 gpu_suite.main(["--device", "cpu"])
 """
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"OUT": str(tmp_path)})
+    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"OUT": str(out)})
     deadline = time.monotonic() + 60
     while not (pid.exists() and pid.read_text()):
         assert time.monotonic() < deadline
@@ -219,7 +221,7 @@ gpu_suite.main(["--device", "cpu"])
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
-    assert (tmp_path / "gpu_suite_first.tar.gz").exists()
+    assert (out / "gpu_suite_first.tar.gz").exists()
 
 
 def test_a_rehearsal_saves_nothing(suite, tmp_path, monkeypatch):
