@@ -10,6 +10,7 @@ repeats the same inputs.
 """
 
 import argparse
+import os
 import random
 import subprocess
 import sys
@@ -85,8 +86,12 @@ def in_a_process(check: Check, backend: str, args: argparse.Namespace) -> list[s
     flags += ["--small"] * args.small + ["--no_judge"] * (not args.judge)
     command = [sys.executable, __file__, *flags]
     limit = SMALL_LIMIT_S if args.small else LIMIT_S
+    # all at once have a thread for each core: more of them wait for each other
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.jobs))}
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit
+        )
     except subprocess.TimeoutExpired:
         print(f"failed   {check.name} {backend}: stopped after {limit} s", flush=True)
         return ["failed"]

@@ -127,7 +127,7 @@ FIRST = BUILD | {
     "ceilings": Part(cuda=script("ceilings"), cpu=script("ceilings", "--megabytes", "16", *TINY), limit_s=25),
     "smoke": Part(
         cuda=script("gpu_checks", "--small", "--jobs", "16", "--backends", "cuda", "triton"),
-        cpu=script("gpu_checks", "--device", "cpu", "--small", "--jobs", "2"),
+        cpu=script("gpu_checks", "--device", "cpu", "--small", "--jobs", "2", "--backends", "cpp"),
         limit_s=60,
     ),
     "linear_dense": linear_speed("", 18, *LINEAR_FEW),
@@ -152,7 +152,7 @@ FIRST = BUILD | {
     ),
     "checks": Part(
         cuda=script("gpu_checks", "--jobs", "12"),
-        cpu=script("gpu_checks", "--device", "cpu", "--small", "--backends", "cpp"),
+        cpu=script("gpu_checks", "--device", "cpu", "--small"),
         limit_s=80,  # 150 to 220 if all others are as fast as expected
     ),
 }
