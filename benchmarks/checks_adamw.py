@@ -192,10 +192,11 @@ def any_shape_without_a_prox(place: Place) -> None:
     for shape in ((1,), (7,), (3, 5), (129, 3)):
         step = random_step(case, shape, place.device)
         guards = [tensor if tensor is None else guarded(tensor) for tensor in step.tensors]
-        exact = in_float64(step)
-        step.run("reference", tuple(exact))
         step.run(place.backend, tuple(guard and guard.tensor for guard in guards))
-        compare(guards, exact, step, f"AdamW alone {list(shape)}")
+        if place.judge:
+            exact = in_float64(step)
+            step.run("reference", tuple(exact))
+            compare(guards, exact, step, f"AdamW alone {list(shape)}")
     strided = random_step(case, (12, 20), place.device)
     expected = strided.copies()
     transposed = tuple(None if tensor is None else tensor.T.contiguous().T for tensor in strided.tensors)
