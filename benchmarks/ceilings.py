@@ -64,7 +64,7 @@ def copy(nbytes: int, device: torch.device) -> Ceiling:
 
 
 def read(nbytes: int, device: torch.device) -> Ceiling:
-    """The largest number of a tensor: it is read once, and next to nothing is written."""
+    """The largest number of a tensor: the tensor is read once, and one number is written."""
     source = random_numbers(nbytes, device)
     return f"read {nbytes / 1e6:.0f} MB", lambda: source.amax(), source.nbytes / 1e6, "gb_per_s"
 

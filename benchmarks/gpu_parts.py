@@ -60,7 +60,7 @@ def build(cutlass: bool, limit_s: float) -> Part:
 
 
 def linear_speed(backends: str, limit_s: float, *flags: str) -> Part:
-    """One backend, with dense beside it: an illegal access ends the CUDA context of its process and of no other."""
+    """One backend, and dense with it: an illegal access ends the CUDA context of its process and of no other."""
     return Part(
         cuda=script("linear_speed", "--backends", *backends.split(), *flags),
         cpu=script("linear_speed", "--backends", *backends.split(), *LINEAR_TINY, *ONCE, *TINY),
