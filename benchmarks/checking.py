@@ -26,16 +26,28 @@ PATTERNS = {  # bytes of an element -> its integer type and bits that are NaN in
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs: the device, the backend that is chosen explicitly, and whether small sizes must do."""
+    """Where a check runs: the device, the backend that is chosen explicitly, and how much is checked.
+
+    Args:
+        small: few and small sizes, float32 and bfloat16 alone.
+        judge: whether results are compared with float64. A sanitizer does without: each comparison is hundreds of
+            torch's kernels, and what it looks for are the accesses of ours.
+    """
 
     device: torch.device
     backend: str
     small: bool
+    judge: bool = True
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """What is tried of sizes."""
         return SMALL_SHAPES if self.small else SHAPES
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What is tried of dtypes: each is a kernel of its own, which Triton compiles for a second or two."""
+        return DTYPES[:2] if self.small else DTYPES
 
 
 class Skipped(Exception):

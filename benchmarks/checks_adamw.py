@@ -64,6 +64,7 @@ CASES = [
     Case("fp16, master, metric", dtype=torch.float16, master=True, scale=True),
 ]
 ALL_OF_IT = CASES[16]
+SMALL_CASES = ("fp32", "fp32, frozen, metric", "bf16", "bf16, bf16 moments", "bf16, master, frozen, metric")
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def in_float64(step: Step) -> list[Tensor | None]:
 def served(place: Place) -> list[Case]:
     """The cases that the backend serves; Skipped if there are none."""
     found = []
-    for case in CASES:
+    for case in (case for case in CASES if not place.small or case.name in SMALL_CASES):
         try:
             require(place, case)
         except Skipped:
@@ -152,12 +153,14 @@ def against_float64(place: Place) -> str:
             for offset in (0, 4) if case.name in ("fp32", "bf16") else (0,):
                 step = random_step(case, shape, place.device)
                 what = f"{case.name} {list(shape)} offset={offset}"
+                guards = [None if tensor is None else guarded(tensor, offset) for tensor in step.tensors]
+                step.run(place.backend, tuple(guard and guard.tensor for guard in guards))
+                if not place.judge:
+                    continue
                 exact = in_float64(step)
                 if case.master:
                     exact[0], exact[4] = exact[4], None  # in float64 the weight is its own master
                 step.run("reference", tuple(exact))
-                guards = [None if tensor is None else guarded(tensor, offset) for tensor in step.tensors]
-                step.run(place.backend, tuple(guard and guard.tensor for guard in guards))
                 compare(guards, exact, step, what)
     return f"{len(served(place))} of {len(CASES)} kinds of step"
 
@@ -189,10 +192,11 @@ def any_shape_without_a_prox(place: Place) -> None:
     for shape in ((1,), (7,), (3, 5), (129, 3)):
         step = random_step(case, shape, place.device)
         guards = [tensor if tensor is None else guarded(tensor) for tensor in step.tensors]
-        exact = in_float64(step)
-        step.run("reference", tuple(exact))
         step.run(place.backend, tuple(guard and guard.tensor for guard in guards))
-        compare(guards, exact, step, f"AdamW alone {list(shape)}")
+        if place.judge:
+            exact = in_float64(step)
+            step.run("reference", tuple(exact))
+            compare(guards, exact, step, f"AdamW alone {list(shape)}")
     strided = random_step(case, (12, 20), place.device)
     expected = strided.copies()
     transposed = tuple(None if tensor is None else tensor.T.contiguous().T for tensor in strided.tensors)

@@ -8,13 +8,16 @@ import itertools
 
 import torch
 from checking import PATTERNS, Place, Skipped, check, guarded, needs, same_bits
+from random_models import random_model
 from torch import Tensor
 
 from proxsparse import packed
 from proxsparse.inference.backends import backend, cutlass
+from proxsparse.inference.generate import generate
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import pack_nm, unpack_nm, use_backend
 from proxsparse.ops.backends import cuda
+from proxsparse.ops.tuning import use_launch_parameters
 
 # (out_features, in_features): whole tiles, odd numbers of rows, columns that no 16-byte access fits, one block; the
 # layers of a 7B model.
@@ -22,12 +25,15 @@ SHAPES = [(1, 4), (7, 12), (33, 260), (65, 320), (129, 1088), (96, 576), (512, 1
 LARGE = [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096)]
 FEW_ROWS, MANY_ROWS = (1, 2, 4, 5, 8, 9, 16), (1, 17, 40, 100, 300, 1000)
 DTYPES = (torch.bfloat16, torch.float16)
+MAY_DIFFER = ("cusparselt",)  # NVIDIA's kernels: the parts of a sum may be added in another order in each call
 
 
 def shapes_of(place: Place) -> list[tuple[int, int]]:
     """What is tried of weights."""
     on_gpu = place.device.type == "cuda"
-    return SHAPES[:6] if place.small else SHAPES + LARGE * on_gpu
+    if place.small:
+        return SHAPES[:6] + LARGE[:1] * (on_gpu and place.judge)
+    return SHAPES + LARGE * on_gpu
 
 
 def pruned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -108,8 +114,11 @@ def cutlass_metadata(place: Place) -> str:
 
 
 def check_linear(place: Place, name: str, all_rows: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> str:
-    """Every shape and number of rows that the backend serves, with and without bias, inputs between NaN."""
-    count, reasons = 0, set()
+    """Every shape and number of rows that the backend serves, with and without bias, inputs between NaN.
+
+    Two equal calls have the same result; of a backend in MAY_DIFFER it is told how many had not.
+    """
+    count, differ, reasons = 0, 0, set()
     for shape, dtype in itertools.product(shapes_of(place), dtypes):
         weight = pruned(shape, dtype, place.device)
         values, indices = packed.pack_nm(weight)
@@ -123,13 +132,15 @@ def check_linear(place: Place, name: str, all_rows: tuple[int, ...], dtypes: tup
             prepared = backend(name).prepare(values, indices) if backend(name).prepare else None
             y = backend(name).linear(x, values, indices, bias, prepared)
             what = f"{name} {dtype} {rows}x{shape[1]}x{shape[0]} bias={with_bias}"
-            judge_linear(y, x, weight, bias, what)
-            again = backend(name).linear(x, values, indices, bias, prepared)
-            assert same_bits(y, again), f"{what}: two calls differ"
+            if place.judge:
+                judge_linear(y, x, weight, bias, what)
+                again = backend(name).linear(x, values, indices, bias, prepared)
+                differ += not same_bits(y, again)
+                assert not differ or name in MAY_DIFFER, f"{what}: two calls differ"
             count += 1
     if count == 0:
         raise Skipped(next(iter(reasons)))
-    return f"{count} products"
+    return f"{count} products" + f", {differ} of which differ in a second call" * (differ > 0)
 
 
 def judge_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what: str) -> None:
@@ -148,7 +159,12 @@ def judge_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what
 
 
 def check_graph(place: Place, name: str, rows: int) -> None:
-    """A captured call computes with what the inputs hold when it is replayed."""
+    """A captured call computes with what the inputs hold when it is replayed; nothing without `judge`.
+
+    A sanitizer's processes take memory straight from the driver, which a capture does not allow.
+    """
+    if not place.judge:
+        return
     shape, dtype = (512, 1024), torch.bfloat16
     values, indices = packed.pack_nm(pruned(shape, dtype, place.device))
     x, bias = torch.randn(rows, shape[1], device=place.device).to(dtype), torch.randn(shape[0], device=place.device)
@@ -164,7 +180,11 @@ def check_graph(place: Place, name: str, rows: int) -> None:
     for _ in range(3):
         x.normal_()
         graph.replay()
-        assert same_bits(y, backend(name).linear(x, values, indices, bias, prepared)), f"{name}: a replay differs"
+        expected = backend(name).linear(x, values, indices, bias, prepared)
+        if name in MAY_DIFFER:
+            judge_linear(y, x, unpack_nm(values, indices), bias, f"{name}: a replay")
+        else:
+            assert same_bits(y, expected), f"{name}: a replay differs"
 
 
 @check("sparse_linear", backends=("cpp",))
@@ -176,10 +196,9 @@ def cpp(place: Place) -> str:
 @check("sparse_linear", backends=("cuda",))
 def gemv(place: Place) -> str:
     """1 to 16 rows."""
-    said = check_linear(place, "gemv", (1, 7, 16) if place.small else FEW_ROWS, DTYPES)
-    if not place.small:
-        for rows in FEW_ROWS:
-            check_graph(place, "gemv", rows)
+    said = check_linear(place, "gemv", (1, 5, 9, 16) if place.small else FEW_ROWS, DTYPES)
+    for rows in (1,) if place.small else FEW_ROWS:
+        check_graph(place, "gemv", rows)
     return said
 
 
@@ -203,19 +222,50 @@ def gemv_compiled(place: Place) -> None:
 
 @check("sparse_linear", backends=("cuda",))
 def cutlass_tiles(place: Place) -> str:
-    """Every tile of this GPU."""
-    said = check_linear(place, "cutlass", (1, 40) if place.small else MANY_ROWS, DTYPES)
-    if not place.small:
-        for rows in MANY_ROWS:
-            check_graph(place, "cutlass", rows)
-    return said
+    """Every tile that was built for this GPU, and the one that is chosen without a measurement."""
+    counts, reasons = [], set()
+    for tile in (None, *tiles(place.device)):
+        with use_launch_parameters("cutlass", **({"tile": tile} if tile else {})):
+            try:
+                counts.append(f"{tile or 'chosen'}: {check_linear(place, 'cutlass', rows_of_tiles(place), DTYPES)}")
+            except Skipped as reason:
+                reasons.add(str(reason))
+    if not counts:
+        raise Skipped(next(iter(reasons)))
+    for rows in (40,) if place.small else MANY_ROWS:
+        check_graph(place, "cutlass", rows)
+    return "; ".join(counts)
+
+
+def tiles(device: torch.device) -> list[str]:
+    """The names of CUTLASS's tiles for this GPU."""
+    if cutlass._C is None or device.type != "cuda":
+        return []
+    return sorted(name for architecture, name in cutlass._C.tiles() if architecture == cutlass.architecture_of(device))
+
+
+def rows_of_tiles(place: Place) -> tuple[int, ...]:
+    """Less than a tile, several tiles, and numbers that no tile divides."""
+    return (1, 40, 300) if place.small else MANY_ROWS
 
 
 @check("sparse_linear", backends=("cuda",))
 def cusparselt(place: Place) -> str:
     """torch's own."""
-    if place.small:
-        raise Skipped("another project's kernels: without --small")
-    said = check_linear(place, "cusparselt", (1, 17, 300), DTYPES)
+    if not place.judge:
+        raise Skipped("another project's kernels are not looked at by sanitizers")
+    said = check_linear(place, "cusparselt", (17,) if place.small else (1, 17, 300), DTYPES)
     check_graph(place, "cusparselt", 64)
     return said
+
+
+@check("sparse_linear", backends=("cuda",))
+def decode_graph(place: Place) -> str:
+    """A tiny model of packed layers: decode steps of one CUDA graph choose the tokens of eager steps."""
+    if not place.judge:
+        raise Skipped("a capture is not for sanitizers")
+    prompts = torch.randint(256, (2, 8), device=place.device)
+    model = random_model("tiny", None, torch.bfloat16, place.device, sparse=True)
+    eager, graph = (generate(model, prompts, 8, cuda_graph=cuda_graph) for cuda_graph in (False, True))
+    assert torch.equal(eager, graph), f"eager {eager[:, 8:].tolist()}, graph {graph[:, 8:].tolist()}"
+    return "8 tokens of 2 prompts"

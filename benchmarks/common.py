@@ -123,6 +123,7 @@ def interleaved(
     Returns:
         The samples of every run, and of "copy" itself.
     """
+    runs = runs or {"copy": renew}  # where nothing runs, the speed of copying is still wanted
     samples = {name: Samples([], []) for name in ("copy", *runs)}
     rounds = 0
     while rounds <= repetitions or any(sum(samples[name].ms) < 1000 * seconds for name in runs):
@@ -164,6 +165,11 @@ def measure(
 def once(run: Callable[[], object], device: torch.device, note: str = "once") -> dict[str, object]:
     """The row of what takes too long for rounds: the time of a single run, and a note that says so."""
     return percentiles([elapsed_ms(run, device)]) | {"note": note}
+
+
+def note_of(error: Exception) -> str:
+    """The note in the row of what failed: the error's type and the beginning of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
 def percentiles(times: list[float]) -> dict[str, float]:
@@ -210,7 +216,7 @@ def filled(args: argparse.Namespace, defaults: dict[str, object]) -> argparse.Na
 
 def typed(benchmark: str, arguments: list[str] | None) -> str:
     """What to type for the same measurement; None: this process's own arguments."""
-    return " ".join([f"python benchmarks/{benchmark}.py", *(sys.argv[1:] if arguments is None else arguments)])
+    return " ".join([f"python3 benchmarks/{benchmark}.py", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def provenance(device: torch.device) -> dict[str, object]:

@@ -22,10 +22,14 @@ the metadata, and one for each tile that was built, such as `cutlass:64x32`. Var
 fastest among them is for proxsparse/ops/tuned.json.
 
 Rows are appended to results/linear_speed.jsonl after each shape, and results/linear_speed_<device>.png shows them.
+After an illegal access in a kernel every later call of its process fails: --backends NAME measures one backend, and
+dense with it. Processes with the same PROXSPARSE_WHEN, a time, count as one measurement.
 """
 
 import argparse
+import json
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -42,6 +46,7 @@ from common import (
     elapsed_ms,
     filled,
     interleaved,
+    note_of,
     packed_weight,
     percentiles,
     provenance,
@@ -99,6 +104,7 @@ class Weights:
     x: Tensor  # [most rows, in_features]
     places: list[int]  # rows of x that are checked
     expected: Tensor  # float64, [places, out_features]
+    largest: float  # of its magnitudes
     prepared: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backend -> its own forms
 
     def __len__(self) -> int:
@@ -116,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = filled(args, DEFAULTS[device.type])
         where = provenance(device) | {"device_kind": choice.device_kind(device)}
         where |= {"command": typed("linear_speed", arguments)}
-        where |= {"when": datetime.now(UTC).isoformat(timespec="seconds")}
+        where |= {"when": os.environ.get("PROXSPARSE_WHEN") or datetime.now(UTC).isoformat(timespec="seconds")}
         rows = []
         for shape in chosen.shapes:
             for dtype in chosen.dtypes:
@@ -128,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         show(where, HEADER, [cells(row) for row in rows], in_short(rows))
         if not args.no_save:
             print(f"appended to {results_file('linear_speed')}")
-            plot(rows, FOLDER / "results" / f"linear_speed_{device.type}.png")
+            plot(same_measurement(where), FOLDER / "results" / f"linear_speed_{device.type}.png")
         if args.table:
             write_table(args.table, where, HEADER, [cells(row) for row in rows], in_short(rows))
         failed = failed or any("note" in row for row in rows)
@@ -140,7 +146,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="OUTxIN", help="out_features x in_features")
     parser.add_argument("--rows", type=int, nargs="+", help="of x")
-    parser.add_argument("--backends", nargs="+", choices=backends(), help="default: all that support the call")
+    parser.add_argument(
+        "--backends",
+        nargs="*",
+        choices=backends(),
+        metavar="NAME",
+        help=f"of: {', '.join(backends())}; default: all that support the call; no name: dense alone",
+    )
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
     parser.add_argument("--repetitions", type=int, help="least number of rounds")
     parser.add_argument("--seconds", type=float, help="least time of each backend in all rounds")
@@ -150,6 +162,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.set_defaults(dtypes=None)
     return parser.parse_args(arguments)
+
+
+def same_measurement(where: dict) -> list[dict]:
+    """The saved rows of this time and device, whichever process measured them."""
+    rows = map(json.loads, results_file("linear_speed").read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if all(row.get(name) == where[name] for name in ("when", "device"))]
 
 
 def shape(text: str) -> Shape:
@@ -186,13 +204,15 @@ def random_weights(shape: Shape, dtype: torch.dtype, device: torch.device, args:
     weight = unpack_nm(values, indices)
     x = torch.randn(max(args.rows), shape[1], device=device).to(dtype)
     places = sorted({place for rows in args.rows for place in (0, rows // 2, rows - 1)})
+    expected = x[places].double() @ weight.double().T
     return Weights(
         shape,
         dense=[weight.clone() for _ in range(sets)],
         packed=[(values.clone(), indices.clone()) for _ in range(sets)],
         x=x,
         places=places,
-        expected=x[places].double() @ weight.double().T,
+        expected=expected,
+        largest=expected.abs().max().item(),
     )
 
 
@@ -209,15 +229,21 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
             numbers[name] = visits(call, len(weights), x.device)
             runs[name] = repeated(call, numbers[name], state, x.device)
         except Exception as error:  # whatever a kernel does, the others are wanted
-            notes[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    allowed = 2 * errors[DENSE] + torch.finfo(x.dtype).eps * weights.expected.abs().max().item()
+            notes[name] = note_of(error)
+    of_dense = errors.get(DENSE, math.inf)
+    allowed = 2 * of_dense + torch.finfo(x.dtype).eps * weights.largest
     wrong = [name for name in runs if not errors[name] <= allowed]
-    notes |= {name: f"wrong: its error is {errors[name]:.2g}, that of dense {errors[DENSE]:.2g}" for name in wrong}
+    notes |= {name: f"wrong: its error is {errors[name]:.2g}, that of dense {of_dense:.2g}" for name in wrong}
     runs = {name: run for name, run in runs.items() if name not in notes}
-    samples = interleaved(runs, copy, x.device, args.repetitions, args.seconds)
+    try:
+        samples = interleaved(runs, copy, x.device, args.repetitions, args.seconds) if DENSE in runs else {}
+    except Exception as error:  # an earlier call has ended the CUDA context: the rows before it are wanted
+        samples, notes = {}, notes | {name: note_of(error) for name in runs}
+    found = [{"backend": name, "note": note} for name, note in notes.items()]
+    if not samples:
+        return found
     copy_gb_per_s = 2 * COPY_BYTES[x.device.type] / samples["copy"].row()["p50_ms"] / 1e6
     auto = choice.choose(x, weights.packed[0][0]).name
-    found = [{"backend": name, "note": note} for name, note in notes.items()]
     for name in runs:
         row = percentiles([ms / numbers[name] for ms in samples[name].ms])
         row |= {"calls_a_run": numbers[name], "copy_gb_per_s": copy_gb_per_s, "error": errors[name]}
@@ -228,7 +254,7 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
 def backends_for(x: Tensor, weights: Weights, names: list[str] | None) -> list[str]:
     """Those of `names` (None: all) that support the call."""
     values = weights.packed[0][0]
-    return [name for name in names or backends() if backend(name).supports(x, values) is None]
+    return [name for name in (backends() if names is None else names) if backend(name).supports(x, values) is None]
 
 
 def sparse_calls(chosen: Backend, weights: Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
@@ -331,7 +357,7 @@ def in_short(rows: list[dict]) -> str:
             best = [max(found) for found in ratios.values()]
             if best:
                 said.append(f"{dtype}, {count} rows: {min(best):.2f} to {max(best):.2f} times dense")
-    return "the fastest sparse backend, by shape: " + "; ".join(said)
+    return "the fastest sparse backend, by shape: " + "; ".join(said) if said else "no sparse backend was measured"
 
 
 if __name__ == "__main__":

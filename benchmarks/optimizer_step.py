@@ -10,7 +10,8 @@ are made twice show as a lower speed; `copy` is its share of the speed of Tensor
 weight: of the GPU's memory, or of the resident memory on Linux.
 
 torch's AdamW keeps moments in the dtype of the weights. `AdamW + EnumALM` is the step with the paper's formulation of
-the prox in eager torch (100 sweeps at most), run once. Rows are appended to results/optimizer_step.jsonl.
+the prox in eager torch (100 sweeps at most), run once. Rows are appended to results/optimizer_step.jsonl after each
+dtype. What fails gets a note instead of a time, and the exit code is 1.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import WeightSet, command_line, interleaved, once, provenance, save, show, weight_set
+from common import WeightSet, command_line, interleaved, note_of, once, provenance, save, show, weight_set
 from shapes import MODELS, prunable_layers
 from torch.optim import AdamW, Optimizer
 
@@ -37,9 +38,10 @@ LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 0.01
 SLOW = "AdamW + EnumALM"
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     torch.manual_seed(0)
+    failed = False
     for device in map(choose_device, args.devices):
         where, rows = provenance(device), []
         default = DEFAULTS.get(device.type, DEFAULTS["cuda"])
@@ -47,10 +49,13 @@ def main(arguments: list[str] | None = None) -> None:
         for dtype in args.dtypes:
             case = {"weights": f"{model} x {blocks}", "dtype": dtype, "lambda": args.reg_lambda}
             layers = weight_set(prunable_layers(model, blocks), getattr(torch, dtype), device, args.sigma)
-            rows += [where | case | row for row in benchmark(layers, args)]
+            found = [where | case | row for row in benchmark(layers, args)]
+            rows += found
+            if not args.no_save:
+                save("optimizer_step", found)
         show(where, HEADER, [cells(row) for row in rows], in_short(rows))
-        if not args.no_save:
-            save("optimizer_step", rows)
+        failed = failed or any("p50_ms" not in row for row in rows)
+    return 1 if failed else 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -123,22 +128,28 @@ def benchmark(layers: WeightSet, args: argparse.Namespace) -> list[dict[str, obj
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter) * 1e-3
     makers = OPTIMIZERS | FOR_DTYPE.get(layers.flat.dtype, {})
-    optimizers = {name: make(parameters, args.reg_lambda) for name, make in makers.items() if args.slow or name != SLOW}
-    device, steps = layers.flat.device, {name: optimizer.step for name, optimizer in optimizers.items()}
-    peaks = {}
-    for name, optimizer in optimizers.items():
-        optimizer.step()  # makes the state
-        layers.renew()
-        peaks[name] = allocated_by(optimizer.step, device) if name != SLOW else None
-    fast = {name: step for name, step in steps.items() if name != SLOW}
-    launches = 16 * len(parameters)
-    samples = interleaved(fast, layers.renew, device, args.repetitions, args.seconds, launches)
+    device, optimizers, peaks, notes = layers.flat.device, {}, {}, {}
+    for name in makers:
+        if args.slow or name != SLOW:
+            try:
+                optimizer = makers[name](parameters, args.reg_lambda)
+                optimizer.step()  # makes the state
+                layers.renew()
+                peaks[name] = allocated_by(optimizer.step, device) if name != SLOW else None
+                optimizers[name] = optimizer
+            except Exception as error:  # whatever a kernel does, the others are wanted
+                notes[name] = {"optimizer": name, "note": note_of(error)}
+    fast = {name: optimizer.step for name, optimizer in optimizers.items() if name != SLOW}
+    try:
+        samples = interleaved(fast, layers.renew, device, args.repetitions, args.seconds, 16 * len(parameters))
+    except Exception as error:  # an earlier step has ended the CUDA context: the reason is in its note
+        return [*notes.values(), *({"optimizer": name, "note": note_of(error)} for name in optimizers)]
     rows = {name: sample.row() for name, sample in samples.items() if name != "copy"}
-    if args.slow:
+    if SLOW in optimizers:
         layers.renew()
-        rows[SLOW] = once(lambda: slow_step(parameters, steps[SLOW], args.reg_lambda), device)
+        rows[SLOW] = once(lambda: slow_step(parameters, optimizers[SLOW].step, args.reg_lambda), device)
     copy_gb_per_s = 2 * layers.flat.nbytes / samples["copy"].row()["p50_ms"] / 1e6
-    return [
+    return [*notes.values()] + [
         {"optimizer": name, "copy_gb_per_s": copy_gb_per_s}
         | rows[name]
         | memory(optimizer, parameters, rows[name], copy_gb_per_s)
@@ -200,12 +211,15 @@ def resident_bytes(field: str) -> int:
 
 def in_short(rows: list[dict]) -> str:
     """The share of the copy's speed that the fused step reaches."""
-    shares = [f"{row['share_of_copy']:.1%} in {row['dtype']}" for row in rows if row["optimizer"] == "ProxAdamW"]
+    measured = [row for row in rows if row["optimizer"] == "ProxAdamW" and "p50_ms" in row]
+    shares = [f"{row['share_of_copy']:.1%} in {row['dtype']}" for row in measured]
     return f"share of copying: ProxAdamW {', '.join(shares)}"
 
 
 def cells(row: dict) -> list[str]:
     """A row of the printed table."""
+    if "p50_ms" not in row:
+        return [row["weights"], row["dtype"], row["optimizer"], "", "", "", "", "", "", row["note"]]
     peak = row["peak_bytes_a_weight"]
     numbers = [f"{row['p50_ms']:.3f}", f"{row['bytes_a_weight']:.0f}", f"{row['gb_per_s']:.2f}"]
     numbers += [

@@ -15,7 +15,8 @@ the reference backend run once, and only on weights up to --slow_weights; `EnumA
 and lambda. With --models all prunable layers of a model go through prox_nm_list_ in one call; models whose layers have
 the same shapes are measured once.
 
-Rows are appended to results/prox_speed.jsonl, and results/prox_speed_<device>.png shows the share of the copy speed.
+Rows are appended to results/prox_speed.jsonl as soon as a lambda is measured, and results/prox_speed_<device>.png shows
+the share of the copy speed. What fails gets a note instead of a time, and the exit code is 1.
 """
 
 import argparse
@@ -26,7 +27,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import FOLDER, WeightSet, command_line, interleaved, once, provenance, rotation, save, show
+from common import (
+    FOLDER,
+    WeightSet,
+    append_rows,
+    command_line,
+    elapsed_ms,
+    interleaved,
+    note_of,
+    once,
+    provenance,
+    results_file,
+    rotation,
+    show,
+)
 from eager import SWEEPS, compiled, enum_alm_fixed
 from shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_layers
 
@@ -36,7 +50,7 @@ from proxsparse.ops import prox_nm_, prox_nm_list_, use_backend
 from proxsparse.ops.registry import kernels
 from proxsparse.paper_solvers import enum_alm
 
-# Device -> flag -> value, for flags that are not given. Compiling takes half a minute on a CPU; a round on a GPU takes
+# Device -> flag -> value, for flags that are not given. Compiling EnumALM takes half a minute; a round on a GPU takes
 # milliseconds, most of them the pause that hides the launches.
 DEFAULTS = {
     "cpu": {
@@ -51,7 +65,7 @@ DEFAULTS = {
         "shapes": sorted(layer_shapes(PAPER), key=lambda shape: shape != (4096, 4096)),  # the first is plotted
         "models": PAPER,
         "slow_weights": 2**24,
-        "compile": True,
+        "compile": False,
         "repetitions": 30,
         "seconds": 0.0,
     },
@@ -81,19 +95,30 @@ class Case:
         return sum(rows * columns for rows, columns in self.shapes)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     torch.manual_seed(0)
+    failed = False
     for device in map(choose_device, args.devices):
         where, rows = provenance(device), []
         chosen = DEFAULTS.get(device.type, DEFAULTS["cuda"]) | {k: v for k, v in vars(args).items() if v is not None}
         for case in cases(chosen, device):
-            rows += [where | row for row in benchmark(case, argparse.Namespace(**chosen))]
+            try:
+                for found in benchmark(case, argparse.Namespace(**chosen)):
+                    rows += [where | row for row in found]
+                    failed = failed or any(row.get("failed") for row in found)
+                    if not args.no_save:
+                        append_rows(results_file("prox_speed"), rows[-len(found) :])
+            except Exception as error:  # too little memory, say: the other cases are wanted
+                print(f"failed: {case.name} in {case.dtype}: {note_of(error)}", flush=True)
+                failed = True
             torch.cuda.empty_cache()
-        show(where, HEADER, [cells(row) for row in rows], in_short(rows))
-        if not args.no_save:
-            save("prox_speed", rows)
+        if rows:
+            show(where, HEADER, [cells(row) for row in rows], in_short(rows))
+        if rows and not args.no_save:
+            print(f"appended to {results_file('prox_speed')}")
             plot(rows, FOLDER / "results" / f"prox_speed_{device.type}.png")
+    return 1 if failed else 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -149,25 +174,29 @@ def fits(case: Case) -> bool:
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def benchmark(case: Case, args: argparse.Namespace) -> list[dict[str, object]]:
-    """One row for copying and one for each provider, for every lambda."""
+def benchmark(case: Case, args: argparse.Namespace) -> Iterator[list[dict[str, object]]]:
+    """For every lambda: one row for copying and one for each provider."""
     sets = rotation(case.shapes, case.dtype, case.device, args.sigma)
     mean = sum(part.float().abs().sum().item() for part in sets[0].source.split(2**26)) / case.weights()
     slow = slow_providers(case, sets[0]) if case.slow else {}
-    rows = []
     for reg_lambda in args.lambdas:
         times = fast_times(case, sets, reg_lambda, args)
         for name, provider in slow.items():
             sets[0].renew()
-            times[name] = provider(reg_lambda)
+            try:
+                times[name] = provider(reg_lambda)
+            except Exception as error:  # too little memory, say: the other rows are wanted
+                times[name] = {"note": note_of(error), "failed": True}
         identity = {"weights": case.name, "dtype": str(case.dtype).removeprefix("torch."), "lambda": reg_lambda}
         identity |= {"sigma": args.sigma, "lambda_mean": reg_lambda * mean}
-        rows += [identity | {"kernel": name} | row | speeds(case, row, times) for name, row in times.items()]
-    return rows
+        yield [identity | {"kernel": name} | row | speeds(case, row, times) for name, row in times.items()]
 
 
 def fast_times(case: Case, sets: list[WeightSet], reg_lambda: float, args: argparse.Namespace) -> dict[str, dict]:
-    """The times of copying and of every backend but the reference, of one set: a run goes over all of them."""
+    """The times of copying and of every backend but the reference, of one set: a run goes over all of them.
+
+    A backend that fails gets a note. If it has ended the CUDA context, copying fails after it, which raises.
+    """
 
     def renew() -> None:
         for weights in sets:
@@ -178,14 +207,21 @@ def fast_times(case: Case, sets: list[WeightSet], reg_lambda: float, args: argpa
             for weights in sets:
                 apply_prox(weights, reg_lambda)
 
-    runs = {name: partial(run_backend, name) for name in backends(case) if name != "reference"}
-    launches = len(sets) * len(case.shapes)
+    runs, notes, launches = {}, {}, len(sets) * len(case.shapes)
+    for name in backends(case):
+        if name != "reference":
+            try:
+                elapsed_ms(partial(run_backend, name), case.device)
+                runs[name] = partial(run_backend, name)
+            except Exception as error:  # whatever a kernel does, the others are wanted
+                notes[name] = {"note": note_of(error), "failed": True}
+    renew()
     rounds = args.repetitions if case.op == "prox_nm_" else max(3, args.repetitions // 3)  # a model takes its time
     samples = interleaved(runs, renew, case.device, rounds, args.seconds, launches)
     for sample in samples.values():
         sample.ms = [ms / len(sets) for ms in sample.ms]
         sample.copy_ms = [ms / len(sets) for ms in sample.copy_ms]
-    return {name: sample.row() for name, sample in samples.items()}
+    return {name: sample.row() for name, sample in samples.items()} | notes
 
 
 def backends(case: Case) -> list[str]:

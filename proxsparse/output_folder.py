@@ -270,7 +270,7 @@ def written(path: Path) -> list[Path]:
     """
     return sorted(
         entry
-        for entry in path.iterdir()
+        for entry in (path.iterdir() if path.is_dir() else ())
         if is_written_by_runs(entry.name) and not entry.is_symlink() and entry.is_dir() == is_folder_of_runs(entry.name)
     )
 

@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
+import ceilings
 import checking
+import checks_adamw
+import checks_linear
+import checks_prox
 import common
 import eager
 import gpu_checks
-import gpu_suite
 import optimizer_step
 import prox_speed
 import pytest
@@ -96,7 +98,7 @@ def test_the_compilable_formulation_is_enum_alm(reg_lambda):
 
 def test_prox_speed_prints_and_saves_a_row_for_every_provider(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prox_speed, "FOLDER", tmp_path)
-    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
+    monkeypatch.setattr(prox_speed, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
     monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
     prox_speed.main(
         [*QUICK, "--shapes", "16x64", "8x32", "--slow_weights", "300", "--models", "Tiny", "--lambdas", "25"]
@@ -131,6 +133,49 @@ def test_a_compiler_that_fails_or_dawdles_costs_one_row(monkeypatch, capsys):
         time.sleep(1)
 
 
+@pytest.fixture
+def prox_rows(tmp_path, monkeypatch):
+    """() -> the rows that prox_speed has saved so far."""
+    file = tmp_path / "prox_speed.jsonl"
+    monkeypatch.setattr(prox_speed, "FOLDER", tmp_path)
+    monkeypatch.setattr(prox_speed, "results_file", lambda name: file)
+    (tmp_path / "results").mkdir()
+    return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_rows_of_prox_speed_are_kept_as_they_are_measured(prox_rows, monkeypatch, capsys):
+    """Too little memory for a case, or an end from outside, costs that case and no other."""
+    measure, kept = prox_speed.benchmark, []
+
+    def benchmark(case, args):
+        kept.append(len(prox_rows()))
+        if case.name == "16x64":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        yield from measure(case, args)
+
+    monkeypatch.setattr(prox_speed, "benchmark", benchmark)
+    flags = ["--shapes", "8x32", "16x64", "4x32", "--models", "--dtypes", "float32", "--lambdas", "1", "2"]
+    assert prox_speed.main([*QUICK, *flags, "--slow_weights", "0"]) == 1
+    assert 0 == kept[0] < kept[1] == kept[2]
+    assert {(row["weights"], row["lambda"]) for row in prox_rows()} == {
+        (weights, reg_lambda) for weights in ("8x32", "4x32") for reg_lambda in (1, 2)
+    }
+    assert "failed: 16x64 in torch.float32: OutOfMemoryError" in capsys.readouterr().out
+
+
+def test_a_backend_that_fails_costs_prox_speed_one_row(prox_rows, monkeypatch):
+    def fails(weight, *settings):
+        raise RuntimeError("no such\nkernel")
+
+    broken = registry.Kernel("cpp", fails, supports=lambda *arguments: None)
+    monkeypatch.setitem(registry._kernels, "prox_nm_", registry._kernels["prox_nm_"] | {"cpp": broken})
+    flags = ["--shapes", "8x32", "--models", "--dtypes", "float32", "--lambdas", "1", "--slow_weights", "0"]
+    assert prox_speed.main([*QUICK, *flags]) == 1
+    rows = {row["kernel"]: row for row in prox_rows()}
+    assert rows["cpp"]["note"] == "RuntimeError: no such kernel"
+    assert {name for name, row in rows.items() if "p50_ms" in row} == {"copy"}
+
+
 # ------------------------------------------------------------------------------------------ optimizer_step
 
 
@@ -159,6 +204,25 @@ def test_optimizer_step_counts_the_bytes_of_every_optimizer(tmp_path, monkeypatc
     assert all(row["p50_ms"] > 0 and row["gb_per_s"] > 0 for row in rows)
 
 
+@pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
+def test_an_optimizer_that_fails_costs_one_row(tmp_path, monkeypatch, capsys):
+    def fails(parameters, reg_lambda):
+        raise RuntimeError("no such\nkernel")
+
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
+    monkeypatch.setitem(optimizer_step.OPTIMIZERS, "broken", fails)
+    flags = ["--model", "tiny", "--blocks", "1", "--dtypes", "float32", "--no-slow"]
+    assert optimizer_step.main([*QUICK, *flags]) == 1
+    rows = {
+        row["optimizer"]: row for row in map(json.loads, (tmp_path / "optimizer_step.jsonl").read_text().splitlines())
+    }
+    assert rows["broken"]["note"] == "RuntimeError: no such kernel"
+    assert all("p50_ms" in row for name, row in rows.items() if name != "broken")
+    assert "ProxAdamW" in rows
+    assert "no such kernel" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_sees_what_a_step_allocates():
     """In a process of its own: in this one, memory that earlier tests left behind would serve the step."""
@@ -170,49 +234,18 @@ def test_peak_memory_sees_what_a_step_allocates():
     assert held == "None" or 2**26 <= int(held) <= 2**29
 
 
-# ------------------------------------------------------------------------------------------ gpu_suite
+# ------------------------------------------------------------------------------------------ ceilings
 
 
-def test_without_a_gpu_the_suite_says_so_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_suite.main([]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def python(code: str, **settings) -> gpu_suite.Part:
-    """A part that runs this code in the rehearsal."""
-    return gpu_suite.Part(cuda=[], cpu=[sys.executable, "-c", code], limit_s=20, **settings)
-
-
-def test_a_part_that_fails_or_hangs_does_not_stop_the_others(monkeypatch, capsys):
-    nap = "import subprocess; print('started'); subprocess.run(['sleep', '60'])"
-    parts = {
-        "good": python("print('fine')"),
-        "bad": python("print('so'); raise SystemExit(3)"),
-        "hangs": replace(python(nap), limit_s=1.5),
-        "cannot": python("print('Device not supported'); raise SystemExit(1)", skipped_if="Device not supported"),
-        "empty": python("raise SystemExit(5)", skipped_codes=(5,)),
-        "gpu only": replace(python(""), cpu=None),
-        "absent": replace(python(""), cpu=["no-such-program"]),
-        "last": python("import proxsparse; print('imports', proxsparse.__version__)"),
-    }
-    monkeypatch.setattr(gpu_suite, "PARTS", parts)
-    start = time.monotonic()
-    assert gpu_suite.main(["--device", "cpu"]) == 1
-    assert time.monotonic() - start < 20
-    printed = capsys.readouterr().out
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
-    outcomes = {row[0]: (row[1], row[3]) for row in table[2:]}
-    assert outcomes["good"] == ("passed", "fine")
-    assert outcomes["bad"] == ("failed", "so")
-    assert outcomes["hangs"] == ("failed", "stopped after 2 s; last line: started")
-    assert [outcomes[name][0] for name in ("cannot", "empty", "gpu only", "absent")] == ["skipped"] * 4
-    assert outcomes["last"][0] == "passed"
-    assert gpu_suite.main(["--device", "cpu", "good", "absent"]) == 0
-    assert gpu_suite.main(["--device", "cpu", "--limit", "0", "good"]) == 0
-    assert "no time was left" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        gpu_suite.main(["--device", "cpu", "better"])
+def test_ceilings_count_what_is_moved_and_computed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    ceilings.main([*QUICK, "--megabytes", "4", "--size", "64"])
+    copy, read, matmul = map(json.loads, (tmp_path / "ceilings.jsonl").read_text().splitlines())
+    assert copy["gb_per_s"] == pytest.approx(2 * 4e6 / copy["p50_ms"] / 1e6)
+    assert read["gb_per_s"] == pytest.approx(4e6 / read["p50_ms"] / 1e6)
+    assert matmul["tflop_per_s"] == pytest.approx(2 * 64**3 / matmul["p50_ms"] / 1e9)
+    assert [row["ceiling"] for row in (copy, read, matmul)] == ["copy 4 MB", "read 4 MB", "matmul 64^3 bf16"]
+    assert "TFLOP/s" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------ gpu_checks
@@ -225,6 +258,49 @@ def test_the_checks_pass_on_this_cpu(capsys):
     printed = capsys.readouterr().out
     assert "passed   prox_nm_.exact" in printed
     assert printed.count("0 failed") == 2
+
+
+def test_a_check_without_a_kernel_to_check_starts_no_process(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(
+        gpu_checks, "in_a_process", lambda check, backend, args: started.append((check, backend)) or ["passed"]
+    )
+    gpu_checks.main(["--device", "cpu", "--small", "--jobs", "2", "--backends", "cpp", "triton"])
+    capsys.readouterr()
+    assert all(check.concerns(backend) for check, backend in started)
+    assert started[0][0].op == "sparse_linear"  # what matters most comes first
+    assert len(started) == len({(check.name, backend) for check, backend in started})
+
+
+def test_a_check_that_hangs_fails_and_the_others_go_on(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_checks, "SMALL_LIMIT_S", 0.2)  # no Python starts in this time
+    flags = [
+        "--device",
+        "cpu",
+        "--small",
+        "--jobs",
+        "2",
+        "--backends",
+        "cpp",
+        "--only",
+        "nm_mask.mask_equals_reference",
+    ]
+    assert gpu_checks.main(flags) == 1
+    assert "failed   nm_mask.mask_equals_reference cpp: stopped after 0.2 s" in capsys.readouterr().out
+
+
+def test_without_judging_the_kernels_run_and_nothing_is_compared(monkeypatch, capsys):
+    def judged(*arguments):
+        raise AssertionError("compared")
+
+    monkeypatch.setattr(checks_prox, "judge_prox", judged)
+    monkeypatch.setattr(checks_linear, "judge_linear", judged)
+    monkeypatch.setattr(checks_adamw, "judge", judged)
+    flags = ["--device", "cpu", "--small", "--backends", "cpp"]
+    assert gpu_checks.main([*flags, "--no_judge"]) == 0, capsys.readouterr().out
+    assert gpu_checks.main(flags) == 1
+    failed = {line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("failed")}
+    assert {"prox_nm_.exact", "sparse_linear.cpp", "adamw_prox_.against_float64"} <= failed
 
 
 def does_nothing(weight, *settings):

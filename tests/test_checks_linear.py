@@ -1,13 +1,14 @@
 """The checks of packed weights that gpu_suite.py runs: right kernels pass, wrong ones are found."""
 
 import checking
+import checks_linear
 import gpu_checks
 import pytest
 import torch
 
 from proxsparse import packed
 from proxsparse.inference import backends
-from proxsparse.ops import registry
+from proxsparse.ops import registry, tuning
 
 CPU = checking.Place(torch.device("cpu"), "cpp", small=True)
 
@@ -70,3 +71,36 @@ def test_the_checks_find_a_wrong_packing(pack, monkeypatch):
         kernel = registry.Kernel("cpp", run, supports=lambda *arguments: None)
         monkeypatch.setitem(registry._kernels, op, registry._kernels[op] | {"cpp": kernel})
     assert ("failed" in outcomes("pack_nm")) == (pack is not None)
+
+
+@pytest.mark.parametrize("name", ["cusparselt", "gemv"])
+def test_two_calls_may_differ_of_nvidias_kernels_alone(name, monkeypatch):
+    """By as little as another order of the sum gives."""
+    calls = []
+
+    def differs(x, values, indices, bias, prepared):
+        calls.append(len(x))
+        y = dense(x, values, indices, bias, prepared)
+        return torch.nextafter(y, torch.full_like(y, torch.inf)) if len(calls) % 2 else y
+
+    monkeypatch.setitem(backends._backends, name, backends.Backend(name, lambda x, values: None, differs))
+    check = checks_linear.check_linear
+    if name == "cusparselt":
+        assert check(CPU, name, (3,), (torch.float32,)) == "12 products, 12 of which differ in a second call"
+    else:
+        with pytest.raises(AssertionError, match="two calls differ"):
+            check(CPU, name, (3,), (torch.float32,))
+
+
+def test_every_tile_is_checked(monkeypatch):
+    tiles, device = [], torch.device("cpu")
+
+    def linear(x, values, indices, bias, prepared):
+        tiles.append(tuning.launch_parameters("cutlass", torch.bfloat16, device, (1, 1, 1)).get("tile"))
+        return dense(x, values, indices, bias, prepared)
+
+    monkeypatch.setitem(backends._backends, "cutlass", backends.Backend("cutlass", lambda x, values: None, linear))
+    monkeypatch.setattr(checks_linear, "tiles", lambda device: ["64x32", "128x256"])
+    monkeypatch.setattr(checks_linear, "check_graph", lambda *arguments: None)
+    assert "128x256: " in checks_linear.cutlass_tiles(CPU)
+    assert set(tiles) == {None, "64x32", "128x256"}

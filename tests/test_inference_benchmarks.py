@@ -8,7 +8,7 @@ import sys
 import choice_table
 import common
 import generate_speed
-import gpu_suite
+import gpu_parts
 import linear_speed
 import process_memory
 import pytest
@@ -83,7 +83,7 @@ def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_
         assert row["tflop_per_s"] == pytest.approx(operations / row["p50_ms"] / 1e9)
         assert row["limit"] in ("memory", "compute")
         assert row["device_kind"] == choice.device_kind(CPU)
-        assert row["command"].startswith("python benchmarks/linear_speed.py --devices cpu")
+        assert row["command"].startswith("python3 benchmarks/linear_speed.py --devices cpu")
         assert row["when"]
         assert row["times_dense"] == 1 or row["backend"] != "dense"
     autos = [row["backend"] for row in rows if row["auto"]]
@@ -166,6 +166,48 @@ def test_a_backend_with_a_form_of_its_own_is_measured_on_it(monkeypatch, capsys)
     monkeypatch.setattr(backends, "_backends", backends._backends | named)
     assert linear_speed.main([*QUICK, "--no-save", "--shapes", "16x64", "--rows", "2", "--backends", "own"]) == 0
     assert capsys.readouterr().out.count(" own |") == 2
+
+
+def test_without_a_backend_dense_alone_is_measured(results):
+    assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "2", "--dtypes", "float32", "--backends"]) == 0
+    assert [row["backend"] for row in lines(results / "linear_speed.jsonl")] == ["dense"]
+
+
+def test_what_was_measured_before_the_context_ended_is_kept(results, monkeypatch):
+    """After an illegal access every call of the process raises, dense and copying too."""
+    calls, multiply = [], right
+
+    def ends_the_context(x, values, indices, bias, prepared):
+        if len(x) > 1:
+            calls.append(len(x))
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return multiply(x, values, indices, bias, prepared)
+
+    def measured(runs, copy, device, repetitions, seconds):
+        if calls:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return common.interleaved(runs, copy, device, repetitions, seconds)
+
+    monkeypatch.setattr(linear_speed, "interleaved", measured)
+    named = {"reference": backends.backend("reference")}
+    monkeypatch.setattr(
+        backends, "_backends", named | {"new": backends.Backend("new", lambda x, values: None, ends_the_context)}
+    )
+    flags = ["--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32", "--backends", "new"]
+    assert linear_speed.main([*QUICK, *flags]) == 1
+    rows = {(row["rows"], row["backend"]): row for row in lines(results / "linear_speed.jsonl")}
+    assert {key for key, row in rows.items() if "p50_ms" in row} == {(1, "dense"), (1, "new")}
+    assert all("illegal memory access" in rows[7, name]["note"] for name in ("dense", "new"))
+
+
+def test_processes_of_one_time_share_a_picture(results, monkeypatch):
+    monkeypatch.setenv("PROXSPARSE_WHEN", "2026-01-01T00:00:00+00:00")
+    drawn = []
+    monkeypatch.setattr(linear_speed, "plot", lambda rows, file: drawn.append([row["backend"] for row in rows]))
+    for names in ([], ["reference"]):
+        linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "2", "--dtypes", "float32", "--backends", *names])
+    assert drawn == [["dense"], ["dense", "dense", "reference"]]
+    assert {row["when"] for row in lines(results / "linear_speed.jsonl")} == {"2026-01-01T00:00:00+00:00"}
 
 
 @pytest.mark.parametrize("text", ["64", "64x", "64x66", "ax4"])
@@ -323,33 +365,11 @@ def test_the_masks_of_a_file_prune_the_embedded_model(tmp_path, monkeypatch):
         generate_speed.pruned(tmp_path / "masks.safetensors", torch.float32)
 
 
-# ------------------------------------------------------------------------------------------ gpu_suite
-
-
-def test_groups_are_parts_in_their_order():
-    assert gpu_suite.parts([]) == list(gpu_suite.PARTS)
-    assert gpu_suite.parts(["linear_speed", "models"]) == ["build", "linear_speed", "generate_speed"]
-    assert gpu_suite.parts(["pruning", "linear_speed"])[-1] == "linear_speed"
-    everything = {part for group in gpu_suite.GROUPS.values() for part in group}
-    assert everything == set(gpu_suite.PARTS)
-
-
-@pytest.mark.parametrize("module", [linear_speed, generate_speed, training_speed])
-def test_the_new_parts_can_be_rehearsed(module):
-    """Their commands are understood, without running them as processes."""
-    name = module.__name__
-    arguments = gpu_suite.PARTS[name]
-    for command in (arguments.cpu, arguments.cuda):
-        assert command[1] == f"benchmarks/{name}.py"
-        module.parse_arguments(command[2:])
-
-
 # ------------------------------------------------------------------------------------------ training_speed
 
 
 def test_training_speed_learns_every_form_and_puts_the_plan_beside_it(results, capsys):
-    command = gpu_suite.PARTS["training_speed"].cpu
-    flags = [flag for flag in command[2:] if flag != "--no-save"]
+    flags = [flag for flag in gpu_parts.TRAINING_TINY if flag != "--no-save"]
     assert training_speed.main(flags) == 0
     rows = {row["case"]: row for row in lines(results / "training_speed.jsonl")}
     assert rows.keys() == training_speed.CASES.keys()

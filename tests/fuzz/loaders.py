@@ -91,7 +91,7 @@ def damaged_masks_metadata(random: Random, content: bytes) -> bytes:
     metadata = header["__metadata__"]
     key = random.choice(list(metadata))
     text = metadata[key]
-    metadata[key] = as_json(changed(random, json.loads(text))) if text[0] == "{" else random.choice(TEXTS)
+    metadata[key] = as_json(changed(random, json.loads(text))) if text[:1] == "{" else random.choice(TEXTS)
     return join_safetensors(header, body)
 
 

@@ -141,7 +141,9 @@ def test_ties_go_to_the_lower_index():
 @pytest.mark.parametrize("n", [1, 2])
 def test_half_precision_is_float32_rounded_once(n, dtype):
     weight = random_blocks(30_000, LAMBDA).to(dtype) + 0.0
-    assert same_bits(result(weight, n=n), result(weight.float(), n=n).to(dtype) + 0.0)
+    half, single = result(weight, n=n), result(weight.float(), n=n).to(dtype) + 0.0
+    # On a GPU they are two programs, and the compiler may join other multiplications and additions in each.
+    assert (half != single).double().mean() <= (1e-4 if DEVICE == "cuda" else 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -287,9 +289,11 @@ def test_the_ops_pass_on_what_was_measured(monkeypatch):
 @pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (2, torch.float64), (2, torch.bfloat16)], ids=str)
 def test_a_list_is_every_weight_alone(n, dtype, monkeypatch):
     """Sizes below, at and above a row of the table, sizes and addresses that are no multiple of 16, and lambda = 0."""
-    monkeypatch.setattr(prox, "WEIGHTS_PER_ROW", 256)
-    monkeypatch.setattr(prox, "BLOCKS_IN_INTERPRETER", 32)  # two programs a row
-    memory = [random_blocks(-(-count // 4) + 1, LAMBDA, seed=count).flatten() for count in (16, 256, 656, 20, 400, 32)]
+    monkeypatch.setattr(prox, "BLOCKS_IN_INTERPRETER", 32)
+    row = 2 * 4 * prox.blocks_per_program(torch.empty(0, dtype=dtype, device=DEVICE), 2**20)  # of two programs
+    monkeypatch.setattr(prox, "WEIGHTS_PER_ROW", row)
+    counts = (16, row, 41 * row // 16, 20, 25 * row // 16, 32)
+    memory = [random_blocks(-(-count // 4) + 1, LAMBDA, seed=count).flatten() for count in counts]
     weights = [m[:-4].to(dtype).to(DEVICE).view(-1, 4) for m in memory[:5]] + [memory[5].to(dtype).to(DEVICE)[1:33]]
     reg_lambdas = [0.7, 0.02, 2.0, 0.7, 0.0, 0.3]
     for factor in (1.0, 0.5):  # again with other lambdas
