@@ -8,10 +8,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from proxsparse.inference.glue import with_compiled_glue
+
 WARM_UPS = 3  # before a capture: libraries choose algorithms and allocate their workspaces
 
 
-def generate(model: nn.Module, input_ids: Tensor, max_new_tokens: int, cuda_graph: bool | None = None) -> Tensor:
+def generate(
+    model: nn.Module,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    cuda_graph: bool | None = None,
+    compile_glue: bool = False,
+) -> Tensor:
     """input_ids [batch, prompt] -> [batch, prompt + max_new_tokens]: every new token is the likeliest one.
 
     It does not stop at an end-of-text token: cut the text there. All prompts have the same length.
@@ -20,6 +28,9 @@ def generate(model: nn.Module, input_ids: Tensor, max_new_tokens: int, cuda_grap
         model: a causal language model of transformers.
         cuda_graph: one decode step is captured once and replayed, which spares the launches of its kernels; None: on
             a GPU yes, on a CPU, where there are none, no.
+        compile_glue: RMSNorm, the rotary embedding and act(gate) * up of the decode steps are compiled by torch.compile
+            (`proxsparse.inference.glue`), once a process for each shape: about half a minute. In bfloat16 they round
+            less often than in eager mode, so a token may differ.
     Raises:
         ValueError: fewer than one new token, or a CUDA graph for tokens that are not on a GPU.
     """
@@ -31,6 +42,7 @@ def generate(model: nn.Module, input_ids: Tensor, max_new_tokens: int, cuda_grap
     check_prompts(input_ids)
     batch, prompt = input_ids.shape
     faster = captured if cuda_graph or (cuda_graph is None and on_gpu) else None
+    faster = with_compiled_glue(model, faster) if compile_glue else faster
     decoder = GreedyDecoder(model, batch, prompt + max_new_tokens, faster)
     new = [decoder.prefill(input_ids).clone()]
     new += [decoder.step().clone() for _ in range(max_new_tokens - 1)]
@@ -47,7 +59,8 @@ class GreedyDecoder:
     Args:
         model: a causal language model of transformers, every decoder block of it with attention.
         length: of prompt and new tokens together, what the cache holds.
-        faster: step -> the same, faster: `captured`, or torch.compile; it is applied here. None: eager.
+        faster: step -> the same, faster: `captured`, torch.compile or `with_compiled_glue(model, captured)`; it is
+            applied here. None: eager.
     """
 
     def __init__(self, model: nn.Module, batch: int, length: int, faster: Callable[[Callable], Callable] | None = None):
