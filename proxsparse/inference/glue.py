@@ -1,8 +1,9 @@
 """Compiled glue: the small operations of a decode step between its products, each compiled into one kernel.
 
-In eager mode a block of transformers' Llama runs about 35 kernels on a few kilobytes each: 2 x 6 for RMSNorm, 10 for
-the rotary embedding, 2 for act(gate) * up, the additions, the cache. Compiling whole blocks would compile each of them,
-because they differ in layer_idx. The three small functions compiled here are shared by all blocks.
+In eager mode a block of transformers' Llama in bfloat16 runs 46 kernels, 39 of them on a few kilobytes: 2 x 8 for
+RMSNorm, 10 for the rotary embedding, 2 for act(gate) * up, the others for residuals, cache and attention. Compiled, the
+three are 2, 2 and 1. Compiling whole blocks would compile each of them, because they differ in layer_idx; the small
+functions compiled here are shared by all blocks.
 """
 
 import contextlib

@@ -6,7 +6,6 @@ and each layer's own tensors are slices of it, with the names and shapes that th
 """
 
 import contextlib
-import copyreg
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -200,7 +199,7 @@ class MergedPart(nn.Module):
         del state["group"], state["index"]
         for table in ("_parameters", "_buffers"):
             state[table] = {name: own_copy(tensor) for name, tensor in state[table].items()}
-        return copyreg.__newobj__, (plain_class(self),), state
+        return new_layer, (plain_class(self),), state
 
 
 class MergedLinear(MergedPart, nn.Linear):
@@ -212,6 +211,11 @@ class MergedSparseLinear(MergedPart, SparseLinear):
 
 
 MERGED = {nn.Linear: MergedLinear, SparseLinear: MergedSparseLinear}
+
+
+def new_layer(kind: type) -> nn.Module:
+    """A layer without state, which pickle sets."""
+    return kind.__new__(kind)
 
 
 def plain_class(layer: nn.Module) -> type:
