@@ -65,7 +65,8 @@ class GreedyDecoder:
 
     def __init__(self, model: nn.Module, batch: int, length: int, faster: Callable[[Callable], Callable] | None = None):
         self.model, self.length, self.seen = model, length, 0
-        self.cache = static_cache(model, max(length, WARM_UPS + 3))
+        self.position = torch.zeros((), dtype=torch.long, device=model.device)  # tokens in the cache
+        self.cache = static_cache(model, max(length, WARM_UPS + 3), self.position)
         self.tokens = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.run = self.eager_step
         if faster is not None:
@@ -87,6 +88,7 @@ class GreedyDecoder:
                 f"length={self.length} tokens; make another one"
             )
         self.cache.reset()
+        self.position.zero_()
         self.seen = input_ids.shape[1]
         self.choose(input_ids)
         return self.tokens
@@ -108,6 +110,7 @@ class GreedyDecoder:
         """Appends input_ids to what was seen; tokens <- the likeliest next ones."""
         logits = self.model(input_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        self.position.add_(input_ids.shape[1])
 
 
 def check_prompts(input_ids: Tensor) -> None:
@@ -118,16 +121,38 @@ def check_prompts(input_ids: Tensor) -> None:
         )
 
 
-def static_cache(model: nn.Module, length: int):
+def static_cache(model: nn.Module, length: int, position: Tensor):
     """transformers' cache of fixed size, all of it for every decoder block.
 
     StaticCache would give blocks with a sliding window a shorter one that counts its tokens in Python: a captured step
     would see the count of its capture forever. A full one is right for them too, the mask holds the window.
+
+    StaticLayer counts the tokens of every block, in three small kernels each. Here the blocks on the device of
+    `position` share that count; the decoder advances it once a step.
     """
     from transformers.cache_utils import Cache, StaticLayer
 
+    class Layer(StaticLayer):
+        def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+            self.cumulative_length = position
+            super().lazy_initialization(key_states, value_states)  # copies it where the block is on another device
+            self.is_counted_for = self.cumulative_length is position
+
+        def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            if not self.is_counted_for:
+                return super().update(key_states, value_states, *args, **kwargs)
+            tokens = key_states.shape[-2]
+            places = self.cumulative_length.view(1)
+            if tokens > 1:
+                places = places + torch.arange(tokens, device=key_states.device)
+            self.keys.index_copy_(2, places, key_states)
+            self.values.index_copy_(2, places, value_states)
+            return self.keys, self.values
+
     blocks = model.config.get_text_config(decoder=True).num_hidden_layers
-    return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(blocks)])
+    return Cache(layers=[Layer(max_cache_len=length) for _ in range(blocks)])
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """Compiled glue: the small operations of a decode step between its products, each compiled into one kernel.
 
-In eager mode a block of transformers' Llama in bfloat16 runs 46 kernels, 39 of them on a few kilobytes: 2 x 8 for
+In eager mode a block of transformers' Llama in bfloat16 runs 43 kernels, 36 of them on a few kilobytes: 2 x 8 for
 RMSNorm, 10 for the rotary embedding, 2 for act(gate) * up, the others for residuals, cache and attention. Compiled, the
 three are 2, 2 and 1. Compiling whole blocks would compile each of them, because they differ in layer_idx; the small
 functions compiled here are shared by all blocks.

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import threading
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from proxsparse import SparseLinear, use_backend
+from proxsparse.inference.backends.cpp import FEW_ROWS
 from proxsparse.inference.convert import sparsify_, unsparsify_
 from proxsparse.inference.generate import generate
 from proxsparse.inference.merge import Group, MergedPart, merge_projections_, separate_products, split_projections_
@@ -70,8 +72,8 @@ def products(monkeypatch):
 
 
 def assert_same(found, expected, form="dense"):
-    """Equal bits of packed products; of dense ones BLAS may add in another order for another number of rows of W."""
-    if form == "sparse":
+    """Equal bits where our kernel multiplies; BLAS may add in another order for another number of rows of W."""
+    if form == "sparse" and found.dtype == torch.float32 and find_spec("proxsparse._C"):
         assert torch.equal(found, expected)
     else:
         assert found.dtype == expected.dtype
@@ -103,7 +105,7 @@ def test_every_family_gives_the_same_bits_and_tokens(name, form):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 3, 300])
 def test_packed_products_are_the_same_bits(rows, bias, backend):
-    """Sizes of SmolLM2; rows that are multiplied as they are and, beyond 256, by slabs."""
+    """Sizes of SmolLM2. Beyond 256 rows cpp unpacks slabs of W for BLAS, as the reference does with all of it."""
     layers = {name: pruned_linear(576, out, bias) for name, out in (("q_proj", 576), ("k_proj", 192), ("v_proj", 192))}
     module = sparsify_(nn.ModuleDict(layers), backend=backend)
     x = torch.randn(2, rows, 576)[0]
@@ -111,7 +113,7 @@ def test_packed_products_are_the_same_bits(rows, bias, backend):
         expected = [layer(x) for layer in module.values()]
         merge_projections_(module)
         for layer, y in zip(module.values(), expected, strict=True):
-            assert torch.equal(layer(x), y)
+            assert_same(layer(x), y, "sparse" if backend == "cpp" and rows <= FEW_ROWS[torch.float32] else "dense")
     assert len(groups(module)) == 1
 
 
@@ -225,7 +227,7 @@ def test_threads_do_not_mix():
         for _ in range(100):
             x = torch.randn(2, 32, generator=generator)
             with torch.no_grad():
-                if not torch.equal(module(x), plain(x)):
+                if not torch.allclose(module(x), plain(x), atol=1e-5):
                     wrong.append(seed)
 
     threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
@@ -580,10 +582,10 @@ def test_a_hook_added_later_sees_its_part():
     (module, plain), x, seen = attention(), torch.randn(3, 32), []
     module.k_proj.register_forward_hook(lambda part, inputs, y: seen.append((part, inputs[0], y)))
     module.v_proj.register_forward_pre_hook(lambda part, inputs: (2 * inputs[0],))
-    assert torch.equal(module(x)[:, :32], plain(x)[:, :32])
-    assert torch.equal(module.v_proj(x), plain.v_proj(2 * x))
+    assert_same(module(x)[:, :32], plain(x)[:, :32], "sparse")
+    assert_same(module.v_proj(x), plain.v_proj(2 * x), "sparse")
     assert seen[0][:2] == (module.k_proj, x)
-    assert torch.equal(seen[0][2], plain.k_proj(x))
+    assert_same(seen[0][2], plain.k_proj(x), "sparse")
 
 
 @torch.no_grad()
@@ -591,7 +593,7 @@ def test_an_explicit_backend_serves_the_merged_product():
     (module, plain), x = attention(), torch.randn(3, 32)
     for backend in ("cpp", "reference"):
         with use_backend(backend):
-            assert torch.equal(module(x), plain(x))
+            assert_same(module(x), plain(x), "sparse" if backend == "cpp" else "dense")
 
 
 def test_a_model_of_several_kinds_merges_what_fits():
