@@ -1,19 +1,22 @@
 """Compiled glue: the small operations of a decode step between its products, each compiled into one kernel.
 
 In eager mode a block of transformers' Llama in bfloat16 runs 43 kernels, 36 of them on a few kilobytes: 2 x 8 for
-RMSNorm, 10 for the rotary embedding, 2 for act(gate) * up, the others for residuals, cache and attention. Compiled, the
-three are 2, 2 and 1. Compiling whole blocks would compile each of them, because they differ in layer_idx; the small
-functions compiled here are shared by all blocks.
+RMSNorm, 10 for the rotary embedding, 2 for act(gate) * up, 3 for the mask, which SDPA converts from bool in each block,
+the others for residuals, cache and attention. Compiled, the first three are 2, 2 and 1; the mask is converted once a
+step. Compiling whole blocks would compile each of them, because they differ in layer_idx; the small functions compiled
+here are shared by all blocks.
 """
 
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
 
 import torch
 from torch import Tensor, nn
 
+MASKS, SDPA = "transformers.masking_utils", "sdpa"
 ROTARY = "apply_rotary_pos_emb"  # transformers' name for it, in each of its modeling files
 
 
@@ -46,6 +49,7 @@ class CompiledGlue:
     * RMSNorm: forward of every module whose class name ends in RMSNorm, one compiled function for each class
     * rotary embedding: `apply_rotary_pos_emb` in the file of the attention class
     * act(gate) * up: in every module whose forward is, instruction for instruction, that of a gated MLP
+    * mask of SDPA: made in the dtype of the model, as SDPA would convert it; not compiled
 
     A function is compiled at its first call, and again for each other shape, stride and dtype; dynamic=False.
     """
@@ -53,7 +57,9 @@ class CompiledGlue:
     def __init__(self, model: nn.Module, backend: str | Callable = "inductor"):
         self.compile = functools.partial(torch.compile, dynamic=False, backend=backend)
         self.forwards: list[tuple[nn.Module, Callable]] = []  # a module and its forward within `in_place`
-        self.globals: list[tuple[dict, str, Callable]] = []  # a module of Python, a name in it and the function there
+        self.globals: list[tuple[MutableMapping, str, Callable]] = []  # a table, a name in it and the function there
+        if masks := getattr(sys.modules.get(MASKS), "ALL_MASK_ATTENTION_FUNCTIONS", None):
+            self.globals.append((masks, SDPA, functools.partial(additive_mask, masks[SDPA])))
         product = self.compile(activated_product)
         compiled: dict[object, Callable] = {}
         for module in model.modules():
@@ -73,7 +79,7 @@ class CompiledGlue:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the model calls the compiled functions; other models of its family share the rotary one."""
+        """Within the block the model calls these functions; those for rotary and mask serve other models, too."""
         before = [(table, name, table[name]) for table, name, _ in self.globals]
         try:
             for module, forward in self.forwards:
@@ -100,6 +106,14 @@ class CompiledGlue:
 def activated_product(act_fn: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
     """act(gate) * up."""
     return act_fn(gate) * up
+
+
+def additive_mask(make_mask: Callable, *args, dtype: torch.dtype | None = None, **kwargs) -> Tensor | None:
+    """The bool mask of `make_mask` as what is added to the scores: 0 where it is True, else -inf, in `dtype`."""
+    mask = make_mask(*args, dtype=dtype, **kwargs)
+    if mask is None or mask.dtype != torch.bool or dtype is None:
+        return mask
+    return torch.zeros((), dtype=dtype, device=mask.device).where(mask, float("-inf"))
 
 
 def gated_mlp(mlp: nn.Module, product: Callable, x: Tensor) -> Tensor:
