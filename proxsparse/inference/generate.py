@@ -3,6 +3,7 @@
 Dense and sparse models run through the same loop, so that their speeds compare.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -25,7 +26,8 @@ def generate(
     It does not stop at an end-of-text token: cut the text there. All prompts have the same length.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers. `merge_projections_` (proxsparse.inference.merge), called once
+            on it, saves 3 of the 7 products of a block.
         cuda_graph: one decode step is captured once and replayed, which spares the launches of its kernels; None: on
             a GPU yes, on a CPU, where there are none, no.
         compile_glue: RMSNorm, the rotary embedding and act(gate) * up of the decode steps are compiled by torch.compile
@@ -127,16 +129,33 @@ def static_cache(model: nn.Module, length: int, position: Tensor):
     StaticCache would give blocks with a sliding window a shorter one that counts its tokens in Python: a captured step
     would see the count of its capture forever. A full one is right for them too, the mask holds the window.
 
-    StaticLayer counts the tokens of every block, in three small kernels each. Here the blocks on the device of
-    `position` share that count; the decoder advances it once a step.
+    Args:
+        position: the number of tokens in the cache, which the caller advances after each call of the model.
     """
-    from transformers.cache_utils import Cache, StaticLayer
+    from transformers.cache_utils import Cache
 
-    class Layer(StaticLayer):
+    blocks = model.config.get_text_config(decoder=True).num_hidden_layers
+    return Cache(layers=[counted_layer()(length, position) for _ in range(blocks)])
+
+
+@functools.cache
+def counted_layer() -> type:
+    """transformers' StaticLayer with the count of its tokens in a tensor that all layers share.
+
+    StaticLayer counts by itself, in three small kernels a block. A layer on another device than the shared count still
+    does.
+    """
+    from transformers.cache_utils import StaticLayer
+
+    class CountedLayer(StaticLayer):
+        def __init__(self, max_cache_len: int, position: Tensor):
+            super().__init__(max_cache_len)
+            self.position = position
+
         def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-            self.cumulative_length = position
-            super().lazy_initialization(key_states, value_states)  # copies it where the block is on another device
-            self.is_counted_for = self.cumulative_length is position
+            self.cumulative_length = self.position
+            super().lazy_initialization(key_states, value_states)  # copies it to another device
+            self.is_counted_for = self.cumulative_length is self.position
 
         def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
@@ -144,15 +163,14 @@ def static_cache(model: nn.Module, length: int, position: Tensor):
             if not self.is_counted_for:
                 return super().update(key_states, value_states, *args, **kwargs)
             tokens = key_states.shape[-2]
-            places = self.cumulative_length.view(1)
+            places = self.position.view(1)
             if tokens > 1:
-                places = places + torch.arange(tokens, device=key_states.device)
+                places = places + torch.arange(tokens, device=places.device)
             self.keys.index_copy_(2, places, key_states)
             self.values.index_copy_(2, places, value_states)
             return self.keys, self.values
 
-    blocks = model.config.get_text_config(decoder=True).num_hidden_layers
-    return Cache(layers=[Layer(max_cache_len=length) for _ in range(blocks)])
+    return CountedLayer
 
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:

@@ -72,6 +72,19 @@ def test_inductor():
     assert torch.equal(generate(model, input_ids, 6, compile_glue=True), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", ["dense", "dense+merged", "sparse", "sparse+merged"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cuda_graph_with_glue(name, form):
+    torch.compiler.reset()
+    model, input_ids = model_of(name, form).cuda(), torch.randint(3, 260, (2, 7)).cuda()
+    model = merge_projections_(model) if form.endswith("merged") else model  # moving it has split it
+    expected = generate(model, input_ids, 12, cuda_graph=False)
+    assert torch.equal(generate(model, input_ids, 12, compile_glue=True), expected)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_the_graph_is_captured_with_glue_and_the_model_is_restored_at_once(compiler):
     """What `captured` does, without a GPU: the step runs a few times; what it ran then is what is replayed."""
     model, input_ids = tiny_model("llama"), torch.randint(3, 260, (2, 7))
