@@ -29,7 +29,7 @@ def merge_projections_(model: nn.Module) -> nn.Module:
 
     Equivalent to, for the layers of a group:
 
-        y = torch.cat([layer.weight for layer in group]) @ x;  y.split([layer.out_features for layer in group])
+        y = x @ torch.cat([layer.weight for layer in group]).T;  y.split([layer.out_features for layer in group], -1)
 
     The call of the first layer multiplies all rows; the others return their slice if they get the same tensor x, with
     unchanged content, under the same autocast. Each slice is released when it is returned. The layers multiply
@@ -121,12 +121,12 @@ class Group:
     def output(self, part: "MergedPart", x: Tensor) -> Tensor | None:
         """The part's output for x, of one product of all parts; None: the part has to multiply by itself."""
         layer, conditions = self.layer, self.conditions(x)
+        pending, self.state.pending = self.state.pending, None
         if layer is None or conditions is None:
             return None
-        pending, self.state.pending = self.state.pending, None
         if pending is not None:
             seen, seen_conditions, slices = pending
-            if x is seen and conditions == seen_conditions and part.index in slices:
+            if x is seen and conditions == seen_conditions and part.index in slices and self.is_intact():
                 return self.taken(part.index, x, conditions, slices)
             self.incomplete += 1
         if self.incomplete >= MAX_INCOMPLETE or not self.is_intact():
@@ -188,6 +188,7 @@ class MergedPart(nn.Module):
 
     def changed(self) -> None:
         """Drops what was made of the tensors, and the merged tensors themselves if this layer has others now."""
+        self.group.state.pending = None
         if not self.group.is_intact():
             self.group.layer = None
         elif isinstance(self.group.layer, SparseLinear):

@@ -437,6 +437,17 @@ def test_a_loaded_state_is_what_multiplies(form, assign):
 
 
 @each_form
+@pytest.mark.parametrize("assign", [False, True])
+@torch.no_grad()
+def test_a_state_loaded_between_two_parts_is_what_multiplies(form, assign):
+    (module, _), (_, other) = attention(form), attention(form)
+    x = torch.randn(3, 32)
+    module.q_proj(x)
+    module.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    assert_same(module.k_proj(x), other.k_proj(x), form)
+
+
+@each_form
 @torch.no_grad()
 def test_a_replaced_or_reassigned_tensor_is_what_multiplies(form):
     name = "values" if form == "sparse" else "weight"
