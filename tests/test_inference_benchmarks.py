@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 
 import choice_table
 import common
@@ -20,6 +22,7 @@ from proxsparse.checkpoint import save_masks
 from proxsparse.inference import backends, choice
 from proxsparse.inference.backends import cutlass
 from proxsparse.inference.linear import SparseLinear
+from proxsparse.inference.merge import merge_projections_
 from proxsparse.models import decoder_blocks
 from proxsparse.ops import nm_mask, unpack_nm
 from proxsparse.ops.tuning import launch_parameters
@@ -330,15 +333,81 @@ def test_generate_speed_saves_a_row_for_each_form_mode_and_batch(results, capsys
     assert "decode" in capsys.readouterr().out
 
 
-def test_on_a_cpu_the_best_dense_mode_is_the_yardstick_on_a_gpu_the_same_mode():
+def test_the_fastest_dense_form_of_all_modes_is_the_yardstick_and_that_of_the_same_mode_beside_it():
     def speed(mode: str, form: str, speed: float) -> dict:
         sizes = {f"{part}_bytes": 100 if form == "dense" else 60 for part in ("layer", "built", "peak")}
         return {"mode": mode, "form": form, "decode_tokens_per_s": speed, "prefill_tokens_per_s": speed} | sizes
 
-    rows = [speed("eager", "dense", 2.0), speed("compile", "dense", 4.0), speed("eager", "sparse", 6.0)]
-    assert generate_speed.ratios(rows[2], rows, CPU)["decode_times_dense"] == 1.5
-    assert generate_speed.ratios(rows[2], rows, torch.device("cuda"))["decode_times_dense"] == 3.0
-    assert generate_speed.ratios(rows[2], rows, CPU)["peak_bytes_of_dense"] == 0.6
+    dense = [speed("eager", "dense", 2.0), speed("graph", "dense", 4.0), speed("graph", "dense+merged", 5.0)]
+    sparse = [speed("eager", "sparse", 3.0), speed("graph", "sparse", 6.0), speed("compile", "sparse", 7.5)]
+    failed = {"mode": "eager", "form": "dense+merged", "note": "RuntimeError: out of memory"}
+    found = [generate_speed.ratios(row, [failed, *dense, *sparse]) for row in sparse]
+    assert [row["decode_times_dense"] for row in found] == [3 / 5, 6 / 5, 7.5 / 5]
+    assert [row.get("decode_times_dense_of_mode") for row in found] == [3 / 2, 6 / 5, None]
+    assert found[0]["peak_bytes_of_dense"] == 0.6
+    assert generate_speed.ratios(failed, [failed, *dense]) == {}
+    assert generate_speed.ratios(sparse[0], sparse) == {}
+
+
+def test_merged_forms_share_the_weights_and_rows_name_the_backends(results, capsys):
+    flags = ["--batches", "1", "--dtypes", "float32", "--forms", *generate_speed.FORMS]
+    generate_speed.main([*TINY, *flags, "--modes", "eager", "compile"])
+    rows = lines(results / "generate_speed.jsonl")
+    found = {(row["mode"], row["form"]): row for row in rows}
+    assert {form for mode, form in found if mode == "eager"} == {*generate_speed.FORMS}
+    assert {form for mode, form in found if mode == "compile"} == {"dense", "sparse"}
+    for name in ("dense", "sparse"):
+        merged, separate = found["eager", f"{name}+merged"], found["eager", name]
+        assert merged["layer_bytes"] == separate["layer_bytes"]
+        assert merged["same_tokens"] == 1
+    served = choice.choose(torch.empty(4, 64), torch.empty(64, 32)).name
+    for (mode, form), row in found.items():
+        assert row["prefill_backends"] == ([served] if form.startswith("sparse") else ["dense"]), mode
+    assert f"{served} / " in capsys.readouterr().out
+
+
+def test_the_forms_multiply_as_they_are_called(monkeypatch):
+    """Products of a decode step: 7 a block, merged 4, and lm_head."""
+    model = merge_projections_(random_models.random_model("tiny", 3, torch.float32, CPU, sparse=True))
+    decoder, calls = generate_speed.GreedyDecoder(model, 1, 8), []
+    for name, backend in backends._backends.items():
+        counted = partial(lambda linear, *arguments: (calls.append(1), linear(*arguments))[1], backend.linear)
+        monkeypatch.setitem(backends._backends, name, replace(backend, linear=counted))
+    choice.forget()
+    for form, products in (("sparse", 7), ("sparse+merged", 4), ("sparse", 7)):
+        with generate_speed.products(form):
+            decoder.prefill(torch.zeros(1, 2, dtype=torch.long))
+            calls.clear()
+            decoder.step()
+        assert len(calls) == 3 * products
+    monkeypatch.undo()
+    choice.forget()
+
+
+def test_a_case_that_fails_is_a_note_and_rows_are_saved_after_each_batch(results, capsys, monkeypatch):
+    def fails(model):
+        raise RuntimeError("no compiler\nwas found")
+
+    monkeypatch.setitem(generate_speed.MODES, "compile", fails)
+    generate_speed.main([*TINY, "--modes", "eager", "compile", "--batches", "1", "--dtypes", "float32"])
+    rows = lines(results / "generate_speed.jsonl")
+    notes = {(row["mode"], row["form"]): row.get("note") for row in rows}
+    assert notes["eager", "sparse"] is None
+    assert notes["compile", "dense"] == notes["compile", "sparse"] == "RuntimeError: no compiler was found"
+    assert "failed: RuntimeError: no compiler" in capsys.readouterr().out
+    times, batches = generate_speed.times, []
+
+    def second_batch_fails(built, prompts, args):
+        if len(prompts) == 2:
+            raise KeyboardInterrupt
+        batches.append(len(prompts))
+        return times(built, prompts, args)
+
+    monkeypatch.setattr(generate_speed, "times", second_batch_fails)
+    with pytest.raises(KeyboardInterrupt):
+        generate_speed.main([*TINY, "--batches", "1", "2", "--dtypes", "float32"])
+    assert batches == [1]
+    assert len(lines(results / "generate_speed.jsonl")) == len(rows) + 2
 
 
 def test_what_cannot_be_measured_is_refused():

@@ -54,6 +54,25 @@ def test_a_decoder_starts_again_and_keeps_its_memory():
         decoder.step()
 
 
+def test_a_block_on_another_device_than_the_model_counts_its_own_tokens(monkeypatch):
+    """It gets a copy of the count; here the second block does, on the same device."""
+    model, input_ids = tiny_model("llama"), prompts()
+    decoder = GreedyDecoder(model, 2, 16)
+    first, second = decoder.cache.layers
+    initialise = second.lazy_initialization
+
+    def elsewhere(key_states, value_states):
+        initialise(key_states, value_states)
+        second.cumulative_length, second.is_counted_for = decoder.position.clone(), False
+
+    monkeypatch.setattr(second, "lazy_initialization", elsewhere)
+    for _ in range(2):
+        tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(5))]
+        assert torch.equal(torch.cat([input_ids, *tokens], 1), expected(model, input_ids, 6))
+    assert first.is_counted_for
+    assert second.cumulative_length == decoder.position == 7 + 5
+
+
 def test_a_faster_step_is_warmed_up_on_memory_that_the_prefill_clears():
     """What `captured` does, without a GPU: the step runs a few times before the first prompt."""
     model, input_ids, runs = tiny_model("llama"), prompts(), []
