@@ -1,4 +1,4 @@
-// The instructions of the gemv that C++ has no words for. The tests replace those of tensor cores and clusters.
+// The instructions of the gemv that C++ has no words for. The tests replace those after __CUDACC__.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -70,6 +70,49 @@ __device__ inline char* dynamic_shared() {
   extern __shared__ Words4 memory[];
   return reinterpret_cast<char*>(memory);
 }
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8x8 matrices of 16-bit numbers from shared memory: lane 8t+r brings the address of row r of matrix t, 16 bytes.
+// Lane 4g+q gets numbers 2q and 2q+1 of row g of each.
+__device__ inline Words4 load_matrices(const uint32_t* row) {
+  Words4 got;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(got.word[0]), "=r"(got.word[1]), "=r"(got.word[2]), "=r"(got.word[3])
+               : "r"(shared_address(row))
+               : "memory");
+  return got;
+}
+
+// 8 bytes of global to shared memory without waiting for them; zeros unless `exists`. Both are 8-byte aligned.
+__device__ inline void copy_8_bytes(uint32_t* shared, const uint16_t* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(exists ? 8 : 0)
+               : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // of this thread
+
+// Waits for kWarps warps, those whose index divided by kWarps is `group`: at most 8 groups a thread block.
+template <int kWarps>
+__device__ inline void sync_warps(int group) {
+  if (kWarps == 1) return __syncwarp();
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarps * 32) : "memory");  // barrier 0 is __syncthreads
+}
+
+// Programmatic dependent launch (compute capability 9.0): the next kernel of the stream may start once every thread
+// block has come to the first; the second waits until the kernels before this one have ended and their memory is
+// visible. Neither does anything where the kernels were launched without the attribute.
+__device__ inline void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Thread blocks of a cluster see each other's shared memory; compute capability 9.0.
 __device__ inline void cluster_sync() {
@@ -81,9 +124,7 @@ __device__ inline float load_from_block(const float* shared, int rank) {
   float value = *shared;
 #if __CUDA_ARCH__ >= 900
   uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(address)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
 #endif
   return value;

@@ -22,9 +22,10 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
 
-    def gemv(self, x, values, indices, bias, y, stream):
+    def gemv(self, x, values, indices, bias, y, warps, splits, tiles, dependent, stream):
         tensors = (address(tensor) for tensor in (x, values, indices, bias, y))
-        assert self.library.gemv(*tensors, *y.shape, x.shape[1], TYPES.index(x.dtype), 132, 9) == 0
+        sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype))
+        assert self.library.gemv(*tensors, *sizes, warps, splits, tiles, dependent, 132, 9, 90) == 0
 
     def pack_24(self, weight, values, indices, infeasible, stream):
         if weight.numel():

@@ -14,15 +14,17 @@ SHAPES = [(64, 1024), (32, 320), (7, 64), (33, 576), (40, 260), (9, 12), (1, 4),
 
 @pytest.fixture
 def gemv(linear_library):
-    """gemv(x, values, indices, bias, processors, generation, code) -> y, by csrc/cuda/gemv.cu."""
+    """gemv(x, values, indices, bias, processors, generation, code, launch...) -> y, by csrc/cuda/gemv.cu."""
 
     def run(
-        x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9, code=90
-    ):
+        x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9, code=90,
+        warps=0, splits=0, tiles=0, dependent=False,
+    ):  # fmt: skip
         y = torch.empty(len(x), len(values), dtype=x.dtype)
         status = linear_library.gemv(
             *(address(tensor) for tensor in (x, values, indices, bias, y)),
-            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), processors, generation, code),
+            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype)),
+            *(warps, splits, tiles, dependent, processors, generation, code),
         )
         assert status == 0
         return y
@@ -103,10 +105,11 @@ def test_nothing_beyond_the_tensors_is_touched(shape, at_end, gemv):
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_any_alignment(offset, gemv):
+    """Of the weight; x begins at a multiple of 8 bytes, which proxsparse/ops/backends/cuda.py sees to."""
     x, values, indices, weight = layer(2, 24, 512, torch.bfloat16)
 
     def moved(tensor: Tensor) -> Tensor:
         memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
         return memory[offset:].view(tensor.shape).copy_(tensor)
 
-    check(gemv(moved(x), moved(values), moved(indices)), x, weight)
+    check(gemv(x, moved(values), moved(indices)), x, weight)
