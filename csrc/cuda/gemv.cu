@@ -24,7 +24,7 @@ constexpr int kColumns = 4;                          // rows of x a multiplicati
 constexpr int kXWords = kStep / 2;                   // of a row of x in a step
 constexpr int kXBytes = 2 * kColumns * 4 * kXWords;  // of shared memory for each warp: its rows of x in two steps
 // Warps of a thread block at most, so that the sums and the weights that are on their way fit into registers.
-constexpr int max_warps(int groups, int tiles) { return groups * tiles > 4 && tiles == 4 ? 8 : 16; }
+constexpr int max_warps(int groups, int tiles) { return groups > 1 && tiles == 4 ? 8 : 16; }
 
 struct GemvArguments {
   GemvCall call;  // warps: a multiple of the groups; splits: the thread blocks of a cluster
@@ -119,10 +119,14 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
   float sums[kTiles][kGroups][4] = {};
   Weights weights[kTiles];
 
+  // With GemvCall::dependent the previous kernel may still run up to wait_for_previous_kernel. Before it only weights
+  // are read, which the caller promises to be constant; x, which that kernel may write, and y, whose memory it may
+  // still use, come after it. The next kernel may start at once, because it waits in the same way until this one has
+  // ended.
   allow_next_kernel();
   const bool whole = kAligned && column + kStep <= columns;
-  if (whole) load_step<Aligned<true>>(weights, packed, column);  // constant: not written by the previous kernel
-  wait_for_previous_kernel();                                    // which may write x, and read what y overwrites
+  if (whole) load_step<Aligned<true>>(weights, packed, column);
+  wait_for_previous_kernel();
   if (whole) {
     stage<true>(call, member * kColumns, column, x + mine);
 #pragma unroll 1
@@ -174,7 +178,7 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
     if (bias) sum += Format::load(bias[row]);
     y[int64_t{i / kBlockRows} * call.out_features + row] = Format::store(sum);
   }
-  if (splits > 1) cluster_sync();  // the others stay until they have been read
+  if (splits > 1) cluster_meet();  // the others stay until they have been read, which the stores of y have waited for
 }
 
 // ------------------------------------------------------------------------- launching

@@ -114,10 +114,17 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// Thread blocks of a cluster see each other's shared memory; compute capability 9.0.
+// Thread blocks of a cluster see each other's shared memory; compute capability 9.0. The first also makes what was
+// written before visible after it, which takes a fence for the whole GPU (MEMBAR.ALL.GPU); the second only waits until
+// all threads of the cluster have come to it.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive;\n\tbarrier.cluster.wait;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+__device__ inline void cluster_meet() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 #endif
 }
 __device__ inline float load_from_block(const float* shared, int rank) {

@@ -60,10 +60,11 @@ namespace emulated {
 constexpr int kLanes = 32, kStackBytes = 1 << 17, kWords = 9, kMaxShared = 227 << 10;
 inline int processors = 132, generation = 9;  // of the GPU
 inline int code = 90;                         // what the kernels were compiled for
-inline struct {
+struct Launched {
   int threads, blocks, cluster;  // of a thread block; of the grid; of a cluster
   bool dependent;                // on the kernel before, programmatically
-} launched;                      // the latest launch
+};
+inline Launched launched;  // the latest
 
 struct Copy {
   void* target;
