@@ -18,11 +18,12 @@ struct alignas(8) Words2 {
   uint32_t word[2];
 };
 
-// What is read once and never again: it leaves the L1 cache to x.
+// What is read once and never again: it leaves the L1 cache to x. Not ld.global.nc: those the compiler moves to after
+// wait_for_previous_kernel.
 __device__ inline Words4 load_once(const Words4* source) {
 #ifdef __CUDA_ARCH__
   Words4 got;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(got.word[0]), "=r"(got.word[1]), "=r"(got.word[2]), "=r"(got.word[3])
                : "l"(source));
   return got;
@@ -33,7 +34,7 @@ __device__ inline Words4 load_once(const Words4* source) {
 __device__ inline Words2 load_once(const Words2* source) {
 #ifdef __CUDA_ARCH__
   Words2 got;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
                : "=r"(got.word[0]), "=r"(got.word[1])
                : "l"(source));
   return got;
