@@ -112,17 +112,17 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
   uint32_t* x = reinterpret_cast<uint32_t*>(dynamic_shared()) + slot * 2 * kGroups * kColumns * kXWords;
   uint32_t* x_next = x + kGroups * kColumns * kXWords;
   const uint32_t mine = member * kColumns * kXWords, unit = unit_of_lane();
-  const auto share = [&] {  // x is there; and nobody reads x_next any more
+  const auto share = [&] {  // x has arrived, and no warp still reads x_next
     wait_for_copies();
     sync_warps<kGroups>(slot);
   };
   float sums[kTiles][kGroups][4] = {};
   Weights weights[kTiles];
 
-  // With GemvCall::dependent the previous kernel may still run up to wait_for_previous_kernel. Before it only weights
-  // are read, which the caller promises to be constant; x, which that kernel may write, and y, whose memory it may
-  // still use, come after it. The next kernel may start at once, because it waits in the same way until this one has
-  // ended.
+  // With GemvCall::dependent the previous kernel may still be running until wait_for_previous_kernel returns. Up to
+  // there only weights are read: the caller promises that they are constant. x may still be written by that kernel and
+  // the memory of y be read by it, so both are used afterwards only. The next kernel may start at once: one that was
+  // launched in this way waits too, until this kernel has ended; any other starts after this one has ended anyway.
   allow_next_kernel();
   const bool whole = kAligned && column + kStep <= columns;
   if (whole) load_step<Aligned<true>>(weights, packed, column);
@@ -171,14 +171,14 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
   const auto* bias = static_cast<const uint16_t*>(call.bias);
   auto* y = static_cast<uint16_t*>(call.y);
   for (int i = static_cast<int>(threadIdx.x); rank == 0 && i < wanted; i += threads) {  // what it wrote itself
-    float sum = of_block[i];
-    for (int other = 1; other < splits; ++other) sum += load_from_block(of_block + i, other);
     const int row = first + i % kBlockRows;
     if (row >= call.out_features) continue;
+    float sum = of_block[i];
+    for (int other = 1; other < splits; ++other) sum += load_from_block(of_block + i, other);
     if (bias) sum += Format::load(bias[row]);
     y[int64_t{i / kBlockRows} * call.out_features + row] = Format::store(sum);
   }
-  if (splits > 1) cluster_meet();  // the others stay until they have been read, which the stores of y have waited for
+  if (splits > 1) cluster_meet();  // the others stay until they have been read: a store of y waits for what it adds up
 }
 
 // ------------------------------------------------------------------------- launching
@@ -207,7 +207,7 @@ int power_of_two(int number, int most) {  // the largest that is not above eithe
   return power;
 }
 
-// What the call leaves open (0) is chosen here, not tuned on a GPU; what a GPU cannot run is replaced by the nearest
+// What the call leaves open (0) is chosen here, not tuned on a GPU. What a GPU cannot run is replaced by the nearest
 // number that it can. Where the rows of W do not occupy the GPU, clusters split its columns; the fewer thread blocks,
 // the larger they are.
 Plan plan(const GemvCall& call, const Device& device) {

@@ -34,9 +34,7 @@ __device__ inline Words4 load_once(const Words4* source) {
 __device__ inline Words2 load_once(const Words2* source) {
 #ifdef __CUDA_ARCH__
   Words2 got;
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-               : "=r"(got.word[0]), "=r"(got.word[1])
-               : "l"(source));
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(got.word[0]), "=r"(got.word[1]) : "l"(source));
   return got;
 #else
   return *source;
