@@ -113,11 +113,11 @@ def missing() -> str | None:
 
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu."""
-    rows, out_features = len(x), len(values)
+    (rows, in_features), out_features = x.shape, values.shape[0]
     if x.data_ptr() % 8:  # the kernel copies x in pieces of 8 bytes; this copy is a few KB, also in a graph capture
         x = x.clone()
     y = x.new_empty(rows, out_features)
-    chosen = tuning.launch_parameters("gemv", x.dtype, x.device, (out_features, x.shape[1], rows))
+    chosen = tuning.launch_parameters("gemv", x.dtype, x.device, (out_features, in_features, rows))
     numbers = (chosen.get(name, 0) for name in ("warps", "splits", "tiles"))  # 0: the kernel chooses
     _call("gemv", x, values, indices, bias, y, *numbers, _dependent.get())
     return y
