@@ -134,9 +134,10 @@ std::pair<int, int> check_packed(const at::Tensor& values, const at::Tensor& ind
   return {count(values.size(0)), count(2 * values.size(1))};
 }
 
-// y [rows, out_features] = x [rows, in_features] W^T + bias, of 1 to 16 rows; all bfloat16 or all float16.
+// y [rows, out_features] = x [rows, in_features] W^T + bias, of 1 to 16 rows; all bfloat16 or all float16. GemvCall
+// documents warps, splits, tiles and dependent.
 void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& bias,
-          const at::Tensor& y, int64_t stream) {
+          const at::Tensor& y, int warps, int splits, int tiles, bool dependent, int64_t stream) {
   const auto [out_features, in_features] = check_packed(values, indices);
   const at::ScalarType dtype = values.scalar_type();
   const int64_t rows = x.dim() == 2 ? x.size(0) : 0;
@@ -145,6 +146,7 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
   check_tensor("x", x, {rows, in_features}, dtype);
   check_tensor("y", y, {rows, out_features}, dtype);
   if (bias) check_tensor("bias", *bias, {out_features}, dtype);
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 8 == 0, "x must begin at a multiple of 8 bytes");
   if (out_features == 0 || in_features == 0) return;
   const GemvCall call{.x = x.const_data_ptr(),
                       .values = values.const_data_ptr(),
@@ -154,7 +156,11 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
                       .rows = static_cast<int>(rows),
                       .out_features = out_features,
                       .in_features = in_features,
-                      .type = type_of(values)};
+                      .type = type_of(values),
+                      .warps = warps,
+                      .splits = splits,
+                      .tiles = tiles,
+                      .dependent = dependent};
   check(launch_gemv(call, reinterpret_cast<cudaStream_t>(stream)));
 }
 

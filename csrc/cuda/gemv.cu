@@ -2,247 +2,183 @@
 //
 // Tensor cores multiply a 2:4 tile by columns and pick the numbers that meet the kept weights themselves (mma_sp of
 // sparse_mma.h). Which weight stands where in the tile is free, as long as the columns and the places follow. It is
-// chosen so that 16 bytes of values, as they lie in memory, are one operand of a lane:
+// chosen so that 16 bytes of values, as they lie in memory, are one operand of a lane: packed_tile.h.
 //
-// A tile is 8 rows of W by a chunk of 64 columns, which are 16 blocks. Lane 4g+q reads blocks 4q+j, j = 0 to 3, of row
-// g. To mma_sp the even j are row g and the odd j are row g+8; j = 0 and 1 are its block q, j = 2 and 3 its block q+4.
 // Row b of x becomes two columns: 2b of what meets even blocks, 2b+1 of what meets odd ones. Then y is the sum of the
-// elements [g, 2b] and [g+8, 2b+1] of the product; lane 4g+b holds both.
-//
-// A step is 4 chunks. mma_sp asks lanes q = 0 and 1 for the places of chunks 0 and 1, lanes 2 and 3 for those of chunks
-// 2 and 3; the even lane for j = 0 and 1, the odd one for j = 2 and 3. So each reads 16 of the 32 bytes and uses half.
+// elements [g, 2b] and [g+8, 2b+1] of the product; lane 4g+b holds both. So a multiplication serves 4 rows of x.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "launch.h"
 #include "number.h"
+#include "packed_tile.h"
 #include "sparse_mma.h"
 
 namespace proxsparse::gpu {
 namespace {
 
-constexpr int kTile = 8;                                                // rows of W
-constexpr uint32_t kChunk = 64, kChunks = 4, kStep = kChunk * kChunks;  // columns
-constexpr int kColumns = 4;                                             // rows of x a multiplication
-constexpr int kXWords = kStep / 2;                                      // of a row of x in a step
-// Tiles of a thread block, for groups of 4 rows of x: as many as leave registers for the sums.
-constexpr int tiles_of(int groups) { return groups == 4 ? 2 : 4; }
-// 16 rows of x take so much shared memory that two thread blocks of 8 warps fit.
-constexpr int max_warps(int groups) { return groups == 4 ? 8 : 16; }
+constexpr int kColumns = 4;                          // rows of x a multiplication
+constexpr int kXWords = kStep / 2;                   // of a row of x in a step
+constexpr int kXBytes = 2 * kColumns * 4 * kXWords;  // of shared memory for each warp: its rows of x in two steps
+// Warps of a thread block at most, so that the sums and the weights that are on their way fit into registers.
+constexpr int max_warps(int groups, int tiles) { return groups > 1 && tiles == 4 ? 8 : 16; }
 
 struct GemvArguments {
-  GemvCall call;
-  int warps, splits;  // of a thread block; thread blocks of a cluster
+  GemvCall call;  // warps: a multiple of the groups; splits: the thread blocks of a cluster
 };
 
-// The packed rows of a thread block. Beyond the last row a lane reads that again, and nobody wants the result.
-template <int kTiles>
-struct Packed {
-  const uint16_t* values;
-  const uint8_t* indices;
-  uint32_t columns, row[kTiles];
+// ------------------------------------------------------------------------- x
 
-  __device__ Packed(const GemvCall& call, int first) : columns(static_cast<uint32_t>(call.in_features)) {
-    values = static_cast<const uint16_t*>(call.values) + int64_t{first} * (call.in_features / 2);
-    indices = call.indices + int64_t{first} * ((call.in_features + 7) / 8);
+// The part of a step of x that one warp brings to shared memory: kColumns rows from `first`. Each is [kChunks][8] units
+// of 16 bytes. Unit 4 * odd + t of a chunk holds what column 2b + odd of a multiplication takes as numbers 8t to 8t+7:
+// blocks n = 4a + 2h + odd of x, for h = t / 2 and two a from 2 * (t % 2). It stands at t ^ b instead of t: then
+// neither this nor load_matrices accesses a memory bank twice at once.
+template <bool kWhole>  // else columns after the end of the rows become zeros
+__device__ void stage(const GemvCall& call, int first, uint32_t column, uint32_t* shared) {
+  const uint32_t block = static_cast<uint32_t>(lane()), columns = static_cast<uint32_t>(call.in_features);
+  const uint32_t a = block / 4 % 4, odd = block % 2, t = a / 2 + (block & 2);
+  PROXSPARSE_UNROLL
+  for (uint32_t b = 0; b < kColumns; ++b) {
+    const int row = first + static_cast<int>(b);
+    if (row >= call.rows) break;
+    uint32_t* target = shared + (b * kXWords + block / 16 * 32 + (4 * odd + (t ^ b)) * 4 + a % 2 * 2);
     PROXSPARSE_UNROLL
-    for (int i = 0; i < kTiles; ++i) {
-      row[i] = static_cast<uint32_t>(std::min(i * kTile + lane() / 4, call.out_features - first - 1));
+    for (uint32_t half = 0; half < 2; ++half) {  // of the chunks
+      const uint32_t place = column + half * kStep / 2 + 4 * block;
+      const bool exists = kWhole || place < columns;
+      const uint32_t source = static_cast<uint32_t>(row) * columns + (exists ? place : 0);
+      copy_8_bytes(target + half * kXWords / 2, static_cast<const uint16_t*>(call.x) + source, exists);
     }
   }
-};
+}
 
-// What a lane holds of a step of a tile: 4 blocks of every chunk, and the places of two chunks.
-struct Weights {
-  Words4 values[kChunks];
-  Words2 places[2];
-};
-
-__device__ inline uint32_t lane_of_row() { return static_cast<uint32_t>(lane()) % 4; }
-
-// ------------------------------------------------------------------------- reading: 16 bytes at once
-
-template <bool kWhole>                   // of a step that lies in the row; else parts of it may be behind its end
-struct Aligned {                         // the columns are a multiple of 64, and all begins at a multiple of 16 bytes
-  static constexpr int kRowsAtOnce = 2;  // of x
-
-  template <int kTiles>
-  static __device__ void load(Weights& weights, const Packed<kTiles>& packed, int tile, uint32_t column) {
-    const uint32_t q = lane_of_row(), start = packed.row[tile] * packed.columns + column;
-    PROXSPARSE_UNROLL
-    for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
-      if (!kWhole) weights.values[chunk] = {};
-      if (kWhole || column + chunk * kChunk < packed.columns) {
-        const auto* values = reinterpret_cast<const Words4*>(packed.values + (start / 2 + q * 8));
-        weights.values[chunk] = load_once(values + chunk * (kChunk / 16));
-      }
-    }
-    PROXSPARSE_UNROLL
-    for (uint32_t i = 0; i < 2; ++i) {
-      if (!kWhole) weights.places[i] = {kAnyPlaces, kAnyPlaces};
-      if (kWhole || column + (q / 2 * 2 + i) * kChunk < packed.columns) {
-        weights.places[i] = load_once(reinterpret_cast<const Words2*>(packed.indices + (start / 8 + q / 2 * 16)) + i);
-      }
-    }
-  }
-
-  // Two neighbours of a row of x, at `column`.
-  static __device__ uint32_t pair(const uint16_t* x, uint32_t column, uint32_t columns) {
-    return kWhole || column < columns ? *reinterpret_cast<const uint32_t*>(x) : 0;
-  }
-};
-
-// ------------------------------------------------------------------------- reading: number by number
-
-struct Anywhere {  // the columns are a multiple of 4
-  static constexpr int kRowsAtOnce = 1;
-
-  static __device__ uint32_t pair(const uint16_t* numbers, uint32_t place, uint32_t size) {
-    return place < size ? numbers[0] | uint32_t{numbers[1]} << 16 : 0;
-  }
-
-  // The nibbles of 8 blocks.
-  static __device__ uint32_t places(const uint8_t* indices, uint32_t start, uint32_t first, uint32_t blocks) {
-    uint32_t word = kAnyPlaces;
-    PROXSPARSE_UNROLL
-    for (uint32_t byte = 0; byte < 4; ++byte) {
-      const uint32_t block = first + 2 * byte, mask = block + 1 < blocks ? 0xffu : block < blocks ? 0x0fu : 0u;
-      if (mask) word = (word & ~(mask << 8 * byte)) | (indices[start + block / 2] & mask) << 8 * byte;
-    }
-    return word;
-  }
-
-  template <int kTiles>
-  static __device__ void load(Weights& weights, const Packed<kTiles>& packed, int tile, uint32_t column) {
-    const uint32_t q = lane_of_row(), row = packed.row[tile], columns = packed.columns, bytes = (columns + 7) / 8;
-    PROXSPARSE_UNROLL
-    for (uint32_t i = 0; i < 4 * kChunks; ++i) {
-      const uint32_t value = (column + i / 4 * kChunk) / 2 + q * 8 + i % 4 * 2;
-      weights.values[i / 4].word[i % 4] = pair(packed.values + (row * (columns / 2) + value), value, columns / 2);
-    }
-    PROXSPARSE_UNROLL
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t block = (column + q / 2 * 2 * kChunk) / 4 + i * 8;
-      weights.places[i / 2].word[i % 2] = places(packed.indices, row * bytes, block, columns / 4);
-    }
-  }
-};
+// The unit that this lane brings to load_matrices, for chunk 0 and the first kColumns rows.
+__device__ inline uint32_t unit_of_lane() {
+  const uint32_t t = static_cast<uint32_t>(lane()) / 8, b = static_cast<uint32_t>(lane()) / 2 % 4, odd = lane() % 2;
+  return b * kXWords + (4 * odd + (t ^ b)) * 4;
+}
 
 // ------------------------------------------------------------------------- one step
 
-// x of this step to the shared memory of the warp, as [rows][kChunks][2][4] times four pairs: those that lane 4n+q of a
-// multiplication takes at once for its column n = 2b or 2b+1.
-template <typename Reading>
-__device__ void stage(const GemvCall& call, uint32_t column, uint32_t* shared) {
-  const uint32_t i = static_cast<uint32_t>(lane()), odd = i / 4 % 2, q = i % 4, columns = call.in_features;
-  const uint32_t first = column + i / 8 * kChunk + 16 * (q / 2) + 4 * odd + 2 * (q % 2);
-  const auto* x = static_cast<const uint16_t*>(call.x);
-#pragma unroll Reading::kRowsAtOnce
-  for (int row = 0; row < call.rows; ++row) {
-    const uint16_t* place = x + (static_cast<uint32_t>(row) * columns + first);
-    reinterpret_cast<Words4*>(shared + row * kXWords)[i] = {
-        Reading::pair(place, first, columns), Reading::pair(place + 32, first + 32, columns),
-        Reading::pair(place + 8, first + 8, columns), Reading::pair(place + 40, first + 40, columns)};
-  }
-}
-
-// Of the places of a chunk (nibble 4r+j for block j of lane r) those with the two j that this lane is asked for: the
-// first j of all r in the lower half, the second in the upper half.
-__device__ inline uint32_t places_of_lane(Words2 chunk) {
-  const uint32_t both = __byte_perm(chunk.word[0], chunk.word[1], lane() % 2 ? 0x7531 : 0x6420);
-  const uint32_t differ = (both ^ both >> 4) & 0x00f000f0u;
-  return __byte_perm(both ^ differ ^ differ << 4, 0, 0x3120);
-}
-
-// `kTogether` tiles are in flight at once: as many as there are registers for.
-template <typename Format, int kTogether, typename Reading, int kGroups, int kTiles>
-__device__ void add_step(const GemvCall& call, const Packed<kTiles>& packed, uint32_t column, uint32_t* x,
+// Adds a step of all tiles to the sums. With a Next, what has been multiplied is replaced by the step at `next`, so
+// that the memory is never idle. x: what this lane reads of the step.
+template <typename Format, typename Next, int kGroups, int kTiles>
+__device__ void add_step(Weights (&weights)[kTiles], const uint32_t* x, const Packed<kTiles>& packed, uint32_t next,
                          float (&sums)[kTiles][kGroups][4]) {
   PROXSPARSE_UNROLL
-  for (int first = 0; first < kTiles; first += kTogether) {
-    Weights weights[kTogether];
+  for (uint32_t chunk = 0; chunk < kChunks; ++chunk) {
+    uint32_t places[kTiles];
     PROXSPARSE_UNROLL
-    for (int i = 0; i < kTogether; ++i) Reading::load(weights[i], packed, first + i, column);
-    if (first == 0) stage<Reading>(call, column, x);
-    __syncwarp();
+    for (int i = 0; i < kTiles; ++i) places[i] = places_of_lane(weights[i].places[chunk % 2]);
     PROXSPARSE_UNROLL
-    for (int chunk = 0; chunk < int{kChunks}; ++chunk) {
-      uint32_t places[kTogether];
+    for (int group = 0; group < kGroups; ++group) {
+      // where there is no row of x there is anything: columns do not mix
+      const Words4 columns = load_matrices(x + (group * kColumns * kXWords + chunk * 32));
       PROXSPARSE_UNROLL
-      for (int i = 0; i < kTogether; ++i) places[i] = places_of_lane(weights[i].places[chunk % 2]);
+      for (int i = 0; i < kTiles; ++i) {
+        mma_sp(Format(), chunk / 2, sums[i][group], weights[i].values[chunk].word, columns.word, places[i]);
+      }
+    }
+    if constexpr (!std::is_void_v<Next>) {
       PROXSPARSE_UNROLL
-      for (int group = 0; group < kGroups; ++group) {
-        // where there is no row of x there is anything: columns do not mix
-        const int row = group * kColumns + lane() / 8;
-        const Words4 columns = reinterpret_cast<const Words4*>(x + row * kXWords)[chunk * 8 + lane() % 8];
-        PROXSPARSE_UNROLL
-        for (int i = 0; i < kTogether; ++i) {
-          mma_sp(Format(), chunk / 2, sums[first + i][group], weights[i].values[chunk].word, columns.word, places[i]);
-        }
+      for (int i = 0; i < kTiles; ++i) {
+        weights[i].values[chunk] = Next::values(packed, i, next, chunk);
+        if (chunk >= 2) weights[i].places[chunk % 2] = Next::places(packed, i, next, chunk % 2);
       }
     }
   }
-  __syncwarp();
 }
 
 // ------------------------------------------------------------------------- all of them
 
-// A warp takes every (warps * splits)-th step of the rows of its thread block, so that the warps together read long
-// pieces of each row. Then the warps add up, and the thread blocks of a cluster: in a fixed order.
-template <typename Format, int kGroups, bool kAligned>
-__global__ void __launch_bounds__(max_warps(kGroups) * kLanes, kGroups == 4 && kAligned ? 2 : 1)
-    gemv_kernel(GemvArguments arguments) {
-  constexpr int kTiles = tiles_of(kGroups), kBlockRows = kTiles * kTile, kTogether = kGroups == 1 ? kTiles : kTiles / 2;
+// kGroups neighbouring warps share x: they take the same columns, and each its own kTiles tiles. A thread block has
+// `slots` such teams. A team takes every (slots * splits)-th step of the rows of its thread block, so that the teams
+// together read long pieces of each row. Then the teams add up, and the thread blocks of a cluster: in a fixed order.
+template <typename Format, int kGroups, int kTiles, bool kAligned>
+__global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kernel(GemvArguments arguments) {
+  constexpr int kWarpRows = kTiles * kTile, kBlockRows = kGroups * kWarpRows;
   const GemvCall& call = arguments.call;
-  const int warps = arguments.warps, splits = arguments.splits, rank = static_cast<int>(blockIdx.y);
+  const int slots = call.warps / kGroups, splits = call.splits, rank = static_cast<int>(blockIdx.y);
+  const int member = warp() % kGroups, slot = warp() / kGroups;
   const int first = static_cast<int>(blockIdx.x) * kBlockRows;
-  const Packed<kTiles> packed(call, first);
-  auto* x = reinterpret_cast<uint32_t*>(dynamic_shared()) + warp() * kGroups * kColumns * kXWords;
+  const Packed<kTiles> packed(call, first + member * kWarpRows);
+  const uint32_t columns = packed.columns, stride = static_cast<uint32_t>(splits * slots) * kStep;
+  uint32_t column = static_cast<uint32_t>(rank * slots + slot) * kStep;
+
+  // x of this step and of the next one, [kGroups * kColumns] rows each; a member brings its kColumns.
+  uint32_t* x = reinterpret_cast<uint32_t*>(dynamic_shared()) + slot * 2 * kGroups * kColumns * kXWords;
+  uint32_t* x_next = x + kGroups * kColumns * kXWords;
+  const uint32_t mine = member * kColumns * kXWords, unit = unit_of_lane();
+  const auto share = [&] {  // x has arrived, and no warp still reads x_next
+    wait_for_copies();
+    sync_warps<kGroups>(slot);
+  };
   float sums[kTiles][kGroups][4] = {};
+  Weights weights[kTiles];
 
-  const uint32_t stride = static_cast<uint32_t>(splits * warps) * kStep;
-  uint32_t column = static_cast<uint32_t>(rank * warps + warp()) * kStep;
+  // With GemvCall::dependent the previous kernel may still be running until wait_for_previous_kernel returns. Up to
+  // there only weights are read: the caller promises that they are constant. x may still be written by that kernel and
+  // the memory of y be read by it, so both are used afterwards only. The next kernel may start at once: one that was
+  // launched in this way waits too, until this kernel has ended; any other starts after this one has ended anyway.
+  allow_next_kernel();
+  const bool whole = kAligned && column + kStep <= columns;
+  if (whole) load_step<Aligned<true>>(weights, packed, column);
+  wait_for_previous_kernel();
+  if (whole) {
+    stage<true>(call, member * kColumns, column, x + mine);
 #pragma unroll 1
-  for (; column + kStep <= packed.columns; column += stride) {
-    using Reading = std::conditional_t<kAligned, Aligned<true>, Anywhere>;
-    add_step<Format, kAligned ? kTogether : 1, Reading>(call, packed, column, x, sums);
+    for (; column + stride + kStep <= columns; column += stride) {
+      share();
+      stage<true>(call, member * kColumns, column + stride, x_next + mine);
+      add_step<Format, Aligned<true>>(weights, x + unit, packed, column + stride, sums);
+      std::swap(x, x_next);
+    }
+    share();
+    add_step<Format, void>(weights, x + unit, packed, 0, sums);
+    std::swap(x, x_next);
+    column += stride;
   }
-  if (column < packed.columns) {
-    using Reading = std::conditional_t<kAligned, Aligned<false>, Anywhere>;
-    add_step<Format, 1, Reading>(call, packed, column, x, sums);
+#pragma unroll 1
+  for (; column < columns; column += stride) {  // where the weights are aligned, at most one
+    stage<false>(call, member * kColumns, column, x + mine);
+    load_step<std::conditional_t<kAligned, Aligned<false>, Unaligned>>(weights, packed, column);
+    share();
+    add_step<Format, void>(weights, x + unit, packed, 0, sums);
+    std::swap(x, x_next);
   }
 
-  __syncthreads();  // from here on the shared memory holds sums, [warps + 1][rows][kBlockRows]
-  auto* of_warps = reinterpret_cast<float*>(dynamic_shared());
-  const int wanted = call.rows * kBlockRows, threads = warps * kLanes;
-  float* of_block = of_warps + warps * wanted;
+  __syncthreads();  // from here on the shared memory holds sums, [slots + 1][rows][kBlockRows]
+  auto* of_slots = reinterpret_cast<float*>(dynamic_shared());
+  const int wanted = call.rows * kBlockRows, threads = call.warps * kLanes;
+  float* of_block = of_slots + slots * wanted;
   PROXSPARSE_UNROLL
   for (int i = 0; i < kTiles * kGroups; ++i) {
     const auto& sum = sums[i / kGroups][i % kGroups];
     const int row = i % kGroups * kColumns + lane() % 4;
-    const int place = row * kBlockRows + i / kGroups * kTile + lane() / 4;
-    if (row < call.rows) of_warps[warp() * wanted + place] = sum[0] + sum[3];
+    const int place = row * kBlockRows + member * kWarpRows + i / kGroups * kTile + lane() / 4;
+    if (row < call.rows) of_slots[slot * wanted + place] = sum[0] + sum[3];
   }
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < wanted; i += threads) {
     float sum = 0;
-    for (int w = 0; w < warps; ++w) sum += of_warps[w * wanted + i];
+    for (int s = 0; s < slots; ++s) sum += of_slots[s * wanted + i];
     of_block[i] = sum;
   }
   if (splits > 1) cluster_sync();
   const auto* bias = static_cast<const uint16_t*>(call.bias);
   auto* y = static_cast<uint16_t*>(call.y);
   for (int i = static_cast<int>(threadIdx.x); rank == 0 && i < wanted; i += threads) {  // what it wrote itself
-    float sum = of_block[i];
-    for (int other = 1; other < splits; ++other) sum += load_from_block(of_block + i, other);
     const int row = first + i % kBlockRows;
     if (row >= call.out_features) continue;
+    float sum = of_block[i];
+    for (int other = 1; other < splits; ++other) sum += load_from_block(of_block + i, other);
     if (bias) sum += Format::load(bias[row]);
     y[int64_t{i / kBlockRows} * call.out_features + row] = Format::store(sum);
   }
-  if (splits > 1) cluster_sync();  // the others stay until they have been read
+  if (splits > 1) cluster_meet();  // the others stay until they have been read: a store of y waits for what it adds up
 }
 
 // ------------------------------------------------------------------------- launching
@@ -261,66 +197,93 @@ cudaError_t current(Device& device) {
 
 struct Plan {
   bool aligned;
-  int groups, blocks;  // of 4 rows of x; along the rows of W
+  int groups, tiles, blocks;  // of 4 rows of x; of a warp; thread blocks along the rows of W
   GemvArguments arguments;
 };
 
-// Where the rows of W do not occupy the GPU, clusters split its columns; the fewer thread blocks, the larger they are.
-// Not tuned on a GPU.
-Plan plan(const GemvCall& call, const Device& device) {
-  const auto bits = reinterpret_cast<uintptr_t>(call.x) | reinterpret_cast<uintptr_t>(call.values) |
-                    reinterpret_cast<uintptr_t>(call.indices);
-  const bool aligned = bits % 16 == 0 && call.in_features % int{kChunk} == 0;
-  const int groups = !aligned || call.rows > 2 * kColumns ? 4 : call.rows > kColumns ? 2 : 1;
-  const int rows = tiles_of(groups) * kTile, blocks = (call.out_features + rows - 1) / rows;
-  const int steps = (call.in_features + int{kStep} - 1) / int{kStep};
-  int splits = 1;
-  while (device.generation >= 9 && splits < 8 && 2 * splits * blocks <= device.processors && 2 * splits <= steps) {
-    splits *= 2;
-  }
-  const int warps = blocks > device.processors ? max_warps(4) : max_warps(groups);
-  return {aligned, groups, blocks, {call, std::min(warps, (steps + splits - 1) / splits), splits}};
+int power_of_two(int number, int most) {  // the largest that is not above either
+  int power = 1;
+  while (2 * power <= std::min(number, most)) power *= 2;
+  return power;
 }
 
-template <typename Format, int kGroups, bool kAligned>
+// What the call leaves open (0) is chosen here, not tuned on a GPU. What a GPU cannot run is replaced by the nearest
+// number that it can. Where the rows of W do not occupy the GPU, clusters split its columns; the fewer thread blocks,
+// the larger they are.
+Plan plan(const GemvCall& call, const Device& device) {
+  const auto bits = reinterpret_cast<uintptr_t>(call.values) | reinterpret_cast<uintptr_t>(call.indices);
+  const bool aligned = bits % 16 == 0 && call.in_features % int{kChunk} == 0;
+  const int groups = !aligned || call.rows > 2 * kColumns ? 4 : call.rows > kColumns ? 2 : 1;
+  const int tiles = !aligned ? 1 : power_of_two(call.tiles > 0 ? call.tiles : groups == 1 ? 4 : 2, 4);
+  const int rows = groups * tiles * kTile, blocks = (call.out_features + rows - 1) / rows;
+  const int steps = (call.in_features + int{kStep} - 1) / int{kStep};
+  int splits = 1;
+  while (splits < 8 && 2 * splits * blocks <= device.processors && 2 * splits <= steps) splits *= 2;
+  if (call.splits > 0) splits = std::min(call.splits, 8);
+  if (device.generation < 9) splits = 1;  // no clusters
+  const int most = max_warps(groups, tiles), fit = (steps + splits - 1) / splits * groups;
+  const int warps = call.warps > 0 ? call.warps : std::min(blocks > device.processors ? 8 : 16, fit);
+  GemvArguments arguments{call};
+  arguments.call.splits = splits;
+  arguments.call.warps = std::max(std::min(warps, most) / groups, 1) * groups;
+  return {aligned, groups, tiles, blocks, arguments};
+}
+
+template <typename Format, int kGroups, int kTiles, bool kAligned>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
   GemvArguments arguments = plan.arguments;
-  const auto kernel = gemv_kernel<Format, kGroups, kAligned>;
-  if (arguments.splits > 1) {  // code for older GPUs that was compiled anew for this one has no clusters
+  GemvCall& call = arguments.call;
+  const auto kernel = gemv_kernel<Format, kGroups, kTiles, kAligned>;
+  if (call.splits > 1 || call.dependent) {  // code for older GPUs that the driver compiled for this one has neither
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
     if (status != cudaSuccess) return status;
-    if (attributes.ptxVersion < 90) arguments.splits = 1;
+    if (attributes.ptxVersion < 90) call.splits = 1, call.dependent = false;
   }
-  const int shared = arguments.warps * kGroups * kColumns * kXWords * 4;  // bytes; the sums need less
-  if (shared > 48 << 10) {                                                // this much is there without asking
+  const int shared = call.warps * kXBytes;  // the sums need less
+  if (shared > 48 << 10) {                  // this much is there without asking
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (status != cudaSuccess) return status;
   }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {1, static_cast<unsigned>(arguments.splits), 1};
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(arguments.splits));
-  config.blockDim = dim3(static_cast<unsigned>(arguments.warps * kLanes));
+  config.gridDim = dim3(static_cast<unsigned>(plan.blocks), static_cast<unsigned>(call.splits));
+  config.blockDim = dim3(static_cast<unsigned>(call.warps * kLanes));
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = arguments.splits > 1;
+  config.attrs = attributes;
+  if (call.splits > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {1, static_cast<unsigned>(call.splits), 1};
+  }
+  if (call.dependent) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, arguments);
+}
+
+template <typename Format, int kGroups>
+cudaError_t launch(const Plan& plan, cudaStream_t stream) {
+  if (plan.tiles == 4) return launch<Format, kGroups, 4, true>(plan, stream);
+  if (plan.tiles == 2) return launch<Format, kGroups, 2, true>(plan, stream);
+  return launch<Format, kGroups, 1, true>(plan, stream);
 }
 
 template <typename Format>
 cudaError_t launch(const Plan& plan, cudaStream_t stream) {
-  if (!plan.aligned) return launch<Format, 4, false>(plan, stream);
-  if (plan.groups == 4) return launch<Format, 4, true>(plan, stream);
-  if (plan.groups == 2) return launch<Format, 2, true>(plan, stream);
-  return launch<Format, 1, true>(plan, stream);
+  if (!plan.aligned) return launch<Format, 4, 1, false>(plan, stream);
+  if (plan.groups == 4) return launch<Format, 4>(plan, stream);
+  if (plan.groups == 2) return launch<Format, 2>(plan, stream);
+  return launch<Format, 1>(plan, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream) {
+  if (reinterpret_cast<uintptr_t>(call.x) % 8 != 0) return cudaErrorInvalidValue;
   Device device{};
   const cudaError_t status = current(device);
   if (status != cudaSuccess) return status;

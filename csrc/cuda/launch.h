@@ -44,13 +44,20 @@ cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream);
 
 // y = x W^T + bias, W [out_features, in_features] 2:4 and packed (proxsparse/packed.py).
 struct GemvCall {
-  const void* x;                        // [rows, in_features]
+  const void* x;                        // [rows, in_features]; 8-byte aligned
   const void* values;                   // [out_features, in_features / 2]
   const uint8_t* indices;               // [out_features, ceil(in_features / 8)]
   const void* bias;                     // [out_features]; null means 0
   void* y;                              // [rows, out_features]
   int rows, out_features, in_features;  // rows: 1 to 16; in_features: a multiple of 4
   Type type;                            // of all numbers: kBFloat16 or kFloat16; the sums are float32
+  // How it is launched; 0: the kernel's own choice. A number that the GPU cannot run is replaced by the nearest it can.
+  int warps;   // of a thread block, 1 to 16
+  int splits;  // of the columns of W, over the thread blocks of a cluster, 1 to 8; 1 before compute capability 9.0
+  int tiles;   // of 8 rows of W in each warp: 1, 2 or 4
+  // May start before the previous kernel of the stream has ended, and load weights. Only where no kernel that may still
+  // run writes values or indices. Nothing changes before compute capability 9.0.
+  bool dependent;
 };
 cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The instructions of the gemv that C++ has no words for. The tests replace those of tensor cores and clusters.
+// The instructions of the gemv that C++ has no words for. The tests replace those after __CUDACC__.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,11 +18,12 @@ struct alignas(8) Words2 {
   uint32_t word[2];
 };
 
-// What is read once and never again: it leaves the L1 cache to x.
+// What is read once and never again: it leaves the L1 cache to x. Not ld.global.nc: those the compiler moves to after
+// wait_for_previous_kernel.
 __device__ inline Words4 load_once(const Words4* source) {
 #ifdef __CUDA_ARCH__
   Words4 got;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(got.word[0]), "=r"(got.word[1]), "=r"(got.word[2]), "=r"(got.word[3])
                : "l"(source));
   return got;
@@ -33,9 +34,7 @@ __device__ inline Words4 load_once(const Words4* source) {
 __device__ inline Words2 load_once(const Words2* source) {
 #ifdef __CUDA_ARCH__
   Words2 got;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-               : "=r"(got.word[0]), "=r"(got.word[1])
-               : "l"(source));
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(got.word[0]), "=r"(got.word[1]) : "l"(source));
   return got;
 #else
   return *source;
@@ -70,20 +69,68 @@ __device__ inline char* dynamic_shared() {
   extern __shared__ Words4 memory[];
   return reinterpret_cast<char*>(memory);
 }
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
 
-// Thread blocks of a cluster see each other's shared memory; compute capability 9.0.
+// Four 8x8 matrices of 16-bit numbers from shared memory: lane 8t+r brings the address of row r of matrix t, 16 bytes.
+// Lane 4g+q gets numbers 2q and 2q+1 of row g of each.
+__device__ inline Words4 load_matrices(const uint32_t* row) {
+  Words4 got;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(got.word[0]), "=r"(got.word[1]), "=r"(got.word[2]), "=r"(got.word[3])
+               : "r"(shared_address(row))
+               : "memory");
+  return got;
+}
+
+// 8 bytes of global to shared memory without waiting for them; zeros unless `exists`. Both are 8-byte aligned.
+__device__ inline void copy_8_bytes(uint32_t* shared, const uint16_t* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(exists ? 8 : 0)
+               : "memory");
+}
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // of this thread
+
+// Waits for kWarps warps, those whose index divided by kWarps is `group`: at most 8 groups a thread block.
+template <int kWarps>
+__device__ inline void sync_warps(int group) {
+  if (kWarps == 1) return __syncwarp();
+  asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarps * 32) : "memory");  // barrier 0 is __syncthreads
+}
+
+// Programmatic dependent launch (compute capability 9.0): the next kernel of the stream may start once every thread
+// block has come to the first; the second waits until the kernels before this one have ended and their memory is
+// visible. Neither does anything where the kernels were launched without the attribute.
+__device__ inline void allow_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Thread blocks of a cluster see each other's shared memory; compute capability 9.0. The first also makes what was
+// written before visible after it, which takes a fence for the whole GPU (MEMBAR.ALL.GPU); the second only waits until
+// all threads of the cluster have come to it.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive;\n\tbarrier.cluster.wait;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+__device__ inline void cluster_meet() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 #endif
 }
 __device__ inline float load_from_block(const float* shared, int rank) {
   float value = *shared;
 #if __CUDA_ARCH__ >= 900
   uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(address)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
 #endif
   return value;

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from proxsparse import packed
 from proxsparse.inference.backends import backend, cutlass
+from proxsparse.ops import tuning
 from proxsparse.ops.backends import cuda
 
 EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
@@ -21,10 +23,14 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library, self.metadata = library, 0
+        self.launches = []
 
-    def gemv(self, x, values, indices, bias, y, stream):
+    def gemv(self, x, values, indices, bias, y, warps, splits, tiles, dependent, stream):
+        assert x.data_ptr() % 8 == 0
+        self.launches.append((warps, splits, tiles, dependent))
         tensors = (address(tensor) for tensor in (x, values, indices, bias, y))
-        assert self.library.gemv(*tensors, *y.shape, x.shape[1], TYPES.index(x.dtype), 132, 9) == 0
+        sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype))
+        assert self.library.gemv(*tensors, *sizes, warps, splits, tiles, dependent, 132, 9, 90) == 0
 
     def pack_24(self, weight, values, indices, infeasible, stream):
         if weight.numel():
@@ -106,6 +112,31 @@ def test_gemv(rows, bias, multiplications):
     y = backend("gemv").linear(x, *packed.pack_nm(weight), bias, None)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+def test_gemv_takes_x_at_any_address(multiplications):
+    weight, memory = pruned((33, 320)), torch.randn(2 * 320 + 8).bfloat16()
+    for offset in range(8):
+        x = memory[offset : offset + 2 * 320].view(2, 320)
+        y = cuda.gemv(x, *packed.pack_nm(weight), None)
+        torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), rtol=8e-3, atol=1e-3)
+
+
+def test_gemv_is_launched_with_the_parameters_of_the_table(multiplications, tmp_path, monkeypatch):
+    fastest = {"64x320x1": {"warps": 4, "splits": 2, "tiles": 1}, "64x320x16": {"warps": 8}}
+    table = {tuning.device_kind(torch.device("cpu")): {"gemv bfloat16": {"measured": {}, "fastest": fastest}}}
+    (tmp_path / "tuned.json").write_text(json.dumps(table))
+    weight = packed.pack_nm(pruned((33, 320)))
+    cuda.gemv(torch.randn(1, 320).bfloat16(), *weight, None)
+    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
+    tuning.forget()
+    for rows in (1, 16):
+        cuda.gemv(torch.randn(rows, 320).bfloat16(), *weight, None)
+    with tuning.use_launch_parameters("gemv", warps=16, splits=8, tiles=4), cuda.dependent_launch():
+        cuda.gemv(torch.randn(1, 320).bfloat16(), *weight, None)
+    tuning.forget()
+    expected = [(0, 0, 0, False), (4, 2, 1, False), (8, 0, 0, False), (16, 8, 4, True)]
+    assert cuda._C.launches == expected
 
 
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])

@@ -73,16 +73,37 @@ def test_kernels_compile_into_registers_and_16_byte_accesses(source, fatbin):
         assert EXPECTED[source.name] <= found, function[:200]
         assert not re.search(FORBIDDEN.get(source.name, FORBIDDEN_ELSEWHERE), function), function[:200]
     if source.name == "gemv.cu":
-        loops = [gemv_loop(function) for function in functions if re.search(r"BFloat16ELi1ELb1", function[:200])]
-        assert len(loops) == len(ARCHITECTURES)
-        for loop in loops:
-            assert sum(name.startswith("LDG") and ".128" in name for name in loop) == 16
-            assert sum(name.startswith("HMMA.SP") for name in loop) == 16
-            assert len(loop) <= 320  # a lane, of 32: 1.25 a weight; memory (H200) takes the time of about 4
+        check_gemv(functions)
+
+
+def check_gemv(functions: list[str]) -> None:
+    """The loops for 1 and for 16 rows, and what may come before the previous kernel has ended."""
+    loops = []
+    for function in functions:
+        groups, tiles, aligned = map(int, re.search(r"ELi(\d)ELi(\d)ELb(\d)", function[:200]).groups())
+        code = [name for _, name, _ in INSTRUCTION.findall(function)]
+        if "EF_CUDA_SM80" in function[:400]:
+            assert not {"ACQBULK", "PREEXIT"} & set(code)
+        else:  # the next kernel may start; weights; the previous kernel has ended; x
+            before = code[: code.index("ACQBULK")]
+            assert "PREEXIT" in before
+            assert sum(name.startswith("LDG.") for name in before) == 6 * tiles * aligned
+            assert not any(name.startswith(("LDGSTS", "ST")) for name in before)
+            assert sum(name.startswith("MEMBAR") for name in code) == 1  # of the sums of a cluster
+        if "BFloat16" in function[:200] and (groups, tiles) in ((1, 4), (4, 2)):
+            loops.append((groups, tiles, gemv_loop(function)))
+    assert len(loops) == 2 * len(ARCHITECTURES)
+    for groups, tiles, loop in loops:
+        assert sum(name.startswith("LDG.") and ".128" in name for name in loop) == 4 * tiles
+        assert sum(name.startswith("LDGSTS") for name in loop) == 8  # 4 rows of x, for the next step
+        assert sum(name.startswith("LDSM") for name in loop) == 4 * groups
+        assert sum(name.startswith("HMMA.SP") for name in loop) == 4 * tiles * groups
+        # of a lane, of 32, for 8 * tiles * 256 weights: at most 1.25 or 2; memory (H200) takes the time of about 4
+        assert len(loop) <= (320 if groups == 1 else 256)
 
 
 def gemv_loop(function: str) -> list[str]:
-    """The instructions for 32 rows of W by 256 columns: the shortest loop with tensor cores in it."""
+    """The instructions for a step of 256 columns: the shortest loop with tensor cores in it."""
     code = [(int(address, 16), name, operands.strip()) for address, name, operands in INSTRUCTION.findall(function)]
     loops = []
     for end, name, operands in code:

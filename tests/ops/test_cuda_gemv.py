@@ -1,11 +1,15 @@
 """csrc/cuda/gemv.cu without a GPU: the kernel on the CPU, tensor cores after the PTX ISA; results against float64."""
 
+import ctypes
+import itertools
+
 import pytest
 import torch
 from ops.on_cpu import TYPES, address, fenced, survives
 from torch import Tensor
 
 from proxsparse import packed
+from proxsparse.ops.backends.cuda import GEMV_SPLITS, GEMV_TILES, GEMV_WARPS
 
 # (out_features, in_features): whole steps of 256 columns, parts of one, tiles that do not fill up, rows of W that no
 # 16-byte access fits, a single block.
@@ -14,20 +18,35 @@ SHAPES = [(64, 1024), (32, 320), (7, 64), (33, 576), (40, 260), (9, 12), (1, 4),
 
 @pytest.fixture
 def gemv(linear_library):
-    """gemv(x, values, indices, bias, processors, generation, code) -> y, by csrc/cuda/gemv.cu."""
+    """gemv(x, values, indices, bias, processors, generation, code, launch...) -> y, by csrc/cuda/gemv.cu."""
 
     def run(
-        x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9, code=90
-    ):
+        x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9, code=90,
+        warps=0, splits=0, tiles=0, dependent=False,
+    ):  # fmt: skip
         y = torch.empty(len(x), len(values), dtype=x.dtype)
         status = linear_library.gemv(
             *(address(tensor) for tensor in (x, values, indices, bias, y)),
-            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), processors, generation, code),
+            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype)),
+            *(warps, splits, tiles, dependent, processors, generation, code),
         )
         assert status == 0
         return y
 
     return run
+
+
+@pytest.fixture
+def launched(linear_library):
+    """launched() -> warps of a thread block, thread blocks, splits, dependent: of the latest launch of a kernel."""
+
+    def latest() -> tuple[int, int, int, bool]:
+        numbers = (ctypes.c_int * 4)()
+        linear_library.launched(numbers)
+        threads, blocks, splits, dependent = numbers
+        return threads // 32, blocks, splits, bool(dependent)
+
+    return latest
 
 
 def layer(rows: int, out_features: int, in_features: int, dtype: torch.dtype):
@@ -63,6 +82,50 @@ def test_however_the_work_is_split(processors, generation, gemv):
         y = gemv(x, values, indices, None, processors, generation)
         check(y, x, weight)
         assert torch.equal(y, gemv(x, values, indices, None, processors, generation))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 13])
+@pytest.mark.parametrize("tiles", GEMV_TILES)
+def test_every_launch_parameter_gives_the_same_product(tiles, rows, gemv, launched):
+    x, values, indices, weight = layer(rows, 150, 2 * 1024 + 320, torch.bfloat16)
+    for warps, splits in itertools.product(GEMV_WARPS, GEMV_SPLITS):
+        check(gemv(x, values, indices, warps=warps, splits=splits, tiles=tiles), x, weight)
+        groups = 1 if rows <= 4 else 2 if rows <= 8 else 4
+        most = 8 if tiles == 4 and groups > 1 else 16  # registers
+        row_blocks = -(-150 // (8 * tiles * groups))
+        assert launched() == (min(warps, most), row_blocks * splits, splits, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"warps": 32, "splits": 16, "tiles": 64}, (16, 5 * 8, 8)),
+        ({"warps": 1, "splits": 3, "tiles": 3}, (1, 10 * 3, 3)),
+        ({"warps": -1, "splits": -1, "tiles": -1}, (4, 5 * 8, 8)),  # as 0: its own plan
+    ],
+    ids=str,
+)
+def test_what_a_gpu_cannot_run_is_replaced(given, expected, gemv, launched):
+    x, values, indices, weight = layer(1, 150, 8 * 1024, torch.float16)
+    check(gemv(x, values, indices, **given), x, weight)
+    assert launched()[:3] == expected
+    x, values, indices, weight = layer(9, 150, 1024, torch.float16)
+    check(gemv(x, values, indices, **given), x, weight)
+    assert launched()[0] % 4 == 0  # four warps share x
+    check(gemv(x, values, indices, **given, generation=8, code=80), x, weight)
+    assert launched()[2] == 1
+
+
+def test_dependent_launch(gemv, launched):
+    """Only where the code has the instructions: a kernel without them would not wait for the one before."""
+    x, values, indices, weight = layer(6, 40, 5 * 1024 + 64, torch.bfloat16)
+    for processors, splits in ((1, 1), (132, 8)):
+        check(gemv(x, values, indices, processors=processors, dependent=True), x, weight)
+        assert launched()[2:] == (splits, True)
+    check(gemv(x, values, indices, dependent=True, generation=9, code=80), x, weight)
+    assert launched()[2:] == (1, False)
+    check(gemv(x, values, indices, dependent=True, generation=8, code=80), x, weight)
+    assert launched()[2:] == (1, False)
 
 
 def test_code_for_older_gpus_has_no_clusters(gemv):
@@ -103,10 +166,11 @@ def test_nothing_beyond_the_tensors_is_touched(shape, at_end, gemv):
 
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_any_alignment(offset, gemv):
+    """Of the weight; x begins at a multiple of 8 bytes, which proxsparse/ops/backends/cuda.py sees to."""
     x, values, indices, weight = layer(2, 24, 512, torch.bfloat16)
 
     def moved(tensor: Tensor) -> Tensor:
         memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)
         return memory[offset:].view(tensor.shape).copy_(tensor)
 
-    check(gemv(moved(x), moved(values), moved(indices)), x, weight)
+    check(gemv(x, moved(values), moved(indices)), x, weight)

@@ -1,12 +1,16 @@
 """The CUDA kernels: the only file that imports proxsparse._C_cuda. They serve where Triton is missing."""
 
+import contextlib
 import importlib
 import math
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 from proxsparse import packed
+from proxsparse.ops import tuning
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
 
@@ -17,6 +21,11 @@ except ImportError as error:
     _missing = (
         f"the compiled CUDA extension is missing ({error}); remedy: with a CUDA build of torch and nvcc, install again"
     )
+
+# Launch parameters of `gemv` that are worth measuring: warps of a thread block, thread blocks that split the columns,
+# tiles of 8 rows of W in each warp. What a GPU cannot run is replaced by the nearest that it can.
+GEMV_WARPS, GEMV_SPLITS, GEMV_TILES = (4, 8, 16), (1, 2, 4, 8), (1, 2, 4)
+_dependent: ContextVar[bool] = ContextVar("proxsparse_dependent_launch", default=False)
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
@@ -112,9 +121,33 @@ def missing() -> str | None:
 
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu."""
-    y = x.new_empty(len(x), len(values))
-    _call("gemv", x, values, indices, bias, y)
+    (rows, in_features), out_features = x.shape, values.shape[0]
+    if x.data_ptr() % 8:  # the kernel copies x in pieces of 8 bytes; this copy is a few KB, also in a graph capture
+        x = x.clone()
+    y = x.new_empty(rows, out_features)
+    chosen = tuning.launch_parameters("gemv", x.dtype, x.device, (out_features, in_features, rows))
+    numbers = (chosen.get(name, 0) for name in ("warps", "splits", "tiles"))  # 0: the kernel chooses
+    _call("gemv", x, values, indices, bias, y, *numbers, _dependent.get())
     return y
+
+
+@contextlib.contextmanager
+def dependent_launch() -> Iterator[None]:
+    """Within the block, `gemv` may start before the previous kernel of its stream has ended, and load weights.
+
+    It reads x and writes y only after the previous kernel has ended (programmatic dependent launch of CUDA, compute
+    capability 9.0 and newer; without effect elsewhere). A CUDA graph that is captured within the block is always
+    replayed this way.
+
+    The packed weights must not change on the GPU meanwhile: before the block, and before a replay of a graph that was
+    captured in it, wait for the kernels that write values or indices (torch.cuda.synchronize). Applies to the calls of
+    this thread.
+    """
+    token = _dependent.set(True)
+    try:
+        yield
+    finally:
+        _dependent.reset(token)
 
 
 def cutlass_metadata_(indices: Tensor, metadata: Tensor, architecture: int) -> None:

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <string_view>
@@ -30,11 +31,15 @@ enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorLaunchFa
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     dim3 clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -55,15 +60,28 @@ namespace emulated {
 constexpr int kLanes = 32, kStackBytes = 1 << 17, kWords = 9, kMaxShared = 227 << 10;
 inline int processors = 132, generation = 9;  // of the GPU
 inline int code = 90;                         // what the kernels were compiled for
+struct Launched {
+  int threads, blocks, cluster;  // of a thread block; of the grid; of a cluster
+  bool dependent;                // on the kernel before, programmatically
+};
+inline Launched launched;  // the latest
+
+struct Copy {
+  void* target;
+  const void* source;
+  size_t bytes;
+};
 
 struct Thread {
   ucontext_t context;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   unsigned index;
-  bool finished;
-  int collectives;              // how many this lane has come to
-  const char* waiting;          // for the other lanes, in this collective
-  uint32_t offered[2][kWords];  // to the latest two collectives
+  bool finished, previous_ended;  // the kernel before this one, as far as this thread has waited for it
+  int collectives;                // how many this lane has come to
+  const char* waiting;            // for the other lanes, in this collective
+  uint32_t offered[2][kWords];    // to the latest two collectives
+  unsigned expected;              // threads that must come to the named barrier that it waits at
+  std::vector<Copy> copies;       // asynchronous ones that it has not waited for
 };
 
 struct Block {
@@ -123,6 +141,12 @@ inline std::string_view barrier(const std::vector<Thread>& threads) {
   return name != "syncwarp" && std::all_of(threads.begin(), threads.end(), same) ? name : "";
 }
 
+inline unsigned at_named_barrier(const std::vector<Thread>& threads, std::string_view name) {
+  return static_cast<unsigned>(std::count_if(threads.begin(), threads.end(), [&](const Thread& thread) {
+    return !thread.finished && thread.waiting == name;
+  }));
+}
+
 inline void start(Block& block, dim3 index, unsigned threads, size_t shared) {
   block.index = index;
   block.shared.assign(shared, char(0xff));  // as floats: NaN
@@ -130,9 +154,10 @@ inline void start(Block& block, dim3 index, unsigned threads, size_t shared) {
   for (unsigned i = 0; i < threads; ++i) {
     Thread& thread = block.threads[i];
     thread.index = i;
-    thread.finished = false;
+    thread.finished = thread.previous_ended = false;
     thread.collectives = 0;
     thread.waiting = "start";
+    thread.copies.clear();
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
     thread.context.uc_stack.ss_size = kStackBytes;
@@ -151,15 +176,20 @@ inline bool run_cluster() {
     std::vector<std::string_view> barriers;
     for (Block& block : cluster.blocks) barriers.push_back(barrier(block.threads));
     const bool all_in_cluster = std::count(barriers.begin(), barriers.end(), "cluster_sync") == int(barriers.size());
-    bool ran = false, finished = true;
+    std::vector<bool> open;
     for (const auto& [block, first] : warps) {
       const Thread& lane = block->threads[first];
       const std::string_view name = lane.finished ? "finished" : lane.waiting;
-      const bool open = name == "syncthreads"    ? barriers[block - cluster.blocks.data()] == name
-                        : name == "cluster_sync" ? all_in_cluster
-                                                 : name != "finished";
-      if (open && !run_warp(*block, first, round % 2)) return false;
-      ran |= open;
+      open.push_back(name == "syncthreads"         ? barriers[block - cluster.blocks.data()] == name
+                     : name == "cluster_sync"      ? all_in_cluster
+                     : name.starts_with("barrier") ? at_named_barrier(block->threads, name) == lane.expected
+                                                   : name != "finished");
+    }
+    bool ran = false, finished = true;
+    for (size_t i = 0; i < warps.size(); ++i) {
+      const auto& [block, first] = warps[i];
+      if (open[i] && !run_warp(*block, first, round % 2)) return false;
+      ran |= open[i];
       finished &= block->threads[first].finished;
     }
     if (finished) return true;
@@ -194,7 +224,19 @@ cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
 template <typename Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Arguments),
                                const Arguments& arguments) {
-  const dim3 grid = config->gridDim, shape = config->numAttrs ? config->attrs->val.clusterDim : dim3();
+  const dim3 grid = config->gridDim;
+  dim3 shape;
+  emulated::launched = {int(config->blockDim.x), int(grid.x * grid.y), 1, false};
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension)
+      shape = attribute.val.clusterDim;
+    else
+      emulated::launched.dependent = attribute.val.programmaticStreamSerializationAllowed;
+  }
+  emulated::launched.cluster = int(shape.x * shape.y);
+  if (emulated::launched.dependent && emulated::code < 90) return cudaErrorInvalidValue;  // would not wait for x
+  if (config->dynamicSmemBytes > size_t(emulated::kMaxShared)) return cudaErrorInvalidValue;
   if (config->blockDim.x > 1024 || config->blockDim.x % emulated::kLanes || shape.x * shape.y > 8) {
     return cudaErrorInvalidValue;
   }

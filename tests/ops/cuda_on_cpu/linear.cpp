@@ -4,9 +4,18 @@
 using namespace proxsparse::gpu;
 
 extern "C" int gemv(const void* x, const void* values, const uint8_t* indices, const void* bias, void* y, int rows,
-                    int out_features, int in_features, int type, int processors, int generation, int code) {
+                    int out_features, int in_features, int type, int warps, int splits, int tiles, bool dependent,
+                    int processors, int generation, int code) {
   emulated::processors = processors, emulated::generation = generation, emulated::code = code;
-  return launch_gemv({x, values, indices, bias, y, rows, out_features, in_features, static_cast<Type>(type)}, nullptr);
+  return launch_gemv({x, values, indices, bias, y, rows, out_features, in_features, static_cast<Type>(type), warps,
+                      splits, tiles, dependent},
+                     nullptr);
+}
+
+// threads of a thread block, thread blocks, thread blocks of a cluster, programmatic dependence: of the latest launch
+extern "C" void launched(int* numbers) {
+  const auto& launch = emulated::launched;
+  numbers[0] = launch.threads, numbers[1] = launch.blocks, numbers[2] = launch.cluster, numbers[3] = launch.dependent;
 }
 
 extern "C" int pack(void* weight, void* values, uint8_t* indices, int* infeasible, int64_t rows, int in_features,

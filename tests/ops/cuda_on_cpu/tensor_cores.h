@@ -4,6 +4,8 @@
 
 namespace proxsparse::gpu {
 
+struct Words4;
+
 // D [16, 8] += A [16, 32] B [32, 8]. With g = lane / 4 and q = lane % 4 of a warp,
 //   A: registers 0 and 2 belong to row g, 1 and 3 to row g + 8; registers 0 and 1 hold the two stored elements of
 //      columns 4 q to 4 q + 3, registers 2 and 3 those of columns 4 q + 16 to 4 q + 19
@@ -34,8 +36,53 @@ void mma_sp(Format, float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[4
   }
 }
 
+// Numbers 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of four matrices; lane 8 t + r brings row r of matrix t.
+template <typename Words = Words4>  // which sparse_mma.h defines
+Words load_matrices(const uint32_t* row) {
+  const auto address = reinterpret_cast<uintptr_t>(row);
+  const emulated::Collective all("load_matrices", {uint32_t(address), uint32_t(address >> 32)});
+  const int lane = static_cast<int>(threadIdx.x) % emulated::kLanes;
+  Words got;
+  for (int t = 0; t < 4; ++t) {
+    const uint32_t* offered = all.offered(8 * t + lane / 4);
+    const auto place = uintptr_t{offered[0]} | uintptr_t{offered[1]} << 32;
+    if (place % 16) std::abort();
+    got.word[t] = reinterpret_cast<const uint32_t*>(place)[lane % 4];
+  }
+  return got;
+}
+
+// The copy happens as late as it may: where this thread waits for it. Until then there are NaNs: it may be that early.
+inline void copy_8_bytes(uint32_t* shared, const uint16_t* global, bool exists) {
+  if (reinterpret_cast<uintptr_t>(shared) % 8 || reinterpret_cast<uintptr_t>(global) % 8) std::abort();
+  if (!emulated::cluster.thread->previous_ended) std::abort();
+  std::memset(shared, 0xff, 8);
+  emulated::cluster.thread->copies.push_back({shared, exists ? global : nullptr, 8});
+}
+inline void wait_for_copies() {
+  for (const auto& copy : emulated::cluster.thread->copies) {
+    if (copy.source)
+      std::memcpy(copy.target, copy.source, copy.bytes);
+    else
+      std::memset(copy.target, 0, copy.bytes);
+  }
+  emulated::cluster.thread->copies.clear();
+}
+
+template <int kWarps>
+void sync_warps(int group) {
+  static constexpr const char* names[] = {"barrier 0", "barrier 1", "barrier 2", "barrier 3",
+                                          "barrier 4", "barrier 5", "barrier 6", "barrier 7"};
+  if (kWarps == 1) return __syncwarp();
+  emulated::cluster.thread->expected = kWarps * emulated::kLanes;
+  emulated::Collective(group < 8 ? names[group] : nullptr);
+}
+
+inline void allow_next_kernel() {}
+inline void wait_for_previous_kernel() { emulated::cluster.thread->previous_ended = true; }
 inline char* dynamic_shared() { return emulated::cluster.block->shared.data(); }
 inline void cluster_sync() { emulated::Collective("cluster_sync"); }
+inline void cluster_meet() { emulated::Collective("cluster_sync"); }
 inline float load_from_block(const float* shared, int rank) {  // of a cluster along y
   const auto offset = reinterpret_cast<const char*>(shared) - dynamic_shared();
   return *reinterpret_cast<const float*>(emulated::cluster.blocks[rank].shared.data() + offset);
