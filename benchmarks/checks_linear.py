@@ -239,9 +239,7 @@ def cutlass_tiles(place: Place) -> str:
 
 def tiles(device: torch.device) -> list[str]:
     """The names of CUTLASS's tiles for this GPU."""
-    if cutlass._C is None or device.type != "cuda":
-        return []
-    return sorted(name for architecture, name in cutlass._C.tiles() if architecture == cutlass.architecture_of(device))
+    return cutlass.built_tiles(device) if device.type == "cuda" else []
 
 
 def rows_of_tiles(place: Place) -> tuple[int, ...]:

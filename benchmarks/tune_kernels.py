@@ -158,17 +158,13 @@ def linear_trial(name: str, case: Case, device: torch.device) -> Trial:
 
 def gemv_parameters(device: torch.device) -> list[dict]:
     """All combinations; first those that say which way each number should go."""
-    warps, splits = getattr(cuda, "GEMV_WARPS", (4, 8, 16)), getattr(cuda, "GEMV_SPLITS", (1, 2, 4, 8))
-    tiles = getattr(cuda, "GEMV_TILES", (1, 2, 4))
-    every = [{"warps": w, "splits": s, "tiles": t} for w in warps for s in splits for t in tiles]
+    every = products(warps=cuda.GEMV_WARPS, splits=cuda.GEMV_SPLITS, tiles=cuda.GEMV_TILES)
     return sorted(every, key=lambda one: one["warps"] == 4 or one["splits"] in (2, 8) or one["tiles"] == 2)
 
 
 def cutlass_parameters(device: torch.device) -> list[dict]:
     """Every tile that was built for this GPU."""
-    architecture = cutlass.architecture_of(device)
-    built = cutlass._C.tiles() if cutlass._C else []
-    return [{"tile": tile} for known, tile in sorted(built) if known == architecture]
+    return [{"tile": tile} for tile in sorted(cutlass.built_tiles(device))]
 
 
 # ---------------------------------------------------------------------------------------------- the prox
@@ -296,11 +292,11 @@ def adamw_cases(device: torch.device) -> list[Case]:
     return [Case((rows * columns,), like=like) for rows, columns in shapes]
 
 
-def triton_parameters(name: str, expected: list[dict]) -> list[dict]:
-    """What the Triton kernel lists as legal, else `expected`."""
+def triton_parameters(name: str) -> list[dict]:
+    """What a Triton kernel lists as legal."""
     from proxsparse import triton_kernels  # late: importing triton takes a second
 
-    return [dict(one) for one in getattr(triton_kernels, name, expected)]
+    return [dict(one) for one in getattr(triton_kernels, name)]
 
 
 def products(**values: tuple[int, ...]) -> list[dict]:
@@ -336,9 +332,7 @@ KERNELS = {
     ),
     "prox": Kernel(
         cases=lambda device: prox_cases(device, PROX_SHAPES, PROX_LAMBDAS, "triton"),
-        parameters=lambda device: triton_parameters(
-            "PROX_LAUNCHES", products(blocks=(128, 256, 512), warps=(1, 2, 4), parts=(2, 4))
-        ),
+        parameters=lambda device: triton_parameters("PROX_LAUNCHES"),
         trial=prox_trial,
         force=force("prox", "triton"),
         in_triton=True,
@@ -361,9 +355,7 @@ KERNELS = {
     ),
     "adamw_prox": Kernel(
         cases=adamw_cases,
-        parameters=lambda device: triton_parameters(
-            "ADAMW_PROX_LAUNCHES", products(blocks=(64, 128, 256), warps=(1, 2, 4))
-        ),
+        parameters=lambda device: triton_parameters("ADAMW_PROX_LAUNCHES"),
         trial=fused_trial,
         force=force("adamw_prox", "triton"),
         in_triton=True,

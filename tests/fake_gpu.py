@@ -266,7 +266,7 @@ def in_place_of_a_kernel(run):
     return checked
 
 
-def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, stream: int) -> None:
+def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, *_launch: int) -> None:
     """csrc/cuda/gemv.cu"""
     y.copy_(functional.linear(x, packed.unpack_nm(values, indices), bias))
 

@@ -269,8 +269,6 @@ def test_commands_of_benchmarks_are_understood(name, monkeypatch):
     part = gpu_parts.PARTS[name]
     for command in filter(None, (part.cuda, part.cpu)):
         script = next((word for word in command if word.startswith("benchmarks/")), None)
-        if script == "benchmarks/tune.py" and not (ROOT / script).is_file():
-            pytest.skip("benchmarks/tune.py is on another branch")
         if script:
             assert (ROOT / script).is_file(), script
             module = importlib.import_module(Path(script).stem)
