@@ -1,4 +1,4 @@
-"""What this machine can do at best: copying and reading of memory in GB/s, a large matrix product in TFLOP/s.
+"""The upper limits of this machine: copying and reading of memory in GB/s, a large matrix product in TFLOP/s.
 
     python benchmarks/ceilings.py
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(where | row)
             if not args.no_save:
                 save("ceilings", rows[-1:])
-        show(where, HEADER, [cells(row) for row in rows], "Nothing on this machine can be expected to be faster.")
+        show(where, HEADER, [cells(row) for row in rows], "The upper limits for kernels on this machine.")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -76,7 +76,7 @@ def matmul(size: int, device: torch.device) -> Ceiling:
 
 
 def random_numbers(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Of so many bytes."""
+    """float32 numbers, nbytes bytes of them."""
     return torch.empty(nbytes // 4, device=device).normal_()
 
 

@@ -29,9 +29,9 @@ class Place:
     """Where a check runs: the device, the backend that is chosen explicitly, and how much is checked.
 
     Args:
-        small: few and small sizes, float32 and bfloat16 alone.
-        judge: whether results are compared with float64. A sanitizer does without: each comparison is hundreds of
-            torch's kernels, and what it looks for are the accesses of ours.
+        small: few and small sizes, only float32 and bfloat16.
+        judge: whether results are compared with float64. Off under a sanitizer: a comparison launches hundreds of
+            torch's kernels, and the sanitizer is there for the memory accesses of ours.
     """
 
     device: torch.device
@@ -46,7 +46,7 @@ class Place:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What is tried of dtypes: each is a kernel of its own, which Triton compiles for a second or two."""
+        """The dtypes to check. Triton compiles a kernel for each, which takes a second or two."""
         return DTYPES[:2] if self.small else DTYPES
 
 

@@ -25,7 +25,7 @@ SHAPES = [(1, 4), (7, 12), (33, 260), (65, 320), (129, 1088), (96, 576), (512, 1
 LARGE = [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096)]
 FEW_ROWS, MANY_ROWS = (1, 2, 4, 5, 8, 9, 16), (1, 17, 40, 100, 300, 1000)
 DTYPES = (torch.bfloat16, torch.float16)
-MAY_DIFFER = ("cusparselt",)  # NVIDIA's kernels: the parts of a sum may be added in another order in each call
+MAY_DIFFER = ("cusparselt",)  # NVIDIA's kernels may add the parts of a sum in another order in each call
 
 
 def shapes_of(place: Place) -> list[tuple[int, int]]:
@@ -116,7 +116,7 @@ def cutlass_metadata(place: Place) -> str:
 def check_linear(place: Place, name: str, all_rows: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> str:
     """Every shape and number of rows that the backend serves, with and without bias, inputs between NaN.
 
-    Two equal calls have the same result; of a backend in MAY_DIFFER it is told how many had not.
+    Two equal calls must have the same result; for a backend in MAY_DIFFER the number of differences is reported.
     """
     count, differ, reasons = 0, 0, set()
     for shape, dtype in itertools.product(shapes_of(place), dtypes):
@@ -159,9 +159,9 @@ def judge_linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, what
 
 
 def check_graph(place: Place, name: str, rows: int) -> None:
-    """A captured call computes with what the inputs hold when it is replayed; nothing without `judge`.
+    """A replay of a captured call computes with the present values of its inputs. Left out without `judge`.
 
-    A sanitizer's processes take memory straight from the driver, which a capture does not allow.
+    Under a sanitizer memory comes straight from the driver, which a capture does not allow.
     """
     if not place.judge:
         return
@@ -222,7 +222,7 @@ def gemv_compiled(place: Place) -> None:
 
 @check("sparse_linear", backends=("cuda",))
 def cutlass_tiles(place: Place) -> str:
-    """Every tile that was built for this GPU, and the one that is chosen without a measurement."""
+    """Every tile that was built for this GPU, and the one that is chosen by default."""
     counts, reasons = [], set()
     for tile in (None, *tiles(place.device)):
         with use_launch_parameters("cutlass", **({"tile": tile} if tile else {})):
@@ -251,7 +251,7 @@ def rows_of_tiles(place: Place) -> tuple[int, ...]:
 def cusparselt(place: Place) -> str:
     """torch's own."""
     if not place.judge:
-        raise Skipped("another project's kernels are not looked at by sanitizers")
+        raise Skipped("sanitizers check only the kernels of this project")
     said = check_linear(place, "cusparselt", (17,) if place.small else (1, 17, 300), DTYPES)
     check_graph(place, "cusparselt", 64)
     return said
@@ -259,9 +259,9 @@ def cusparselt(place: Place) -> str:
 
 @check("sparse_linear", backends=("cuda",))
 def decode_graph(place: Place) -> str:
-    """A tiny model of packed layers: decode steps of one CUDA graph choose the tokens of eager steps."""
+    """A tiny model of packed layers: decoding with a CUDA graph gives the tokens of eager decoding."""
     if not place.judge:
-        raise Skipped("a capture is not for sanitizers")
+        raise Skipped("a capture cannot run under a sanitizer")
     prompts = torch.randint(256, (2, 8), device=place.device)
     model = random_model("tiny", None, torch.bfloat16, place.device, sparse=True)
     eager, graph = (generate(model, prompts, 8, cuda_graph=cuda_graph) for cuda_graph in (False, True))

@@ -95,7 +95,7 @@ def not_finite(place: Place) -> None:
         assert same_bits(result[bad_blocks], spoiled[bad_blocks]), f"{n}:4 {dtype}: changed a block that is not finite"
         good = values.view(-1, 4)[~bad_blocks]
         if place.judge:
-            what = f"{n}:4 {dtype} beside blocks that are not finite"
+            what = f"{n}:4 {dtype} next to blocks that are not finite"
             judge_prox(result[~bad_blocks], good, reg_lambda, n, None, what)
 
 

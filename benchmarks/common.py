@@ -123,7 +123,7 @@ def interleaved(
     Returns:
         The samples of every run, and of "copy" itself.
     """
-    runs = runs or {"copy": renew}  # where nothing runs, the speed of copying is still wanted
+    runs = runs or {"copy": renew}  # without runs, copying alone is measured
     samples = {name: Samples([], []) for name in ("copy", *runs)}
     rounds = 0
     while rounds <= repetitions or any(sum(samples[name].ms) < 1000 * seconds for name in runs):
@@ -168,7 +168,7 @@ def once(run: Callable[[], object], device: torch.device, note: str = "once") ->
 
 
 def note_of(error: Exception) -> str:
-    """The note in the row of what failed: the error's type and the beginning of its message, on one line."""
+    """The note in the row of a failed measurement: the error's type and the beginning of its message, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 

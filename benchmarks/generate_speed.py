@@ -49,6 +49,7 @@ from common import (
     append_rows,
     command_line,
     filled,
+    note_of,
     percentiles,
     provenance,
     results_file,
@@ -77,7 +78,7 @@ from proxsparse.ops.backends.cuda import dependent_launch
 MERGED = "+merged"
 PACKED = {"dense": False, "sparse": True}
 FORMS = (*PACKED, *(form + MERGED for form in PACKED))
-MODES = {  # mode -> model -> what GreedyDecoder takes as `faster`
+MODES = {  # mode -> (model -> the `faster` of GreedyDecoder)
     "eager": lambda model: None,
     "graph": lambda model: captured,
     "compiled_glue": lambda model: with_compiled_glue(model, captured if model.device.type == "cuda" else None),
@@ -111,7 +112,7 @@ HEADER = [
 
 
 def dependent(faster: Callable) -> Callable:
-    """What makes a step faster, with every gemv launched before the kernel before it has ended."""
+    """`faster` with programmatic dependent launch of gemv, see `dependent_launch`."""
 
     def launched(step: Callable) -> Callable:
         with dependent_launch():
@@ -279,7 +280,7 @@ def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argpars
 
 
 def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) -> list[dict]:
-    """The rows of every mode and form for these prompts; all take turns. Of one that fails there is a note alone."""
+    """The rows of every mode and form for these prompts; all take turns. A case that fails is a row with a note."""
     decoders, peaks, tokens, served, notes = {}, {}, {}, {}, {}
     length = prompts.shape[1] + args.new_tokens
 
@@ -297,7 +298,7 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
                 served[mode, form] = backends_of(decoders[mode, form], prompts)
         except Exception as error:  # out of memory, no compiler: the other cases are wanted
             decoders.pop((mode, form), None)
-            notes[mode, form] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            notes[mode, form] = note_of(error)
     samples = {case: ([], []) for case in decoders}
     for _ in range(args.repetitions):
         for case, decoder in decoders.items():
@@ -328,7 +329,7 @@ def cases(modes: list[str], forms: list[str]) -> list[tuple[str, str]]:
 
 
 def products(form: str) -> contextlib.AbstractContextManager:
-    """Within it a model multiplies merged projections as one if the form says so, else separately."""
+    """Context: the model multiplies merged projections as one product if the form is a merged one, else separately."""
     return contextlib.nullcontext() if form.endswith(MERGED) else separate_products()
 
 

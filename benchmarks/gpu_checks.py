@@ -26,7 +26,7 @@ from checking import CHECKS, Check, Place, Skipped
 
 from proxsparse.device import choose_device
 
-# The order in which ops are checked: what has never been there before, and what the main results hang on, first.
+# The order in which ops are checked, the most important first.
 OPS = ("sparse_linear", "prox_nm_", "adamw_prox_", "pack_nm", "prox_nm_list_", "nm_mask")
 BACKENDS = {"cuda": ("triton", "cuda", "reference"), "cpu": ("cpp", "reference")}  # device -> what is checked there
 SMALL_LIMIT_S, LIMIT_S = 50, 200  # of a check in a process of its own
@@ -86,7 +86,7 @@ def in_a_process(check: Check, backend: str, args: argparse.Namespace) -> list[s
     flags += ["--small"] * args.small + ["--no_judge"] * (not args.judge)
     command = [sys.executable, __file__, *flags]
     limit = SMALL_LIMIT_S if args.small else LIMIT_S
-    # all at once have a thread for each core: more of them wait for each other
+    # the processes share the cores: with more threads than cores they would wait for each other
     environment = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.jobs))}
     try:
         done = subprocess.run(

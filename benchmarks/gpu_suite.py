@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("gpu_suite: torch sees no CUDA GPU here; rehearse with --device cpu", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    # one time for all processes: rows with the same `when` are compared with each other
+    # one time for all processes: linear_speed compares rows with the same `when`
     os.environ["PROXSPARSE_WHEN"] = datetime.now(UTC).isoformat(timespec="seconds")
     suite = Suite(args)
     names = parts(args.parts)
@@ -76,7 +76,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {' '.join(known)}; default: first")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all parts together")
-    parser.add_argument("--take", type=Path, metavar="FILE", help="a gpu_suite_NAME.tar.gz, whose rows are added here")
+    parser.add_argument("--take", type=Path, metavar="FILE", help="add the results of a gpu_suite_NAME.tar.gz")
     args = parser.parse_args(arguments)
     for part in args.parts:  # `choices` does not allow an empty list
         if part not in known:
@@ -86,7 +86,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def parts(names: list[str]) -> list[str]:
-    """The parts that these names of parts and groups mean, each once, in the order in which they are given."""
+    """Names of parts and groups -> names of parts, each once, in the given order."""
     return list(dict.fromkeys(part for name in names for part in GROUPS.get(name, [name])))
 
 
@@ -104,13 +104,13 @@ class Running:
     limit_s: float
 
     def seconds(self) -> float:
-        """How long it has been running."""
+        """Seconds since its start."""
         return time.monotonic() - self.started
 
     def stop(self) -> None:
-        """Ends it with whatever it has started: its process group, and its descendants in groups of their own."""
+        """Kills it and all processes that it has started: its process group, and descendants in other groups."""
         descendants = descendants_of(self.process.pid)
-        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+        with contextlib.suppress(ProcessLookupError):  # all of them have ended
             os.killpg(self.process.pid, signal.SIGKILL)
         for pid in descendants:
             with contextlib.suppress(ProcessLookupError):
@@ -119,7 +119,7 @@ class Running:
 
 
 class Suite:
-    """The run of a list of parts: what is running, what came out, and where it is saved."""
+    """A run of a list of parts: its running processes, their outcomes, and where these are saved."""
 
     def __init__(self, args: argparse.Namespace):
         self.device, self.limit_s = args.device, args.limit
@@ -133,7 +133,7 @@ class Suite:
         OUTPUT.mkdir(parents=True)
 
     def seconds_left(self) -> float:
-        """Of all parts together."""
+        """Seconds left for all parts together."""
         return self.limit_s - (time.monotonic() - self.started)
 
     def run(self, name: str, is_last: bool) -> None:
@@ -156,14 +156,11 @@ class Suite:
         part = PARTS[name]
         command = part.cuda if self.device == "cuda" else part.cpu
         if command is None:
-            return "there is nothing to rehearse on a CPU"
+            return "it has no rehearsal on a CPU"
         if find(command[0]) is None:
             return f"{command[0]} is not installed here"
-        if (
-            part.needless_if
-            and subprocess.run([PYTHON, "-c", part.needless_if], cwd=ROOT, capture_output=True).returncode == 0
-        ):
-            return "needless: what it builds is here and can be imported"
+        if part.needless_if and succeeds(part.needless_if):
+            return "not needed: what it builds can be imported already"
         return "no time was left" if self.seconds_left() <= 1 else None
 
     def finish_background(self) -> None:
@@ -172,7 +169,7 @@ class Suite:
             self.finish(running)
 
     def finish(self, running: Running) -> None:
-        """Follows a process to its end or to its limit, and notes how it went."""
+        """Waits until a process ends or reaches its limit, and notes its outcome."""
         in_time = self.follow(running)
         running.stop()
         del self.running[running.name]
@@ -221,11 +218,11 @@ class Suite:
         self.save()
 
     def is_saved(self) -> bool:
-        """A rehearsal is not."""
+        """Whether results are saved: those of a rehearsal are not."""
         return self.device == "cuda"
 
     def save(self) -> None:
-        """Writes the summary, and to $OUT all that is new, in few files: a lent machine gives back eight at most."""
+        """Writes the summary; copies all new results to $OUT, in three files: a lent machine returns at most eight."""
         self.saved = time.monotonic()
         if not self.is_saved():
             return
@@ -236,13 +233,13 @@ class Suite:
             partial = OUTPUT / "partial.tar.gz"
             self.pack(partial)
             shutil.copy(partial, out)
-            os.replace(out / partial.name, out / f"gpu_suite_{self.name}.tar.gz")  # whole at any time
+            os.replace(out / partial.name, out / f"gpu_suite_{self.name}.tar.gz")  # never half-written
             shutil.copy(page, out)
             if is_new(TUNED, self.before):
                 shutil.copy(TUNED, out)
 
     def pack(self, archive: Path) -> None:
-        """All that this run has written: files by their path in the checkout, of rows those that are new; output/."""
+        """Archives what this run has written: new and changed files (of rows the new ones), and the output of parts."""
         with tarfile.open(archive, "w:gz") as tar:
             for file in files():
                 if is_new(file, self.before):
@@ -252,7 +249,7 @@ class Suite:
                 add(tar, f"output/{file.name}", file.read_bytes())
 
     def summary(self) -> str:
-        """A table of the parts, under a line that tells where they ran, and on what."""
+        """A table of the parts, under a line with the device, the version of torch and the commit."""
         rows = [
             [row["part"], row["outcome"], f"{row['seconds']:.0f}", row["last_line"].replace("|", "/")]
             for row in self.outcomes
@@ -270,7 +267,7 @@ def descendants_of(pid: int) -> list[int]:
     """The processes that a process has started, those that they have started, and so on; read from /proc."""
     children = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has just ended
             parent = stat.read_text().rpartition(")")[2].split()[1]
             children[int(parent)].append(int(stat.parent.name))
     found = [pid]
@@ -313,7 +310,7 @@ def start(name: str, command: list[str], environment: dict[str, str], limit_s: f
 
 
 def files() -> list[Path]:
-    """What a part may write: rows, tables and pictures, and the launch parameters."""
+    """The files that a part may write: rows, tables, pictures, and the launch parameters."""
     folder = results_file("gpu_suite").parent
     return [*(file for file in sorted(folder.glob("*")) if file.is_file()), *([TUNED] if TUNED.is_file() else [])]
 
@@ -336,7 +333,7 @@ def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def take(archive: Path) -> int:
-    """Adds what another machine has measured to this checkout: rows that are not here yet; other files replace."""
+    """Adds the results of another machine to this checkout: new rows are appended, other files are replaced."""
     folder = results_file("gpu_suite").parent
     with tarfile.open(archive) as tar:
         for entry in tar.getmembers():

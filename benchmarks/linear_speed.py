@@ -17,13 +17,13 @@ share of what the machine allows: bytes at the copy's speed, measured before eac
 of the dense matmul for this shape (if some call has 512 rows), whichever takes longer. Copying reads as much as it
 writes; reading alone can be faster. `auto` marks what SparseLinear takes by itself at present.
 
-A backend is measured as `auto` calls it, and besides in each of its variants: `cutlass:prepared`, a layer that holds
-the metadata, and one for each tile that was built, such as `cutlass:64x32`. Variants are no choice of `auto`; what is
-fastest among them is for proxsparse/ops/tuned.json.
+A backend is measured as `auto` calls it, and in each of its variants: `cutlass:prepared`, a layer that holds the
+metadata, and one for each tile that was built, such as `cutlass:64x32`. `auto` never chooses a variant; tune.py writes
+the fastest tiles to proxsparse/ops/tuned.json.
 
 Rows are appended to results/linear_speed.jsonl after each shape, and results/linear_speed_<device>.png shows them.
-After an illegal access in a kernel every later call of its process fails: --backends NAME measures one backend, and
-dense with it. Processes with the same PROXSPARSE_WHEN, a time, count as one measurement.
+After an illegal access in a kernel every later call of its process fails: --backends NAME measures only one backend and
+dense. Processes with the same PROXSPARSE_WHEN, a time, count as one measurement.
 """
 
 import argparse
@@ -67,7 +67,7 @@ from proxsparse.inference import choice
 from proxsparse.inference.backends import Backend, backend, backends, cutlass
 from proxsparse.inference.generate import captured
 from proxsparse.ops import unpack_nm
-from proxsparse.ops.tuning import use_launch_parameters
+from proxsparse.ops.tuning import device_kind, use_launch_parameters
 
 DENSE = "dense"
 VARIANT = ":"  # between the name of a backend and what it was forced to
@@ -104,7 +104,7 @@ class Weights:
     x: Tensor  # [most rows, in_features]
     places: list[int]  # rows of x that are checked
     expected: Tensor  # float64, [places, out_features]
-    largest: float  # of its magnitudes
+    largest: float  # the largest magnitude of `expected`
     prepared: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backend -> its own forms
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     for device in map(choose_device, args.devices):
         chosen = filled(args, DEFAULTS[device.type])
-        where = provenance(device) | {"device_kind": choice.device_kind(device)}
+        where = provenance(device) | {"device_kind": device_kind(device)}
         where |= {"command": typed("linear_speed", arguments)}
         where |= {"when": os.environ.get("PROXSPARSE_WHEN") or datetime.now(UTC).isoformat(timespec="seconds")}
         rows = []
@@ -151,7 +151,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         nargs="*",
         choices=backends(),
         metavar="NAME",
-        help=f"of: {', '.join(backends())}; default: all that support the call; no name: dense alone",
+        help=f"of: {', '.join(backends())}; default: all that support the call; no name: only dense",
     )
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
     parser.add_argument("--repetitions", type=int, help="least number of rounds")
@@ -165,7 +165,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def same_measurement(where: dict) -> list[dict]:
-    """The saved rows of this time and device, whichever process measured them."""
+    """The saved rows of this time and device, of all processes."""
     rows = map(json.loads, results_file("linear_speed").read_text(encoding="utf-8").splitlines())
     return [row for row in rows if all(row.get(name) == where[name] for name in ("when", "device"))]
 
@@ -237,7 +237,7 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
     runs = {name: run for name, run in runs.items() if name not in notes}
     try:
         samples = interleaved(runs, copy, x.device, args.repetitions, args.seconds) if DENSE in runs else {}
-    except Exception as error:  # an earlier call has ended the CUDA context: the rows before it are wanted
+    except Exception as error:  # an earlier call has ended the CUDA context: rows of other sizes are kept
         samples, notes = {}, notes | {name: note_of(error) for name in runs}
     found = [{"backend": name, "note": note} for name, note in notes.items()]
     if not samples:
@@ -275,7 +275,7 @@ def sparse_calls(chosen: Backend, weights: Weights, x: Tensor) -> dict[str, Call
 
 
 def with_tile(tile: str, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """The call with a tile of CUTLASS that is not chosen but forced."""
+    """The call with this tile of CUTLASS."""
 
     def forced(place: int) -> Tensor:
         with use_launch_parameters("cutlass", tile=tile):

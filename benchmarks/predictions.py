@@ -1,4 +1,4 @@
-"""What was predicted for an H100 and an H200 before anything was measured there: written beside the measured row.
+"""Predictions for an H100 and an H200, made before anything was measured there, and written into the measured rows.
 
 A prediction is arithmetic: bytes over the speed of copying (H100 3.0 TB/s, H200 4.3 TB/s, reads and writes counted),
 instructions from the machine code over 4 a clock and multiprocessor (132 at 1.755 GHz: 927 billion a second), and
@@ -19,7 +19,7 @@ class Prediction:
     Args:
         case: field -> value; a range stands for every number in it, a tuple for every value in it.
         field: SHARE, of the speed of copying, or TIMES_DENSE, the speed against dense in the same mode.
-        h100, h200: the value on each; None: nothing was predicted. The middle, where a range was predicted.
+        h100, h200: the value on each, of a range its middle; None: nothing was predicted.
         because: the arithmetic.
     """
 
@@ -34,25 +34,25 @@ class Prediction:
 def gemv(
     weights: str | tuple[str, ...], rows: object, field: str, h100: float | None, h200: float | None, because: str
 ):
-    """Of the rows of linear_speed."""
+    """A prediction for rows of linear_speed, in bfloat16."""
     case = {"backend": "gemv", "weights": weights, "rows": rows, "dtype": "bfloat16"}
     return Prediction("linear_speed", case, field, h100, h200, because)
 
 
 def prox(kernel: str, dtype: str, reg_lambda: float, h100: float, h200: float, because: str) -> Prediction:
-    """Of the rows of prox_speed: weights with standard deviation 0.02."""
+    """A prediction for rows of prox_speed: weights with standard deviation 0.02."""
     case = {"kernel": kernel, "dtype": dtype, "lambda": reg_lambda}
     return Prediction("prox_speed", case, SHARE, h100, h200, because)
 
 
 def step(optimizer: str, h100: float, h200: float, because: str) -> Prediction:
-    """Of the rows of optimizer_step, in bfloat16."""
+    """A prediction for rows of optimizer_step, in bfloat16."""
     return Prediction("optimizer_step", {"optimizer": optimizer, "dtype": "bfloat16"}, SHARE, h100, h200, because)
 
 
 WIDE, SQUARE, NARROW = "14336x4096", "4096x4096", "1024x4096"
-# Of commit c0c78ba (GPU_REVIEW, section C). A kernel that has changed since has its own entries after these: where two
-# entries fit a row, the later one counts.
+# Of commit c0c78ba. Kernels that have changed since have further entries after these: where two entries fit a row, the
+# later one counts.
 PREDICTIONS = [
     gemv(WIDE, 1, SHARE, 0.875, 0.835, "66 MB; 147 KB of loads in flight on a multiprocessor, 18 to 25 needed; 25 us"),
     gemv(WIDE, 1, TIMES_DENSE, 1.65, 1.6, "9/16 of the bytes; dense reaches 92% of its limit"),

@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
                     failed = failed or any(row.get("failed") for row in found)
                     if not args.no_save:
                         append_rows(results_file("prox_speed"), rows[-len(found) :])
-            except Exception as error:  # too little memory, say: the other cases are wanted
+            except Exception as error:  # such as too little memory; the other cases are still measured
                 print(f"failed: {case.name} in {case.dtype}: {note_of(error)}", flush=True)
                 failed = True
             torch.cuda.empty_cache()
@@ -185,7 +185,7 @@ def benchmark(case: Case, args: argparse.Namespace) -> Iterator[list[dict[str, o
             sets[0].renew()
             try:
                 times[name] = provider(reg_lambda)
-            except Exception as error:  # too little memory, say: the other rows are wanted
+            except Exception as error:  # such as too little memory; the other rows are still measured
                 times[name] = {"note": note_of(error), "failed": True}
         identity = {"weights": case.name, "dtype": str(case.dtype).removeprefix("torch."), "lambda": reg_lambda}
         identity |= {"sigma": args.sigma, "lambda_mean": reg_lambda * mean}

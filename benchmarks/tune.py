@@ -5,9 +5,10 @@
     python3 benchmarks/tune.py --device cpu             # rehearsal with Triton's interpreter: nothing is saved
 
 Every choice of parameters is checked against float64 before its time counts. Then it is timed by a CUDA graph that goes
-over equal weights, so that each comes from memory. A wrong result or a crash is a row with a note, is never chosen, and
-makes the exit code 1. The defaults of a kernel are timed first and last; their spread is the noise, and parameters
-replace them only if they are faster by more than that (tune_choice.py has the rules).
+over equal weights, so that each is read from memory and not from a cache. A wrong result or a crash is a row with a
+note, is never chosen, and makes the exit code 1. The defaults of a kernel are timed first and last; their
+spread is the noise, and parameters replace them only if they are faster by more than that (tune_choice.py has the
+rules).
 
 Each kernel is measured in a process of its own, in the order of importance; all of them start at once, and compile,
 while the first one measures. One that crashes or stalls is started again without the parameters that it was measuring.
@@ -31,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare machine has not installed the package
 
 import torch
-from common import append_rows, interleaved, provenance, results_file, table, typed
+from common import append_rows, interleaved, note_of, provenance, results_file, table, typed
 from predictions import predictions_for
 from tune_choice import chosen_parameters, cuda_from, key, write_tuned
 from tune_kernels import DTYPE, KERNELS, TINY, Case, Kernel
@@ -43,8 +44,8 @@ from proxsparse.ops import tuning
 
 WORKER = [sys.executable, str(Path(__file__).resolve())]
 LIMIT_S = {"cuda": 80.0, "cpu": 20.0}
-STALL_S = {"cuda": 20.0, "cpu": 60.0}  # that one row may take: a tenth of a second, or a few for a first one
-LAST_S = 2.0  # that a kernel has to be able to spend, to be worth starting
+STALL_S = {"cuda": 20.0, "cpu": 60.0}  # limit of one row, which takes a tenth of a second, or a few for a first one
+LAST_S = 2.0  # a kernel is not started with less time left
 ROUNDS = {"cuda": 5, "cpu": 1}
 BROKEN = 3  # exit code of a worker whose CUDA context has ended
 HEADER = ["kernel", "size", "", "parameters", "ms", "copy", "predicted", "note"]
@@ -89,7 +90,7 @@ def sweep(args: argparse.Namespace, where: dict, device: torch.device, folder: P
     names = [name for name in args.kernels or KERNELS if device.type == "cuda" or KERNELS[name].in_triton]
     for name in args.kernels or KERNELS:
         if name not in names:
-            print(f"{name}: there is nothing to rehearse on a CPU", flush=True)
+            print(f"{name}: it has no rehearsal on a CPU", flush=True)
     processes = {name: start_worker(name, args, folder, compiles=KERNELS[name].in_triton) for name in names}
     found = []
     try:
@@ -141,25 +142,25 @@ def measure_in(processes: dict, name: str, seconds: float, args: argparse.Namesp
         if ended == 0:
             return rows
         reason = "stalled" if ended is None else f"ended with exit code {ended}"
-        if "started" in last:  # the next process finds there that this was measured
+        if "started" in last:  # so that the next process leaves it out
             append_rows(journal, [last["started"] | {"note": f"crashed: its process {reason}"}])
         elif ended != BROKEN and not compiles:
             return [*rows, keep(where | {"kernel": name, "note": f"its process {reason} outside a measurement"}, args)]
         if deadline - time.monotonic() < LAST_S:
             return rows + [keep(where | {"kernel": name} | entry, args) for entry in read_journal(journal)[shown:]]
-        compiles = False  # what has crashed in the compiling must not end this process, too
+        compiles = False  # a crash in `compile_all` would repeat in the new process
         processes[name] = start_worker(name, args, folder, compiles)
 
 
 def go(process: subprocess.Popen, deadline: float) -> None:
-    """Lets a process measure until the deadline, of the clock that all processes share."""
-    with contextlib.suppress(OSError):  # it has ended; its exit code tells more
+    """Lets a process measure until the deadline, a value of time.monotonic()."""
+    with contextlib.suppress(OSError):  # it has ended: its exit code is reported
         process.stdin.write(f"{deadline}\n")
         process.stdin.flush()
 
 
 def keep(row: dict, args: argparse.Namespace) -> dict:
-    """The row, which is printed and saved."""
+    """Prints and saves the row, and returns it."""
     print(" ".join(filter(None, cells(row))), flush=True)
     if not args.no_save:
         append_rows(results_file("tune"), [row])
@@ -167,7 +168,7 @@ def keep(row: dict, args: argparse.Namespace) -> dict:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends a process, if it is there still."""
+    """Ends a process if it is still running."""
     process.kill()
     process.wait()
     with contextlib.suppress(OSError):
@@ -218,7 +219,7 @@ class Item:
     turn: int = 0
 
     def identity(self) -> dict:
-        """What a row begins with."""
+        """The first fields of its row, which no other item has."""
         place = {"size": self.case.name, "condition": self.case.condition, "parameters": self.parameters}
         return place | {"turn": self.turn} | self.case.row
 
@@ -235,7 +236,7 @@ def work(kernel: Kernel, args: argparse.Namespace) -> int:
         if time.monotonic() > deadline and item.case != current:
             return 0
         if time.monotonic() > deadline and item.parameters != kernel.default:
-            continue  # the defaults once more: without their spread nothing can be chosen
+            continue  # the defaults are measured a last time: nothing can be chosen without their spread
         current, identity = item.case, item.identity()
         if key(identity) in done:
             continue
@@ -243,7 +244,7 @@ def work(kernel: Kernel, args: argparse.Namespace) -> int:
         try:
             row = measured(kernel, item, device)
         except Exception as error:  # whatever a kernel does, the others are wanted
-            row = {"note": f"failed: {type(error).__name__}: {' '.join(str(error).split())[:100]}"}
+            row = {"note": f"failed: {note_of(error)}"}
         append_rows(args.journal, [identity | row])
         if "note" in row and not is_alive(device):
             return BROKEN
@@ -251,7 +252,7 @@ def work(kernel: Kernel, args: argparse.Namespace) -> int:
 
 
 def identity_in(entry: dict) -> dict | None:
-    """What was measured, of a line of the journal; None for one that was started alone."""
+    """`Item.identity` of a journal line with a result; None for a line that marks a start."""
     names = ("size", "condition", "parameters", "turn", "lambda", "lambda_mean")
     return {name: entry[name] for name in names if name in entry} if "started" not in entry else None
 
@@ -267,9 +268,9 @@ def compile_all(kernel: Kernel, device: torch.device) -> bool:
 
 
 def items(kernel: Kernel, device: torch.device) -> Iterator[Item]:
-    """What to measure, in order: all cases with the coarse parameters, then with the others.
+    """All measurements in order: every case with the coarse parameters, then with the others.
 
-    In each pass of a case the defaults come first and last.
+    Within a case, the defaults come first and last.
     """
     every = kernel.parameters(device)
     passes = [every[: kernel.coarse], every[kernel.coarse :]] if kernel.coarse else [every]

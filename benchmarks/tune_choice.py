@@ -15,7 +15,7 @@ from pathlib import Path
 
 from proxsparse.ops import tuning
 
-LEAST_NOISE = 0.01  # two times that agree by chance prove nothing
+LEAST_NOISE = 0.01  # two equal times may agree by chance
 CLOSE = 1.02
 LAMBDA_MEAN = "lambda_mean"  # lambda times the mean of |w|: what the cost of a prox depends on
 
@@ -43,10 +43,10 @@ def noise(ms: list[float]) -> float:
 
 
 def chosen_parameters(rows: list[dict]) -> dict[str, object] | None:
-    """The parameters for one kernel and size: {} for its defaults; None if too little was measured to say.
+    """The parameters for one kernel and size: {} for its defaults; None if too little was measured to choose.
 
     Args:
-        rows: `condition` ("" if there is one alone), `parameters`, and `p50_ms` unless it failed.
+        rows: `condition` ("" if there is only one), `parameters`, and `p50_ms` unless it failed.
     """
     of = times(rows)
     conditions = [condition for condition in of if len(of[condition][DEFAULT]) > 1]
@@ -68,9 +68,9 @@ def chosen_parameters(rows: list[dict]) -> dict[str, object] | None:
 
 
 def cuda_from(rows: list[dict]) -> dict[str, float] | None:
-    """{"cuda_from": lambda times mean |w|} from which on CUDA is faster than Triton, {} if nowhere; None: too little.
+    """{"cuda_from": x}: CUDA is faster than Triton from lambda * mean|w| = x on; {}: nowhere; None: too few rows.
 
-    From there on it is faster at every lambda that was measured, by more than the noise of Triton's times.
+    Faster means: at every measured lambda from there on, by more than the noise of Triton's times.
     """
     of, threshold = times(rows), {}
     triton, cuda = key({"backend": "triton"}), key({"backend": "cuda"})

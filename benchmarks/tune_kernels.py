@@ -33,8 +33,8 @@ PROX_SHAPES, PROX_LAMBDAS = [SQUARE, (4096, 11008)], [0.25, 25.0]
 BACKEND_LAMBDAS = [25.0, 0.25, 10.0, 5.0, 2.5, 1.0, 50.0]
 ADAMW_SHAPES = [SQUARE, (4096, 11008)]
 TINY: Shape = (8, 64)  # for the rehearsal, and to compile
-# Where two minimisers of a block nearly tie, fp32 may take the other one: 2e-5 of all weights at lambda 25, one of 256
-# consecutive ones at most (measured with float64 on a CPU). What a kernel forgets are many neighbours.
+# Where two minimisers of a block nearly tie, fp32 may take the other one: 2e-5 of all weights at lambda 25, at most one
+# of 256 consecutive ones (measured with float64 on a CPU). A kernel that skips weights skips many neighbours.
 MAY_DIFFER, MAY_DIFFER_OF_256 = 1e-3, 0.05
 
 
@@ -42,8 +42,8 @@ MAY_DIFFER, MAY_DIFFER_OF_256 = 1e-3, 0.05
 class Case:
     """One kernel at one size and strength.
 
-    `condition` tells apart what is measured of one size; `row` holds further fields of the rows, `like` the benchmark
-    and the fields of its row that a prediction was made for.
+    `condition` distinguishes measurements of the same size; `row` has further fields of the rows; `like` names the
+    benchmark and the fields of its rows for which a prediction was made.
     """
 
     size: tuple[int, ...]
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is measured in a case with certain parameters.
+    """A measurement of a case with certain parameters.
 
     Args:
         problem: runs the kernel once; None if it is right up to rounding, else what is wrong.
@@ -80,12 +80,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What tune.py needs of a kernel.
+    """A kernel as tune.py measures it.
 
     Args:
         cases: in the order of their importance.
         parameters: of a device, without the defaults; the first `coarse` of them are measured first, in all cases.
-        trial: (case, device) -> Trial; it is called, and the trial is used, where the parameters are in force.
+        trial: (case, device) -> Trial; called and used while the parameters are in force.
         force: parameters -> context in which they are in force; {}: the defaults of the kernel.
         default: the parameters that others have to beat; {}: those of the kernel.
         in_triton: whether it is compiled at its first launch, and can be rehearsed in the interpreter on a CPU.
@@ -157,7 +157,7 @@ def linear_trial(name: str, case: Case, device: torch.device) -> Trial:
 
 
 def gemv_parameters(device: torch.device) -> list[dict]:
-    """All combinations; first those that say which way each number should go."""
+    """All combinations; the first 8 (two values of each number) show whether more or less of it is faster."""
     every = products(warps=cuda.GEMV_WARPS, splits=cuda.GEMV_SPLITS, tiles=cuda.GEMV_TILES)
     return sorted(every, key=lambda one: one["warps"] == 4 or one["splits"] in (2, 8) or one["tiles"] == 2)
 

@@ -38,16 +38,14 @@ FEW_DECIDED = 0.5
 # What result.json says of a run in its first lines, where the run has it.
 IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
 NO_CHOICE = {"method": PROXSPARSE.name, "allocation": UNIFORM}  # of proxsparse.train, which has no flag for them
-
-
 INPUTS = ("data", "eval_data", "start", "config")  # flags that may name a file which the run reads
 
 
 @contextmanager
 def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterator[OutputFolder]:
-    """The output folder of a run, for this run alone while the block lasts, see `output_folder.opened`.
+    """The output folder of a run, locked for this run within the block, see `output_folder.opened`.
 
-    Of many processes the first one opens it; all get the same. `may_differ`: flags that a resumed run may change.
+    Of several processes the first one opens it; all get the same. `may_differ`: flags that a resumed run may change.
 
     Raises:
         InputError: as `output_folder.opened`; it is the folder of --model; --resume_from_checkpoint names no run.
@@ -78,7 +76,7 @@ def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterato
 
 
 def output_dir_of(config: Config) -> Path:
-    """--output_dir, or where the checkpoint to resume from lies, or a new name. Raises InputError for `last` alone."""
+    """--output_dir, else the folder of the checkpoint to resume from, else a new one. Raises InputError for `last`."""
     asked = config.resume_from_checkpoint
     if config.output_dir is not None:
         return Path(config.output_dir)
@@ -253,7 +251,7 @@ def save_result(run_dir: Path, result: dict) -> None:
 
 
 def nothing_left(folder: OutputFolder) -> bool:
-    """Whether the resumed run is complete; then what a kill after its last file has left is tidied up."""
+    """Whether the resumed run is complete. If so, finishes what a kill after its last file may have left undone."""
     if not folder.complete:
         return False
     if (folder.path / output_folder.METRICS).exists():
@@ -264,7 +262,7 @@ def nothing_left(folder: OutputFolder) -> bool:
 
 
 def finish(folder: OutputFolder) -> None:
-    """Removes what only a stopped run needs, then replaces the older result that the run was started to replace."""
+    """Removes checkpoints and finished blocks; with --overwrite_output_dir, replaces the older result."""
     output_folder.remove_in_progress(folder.path)
     output_folder.publish(folder)
 

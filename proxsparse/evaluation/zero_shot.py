@@ -220,7 +220,6 @@ def has_field(row: object, field: str) -> bool:
 
 
 @functools.cache
-@functools.cache
 def task_manager():
     """lm-eval's index of its tasks, which takes seconds to build."""
     from lm_eval.tasks import TaskManager
