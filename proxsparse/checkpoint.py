@@ -49,8 +49,8 @@ def save_masks(
     every layer as JSON.
 
     Args:
-        base_model, base_revision, base_sha256: name, commit on the Hub and digest of the model that the masks belong
-            to, see `models.base_of`; "" where they are not known.
+        base_model, base_revision, base_sha256: name, commit on the Hub and digest of the pretrained model, see
+            `models.base_of`; "" if unknown.
         pattern: one for all layers, or layer name -> pattern. Where they differ, the metadata's pattern is "mixed", and
             its `patterns` has that of every layer as JSON.
     """
@@ -123,7 +123,7 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
 def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
     """Raises InputError if the masks in a file belong to another model than `base` (see `models.base_of`).
 
-    The digests of the weights decide, or the names where the file has no digest.
+    Compares the digests of the weights, or the names if the file has no digest.
     """
     from safetensors import safe_open
 
@@ -194,7 +194,7 @@ def staged(folder: Path):
 
 
 def mode_of_new_files(folder: Path) -> int:
-    """The permissions that this process gives to new files: those of its umask, or of the folder's default ACL."""
+    """The permissions of files that this process creates: those of its umask, or of the folder's default ACL."""
     probe = folder / f"{SCRATCH}-mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

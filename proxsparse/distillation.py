@@ -35,7 +35,7 @@ def likeliest(logits: Tensor) -> Batch:
 
 def logits_at_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The logits [R, vocabulary] of the positions whose next token has a label, and those tokens, int64 [R]."""
-    # before the forward pass, and counted on the CPU: a copy to a GPU, and a count on it, wait for what runs there
+    # before the forward pass, and counted on the CPU: a copy to a GPU, and a count on it, wait for its queued kernels
     inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
     labels = batch["labels"][:, 1:].flatten()
     real = (labels != IGNORED_LABEL).nonzero().flatten()

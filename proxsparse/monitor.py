@@ -36,7 +36,7 @@ class MaskMonitor:
     def _sample(self, rows: Iterable[Tensor]) -> list[Tensor]:
         """Of every layer [sampled blocks, m], fp32 on the CPU; `rows`: what this process holds of each.
 
-        A GPU is waited for once, by the copy of all samples together.
+        The host waits for a GPU once, in the copy of all samples together.
         """
         sampled = []
         for each, (count, here, row, column), held in zip(self.learned, self.places, rows, strict=True):
@@ -79,10 +79,9 @@ class MaskMonitor:
 
 
 def sampled_places(each: Learned) -> tuple[int, Tensor, Tensor, Tensor]:
-    """How many blocks of a layer are sampled; of those that this process holds, their numbers in the sample, rows and
-    columns, int64 on the device of the weight.
+    """The number of sampled blocks of a layer; of those in this process: index in the sample, row and column.
 
-    They are computed on the CPU once: a boolean index on a GPU makes the host wait for it.
+    int64, on the device of the weight, but computed on the CPU: a boolean index on a GPU makes the host wait.
     """
     rows, of_row = len(local(each.weight)), math.prod(each.weight.shape[1:]) // each.pattern.m
     blocks = len(each.weight) * of_row

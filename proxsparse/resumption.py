@@ -1,4 +1,4 @@
-"""Going on with a run that was stopped: is it complete, has it the same flags, the same model and samples?"""
+"""Resuming a stopped run: whether it has the same flags, the same model and the same samples."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

@@ -16,7 +16,7 @@ from .prox import blocks_per_program, check_weight, gain_of
 
 # Two blocks a lane: a step moves 40 to 110 bytes a block, which leaves time for any arithmetic but no registers.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 2 * LANES, 1
-# What `blocks` and `warps` may be: 2 or 4 blocks a lane. The results are the same.
+# The legal `blocks` and `warps`: 2 or 4 blocks a lane. The results are the same.
 ADAMW_PROX_LAUNCHES = tuple(
     {"blocks": blocks, "warps": warps}
     for blocks in (64, 128, 256)

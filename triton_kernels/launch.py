@@ -20,7 +20,7 @@ def with_given(launch: dict[str, int], given: dict[str, int | None], legal: tupl
 
 
 def registers_for(weight: torch.Tensor, scale: torch.Tensor | None, launch: dict[str, int]) -> int:
-    """Registers a thread that the prox may take: as few as it needs without spilling, so that more warps run at once.
+    """The limit of registers a thread for the prox: the least without spilling, so that more warps run at once.
 
     With 128, 16 warps run at once on a multiprocessor, with 168 12 warps, with 255 8 warps.
     """
@@ -39,11 +39,11 @@ def programs_for(device: torch.device, pieces: int, warps: int, registers: int) 
 
 
 def compiler_options(registers: int) -> dict[str, int]:
-    """Triton's options beside num_warps: left alone, its compiler takes up to 167 registers where 128 are enough."""
+    """Triton's options besides num_warps: by itself, its compiler takes up to 167 registers where 128 are enough."""
     return {"maxnreg": registers} if PTX else {}
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU."""
+    """The number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

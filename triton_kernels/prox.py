@@ -31,8 +31,8 @@ from .launch import LANES, compiler_options, programs_for, registers_for, with_g
 BLOCKS_PER_PIECE = 8 * LANES
 # Blocks that are not all small are solved in parts, two blocks a lane: fewer registers, so that more warps fit.
 BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
-# What `blocks`, `warps` and `parts` may be: parts of two blocks a lane. The results are the same; which is the fastest
-# has to be measured.
+# The legal `blocks`, `warps` and `parts`: parts of two blocks a lane. The results are the same; the fastest has to be
+# measured.
 PROX_LAUNCHES = tuple(
     {"blocks": blocks, "warps": warps, "parts": parts}
     for blocks in (128, 256, 512)
@@ -144,8 +144,8 @@ def piece_of_weight(
     return row_ptr + start, left, piece * (4 * BLOCKS)
 
 
-# Both kernels: every program takes each num_programs-th piece, and loads the next one before it solves the present one.
-# Without that a warp would wait for the memory with nothing to do. Pieces do not overlap, so no load meets a store.
+# Both kernels: every program takes each num_programs-th piece, and loads the next piece before it solves this one, so
+# that it does not wait for memory. Pieces do not overlap, so no load meets a store.
 
 
 @triton.jit(do_not_specialize=["pieces", "total"])

@@ -47,7 +47,7 @@ __device__ void divide(T (&value)[kCount], const T* c) {
 struct Place {
   int64_t first, size;
   void* buffer;
-  bool direct;  // of every tensor: no detour through the buffer
+  bool direct;  // every tensor is aligned, and the warp's share of it whole: no detour through the buffer
 };
 
 // What a lane reads of every tensor, as it is in memory.

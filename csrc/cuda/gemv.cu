@@ -75,7 +75,7 @@ __device__ void add_step(Weights (&weights)[kTiles], const uint32_t* x, const Pa
     for (int i = 0; i < kTiles; ++i) places[i] = places_of_lane(weights[i].places[chunk % 2]);
     PROXSPARSE_UNROLL
     for (int group = 0; group < kGroups; ++group) {
-      // where there is no row of x there is anything: columns do not mix
+      // columns without a row of x have arbitrary numbers, which do not affect the others
       const Words4 columns = load_matrices(x + (group * kColumns * kXWords + chunk * 32));
       PROXSPARSE_UNROLL
       for (int i = 0; i < kTiles; ++i) {
@@ -119,10 +119,10 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
   float sums[kTiles][kGroups][4] = {};
   Weights weights[kTiles];
 
-  // With GemvCall::dependent the previous kernel may still be running until wait_for_previous_kernel returns. Up to
-  // there only weights are read: the caller promises that they are constant. x may still be written by that kernel and
-  // the memory of y be read by it, so both are used afterwards only. The next kernel may start at once: one that was
-  // launched in this way waits too, until this kernel has ended; any other starts after this one has ended anyway.
+  // With GemvCall::dependent the previous kernel may still be running until wait_for_previous_kernel returns. Before
+  // that, only weights are read: the caller guarantees that they are constant. The previous kernel may still write x
+  // and read the memory of y, so both are used only afterwards. The next kernel may start at once: if it was launched
+  // in this way, it waits until this kernel has ended; any other starts after this one has ended anyway.
   allow_next_kernel();
   const bool whole = kAligned && column + kStep <= columns;
   if (whole) load_step<Aligned<true>>(weights, packed, column);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
     if (bias) sum += Format::load(bias[row]);
     y[int64_t{i / kBlockRows} * call.out_features + row] = Format::store(sum);
   }
-  if (splits > 1) cluster_meet();  // the others stay until they have been read: a store of y waits for what it adds up
+  if (splits > 1) cluster_meet();  // the others stay until their sums have been read: before y is stored
 }
 
 // ------------------------------------------------------------------------- launching
@@ -241,7 +241,7 @@ cudaError_t launch(const Plan& plan, cudaStream_t stream) {
     if (attributes.ptxVersion < 90) call.splits = 1, call.dependent = false;
   }
   const int shared = call.warps * kXBytes;  // the sums need less
-  if (shared > 48 << 10) {                  // this much is there without asking
+  if (shared > 48 << 10) {                  // more than this has to be requested
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
     if (status != cudaSuccess) return status;
   }

@@ -18,7 +18,7 @@ struct alignas(8) Words2 {
   uint32_t word[2];
 };
 
-// What is read once and never again: it leaves the L1 cache to x. Not ld.global.nc: those the compiler moves to after
+// For data that is read only once: it leaves the L1 cache to x. Not ld.global.nc: those the compiler moves to after
 // wait_for_previous_kernel.
 __device__ inline Words4 load_once(const Words4* source) {
 #ifdef __CUDA_ARCH__
@@ -92,7 +92,7 @@ __device__ inline void copy_8_bytes(uint32_t* shared, const uint16_t* global, bo
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // of this thread
 
-// Waits for kWarps warps, those whose index divided by kWarps is `group`: at most 8 groups a thread block.
+// Synchronises the kWarps warps with index / kWarps == group: at most 8 groups a thread block.
 template <int kWarps>
 __device__ inline void sync_warps(int group) {
   if (kWarps == 1) return __syncwarp();

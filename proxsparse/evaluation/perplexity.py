@@ -59,7 +59,7 @@ def perplexity(
     device = next(model.parameters()).device
     losses = []
     with evaluating(model):
-        # one copy for all windows, and their losses are read at the end: each would make the host wait for a GPU
+        # one copy for all windows, and losses are read at the end: each copy and read makes the host wait for a GPU
         for window, counts in share(token_ids[: windows * seq_len].to(device).view(windows, 1, seq_len)):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits

@@ -80,7 +80,7 @@ def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
 
 
 def finite(found: dict[str, Header], name: str) -> Tensor:
-    """The tensor of that name. Raises ValueError if it holds a NaN or an infinity."""
+    """Reads the tensor of that name. Raises ValueError if it has a NaN or an infinity."""
     tensor = read(found, name)
     if tensor.is_floating_point() and not tensor.isfinite().all():
         raise ValueError(

@@ -143,7 +143,7 @@ def counted_layer() -> type:
     """transformers' StaticLayer with the count of its tokens in a tensor that all layers share.
 
     StaticLayer counts by itself, in three small kernels a block. A layer on another device than the shared count still
-    does.
+    does so.
     """
     from transformers.cache_utils import StaticLayer
 

@@ -23,10 +23,10 @@ ROTARY = "apply_rotary_pos_emb"  # transformers' name for it, in each of its mod
 def with_compiled_glue(
     model: nn.Module, faster: Callable[[Callable], Callable] | None = None, backend: str | Callable = "inductor"
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """What GreedyDecoder takes as `faster`: a step with compiled glue, on which `faster` (`captured`) is applied.
+    """A `faster` for GreedyDecoder: the step with compiled glue, to which another `faster` (`captured`) is applied.
 
-    With `captured` the compiled kernels are part of the CUDA graph, and the model is restored at once; without, it is
-    changed during each step only.
+    With `captured`, the compiled kernels are part of the CUDA graph, and the model is restored after the capture.
+    Without `faster`, the model is changed only during each step.
 
     Args:
         model: a model of transformers; parts that are not recognised stay eager.
@@ -44,11 +44,11 @@ def with_compiled_glue(
 
 
 class CompiledGlue:
-    """The compiled functions for a model, and where they belong.
+    """The compiled functions for a model, and the functions that they replace.
 
     * RMSNorm: forward of every module whose class name ends in RMSNorm, one compiled function for each class
     * rotary embedding: `apply_rotary_pos_emb` in the file of the attention class
-    * act(gate) * up: in every module whose forward is, instruction for instruction, that of a gated MLP
+    * act(gate) * up: in every module whose forward has the same instructions as a gated MLP of transformers
     * mask of SDPA: made in the dtype of the model, as SDPA would convert it; not compiled
 
     A function is compiled at its first call, and again for each other shape, stride and dtype; dynamic=False.
@@ -64,7 +64,7 @@ class CompiledGlue:
         compiled: dict[object, Callable] = {}
         for module in model.modules():
             kind = type(module)
-            if "forward" in vars(module):  # somebody else's, of accelerate for instance
+            if "forward" in vars(module):  # replaced by another library, such as accelerate
                 continue
             forward = inspect.unwrap(kind.forward)
             if kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:  # torch's own is one kernel already
@@ -79,7 +79,7 @@ class CompiledGlue:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the model calls these functions; those for rotary and mask serve other models, too."""
+        """Within the block the model calls these functions; other models also call those for rotary and mask."""
         before = [(table, name, table[name]) for table, name, _ in self.globals]
         try:
             for module, forward in self.forwards:

@@ -14,7 +14,7 @@ from proxsparse.packed import check_packed
 from proxsparse.patterns import NMPattern
 
 AUTO = "auto"
-MANY_ROWS = 64  # what a backend that has a form of its own is for
+MANY_ROWS = 64  # an example of a call that backends with a form of their own are made for
 PATTERN = NMPattern(2, 4)
 # Device types without autocast, for which torch.is_autocast_enabled raises. Asked for here, once: Dynamo of torch 2.11
 # cannot trace is_autocast_available. Every other device type has it, a renamed PrivateUse1 ("npu") included.
@@ -174,10 +174,10 @@ class SparseLinear(nn.Module):
         return torch.ops.proxsparse.sparse_linear(x, values, self.indices, bias, prepared, self.backend)
 
     def own_form(self, x: Tensor, values: Tensor) -> Tensor | None:
-        """The backend's own form of the weight, held or made now; None if it has none, derives it or refuses the call.
+        """The backend's own form of the weight; None if it has none, derives it in the call, or refuses the call.
 
-        Made once for each dtype of `values`. What a capture makes is memory of its graph, filled when that is replayed,
-        and so is not held.
+        Made once for each dtype of `values`, then held. A form made in a capture is not held: its memory belongs to the
+        graph and is filled in a replay.
         """
         if self.prepared is not None and self.prepared[:2] == (self.backend, values.dtype):
             return self.prepared[2]
@@ -196,10 +196,10 @@ class SparseLinear(nn.Module):
         return form
 
     def prepare_(self, backend: str) -> "SparseLinear":
-        """Makes the form of its own that `backend` reads, and holds it until the weight moves, is cast or is loaded.
+        """Makes the form of the weight that `backend` reads, and holds it until the weight moves, is cast or is loaded.
 
-        A layer of that backend does so in its first call. One of "auto" holds a form only if it is asked to: "cutlass"
-        then takes 1/8 byte a weight more, and calls of many rows are spared a kernel that derives it.
+        A layer of that backend does so in its first call, a layer of "auto" only here. With "cutlass" it holds 1/8 byte
+        a weight more, and saves a kernel in each call of many rows.
 
         Raises:
             ValueError: the layer is of another backend, or it is "auto", which never calls a backend that needs a form

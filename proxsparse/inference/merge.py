@@ -31,8 +31,8 @@ def merge_projections_(model: nn.Module) -> nn.Module:
 
         y = x @ torch.cat([layer.weight for layer in group]).T;  y.split([layer.out_features for layer in group], -1)
 
-    The call of the first layer multiplies all rows; the others return their slice if they get the same tensor x, with
-    unchanged content, under the same autocast. Each slice is released when it is returned. The layers multiply
+    The call of the first layer multiplies by all rows; the others return their slice if they get the same tensor x,
+    with unchanged content, under the same autocast. Each slice is released when it is returned. The layers multiply
     separately, with the same result, where a gradient is needed, in code compiled by torch.compile, and under
     torch.inference_mode (its tensors do not count their changes; use torch.no_grad). A group whose layers turn out to
     read different inputs (cross-attention) or are not all called stops being merged after two such products.
@@ -166,7 +166,7 @@ class Group:
 
 
 class MergedPart(nn.Module):
-    """A layer of a merged group. It stands before the layer's own class among the bases."""
+    """A layer of a merged group, a base class that comes before the layer's own."""
 
     group: Group
     index: int
@@ -187,7 +187,7 @@ class MergedPart(nn.Module):
         self.changed()
 
     def changed(self) -> None:
-        """Drops what was made of the tensors, and the merged tensors themselves if this layer has others now."""
+        """Drops what was derived from the tensors, and the merged tensors if this layer no longer uses them."""
         self.group.state.pending = None
         if not self.group.is_intact():
             self.group.layer = None
@@ -278,7 +278,7 @@ def needs_gradient(layer: nn.Module) -> bool:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether anything is registered to run with the layer."""
+    """Whether the layer has hooks."""
     return any(hooks for name, hooks in vars(layer).items() if name.endswith("_hooks"))
 
 

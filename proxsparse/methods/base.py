@@ -155,7 +155,7 @@ def full_precision(tensor: Tensor):
 
 
 def require(name: str, value: float, holds: bool, words: str) -> None:
-    """Raises InputError, with the value and what it must be, unless an option's value is finite and `holds`."""
+    """Raises InputError, naming the value and the requirement `words`, unless the value is finite and `holds`."""
     if not (math.isfinite(value) and holds):
         raise InputError(f"--{name} {value}: must be {words}")
 
@@ -214,7 +214,7 @@ def prune_(
         finished_blocks: a folder, there already, in which every decoder block is kept as soon as it is pruned; those
             that are there are taken as they are, so give it to the same call again and to no other. A method that
             prunes the whole model at once, or needs no data, keeps none.
-        run_id: stands in every block that is kept there; one of another run is pruned again.
+        run_id: written into every block that is kept there; a block of another run is pruned again.
         options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.

@@ -51,10 +51,10 @@ def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor 
 def fastest_first(
     backends: tuple[str, ...], weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None
 ) -> tuple[str, ...]:
-    """CUDA before Triton from the measured lambda * typical magnitude on; where nothing was measured, `backends`.
+    """CUDA before Triton from the measured lambda * typical magnitude on; `backends` if nothing was measured.
 
-    Below about lambda * max|w| = 0.3 both take the same instructions; above, Triton takes more for a block. The weights
-    themselves are not looked at: that would wait for the GPU, and a resumed run could choose otherwise.
+    Below about lambda * max|w| = 0.3 both take the same instructions; above, Triton takes more for a block. The choice
+    does not read the weights: that would wait for the GPU, and a resumed run could choose another backend.
     """
     if "cuda" not in backends or (n, m) != (2, 4):
         return backends

@@ -56,8 +56,8 @@ def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], patte
     """W_i <- argmin_V 1/2 ||V - W_i||_F^2 + lambda_i * Reg_{N:M}(V) for every weight, in place, as `prox_nm_` does.
 
     One launch serves all weights that share a device and a dtype where the backend can (Triton), otherwise they are
-    served one by one; the results are the same. Triton comes first for every lambda: one launch is worth more than
-    faster kernels for small weights, and the weights may be scaled already, so that their magnitude is not known.
+    served one by one; the results are the same. Triton comes first for every lambda: for small weights one launch
+    gains more than faster kernels, and the weights may be scaled already, so that their magnitude is unknown.
 
     Args:
         weights: each [..., in_features], any strides, dtypes and devices; they must not overlap. Changed in place.

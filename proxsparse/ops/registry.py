@@ -1,8 +1,8 @@
 """One op, many backends: a table of kernels per op, fastest first, and the rule that picks one.
 
 The dispatcher of torch holds one kernel per dispatch key, so every op registers ONE selector (`select`) that looks
-into the table. The automatic choice falls back to the next kernel with a warning. An explicit choice never falls back
-from a kernel to another; it concerns the ops that its backend has a kernel for, the automatic choice serves the others.
+into the table. The automatic choice falls back to the next kernel with a warning. An explicit choice never falls back;
+it applies to the ops that its backend has a kernel for, and the automatic choice serves the others.
 """
 
 import contextlib
@@ -46,9 +46,9 @@ def register_kernel(op: str, backend: str, supports: Callable[..., str | None]):
 
 
 def register_order(op: str):
-    """Decorator: `order(backends, *args)` returns the automatic choice's backends, fastest first, for these arguments.
+    """Decorator: `order(backends, *args)` sorts the backends of the automatic choice, fastest first, for these inputs.
 
-    It must depend on shapes, dtypes, devices and numbers alone: reading a tensor would wait for the GPU.
+    It must depend only on shapes, dtypes, devices and numbers: reading a tensor would wait for the GPU.
     """
 
     def add(order: Callable[..., tuple[str, ...]]) -> Callable[..., tuple[str, ...]]:
@@ -73,8 +73,8 @@ def use_backend(backend: str | None) -> Iterator[None]:
     """Within the block every op of this thread runs on `backend` or raises; None returns to the automatic choice.
 
     An op that `backend` has no kernel for at all (`nm_mask` on "triton") gets the automatic choice, with one warning.
-    So does a packed layer (`SparseLinear`) on "auto" for "cpp" and "reference", which are backends of such layers too;
-    "triton" and "cuda" concern the ops alone. A layer that was given a backend keeps it.
+    "cpp" and "reference" also apply to packed layers (`SparseLinear`) with backend="auto"; "triton" and "cuda" do not.
+    A layer that was given a backend keeps it.
 
     Raises:
         ValueError: if there is no such backend.

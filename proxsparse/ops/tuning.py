@@ -1,11 +1,11 @@
-"""Launch parameters of the GPU kernels, from a table of what was fastest where it was measured.
+"""Launch parameters of the GPU kernels, from a table of measurements.
 
-tuned.json holds, for each kind of device and each kernel, what `benchmarks/tune.py` found on such a device:
+tuned.json holds, for each kind of device and each kernel, the fastest parameters that `benchmarks/tune.py` measured:
 
     {"sm_90": {"gemv bfloat16": {"measured": {...}, "fastest": {"4096x4096x1": {"warps": 8, "splits": 4, "tiles": 4}}}}}
 
-The key of "fastest" is a size, whose numbers the kernel defines (gemv: out_features x in_features x rows). A call takes
-the parameters of the nearest size. Where nothing was measured the kernel uses its own defaults. Parameters change the
+The keys of "fastest" are sizes, defined by the kernel (gemv: out_features x in_features x rows). A call takes the
+parameters of the nearest size. Where nothing was measured the kernel uses its own defaults. Parameters change the
 speed of a kernel, not what it computes.
 """
 
@@ -28,7 +28,7 @@ _forced: ContextVar[dict[str, dict]] = ContextVar("proxsparse_launch_parameters"
 def launch_parameters(
     kernel: str, dtype: torch.dtype, device: torch.device, size: tuple[int, ...]
 ) -> dict[str, object]:
-    """The fastest known parameters of a kernel for this size, by name; {} where nothing was measured.
+    """The fastest measured parameters of a kernel for this size, by name; {} if nothing was measured.
 
     Args:
         kernel: a name in tuned.json without its dtype, such as "gemv".

@@ -1,4 +1,4 @@
-"""`python -m proxsparse.X` imports no module from the current folder: its files may be a stranger's."""
+"""`python -m proxsparse.X` imports no module from the current folder: its files may be untrusted."""
 
 import subprocess
 import sys

@@ -35,7 +35,7 @@ class Backend:
 
     @property
     def needs_prepared(self) -> bool:
-        """Whether `linear` cannot do without its own form."""
+        """Whether `linear` requires its own form."""
         return self.prepare is not None and not self.prepare_is_optional
 
 
@@ -65,7 +65,7 @@ def backend(name: str) -> Backend:
 
 
 def pad_rows(x: Tensor, step: int) -> Tensor:
-    """x with rows of zeros up to a multiple of `step`; x itself if there is nothing to add, where pad would copy it."""
+    """x with rows of zeros up to a multiple of `step`; x itself, not a copy, if there is nothing to add."""
     missing = -len(x) % step
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 

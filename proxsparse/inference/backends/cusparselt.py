@@ -62,7 +62,7 @@ def algorithm(prepared: Tensor, columns: Tensor, bias: Tensor | None, out_featur
 
 
 def search(prepared: Tensor, columns: Tensor, bias: Tensor | None) -> dict[str, int]:
-    """Runs all algorithms. torch's public op returns the number of the fastest alone, and is deprecated."""
+    """Runs all algorithms. torch's public op is deprecated and returns only the number of the fastest."""
     library = getattr(torch._C, "_cusparselt", None)
     if not hasattr(library, "mm_search"):
         number = torch._cslt_sparse_mm_search(prepared, columns, bias, transpose_result=True)

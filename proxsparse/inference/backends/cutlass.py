@@ -1,10 +1,10 @@
 """Many rows on CUDA GPUs: CUTLASS's sparse matrix multiplications (csrc/cutlass).
 
-They read the values as they are packed. The places they want in an order of their own, "metadata" (CUTLASS calls it E),
-which a small kernel derives from the packed ones: in_features * out_features / 8 bytes are read and as many written.
-`prepare` does that once, and a layer of backend="cutlass" then holds the metadata: 1/8 byte a weight, 11% of the packed
-form in bfloat16. Without it, as a layer of backend="auto" calls it, it is done in each call. Here stand the equations
-of those orders; csrc/cuda/metadata.cu is their fast form.
+They read the packed values as they are, and the places in another order, the "metadata" (E in CUTLASS). A small kernel
+derives it from the packed places: it reads in_features * out_features / 8 bytes and writes as many. `prepare` does that
+once; a layer of backend="cutlass" then holds the metadata, 1/8 byte a weight, 11% of the packed form in bfloat16. A
+layer of backend="auto" derives it in each call. This file has the equations of those orders, csrc/cuda/metadata.cu the
+fast form.
 
 The tile, the part of y that a thread block computes, is the fastest that was measured for the nearest size
 (proxsparse.ops.tuning, kernel "cutlass", parameter "tile"), else by the number of rows, see TILES.
@@ -30,8 +30,8 @@ except ImportError as error:
     )
 
 ANY_PLACES = 0x44  # places 0 and 1 of two blocks: where a padded tile has no weights
-# architecture -> [(the most rows it is for, tile)], where nothing was measured: as few idle rows as possible. There are
-# more tiles, which only a measurement chooses.
+# architecture -> [(most rows, tile)] for sizes that were not measured: as few idle rows as possible. Other tiles are
+# chosen only by a measurement.
 TILES = {
     90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
     80: [(128, "64x64"), (None, "128x128")],
@@ -74,7 +74,7 @@ def architecture_of(device: torch.device) -> int:
 
 
 def tile_for(device: torch.device, out_features: int, in_features: int, rows: int) -> str:
-    """The name of the tile: that of tuned.json for this size, if it was built, else that of TILES."""
+    """The tile in tuned.json for this size if it was built, else that of TILES."""
     size = out_features, in_features, rows
     tile = tuning.launch_parameters("cutlass", torch.bfloat16, device, size).get("tile")
     if tile and tile in built_tiles(device):

@@ -22,8 +22,8 @@ except ImportError as error:
         f"the compiled CUDA extension is missing ({error}); remedy: with a CUDA build of torch and nvcc, install again"
     )
 
-# Launch parameters of `gemv` that are worth measuring: warps of a thread block, thread blocks that split the columns,
-# tiles of 8 rows of W in each warp. What a GPU cannot run is replaced by the nearest that it can.
+# Launch parameters of `gemv` for the sweep in benchmarks/tune.py: warps of a thread block, thread blocks that split the
+# columns, tiles of 8 rows of W in each warp. What a GPU cannot run is replaced by the nearest that it can.
 GEMV_WARPS, GEMV_SPLITS, GEMV_TILES = (4, 8, 16), (1, 2, 4, 8), (1, 2, 4)
 _dependent: ContextVar[bool] = ContextVar("proxsparse_dependent_launch", default=False)
 
@@ -122,7 +122,7 @@ def missing() -> str | None:
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu."""
     (rows, in_features), out_features = x.shape, values.shape[0]
-    if x.data_ptr() % 8:  # the kernel copies x in pieces of 8 bytes; this copy is a few KB, also in a graph capture
+    if x.data_ptr() % 8:  # the kernel reads x in pieces of 8 bytes; this copy of a few KB may be captured
         x = x.clone()
     y = x.new_empty(rows, out_features)
     chosen = tuning.launch_parameters("gemv", x.dtype, x.device, (out_features, in_features, rows))

@@ -1,6 +1,6 @@
 """The Triton kernels for the GPU: the only file that imports triton_kernels (late: importing triton takes a second).
 
-They serve NVIDIA's GPUs, and AMD's by plain Triton without inline assembly (compiled for gfx942, not run on one yet).
+They serve NVIDIA's GPUs, and AMD's without inline assembly (compiled for gfx942, not run on an AMD GPU).
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Ten
 
 
 def measured(kernel: str, weight: Tensor, numel: int) -> dict[str, object]:
-    """The launch parameters of the table for so many weights; {} leaves them to the kernel."""
+    """The launch parameters in tuned.json for this number of weights; {}: the kernel's own."""
     return dict(launch_parameters(kernel, weight.dtype, weight.device, (numel,)))
 
 
