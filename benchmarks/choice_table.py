@@ -50,7 +50,7 @@ def choice_table(rows: list[dict]) -> dict[str, dict]:
 def fastest_first(rows: list[dict]) -> list[str]:
     """The backends that `auto` may take, up to the one that always serves: what is slower than that is left out.
 
-    Rows of a variant ("cutlass:64x32") do not count: `auto` takes a backend as the row of its bare name measured it.
+    Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own form.
     """
     ms = {row["backend"]: row["p50_ms"] for row in rows}
     names = [name for name in sorted(ms, key=ms.get) if name in backends() and not backend(name).needs_prepared]

@@ -6,7 +6,7 @@ COLUMNS = 4
 
 
 def plot(rows: list[dict], file: Path) -> None:
-    """A panel for each weight and dtype, a line for each backend (not for its variants); above 1 sparse wins."""
+    """A panel for each weight and dtype, a line for each backend (not for "cutlass:prepared"); above 1 sparse wins."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -17,9 +17,8 @@ share of what the machine allows: bytes at the copy's speed, measured before eac
 of the dense matmul for this shape (if some call has 512 rows), whichever takes longer. Copying reads as much as it
 writes; reading alone can be faster. `auto` marks what SparseLinear takes by itself at present.
 
-A backend is measured as `auto` calls it, and in each of its variants: `cutlass:prepared`, a layer that holds the
-metadata, and one for each tile that was built, such as `cutlass:64x32`. `auto` never chooses a variant; tune.py writes
-the fastest tiles to proxsparse/ops/tuned.json.
+A backend is measured as `auto` calls it; `cutlass:prepared` is a layer that holds the metadata, which `auto` never
+chooses. CUTLASS takes the tiles of proxsparse/ops/tuned.json, which tune.py measures.
 
 Rows are appended to results/linear_speed.jsonl after each shape, and results/linear_speed_<device>.png shows them.
 After an illegal access in a kernel every later call of its process fails: --backends NAME measures only one backend and
@@ -64,13 +63,13 @@ import proxsparse.inference.linear  # noqa: F401  registers the op
 from proxsparse.device import choose_device
 from proxsparse.errors import run_command
 from proxsparse.inference import choice
-from proxsparse.inference.backends import Backend, backend, backends, cutlass
+from proxsparse.inference.backends import Backend, backend, backends
 from proxsparse.inference.generate import captured
 from proxsparse.ops import unpack_nm
-from proxsparse.ops.tuning import device_kind, use_launch_parameters
+from proxsparse.ops.tuning import device_kind
 
 DENSE = "dense"
-VARIANT = ":"  # between the name of a backend and what it was forced to
+PREPARED = ":prepared"  # after the name of a backend that also works without its own form
 DEFAULTS = {  # device -> flag -> value, for flags that are not given
     "cpu": {
         "shapes": [*layer_shapes(["smollm2-135m"]), (4096, 4096), (4096, 14336), (14336, 4096)],
@@ -258,7 +257,7 @@ def backends_for(x: Tensor, weights: Weights, names: list[str] | None) -> list[s
 
 
 def sparse_calls(chosen: Backend, weights: Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
-    """The backend's name, and name:variant for each variant -> (place -> x W^T, through the op, by that weight)."""
+    """The backend's name, with PREPARED if its own form is held -> (place -> x W^T, through the op, by that weight)."""
     packed, multiply = weights.packed, torch.ops.proxsparse.sparse_linear
     calls = {}
     if chosen.prepare and chosen.name not in weights.prepared:
@@ -267,21 +266,9 @@ def sparse_calls(chosen: Backend, weights: Weights, x: Tensor) -> dict[str, Call
         calls[chosen.name] = lambda place: multiply(x, *packed[place], None, None, chosen.name)
     if chosen.prepare:
         own = weights.prepared[chosen.name]
-        name = chosen.name if chosen.needs_prepared else chosen.name + VARIANT + "prepared"
+        name = chosen.name if chosen.needs_prepared else chosen.name + PREPARED
         calls[name] = lambda place: multiply(x, *packed[place], None, own[place], chosen.name)
-    for tile in cutlass.built_tiles(x.device) if chosen.name == "cutlass" else []:
-        calls[chosen.name + VARIANT + tile] = with_tile(tile, calls[chosen.name])
     return calls
-
-
-def with_tile(tile: str, call: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
-    """The call with this tile of CUTLASS."""
-
-    def forced(place: int) -> Tensor:
-        with use_launch_parameters("cutlass", tile=tile):
-            return call(place)
-
-    return forced
 
 
 def error_of(call: Callable[[int], Tensor], weights: Weights, rows: int) -> float:
@@ -345,14 +332,14 @@ def cells(row: dict) -> list[str]:
 
 
 def in_short(rows: list[dict]) -> str:
-    """What the fastest sparse backend is against dense, for the fewest and the most rows; variants do not count."""
+    """What the fastest sparse backend is against dense, for the fewest and the most rows; PREPARED does not count."""
     said = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         for count in sorted({min(row["rows"] for row in rows), max(row["rows"] for row in rows)}):
             of_case = [row for row in rows if (row["dtype"], row["rows"]) == (dtype, count) and "times_dense" in row]
             ratios = defaultdict(list)
             for row in of_case:
-                if row["backend"] != DENSE and VARIANT not in row["backend"]:
+                if row["backend"] != DENSE and not row["backend"].endswith(PREPARED):
                     ratios[row["weights"], row["state"]].append(row["times_dense"])
             best = [max(found) for found in ratios.values()]
             if best:

@@ -1,7 +1,7 @@
-"""The rules of torch for devices, for tensors that only claim to be on a GPU: fake_gpu.py.
+"""torch's rules for devices, applied to tensors that are marked as on a GPU: fake_gpu.py.
 
-One operation after the other: which mixtures of devices raise, on which device the results are, where the host waits
-for the GPU. CPU tensors of dimension 0 in pointwise operations and CPU indices of a tensor on the GPU are allowed.
+For each operation: which mixtures of devices raise, on which device the results are, and where the host waits for the
+GPU. CPU tensors of dimension 0 in pointwise operations and CPU indices of a tensor on the GPU are allowed.
 tests/test_fake_gpu.py compares them with torch's own fake tensors.
 """
 

@@ -1,4 +1,4 @@
-"""A GPU that is not there: `with fake_gpu() as gpu:` whole jobs run on "cuda" and compute real numbers on the CPU.
+"""A fake GPU: within `with fake_gpu() as gpu:` whole jobs run on "cuda" and compute real numbers on the CPU.
 
 A tensor made for "cuda" lies in CPU memory, and its storage carries a mark: so views, `.data` and `nn.Parameter` share
 the device as they share the memory. `tensor.device` reports the mark. Every operation is checked, see device_rules.py.

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from fake_gpu import fake_gpu, is_on_gpu
-from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 
 from proxsparse import env, evaluate, prune, train
 from proxsparse.evaluation import zero_shot as module
@@ -149,8 +149,7 @@ def folder(tmp_path_factory):
     """A folder with a tiny model and a text."""
     path = tmp_path_factory.mktemp("fake-gpu")
     save_tiny_model("llama", path / "model")
-    rows = [{"text": f"Document {i}: the quick brown fox jumps over {i} lazy dogs. " * 2} for i in range(20)]
-    (path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_texts(path / "text.jsonl", documents=20)
     return path
 
 
@@ -162,7 +161,7 @@ def flags(folder, *more: str) -> list[str]:
 
 
 def result(run_dir) -> dict:
-    """What does not depend on the device of result.json."""
+    """The fields of result.json that do not depend on the device."""
     found = json.loads((run_dir / "result.json").read_text())
     return {
         key: found.get(key) for key in ("status", "masks_sha256", "perplexity", "feasible_share", "mask_similarity")

@@ -6,7 +6,7 @@ import common
 import pytest
 import studies
 import torch
-from tiny_models import save_tiny_model
+from tiny_models import save_texts, save_tiny_model
 
 from proxsparse.checkpoint import load_masks
 from proxsparse.config import parse_config
@@ -21,8 +21,7 @@ def folder(tmp_path_factory):
     """A tiny model and a text file; what all studies leave there, and how often the learning ran."""
     folder = tmp_path_factory.mktemp("studies")
     save_tiny_model("llama", folder / "tiny")
-    rows = [{"text": f"Document {i}: the quick brown fox jumps over {i} lazy dogs. " * 3} for i in range(40)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_texts(folder / "text.jsonl")
     return folder
 
 

@@ -1,5 +1,6 @@
 """Tiny random language models of several families, in memory or as Hugging Face folders with a byte-level tokenizer."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -74,3 +75,10 @@ def save_tiny_model(name: str, folder: Path, **more) -> Path:
     tiny_model(name, torch.bfloat16, **more).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def save_texts(file: Path, documents: int = 40) -> Path:
+    """Short documents as .jsonl."""
+    rows = [{"text": f"Document {i}: the quick brown fox jumps over {i} lazy dogs. " * 3} for i in range(documents)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file

@@ -16,8 +16,8 @@ from proxsparse.patterns import NMPattern
 AUTO = "auto"
 MANY_ROWS = 64  # an example of a call that backends with a form of their own are made for
 PATTERN = NMPattern(2, 4)
-# Device types without autocast, for which torch.is_autocast_enabled raises. Asked for here, once: Dynamo of torch 2.11
-# cannot trace is_autocast_available. Every other device type has it, a renamed PrivateUse1 ("npu") included.
+# Device types without autocast, for which torch.is_autocast_enabled raises. Computed at import, because Dynamo of torch
+# 2.11 cannot trace is_autocast_available. Every other device type has it, also a renamed PrivateUse1 ("npu").
 NO_AUTOCAST = frozenset(kind for kind in ("meta", "lazy", "vulkan") if not torch.amp.is_autocast_available(kind))
 
 torch.library.define(

@@ -1,9 +1,7 @@
 """A tiny model and a text file: with them a whole run takes a second."""
 
-import json
-
 import pytest
-from tiny_models import save_tiny_model
+from tiny_models import save_texts, save_tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +13,4 @@ def tiny_llama(tmp_path_factory):
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     """Forty short documents as .jsonl."""
-    path = tmp_path_factory.mktemp("data") / "text.jsonl"
-    rows = [{"text": f"Document {i}: the quick brown fox jumps over {i} lazy dogs. " * 3} for i in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return save_texts(tmp_path_factory.mktemp("data") / "text.jsonl")

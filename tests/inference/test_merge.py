@@ -26,7 +26,7 @@ each_form = pytest.mark.parametrize("form", FORMS)
 
 
 class Attention(nn.Module):
-    """What reads one input three times, or is told otherwise."""
+    """Reads one input three times, or `other` in k_proj and v_proj."""
 
     def __init__(self, bias=True, dtype=torch.float32):
         super().__init__()

@@ -6,7 +6,7 @@ then on the layer takes twice the memory of the packed form, 9/8 of the dense on
 torch 2.11 to 2.13 makes descriptors and the plan of a multiplication anew in each call, on the host (ATen,
 cuSPARSELtOps.cpp). A captured CUDA graph holds only the kernels, so that replaying it rebuilds nothing; time it there.
 The algorithm and its split of in_features are searched in the first call of each shape, which runs them all and waits
-for the GPU. A capture must not wait, so a shape that is first met in one takes the default algorithm: call once before.
+for the GPU. A capture must not wait, so a shape that first occurs in one takes the default algorithm: call once before.
 """
 
 import torch
