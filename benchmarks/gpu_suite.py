@@ -43,7 +43,7 @@ from proxsparse.ops.tuning import TUNED
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "build" / "gpu_suite"  # what each part prints
 LIMIT_S = 530  # of all parts together: under nine minutes with the start of Python
-SLOWER_REHEARSAL = 3  # a part may take so many times as long on a CPU: two cores start processes slower than sixteen
+SLOWER_REHEARSAL = 3  # the factor of all limits on a CPU: two cores start processes more slowly than sixteen
 SAVE_EVERY_S = 30
 HEADER = ["part", "outcome", "seconds", "last line"]
 
