@@ -35,6 +35,7 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "TUNED", tmp_path / "tuned.json")
     monkeypatch.setattr(gpu_suite, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
     monkeypatch.setattr(gpu_suite.Suite, "is_saved", lambda self: True)
+    monkeypatch.setattr(gpu_suite, "SLOWER_REHEARSAL", 1)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setenv("PROXSPARSE_WHEN", "")  # restored after the test
 
