@@ -159,10 +159,7 @@ class Suite:
             return "there is nothing to rehearse on a CPU"
         if find(command[0]) is None:
             return f"{command[0]} is not installed here"
-        if (
-            part.needless_if
-            and subprocess.run([PYTHON, "-c", part.needless_if], cwd=ROOT, capture_output=True).returncode == 0
-        ):
+        if part.needless_if and succeeds(part.needless_if):
             return "needless: what it builds is here and can be imported"
         return "no time was left" if self.seconds_left() <= 1 else None
 
