@@ -194,7 +194,7 @@ THIRD = {
         skipped_codes=(NO_TESTS,),
     ),
     "profile_gemv": profile(
-        "gemv",
+        "gemv_kernel",  # cuBLAS has others with "gemv" in their names, for dense
         2,
         script("linear_speed", "--backends", "gemv", "--shapes", "14336x4096", "--rows", "1", *ONCE, "--no-save"),
         script("linear_speed", "--backends", "gemv", *LINEAR_TINY, *ONCE),
