@@ -153,8 +153,8 @@ FIRST = BUILD | {
         cpu=script("optimizer_step", "--blocks", "1", "--no-slow", *ONCE, *TINY),
         limit_s=30,
     ),
-    "linear_cutlass": linear_speed("cutlass", 30, *LINEAR_FEW),
-    "generate_speed": generate_speed("mistral-7b-v0.1", "1", "graph", 70),
+    "linear_cutlass": linear_speed("cutlass", 38, *LINEAR_FEW),
+    "generate_speed": generate_speed("mistral-7b-v0.1", "1", "graph", 62),
     "generate_glue": generate_speed("mistral-7b-v0.1", "1", "compiled_glue", 55),
     "tune": Part(
         cuda=script("tune", "--limit", "60"),
