@@ -203,6 +203,37 @@ def gemv(place: Place) -> str:
 
 
 @check("sparse_linear", backends=("cuda",))
+def gemv_dependent(place: Place) -> None:
+    """Each call of a chain launched before the one before it has ended, also in a CUDA graph: the same bits."""
+    if not place.judge:
+        raise Skipped("a capture is not for sanitizers")
+    size, calls = 1024, 8
+    values, indices = packed.pack_nm(pruned((size, size), torch.bfloat16, place.device) / 16)
+    for rows in (1, 16):
+        x = torch.randn(rows, size, device=place.device).bfloat16()
+        if reason := backend("gemv").supports(x, values):
+            raise Skipped(reason)
+
+        def chain(y: Tensor = x) -> Tensor:
+            for _ in range(calls):
+                y = backend("gemv").linear(y, values, indices, None, None)
+            return y
+
+        expected = chain()
+        torch.cuda.synchronize(place.device)  # nothing may still write the weights
+        with cuda.dependent_launch():
+            assert same_bits(chain(), expected), f"{rows} rows: dependent launch changes the result"
+            torch.cuda.synchronize(place.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = chain()
+        for _ in range(20):
+            x.normal_()
+            graph.replay()
+            assert same_bits(y, chain()), f"{rows} rows: a replay of dependent launches differs"
+
+
+@check("sparse_linear", backends=("cuda",))
 def gemv_compiled(place: Place) -> None:
     """`SparseLinear` under torch.compile, without a graph break, and under its CUDA graphs."""
     if place.small:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import WeightSet, command_line, interleaved, note_of, once, provenance, save, show, weight_set
+from common import WeightSet, command_line, filled, interleaved, note_of, once, provenance, save, show, weight_set
 from shapes import MODELS, prunable_layers
 from torch.optim import AdamW, Optimizer
 
@@ -30,9 +30,11 @@ from proxsparse.optim import ProxAdamW, ProxOptimizer
 from proxsparse.paper_solvers import enum_alm
 
 HEADER = ["layers", "dtype", "optimizer", "ms", "bytes", "GB/s", "copy", "state", "peak", "note"]
-DEFAULTS = {  # device -> the model and how many of its decoder blocks; even their copy exceeds the last-level cache
-    "cpu": {"model": "smollm2-135m", "blocks": 8},
-    "cuda": {"model": "llama-2-7b", "blocks": 1},
+# Device -> flag -> value, for flags that are not given. Even a copy of the weights exceeds the last-level cache. On a
+# GPU a step takes 1 to 3 ms and the pause that hides its launches 20 ms: rounds are counted there, not seconds.
+DEFAULTS = {
+    "cpu": {"model": "smollm2-135m", "blocks": 8, "repetitions": 5, "seconds": 0.25},
+    "cuda": {"model": "llama-2-7b", "blocks": 1, "repetitions": 10, "seconds": 0.0},
 }
 LEARNING_RATE, BETAS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 0.01
 SLOW = "AdamW + EnumALM"
@@ -44,12 +46,12 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     for device in map(choose_device, args.devices):
         where, rows = provenance(device), []
-        default = DEFAULTS.get(device.type, DEFAULTS["cuda"])
-        model, blocks = args.model or default["model"], args.blocks or default["blocks"]
+        chosen = filled(args, DEFAULTS.get(device.type, DEFAULTS["cuda"]))
         for dtype in args.dtypes:
-            case = {"weights": f"{model} x {blocks}", "dtype": dtype, "lambda": args.reg_lambda}
-            layers = weight_set(prunable_layers(model, blocks), getattr(torch, dtype), device, args.sigma)
-            found = [where | case | row for row in benchmark(layers, args)]
+            case = {"weights": f"{chosen.model} x {chosen.blocks}", "dtype": dtype, "lambda": args.reg_lambda}
+            shapes = prunable_layers(chosen.model, chosen.blocks)
+            layers = weight_set(shapes, getattr(torch, dtype), device, args.sigma)
+            found = [where | case | row for row in benchmark(layers, chosen)]
             rows += found
             if not args.no_save:
                 save("optimizer_step", found)
@@ -64,8 +66,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=str.lower, choices=[*MODELS], metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--blocks", type=int, help="how many of its decoder blocks")
     parser.add_argument("--reg_lambda", type=float, default=0.25, help="lambda_1; the paper's for Llama-2-7b is 0.25")
-    parser.add_argument("--repetitions", type=int, default=5, help="least number of steps of each optimizer")
-    parser.add_argument("--seconds", type=float, default=0.25, help="least time of each optimizer in all")
+    parser.add_argument("--repetitions", type=int, help="least number of steps of each optimizer")
+    parser.add_argument("--seconds", type=float, help="least time of each optimizer in all")
     parser.add_argument("--slow", action=argparse.BooleanOptionalAction, default=True, help=f"{SLOW}, too")
     return parser.parse_args(arguments)
 

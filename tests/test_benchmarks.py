@@ -14,6 +14,7 @@ import checks_prox
 import common
 import eager
 import gpu_checks
+import gpu_parts
 import optimizer_step
 import prox_speed
 import pytest
@@ -221,6 +222,20 @@ def test_an_optimizer_that_fails_costs_one_row(tmp_path, monkeypatch, capsys):
     assert all("p50_ms" in row for name, row in rows.items() if name != "broken")
     assert "ProxAdamW" in rows
     assert "no such kernel" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
+def test_the_pauses_of_optimizer_step_fit_into_its_part_of_the_suite(monkeypatch):
+    """Before each run a GPU waits, so that launches are not counted: for 7 layers much longer than the run takes."""
+    clock, limit_s = 1.755e9, gpu_parts.PARTS["optimizer_step"].limit_s
+    launches = []
+    monkeypatch.setattr(common, "elapsed_ms", lambda run, device, count=1: launches.append(count + 4) or 1.0)
+    args = optimizer_step.parse_arguments(["--devices", "cpu", "--no-slow"])
+    chosen = common.filled(args, optimizer_step.DEFAULTS["cuda"])
+    for dtype in args.dtypes:
+        layers = common.weight_set([(4, 8)] * 7 * chosen.blocks, getattr(torch, dtype), CPU, 0.02)
+        assert all("p50_ms" in row for row in optimizer_step.benchmark(layers, chosen))
+    assert sum(launches) * common.LAUNCH_CYCLES / clock < limit_s / 2
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -1,5 +1,7 @@
 """The checks of packed weights that gpu_suite.py runs: right kernels pass, wrong ones are found."""
 
+import contextlib
+
 import checking
 import checks_linear
 import gpu_checks
@@ -9,6 +11,7 @@ import torch
 from proxsparse import packed
 from proxsparse.inference import backends
 from proxsparse.ops import registry, tuning
+from proxsparse.ops.backends import cuda
 
 CPU = checking.Place(torch.device("cpu"), "cpp", small=True)
 
@@ -104,3 +107,38 @@ def test_every_tile_is_checked(monkeypatch):
     monkeypatch.setattr(checks_linear, "check_graph", lambda *arguments: None)
     assert "128x256: " in checks_linear.cutlass_tiles(CPU)
     assert set(tiles) == {None, "64x32", "128x256"}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_dependent_launches_are_compared_with_calls_one_after_the_other(wrong, monkeypatch):
+    """Without a GPU: replaying a graph makes its result again, or forgets that x has changed."""
+    early, chains = [], []
+
+    def linear(x, values, indices, bias, prepared):
+        early.append(cuda._dependent.get())
+        y = dense(x, values, indices, bias, prepared)
+        chains.append((x, y, values, indices))
+        return y
+
+    class Graph:
+        def replay(self):
+            if not wrong:
+                for x, y, values, indices in self.calls:
+                    y.copy_(dense(x, values, indices, None, None))
+
+    @contextlib.contextmanager
+    def capture(graph):
+        before = len(chains)
+        yield
+        graph.calls = chains[before:]
+
+    monkeypatch.setitem(backends._backends, "gemv", backends.Backend("gemv", lambda x, values: None, linear))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    if wrong:
+        with pytest.raises(AssertionError, match="1 rows: a replay"):
+            checks_linear.gemv_dependent(CPU)
+    else:
+        checks_linear.gemv_dependent(CPU)
+        assert early.count(True) == 2 * 2 * 8  # of two numbers of rows, a chain at once and a captured one

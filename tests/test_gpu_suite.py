@@ -276,6 +276,18 @@ def test_commands_of_benchmarks_are_understood(name, monkeypatch):
             module.parse_arguments(command[command.index(script) + 1 :])
 
 
+@pytest.mark.parametrize(("name", "kept"), [("build", {"_C_cutlass"}), ("build_cutlass", {"_C", "_C_cuda"})])
+def test_kernels_that_do_not_work_are_compiled_again(name, kept, tmp_path):
+    """setup.py would leave them: they are newer than the sources."""
+    (tmp_path / "proxsparse").mkdir()
+    for file in ("_C", "_C_cuda", "_C_cutlass"):
+        (tmp_path / "proxsparse" / f"{file}.cpython-312.so").touch()
+    (tmp_path / "setup.py").write_text("import os, sys; print(sys.argv[1:], *os.listdir('proxsparse'))")
+    done = subprocess.run(gpu_parts.BUILD[name].cuda, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("['build_ext', '--inplace']")
+    assert {file.partition(".")[0] for file in done.stdout.split()[2:]} == kept
+
+
 def test_files_of_tests_are_there():
     named = {word for part in gpu_parts.PARTS.values() for word in part.cuda if word.startswith("tests/")}
     assert len(named) > 8

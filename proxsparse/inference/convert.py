@@ -82,7 +82,7 @@ def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
 def finite(found: dict[str, Header], name: str) -> Tensor:
     """Reads the tensor of that name. Raises ValueError if it has a NaN or an infinity."""
     tensor = read(found, name)
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+    if tensor.dtype in FLOAT_DTYPES and not tensor.isfinite().all():  # float8_e4m3fn has no isfinite
         raise ValueError(
             f"{found[name].file}: {name} has numbers that are NaN or infinite; get the model's files again"
         )

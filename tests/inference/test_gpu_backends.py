@@ -1,6 +1,8 @@
 """The inference backends of GPUs without one: whom they serve, and what torch's library is handed."""
 
-from types import SimpleNamespace
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -151,8 +153,27 @@ def test_the_limits_of_gemv(monkeypatch):
     assert supports(OnGPU(1, 12, torch.float32), OnGPU(7, 6, torch.float32)).startswith("it serves bfloat16")
     monkeypatch.setattr(cuda, "_missing", "no compiler")
     assert supports(OnGPU(1, 12), OnGPU(7, 6)) == "no compiler"
-    monkeypatch.setattr(cuda, "_C", object())
-    assert "older than the packed form" in supports(OnGPU(1, 12), OnGPU(7, 6))
+
+
+@pytest.mark.parametrize("arguments", [None, 6, 10, 11])
+def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkeypatch):
+    """A call with other arguments than it has would be a TypeError. 6: before launch parameters."""
+    module = ModuleType("compiled")
+    if arguments:
+        signature = ", ".join(f"arg{number}: torch.Tensor" for number in range(arguments))
+        module.gemv = SimpleNamespace(__doc__=f"gemv({signature}) -> None\n")
+    monkeypatch.setitem(sys.modules, "compiled", module)
+    if arguments == cuda.GEMV_ARGUMENTS:
+        assert cuda.loaded("compiled") == (module, None)
+    else:
+        assert cuda.loaded("compiled")[0] is None
+        assert "of another version" in cuda.loaded("compiled")[1]
+
+
+def test_the_arguments_of_gemv_are_those_of_the_binding():
+    source = (Path(__file__).parents[2] / "csrc" / "cuda" / "bindings.cpp").read_text()
+    arguments = source.partition("\nvoid gemv(")[2].partition(")")[0]
+    assert arguments.count(",") + 1 == cuda.GEMV_ARGUMENTS
 
 
 def test_cutlass_serves_with_the_tiles_that_were_built(monkeypatch):

@@ -17,7 +17,8 @@ from tiny_models import MODELS, NOT_PACKED
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference import hf_quantizer, register_quantizer
 from proxsparse.inference.after_import import after_import
-from proxsparse.inference.convert import unsparsify_
+from proxsparse.inference.convert import pack_tensors, unsparsify_
+from proxsparse.model_files import headers
 from proxsparse.pack import main as pack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -341,3 +342,11 @@ def test_the_files_say_what_they_are(folders):
 
 
 PROJECTIONS = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+
+
+def test_other_tensors_of_any_dtype_are_handed_on(tmp_path):
+    """float8_e4m3fn has no isfinite."""
+    tensors = {name: torch.ones(4).to(dtype) for name, dtype in {"scale": torch.float8_e4m3fn, "n": torch.int8}.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = dict(pack_tensors(headers([tmp_path / "model.safetensors"]), []))
+    assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in tensors.items()}

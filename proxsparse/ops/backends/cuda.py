@@ -3,8 +3,10 @@
 import contextlib
 import importlib
 import math
+import re
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -14,13 +16,23 @@ from proxsparse.ops import tuning
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
 
-try:
-    _C, _missing = importlib.import_module("proxsparse._C_cuda"), None
-except ImportError as error:
-    _C = None
-    _missing = (
-        f"the compiled CUDA extension is missing ({error}); remedy: with a CUDA build of torch and nvcc, install again"
-    )
+GEMV_ARGUMENTS = 10  # of _C.gemv
+
+
+def loaded(name: str) -> tuple[ModuleType | None, str | None]:
+    """The compiled extension, or why there is none that serves this file."""
+    try:
+        extension = importlib.import_module(name)
+    except ImportError as error:
+        remedy = "with a CUDA build of torch and nvcc, install again"
+        return None, f"the compiled CUDA extension is missing ({error}); remedy: {remedy}"
+    signature = getattr(getattr(extension, "gemv", None), "__doc__", None) or ""  # pybind11 names each argument there
+    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS:
+        return None, "the compiled CUDA extension is of another version of proxsparse; remedy: install again"
+    return extension, None
+
+
+_C, _missing = loaded("proxsparse._C_cuda")
 
 # Launch parameters of `gemv` for the sweep in benchmarks/tune.py: warps of a thread block, thread blocks that split the
 # columns, tiles of 8 rows of W in each warp. What a GPU cannot run is replaced by the nearest that it can.
@@ -112,11 +124,7 @@ def rocm() -> str | None:
 
 def missing() -> str | None:
     """None, or why nothing here can handle packed weights."""
-    if reason := rocm():
-        return reason
-    if _C is not None and not hasattr(_C, "gemv"):
-        return "the compiled CUDA extension is older than the packed form; remedy: install again"
-    return _missing
+    return rocm() or _missing
 
 
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
