@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         raise InputError(f"--output_dir {options.output_dir!r} is the folder of the model: the result would replace it")
     plan, done, note, growth = UNPACK if options.unpack else PACK
     before, overwrite = file_bytes(source), options.overwrite_output_dir
-    with output_folder.opened(target, "pack", vars(options), overwrite=overwrite) as folder:
+    inputs = {"model": options.model}
+    with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
         output_folder.require_space(folder.path, growth * before)
         layers, stream = plan(options, config, found, model)
         with staged(folder.path) as scratch:

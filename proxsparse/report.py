@@ -8,6 +8,7 @@ import fnmatch
 import io
 import json
 import math
+import os
 import re
 import reprlib
 import statistics
@@ -20,6 +21,7 @@ import yaml
 
 from proxsparse.checkpoint import write_file
 from proxsparse.errors import InputError, run_command
+from proxsparse.output_folder import MARKER, read_marker
 
 MOST = 2**63  # an integer beyond is no figure of a run, and too large for a float
 PLOTTABLE = 1e30  # beyond it the axes' arithmetic overflows
@@ -357,10 +359,21 @@ def plottable(value: float | None) -> float:
     return value if value is not None and abs(value) < PLOTTABLE else math.nan
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m proxsparse.report", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="the folder that proxsparse.train wrote (its --output_dir)")
-    write_report(parser.parse_args().run_dir)
+    run_dir = parser.parse_args(arguments).run_dir
+    refuse_foreign(run_dir)
+    write_report(run_dir)
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Raises InputError if a page or plot would replace a file that no run has written."""
+    marked = read_marker(run_dir) is not None if run_dir.is_dir() else False
+    for path in (run_dir / name for name in ("report.md", "README.md", *PLOTS)):
+        if os.path.lexists(path) and not (marked and path.is_file() and not path.is_symlink()):
+            reason = "is a link or a folder" if marked else f"is in a folder that no run has marked (no {MARKER})"
+            raise InputError(f"{path} {reason}, and the report would replace it; move it away")
 
 
 if __name__ == "__main__":
