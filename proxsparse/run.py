@@ -259,7 +259,7 @@ def as_result(config: Config, device: torch.device, figures: dict) -> dict:
 
 
 def save_result(run_dir: Path, result: dict) -> None:
-    """Writes result.json, the file that makes a folder a finished run; the rows of metrics.jsonl are on the disk then."""
+    """Writes result.json, the file that makes a folder a finished run; metrics.jsonl is on the disk before."""
     if (run_dir / output_folder.METRICS).exists():
         sync(run_dir / output_folder.METRICS)
     write_file(run_dir / output_folder.RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())

@@ -6,7 +6,7 @@
 
 A command is train, prune, pack, evaluate or report, with or without --overwrite_output_dir and
 --resume_from_checkpoint last; it may be killed or interrupted at a random moment or before a random call of the
-operating system, and another command may run at the same time. Sequence number i has the seed PROXSPARSE_TRUST_SEED + i.
+operating system, and another command may run at the same time. Sequence i has the seed PROXSPARSE_TRUST_SEED + i.
 """
 
 import collections
@@ -43,6 +43,7 @@ RUNS = {  # what a run is started with beside the flags of all
 }
 WEIGHTS = (3, 2, 1, 2, 2)  # how often each of them is chosen
 CALLS = ("os.replace", "os.rename", "os.unlink", "os.mkdir", "os.fsync", "os.rmdir", "os.chmod")
+CALLS += ("proxsparse.output_folder.finish_replacement", "proxsparse.output_folder.remove", "proxsparse.run.finish")
 # The user's files in a folder of runs, and in a folder of the user's own.
 BESIDE_A_RUN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "result.json.bak")
 BESIDE_A_RUN += ("model-final.safetensors", "checkpoint-12.zip", "custom.jinja", ".next-thesis", ".incomplete-thesis")
@@ -55,7 +56,7 @@ REFUSALS = (
     r"--resume_from_checkpoint: the run in .* has (--\w+|the command)",
     r"holds no metrics\.jsonl",
     r"is not a folder",
-    r"was not marked by a run",
+    r"is in a folder that no run has marked .*, and the report would replace it; move it away",
     r"(metrics|result)\.jsonl?, line 1: not valid JSON",  # of a project
     r"holds neither a config\.json nor one|there is no such file or folder",
     r"has no config\.json: give the folder",
@@ -185,18 +186,23 @@ class Sequence:
             "output": str(self.folder / f"log-{self.log}"),
         }
 
+    def call(self):
+        """A random call before which the process dies: function and number."""
+        name = self.random.choice(CALLS)
+        return name, self.random.randint(1, 4 if name.startswith("proxsparse") else self.random.choice((5, 35)))
+
     def step(self):
         """One command or two, disturbed or not; then everything that must hold."""
         jobs = [self.job() for _ in range(1 + (self.random.random() < 0.25))]
         for job in jobs:
             how = self.random.random()
             if how < 0.3:
-                job["die_in"] = (self.random.choice(CALLS), self.random.randint(1, 8))
+                job["die_in"] = self.call()
             elif how < 0.55:
                 number = self.random.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], (4, 1, 1))[0]
                 job["signal"] = (int(number), self.random.uniform(0.0, 0.5))
             elif how < 0.65:
-                job["term_in"] = (self.random.choice(CALLS), self.random.randint(1, 8))
+                job["term_in"] = self.call()
         self.history.append([dict(job) for job in jobs])
         before = self.whole(self.run)
         codes = self.forks.run_together(jobs)
