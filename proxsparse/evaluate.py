@@ -14,6 +14,7 @@ from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
 from proxsparse.models import base_of, check_length, load_model, refuse_not_finite
+from proxsparse.reading import files_to_read, require_unchanged
 from proxsparse.run import finite
 
 DESCRIPTION = """\
@@ -39,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     masks = load_masks(options.masks) if options.masks else None
+    files = files_to_read(Path(options.model))
     model, tokenizer = load_model(options.model, weight_dtype)
+    require_unchanged(Path(options.model), files)
     if texts:
         check_length(model, options.seq_len, "seq_len")
     identity = {"model": options.model, "precision": options.precision}

@@ -32,12 +32,15 @@ RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
 FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped proxsparse.prune continues from
 # All that train, prune, pack and report write by fixed names; tokenizers are saved under the names of transformers.
 FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
+TOKENIZERS = {
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+}
 FILES = {
+    *TOKENIZERS,
     *("config.yaml", RESULT, METRICS, MASKS, "report.md", "README.md"),
     *("loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 }
 CHECKPOINT, SHARD = re.compile(r"checkpoint-\d+"), re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 # What is being written: a save, a checkpoint (an old one while it is removed), a file, a check of many processes.
@@ -112,16 +115,16 @@ def opened(
         raise InputError(f"--output_dir {str(final)!r} is a file; give a directory")
     made = [path for path in (final, *final.parents) if not path.exists()]
     with locked(final, LOCK, made):
+        finish_replacement(final)
+        folder = chosen(final, command, settings, overwrite, resume, may_differ, inputs or {})
+        if not folder.begun:
+            begin(folder, command, settings)
+        remove_scratch(folder.path)
         try:
-            finish_replacement(final)
-            folder = chosen(final, command, settings, overwrite, resume, may_differ, inputs or {})
-            if not folder.begun:
-                begin(folder, command, settings)
-            remove_scratch(folder.path)
             yield folder
         except BaseException:
             with suppress(OSError, InputError):  # the disk itself may be gone, the marker damaged
-                remove_unfinished(final)
+                remove_unfinished(folder)
             raise
 
 
@@ -162,7 +165,7 @@ def chosen(
                 "choose another or an empty directory"
             )
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
-    refuse_links(final)
+    refuse_links(final, {NEXT, COMPLETE, *FOLDERS, *FILES} - TOKENIZERS)  # not every model has all of the latter
     begun = [(path, found) for path in (final / NEXT, final) if (found := read_marker(path) if path.is_dir() else None)]
     if resume:
         differences = [difference(found, command, settings, may_differ) for _, found in begun]
@@ -201,13 +204,12 @@ def difference(marker: dict, command: str, settings: dict, may_differ: Iterable[
     return ", ".join(f"--{name} {before.get(name)} (now {settings[name]})" for name in names)
 
 
-def refuse_links(final: Path) -> None:
-    """Raises InputError if a link, or a folder in the place of a file, stands where the run has to write."""
-    own = {entry.name for entry in written(final)} | {name for name in (NEXT, COMPLETE) if is_own_folder(final / name)}
-    for entry in final.iterdir():
-        needed = is_written_by_runs(entry.name) and not CHECKPOINT.fullmatch(entry.name)
-        if entry.name not in own and (needed or entry.name in (NEXT, COMPLETE)):
-            raise InputError(f"{entry} was not written by a run, which has a file of that name; move it away")
+def refuse_links(final: Path, names: Iterable[str]) -> None:
+    """Raises InputError if a link, or a folder in the place of a file, has one of these names that a run has to use."""
+    for path in (final / name for name in names):
+        folder = path.name in (NEXT, COMPLETE) or is_folder_of_runs(path.name)
+        if path.is_symlink() or (path.exists() and path.is_dir() != folder):
+            raise InputError(f"{path} was not written by a run, which needs this name; move it away")
 
 
 def is_own_folder(path: Path) -> bool:
@@ -340,26 +342,30 @@ def remove_in_progress(path: Path) -> None:
     remove([*checkpoints(path), path / FINISHED_BLOCKS], "")
 
 
-def remove_unfinished(final: Path) -> None:
+def remove_unfinished(folder: OutputFolder) -> None:
     """After an error: removes what the run has written if there is nothing to resume from, not even metrics."""
-    if (final / COMPLETE).exists():  # a result whose files are being moved
+    path = folder.path
+    if (folder.final / COMPLETE).exists() or (path / NEXT).exists():  # results that this run has not written alone
         return
-    for path in (final / NEXT, final):
-        unused = is_own_folder(path) and read_marker(path) and not has_progress(path)
-        if unused and not (path / METRICS).exists() and not (path / NEXT).exists():
-            remove(written(path), "")
-            remove_scratch(path)
-            remove([path / MARKER], "")
-            if path != final:
-                path.rmdir()
+    if read_marker(path) and not has_progress(path) and not (path / METRICS).exists():
+        remove(written(path), "")
+        remove_scratch(path)
+        remove([path / MARKER], "")
+        if path != folder.final:
+            path.rmdir()
 
 
 def publish(folder: OutputFolder) -> None:
     """Replaces the old result by the complete new one; does nothing where the run worked in the directory itself."""
     if folder.path != folder.final:
+        refuse_links(folder.final, [entry.name for entry in folder.path.iterdir() if is_written_by_runs(entry.name)])
         folder.path.rename(folder.final / COMPLETE)
         sync(folder.final)
-        finish_replacement(folder.final)
+        try:
+            finish_replacement(folder.final)
+        except KeyboardInterrupt:  # a few renames are left: no reason to leave them to the next run
+            finish_replacement(folder.final)
+            raise
 
 
 def finish_replacement(final: Path) -> None:

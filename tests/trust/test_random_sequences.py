@@ -60,6 +60,8 @@ REFUSALS = (
     r"(metrics|result)\.jsonl?, line 1: not valid JSON",  # of a project
     r"holds neither a config\.json nor one|there is no such file or folder",
     r"has no config\.json: give the folder",
+    r"a run is replacing the result there, or was killed while it did",
+    r"a run has replaced the files while they were read; start again",
     r"is the folder of the model: the result would replace it",
     r"MODEL_DIR .* is a file of|--model .* is a file of",
 )
@@ -142,7 +144,8 @@ class Sequence:
         (folder / "elsewhere").mkdir()
         (folder / "elsewhere" / "thesis.tex").write_text("years of work")
         self.untouched = tree(self.project, ignored={"project"}) | tree(folder / "elsewhere") | tree(inputs)
-        self.mine = False
+        self.mine, self.stale_card = False, False
+        self.seen = {masks for masks, _, _ in undisturbed.values()}
 
     def put_files(self):
         """The user puts files and links into the folder of the runs."""
@@ -210,22 +213,27 @@ class Sequence:
         for job, code in zip(jobs, codes, strict=True):
             self.counts[job["main"].split(".")[1]] += 1
             self.counts[f"ended with {code}"] += 1
-            self.check_ending(job, code)
+            self.check_ending(job, code, alone=len(jobs) == 1)
         self.check(before, reports=any(".report." in job["main"] for job in jobs))
 
-    def check_ending(self, job, code):
+    def check_ending(self, job, code, alone):
         """Invariant (d): the exit codes, and errors in one line."""
         log = self.folder / job["output"]
         text = log.read_text() if log.exists() else ""
         before_its_first_line = (-signal.SIGINT, -signal.SIGTERM) if job.get("signal") and not text else ()
         assert code in (0, 2, 130, 143, -signal.SIGKILL, *before_its_first_line), (code, text)
         assert "Traceback" not in text, text
-        if code == 2:
-            (line,) = [line for line in text.splitlines() if line.startswith(("error:", "usage:"))]
-            assert text.splitlines()[-1] == line, text
-            known = next((words for words in REFUSALS if re.search(words, line)), None)
-            assert known, text
-            self.counts[f"refused: {known[:60]}"] += 1
+        if code != 2:
+            return
+        (line,) = [line for line in text.splitlines() if line.startswith(("error:", "usage:"))]
+        assert text.splitlines()[-1] == line, text
+        if not alone and re.search(r"^error: (\[Errno 2\] )?No such file or directory.*(safetensors|json)", line):
+            return  # the other command has just replaced what this one was going to read
+        known = next((words for words in REFUSALS if re.search(words, line)), None)
+        assert known, text
+        self.counts[f"refused: {known[:60]}"] += 1
+        if "replaced the files" in line and ".report." in job["main"]:
+            self.stale_card = True  # the message has asked for another report
 
     def whole(self, folder):
         """The run id and the files of a complete result; None without one."""
@@ -256,9 +264,10 @@ class Sequence:
                 assert after is not None, "a complete result is gone"
                 if after[0] == before[0]:
                     assert after[1] == before[1], "a complete result has changed"
-        elif before is not None and (self.run / RESULT).exists():
-            after = self.whole(self.run)
-            assert after == before, "the old result has changed before the new one was moved"
+        elif before is not None and (self.run / RESULT).exists() and any((self.run / COMPLETE).iterdir()):
+            assert self.whole(self.run) == before, "the old result has changed before the new one was moved"
+        if (self.run / "masks.safetensors").exists():  # of an interrupted run
+            self.seen.add(masks_sha256(load_masks(self.run / "masks.safetensors")))
         self.check_packed()
         for folder in (self.run, self.project, self.folder / "packed"):
             if (folder / LOCK).exists():
@@ -288,7 +297,7 @@ class Sequence:
             assert len(outcome(folder)[2]) == result["steps"] == 6
         else:
             assert not (folder / "metrics.jsonl").exists()
-        if (folder / "README.md").exists():
+        if (folder / "README.md").exists() and not self.stale_card:
             assert result["masks_sha256"] in (folder / "README.md").read_text()
         self.counts["complete results checked"] += 1
 
@@ -303,8 +312,7 @@ class Sequence:
             if (folder / "model.safetensors").exists() and not (folder / COMPLETE).exists():
                 names = {"config.json", "tokenizer.json", "tokenizer_config.json", "masks.safetensors"}
                 assert names <= {path.name for path in folder.iterdir()}
-                known = {masks for masks, _, _ in self.undisturbed.values()}
-                assert masks_sha256(load_masks(folder / "masks.safetensors")) in known
+                assert masks_sha256(load_masks(folder / "masks.safetensors")) in self.seen
 
     def finish(self):
         """Invariant (e): `last` of the right command completes with the bits of an undisturbed run."""
