@@ -251,6 +251,8 @@ def claim(path: Path, names: Iterable[str]) -> None:
     Raises:
         InputError: the user has a file of that name there.
     """
+    names = list(names)
+    refuse_links(path, filter(is_written_by_runs, names))
     marker = read_marker(path)
     others = [name for name in names if not is_written_by_runs(name) and name not in marker["others"]]
     for name in others:
@@ -270,7 +272,7 @@ def written(path: Path) -> list[Path]:
     """
     return sorted(
         entry
-        for entry in path.iterdir()
+        for entry in (path.iterdir() if path.is_dir() else ())
         if is_written_by_runs(entry.name) and not entry.is_symlink() and entry.is_dir() == is_folder_of_runs(entry.name)
     )
 

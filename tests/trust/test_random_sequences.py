@@ -164,7 +164,8 @@ class Sequence:
     def job(self):
         """A random command: keyword arguments of `forks.child`."""
         choose = self.random.random
-        kind = self.random.choices(["run", "pack", "evaluate", "report"], (6, 2, 1, 1))[0]
+        reading = (2, 1, 1) if self.run.is_dir() else (0, 0, 0)
+        kind = self.random.choices(["run", "pack", "evaluate", "report"], (6, *reading))[0]
         target = self.project if choose() < 0.1 else self.run
         flags = ["--overwrite_output_dir"] * (choose() < 0.7)
         if kind == "run":
@@ -172,7 +173,8 @@ class Sequence:
             kind, arguments = arguments_of(name, self.inputs)
             arguments += ["--output_dir", target, *flags, *["--resume_from_checkpoint", "last"] * (choose() < 0.5)]
         elif kind == "pack":
-            source, target, unpack = self.run, self.folder / "packed", choose() < 0.3
+            source, target = self.run, self.folder / "packed"
+            unpack = choose() < 0.4 and (target / "config.json").exists()
             if unpack:
                 source, target = target, self.folder / "unpacked"
             target = self.run if choose() < 0.1 and not unpack else target
@@ -202,7 +204,7 @@ class Sequence:
             if how < 0.3:
                 job["die_in"] = self.call()
             elif how < 0.55:
-                number = self.random.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], (4, 1, 1))[0]
+                number = self.random.choices([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], (4, 1, 2))[0]
                 job["signal"] = (int(number), self.random.uniform(0.0, 0.5))
             elif how < 0.65:
                 job["term_in"] = self.call()
