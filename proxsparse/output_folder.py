@@ -178,9 +178,10 @@ def chosen(
                 "again: leave out --resume_from_checkpoint and add --overwrite_output_dir"
             )
     refuse_inputs(final, inputs)
-    if not has_progress(final):  # a run that ended before it saved anything: nothing is lost
-        names = ", ".join(path.name for path in written(final))
-        remove(written(final), names and f"{final}: removed what a run left that had not saved anything yet: {names}")
+    if not has_progress(final) and not has_progress(final / NEXT):  # nothing was saved: nothing is lost
+        unused = [*written(final), *filter(is_own_folder, [final / NEXT])]
+        names = ", ".join(path.name for path in unused)
+        remove(unused, names and f"{final}: removed what a run left that had not saved anything yet: {names}")
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
     if not overwrite:
         stopped = not is_complete(final) and marker["command"] == command != "pack"

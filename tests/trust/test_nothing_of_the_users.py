@@ -127,6 +127,23 @@ def test_an_input_is_looked_for_before_anything_is_removed(tmp_path):
     assert (final / "config.yaml").read_text() == "seed: 1"
 
 
+def test_a_run_that_waits_to_replace_a_result_is_not_forgotten(tmp_path):
+    """The result goes, by hand; the run in .next has a checkpoint: no other run begins as if nothing were there."""
+    final = tmp_path / "run"
+    save_run(final, "old")
+    with opened(final, "train", {"seed": 2}, overwrite=True) as folder:
+        (folder.path / "checkpoint-3").mkdir()
+    for name in (*NAMES, RESULT):
+        (final / name).unlink()
+    with pytest.raises(InputError, match="is not empty"):
+        save_run(final, "new")
+    with opened(final, "train", {"seed": 2}, resume=True) as folder:
+        assert folder.begun
+        (folder.path / "checkpoint-3").rmdir()
+    save_run(final, "new")
+    assert not (final / NEXT).exists()
+
+
 def test_pack_does_not_replace_the_model_that_it_reads(tmp_path, monkeypatch):
     final = tmp_path / "run"
     save_run(final, "old")
