@@ -40,14 +40,8 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
 NO_CHOICE = {"method": PROXSPARSE.name, "allocation": UNIFORM}  # of proxsparse.train, which has no flag for them
 
 
-INPUTS = (
-    "model",
-    "data",
-    "eval_data",
-    "start",
-    "config",
-    "resume_from_checkpoint",
-)  # flags that may name a file which the run reads
+# Flags that may name a file or a folder which the run reads.
+INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoint")
 
 
 @contextmanager
