@@ -216,14 +216,14 @@ class Sequence:
             self.counts[job["main"].split(".")[1]] += 1
             self.counts[f"ended with {code}"] += 1
             self.check_ending(job, code, alone=len(jobs) == 1)
-        self.check(before, reports=any(".report." in job["main"] for job in jobs))
+        self.check(before)
 
     def check_ending(self, job, code, alone):
         """Invariant (d): the exit codes, and errors in one line."""
         log = self.folder / job["output"]
         text = log.read_text() if log.exists() else ""
-        before_its_first_line = (-signal.SIGINT, -signal.SIGTERM) if job.get("signal") and not text else ()
-        assert code in (0, 2, 130, 143, -signal.SIGKILL, *before_its_first_line), (code, text)
+        before_it_began = (1, -signal.SIGINT, -signal.SIGTERM) if job.get("signal") and not text else ()
+        assert code in (0, 2, 130, 143, -signal.SIGKILL, *before_it_began), (code, text)
         assert "Traceback" not in text, text
         if code != 2:
             return
@@ -247,7 +247,7 @@ class Sequence:
             if path.is_file() and path.name not in ("report.md", "README.md", LOCK) and path.suffix != ".png"
         }
 
-    def check(self, before, reports):
+    def check(self, before):
         """Invariants (a), (b), (c) and (f)."""
         for path, state in self.untouched.items():
             assert os.path.lexists(path), f"{path} is gone"
@@ -334,7 +334,7 @@ class Sequence:
         assert self.name_of(read_marker(self.run)) == name
         left = {path.name for path in self.run.iterdir()} & {NEXT, COMPLETE, LOCK}
         assert not left - {NEXT}
-        self.check(None, False)
+        self.check(None)
         self.counts["resumed at the end"] += 1
         packed = self.folder / "at-the-end"
         for source, target, more in ((self.run, packed, []), (packed, self.folder / "dense-again", ["--unpack"])):
