@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Iterable
@@ -120,6 +121,17 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
     return masks
 
 
+def is_mask_file(path: Path) -> bool:
+    """Whether `save_masks` has written the file, by its metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format") == MASK_FORMAT
+    except (OSError, SafetensorError):
+        return False
+
+
 def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
     """Raises InputError if the masks in a file belong to another model than `base` (see `models.base_of`).
 
@@ -180,8 +192,11 @@ def staged(folder: Path):
         yield scratch
         for path in scratch.rglob("*"):
             sync(path)
-        mode = mode_of_new_files(scratch)  # safetensors are written readable by their owner alone
-        for entry in sorted(scratch.iterdir(), key=lambda entry: (entry.suffix == ".safetensors", entry.name)):
+        probe = scratch / f"{SCRATCH}-mode"  # safetensors are written readable by their owner alone
+        probe.touch()
+        mode = mode_of(probe)
+        probe.unlink()
+        for entry in sorted(scratch.iterdir(), key=weights_last):
             target = folder / entry.name
             if entry.is_file():
                 entry.chmod(mode)
@@ -193,25 +208,29 @@ def staged(folder: Path):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def mode_of_new_files(folder: Path) -> int:
-    """The permissions of files that this process creates: those of its umask, or of the folder's default ACL."""
-    probe = folder / f"{SCRATCH}-mode"
-    probe.touch()
-    mode = probe.stat().st_mode & 0o777
-    probe.unlink()
-    return mode
+def weights_last(path: Path) -> tuple[bool, str]:
+    """The order in which the files of a model are moved to their place."""
+    return path.suffix == ".safetensors", path.name
+
+
+def mode_of(path: Path) -> int:
+    """The permissions; of a new file those of the umask, or of the folder's default ACL."""
+    return path.stat().st_mode & 0o777
 
 
 @contextmanager
 def written_whole(path: Path):
     """Yields a path beside `path` to write to; on success it is synced and renamed, on any error removed.
 
-    So no reader sees half of the file, and neither a kill nor a power cut leaves half of it.
+    So no reader sees half of the file, and neither a kill nor a power cut leaves half of it. Two processes may write
+    the same file at once, as a run and proxsparse.report do: each has a scratch file of its own.
     """
-    beside = path.with_name(f"{SCRATCH}-{path.name}")
+    beside = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
     try:
+        beside.touch()
+        mode = mode_of(beside)  # safetensors are written readable by their owner alone
         yield beside
-        beside.chmod(mode_of_new_files(path.parent))
+        beside.chmod(mode)
         sync(beside)
         os.replace(beside, path)
         sync(path.parent)

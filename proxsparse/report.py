@@ -8,6 +8,7 @@ import fnmatch
 import io
 import json
 import math
+import os
 import re
 import reprlib
 import statistics
@@ -20,6 +21,8 @@ import yaml
 
 from proxsparse.checkpoint import write_file
 from proxsparse.errors import InputError, run_command
+from proxsparse.output_folder import MARKER, read_marker
+from proxsparse.reading import files_to_read, require_unchanged
 
 MOST = 2**63  # an integer beyond is no figure of a run, and too large for a float
 PLOTTABLE = 1e30  # beyond it the axes' arithmetic overflows
@@ -69,9 +72,15 @@ for name, bits in load_file("masks.safetensors").items():
 
 
 def write_report(run_dir: Path) -> None:
-    """Writes report.md, the plots and, once result.json is there, the model card README.md into `run_dir`.
+    """Writes the files of `report_files` into `run_dir`; every file is replaced in one piece."""
+    for name, content in report_files(run_dir).items():
+        write_file(Path(run_dir) / name, content)
 
-    Works on a finished, an interrupted and a running run; every file is replaced in one piece.
+
+def report_files(run_dir: Path) -> dict[str, bytes]:
+    """Name -> content of report.md, the plots and, once result.json is there, the model card README.md.
+
+    Works on a finished, an interrupted and a running run.
 
     Raises:
         InputError: no such folder, no metrics.jsonl, or a malformed file (named with the line).
@@ -87,8 +96,7 @@ def write_report(run_dir: Path) -> None:
     except (RecursionError, UnicodeEncodeError) as error:
         raise InputError(f"{run_dir / 'result.json'}: cannot be shown ({error}); mend or remove it") from error
     texts = {"README.md": card, "report.md": page} if result else {"report.md": page}
-    for name, content in {**(plots or {}), **texts}.items():
-        write_file(run_dir / name, content)
+    return {**(plots or {}), **texts}
 
 
 def write_card(run_dir: Path, result: dict) -> None:
@@ -357,10 +365,26 @@ def plottable(value: float | None) -> float:
     return value if value is not None and abs(value) < PLOTTABLE else math.nan
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m proxsparse.report", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path, help="the folder that proxsparse.train wrote (its --output_dir)")
-    write_report(parser.parse_args().run_dir)
+    run_dir = parser.parse_args(arguments).run_dir
+    refuse_foreign(run_dir)
+    before = files_to_read(run_dir)
+    files = report_files(run_dir)
+    require_unchanged(run_dir, before)
+    for name, content in files.items():
+        write_file(run_dir / name, content)
+    require_unchanged(run_dir, before)
+
+
+def refuse_foreign(run_dir: Path) -> None:
+    """Raises InputError if a page or plot would replace a file that no run has written."""
+    marked = read_marker(run_dir) is not None if run_dir.is_dir() else False
+    for path in (run_dir / name for name in ("report.md", "README.md", *PLOTS)):
+        if os.path.lexists(path) and not (marked and path.is_file() and not path.is_symlink()):
+            reason = "is a link or a folder" if marked else f"is in a folder that no run has marked (no {MARKER})"
+            raise InputError(f"{path} {reason}, and the report would replace it; move it away")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from proxsparse import output_folder
 from proxsparse._version import __version__
-from proxsparse.checkpoint import save_masks, staged, write_file
+from proxsparse.checkpoint import save_masks, staged, sync, write_file
 from proxsparse.config import LAST, NOT_REPEATED, TrainConfig
 from proxsparse.data import evaluation_text
 from proxsparse.device import environment, peak_memory_bytes
@@ -38,7 +38,10 @@ FEW_DECIDED = 0.5
 # What result.json says of a run in its first lines, where the run has it.
 IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
 NO_CHOICE = {"method": PROXSPARSE.name, "allocation": UNIFORM}  # of proxsparse.train, which has no flag for them
-INPUTS = ("data", "eval_data", "start", "config")  # flags that may name a file which the run reads
+
+
+# Flags that may name a file or a folder which the run reads.
+INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoint")
 
 
 @contextmanager
@@ -65,7 +68,7 @@ def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterato
                     overwrite=config.overwrite_output_dir,
                     resume=is_resumed_in(final, config.resume_from_checkpoint),
                     may_differ=may_differ,
-                    inputs={name: value for name in INPUTS if (value := vars(config).get(name))},
+                    inputs={name: value for name in INPUTS if (value := vars(config).get(name)) not in (None, LAST)},
                 )
             )
             if config.resume_from_checkpoint == LAST and not folder.begun:
@@ -96,7 +99,11 @@ def is_resumed_in(final: Path, asked: str | None) -> bool:
 
 
 def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> None:
-    """Writes config.yaml, and metrics.jsonl as it was at the checkpoint `resumed`; without one it begins empty."""
+    """Writes config.yaml, and metrics.jsonl as it was at the checkpoint `resumed`; without one it begins empty.
+
+    The result.json of an interruption goes: it does not describe the run that continues.
+    """
+    (run_dir / output_folder.RESULT).unlink(missing_ok=True)
     settings = {name: value for name, value in vars(config).items() if value is not None}
     settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
     write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
@@ -246,7 +253,9 @@ def as_result(config: Config, device: torch.device, figures: dict) -> dict:
 
 
 def save_result(run_dir: Path, result: dict) -> None:
-    """Writes result.json, the file that makes a folder a finished run."""
+    """Writes result.json, the file that makes a folder a finished run; metrics.jsonl is on the disk before."""
+    if (run_dir / output_folder.METRICS).exists():
+        sync(run_dir / output_folder.METRICS)
     write_file(run_dir / output_folder.RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())
 
 

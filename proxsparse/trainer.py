@@ -13,6 +13,7 @@ blocks of M weights lie along in_features, FSDP2 cuts out_features. Accelerate s
 processes run DDP.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from proxsparse.checkpoint import save_masks, staged
+from proxsparse.checkpoint import is_mask_file, save_masks, staged
 from proxsparse.distributed import from_first, local
 from proxsparse.learned import Learned, count_not_finite
 from proxsparse.learning import mean_size, whole_masks
@@ -150,6 +151,9 @@ class ProxCallback(TrainerCallback):
                 f"resumed at step {state.global_step}: the model no longer holds the pretrained weights, to which "
                 "ProxCallback has to return; make the Trainer with ProxTrainerMixin"
             )
+        target = Path(args.output_dir) / "masks.safetensors"
+        if os.path.lexists(target) and not is_mask_file(target):
+            raise ValueError(f"{target} is not a mask file, and the masks would replace it; move it away")
         self.keep_pretrained(model)
         self.learned = learned_by(optimizer, model, self.pretrained)
         self.monitor = MaskMonitor(self.learned.values(), state.max_steps)

@@ -153,14 +153,23 @@ def finish(beside: Path, target: Path, facts: dict, limit: int) -> None:
     sync(beside / METRICS)
     sizes = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
     write_file(beside / STATE, (json.dumps(facts | {"files": sizes}) + "\n").encode())
+    aside = target.with_name(f"{SCRATCH}-old-{target.name}")
     if target.exists():  # of the same step, from before a resumption
-        target.rename(beside.with_name(f"{SCRATCH}-old-{target.name}"))
+        target.rename(aside)
     beside.rename(target)
     sync(target.parent)
     *older, _ = [path for path in checkpoints(target.parent) if step_of(path) <= facts["step"]]
     for path in {*checkpoints(target.parent)} - {target, *older[max(0, len(older) - limit + 1) :]}:
-        shutil.rmtree(path, ignore_errors=True)  # too many; those of later steps are of what went another way
-    shutil.rmtree(beside.with_name(f"{SCRATCH}-old-{target.name}"), ignore_errors=True)
+        remove(path)  # too many; those of later steps are of what went another way
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove(checkpoint: Path) -> None:
+    """Renames it first: a kill leaves no part of a checkpoint under its name."""
+    aside = checkpoint.with_name(f"{SCRATCH}-old-{checkpoint.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:

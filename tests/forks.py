@@ -7,6 +7,7 @@
         codes = forks.run(["--model", ...], term_in=("proxsparse.training_state.finish", 2))  # ... SIGTERM in its place
         codes = forks.run(["--model", ...], fill=("proxsparse.training_state.clear", 2, "/disk"))  # fills the disk then
         codes = forks.run([...], main="trainer_processes.main")   # another function of a list of texts
+    codes = forks.run_together([job, ...])                    # several at once, see `run_together`
 
 A fork of pytest itself would inherit thread pools without their threads.
 """
@@ -46,6 +47,15 @@ class Forks:
         print(json.dumps(job | {"output": str(output or os.devnull)}), file=self.server.stdin, flush=True)
         return json.loads(self.server.stdout.readline())
 
+    def run_together(self, jobs: list[dict]) -> list[int]:
+        """The exit codes of several commands that start at once, of one process each.
+
+        Args:
+            jobs: each the keyword arguments of `child`, and `signal`: (number, seconds after the start), or None.
+        """
+        print(json.dumps({"together": jobs}), file=self.server.stdin, flush=True)
+        return json.loads(self.server.stdout.readline())
+
 
 def serve() -> None:
     """One job a line on stdin, its exit codes as a line on stdout."""
@@ -60,7 +70,28 @@ def serve() -> None:
         print(json.dumps(run_job(**json.loads(line))), flush=True)
 
 
-def run_job(processes: int, nodes: int, kill: list | None = None, number: int = signal.SIGKILL, **job) -> list[int]:
+def run_job(together: list[dict] | None = None, **job) -> list[int]:
+    return run_one(**job) if together is None else run_all(together)
+
+
+def run_all(jobs: list[dict]) -> list[int]:
+    """Starts all jobs, sends each its signal when it is due, and returns their exit codes."""
+    signals = [job.pop("signal", None) for job in jobs]
+    for job in jobs:
+        importlib.import_module(job["main"].rpartition(".")[0])
+    begun, pids = time.monotonic(), []
+    for job in jobs:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            child(**job)
+    due = sorted((how[1], how[0], pid) for how, pid in zip(signals, pids, strict=True) if how)
+    for when, number, pid in due:
+        time.sleep(max(0.0, begun + when - time.monotonic()))
+        os.kill(pid, number)  # one that has ended is not waited for yet: its number is not another process's
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def run_one(processes: int, nodes: int, kill: list | None = None, number: int = signal.SIGKILL, **job) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -17,8 +17,8 @@ LAYERS = {
     "errors",
     "ops": "ops",
     "optim": "optim",
-    "parts": "models layout data device checkpoint output_folder file_lock settings config log learned distillation "
-    "monitor metric recipes",
+    "parts": "models layout data device checkpoint output_folder file_lock reading settings config log learned "
+    "distillation monitor metric recipes",
     "methods": "resumption methods evaluation report start learning training_state trainer",
     "inference": "inference",
     "commands": "train prune options evaluate pack env run plan",

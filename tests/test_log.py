@@ -58,11 +58,13 @@ def test_every_finished_step_is_on_disk(tmp_path):
     log_rows(tmp_path)
 
 
-def test_wandb_gets_the_rows_and_the_end(tmp_path, monkeypatch):
-    wandb = Wandb()
+@pytest.mark.parametrize("works_in", [".", ".next"])  # the latter where it will replace a result
+def test_wandb_gets_the_rows_and_the_end(works_in, tmp_path, monkeypatch):
+    wandb, run_dir = Wandb(), tmp_path / works_in
+    run_dir.mkdir(exist_ok=True)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    log_rows(tmp_path, "wandb")
-    start = ("init", {"project": "proxsparse", "dir": tmp_path, "name": tmp_path.name})
+    log_rows(run_dir, "wandb")
+    start = ("init", {"project": "proxsparse", "dir": run_dir, "name": tmp_path.name})
     assert wandb.calls == [start, *(("log", row, row["step"]) for row in ROWS), ("finish",)]
 
 

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -119,7 +120,8 @@ def result_of(run_dir):
 
 
 def files(folder):
-    return sorted(path.name for path in folder.iterdir())
+    """The names, and a star for the eight digits in that of a scratch file."""
+    return sorted(re.sub(r"^(\.incomplete-)[0-9a-f]{8}", r"\1*", path.name) for path in folder.iterdir())
 
 
 RUNS = {
@@ -139,9 +141,9 @@ def test_killed_three_times_and_bit_identical(name, flags, in_child, tmp_path):
     undisturbed = result_of(run_dir)
     shutil.rmtree(run_dir)
     assert in_child(arguments, at_rename(4, die, before=True))[0] == -signal.SIGKILL  # after marker, config, start
-    assert files(run_dir / "finished_blocks") == [f".incomplete-{BLOCKS[0]}", "start.json"]
+    assert files(run_dir / "finished_blocks") == [f".incomplete-*-{BLOCKS[0]}", "start.json"]
     assert in_child([*arguments, *RESUME], in_the_write_of(1, die))[0] == -signal.SIGKILL
-    assert files(run_dir / "finished_blocks") == [f".incomplete-{BLOCKS[1]}", BLOCKS[0], "start.json"]
+    assert files(run_dir / "finished_blocks") == [f".incomplete-*-{BLOCKS[1]}", BLOCKS[0], "start.json"]
     assert in_child([*arguments, *RESUME], at_rename(3, die))[0] == -signal.SIGKILL
     assert files(run_dir / "finished_blocks") == [*BLOCKS, "start.json"]
     code, said = in_child([*arguments, *RESUME])

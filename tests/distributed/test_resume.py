@@ -10,6 +10,7 @@ import signal
 import pytest
 from safetensors.torch import load_file, save_file
 
+from proxsparse import output_folder
 from proxsparse.checkpoint import SCRATCH
 from proxsparse.errors import InputError
 from proxsparse.output_folder import checkpoints
@@ -89,6 +90,17 @@ def test_a_signal_saves_both_the_masks_and_where_to_go_on(forks, flags, undistur
     assert len(checkpoints(run_dir)) == 1
     assert run(forks, arguments, run_dir) == [0]
     assert outcome(run_dir) == undisturbed
+
+
+def test_a_second_torchrun_is_refused_in_all_its_processes(forks, flags, tmp_path):
+    """One lock a run: the first process holds it. The other processes of the second run end as its first one does."""
+    run_dir, log = tmp_path / "run", tmp_path / "run.log"
+    with output_folder.opened(run_dir, "train", {}):
+        assert run(forks, [*flags, *SAVES], run_dir, 2) == [2, 2]
+    (line,) = [line for line in log.read_text().splitlines() if "error" in line.lower()]
+    assert line.startswith(f"error: another run (pid {os.getpid()} on ")
+    assert run(forks, [*flags, *SAVES], run_dir, 2) == [0, 0]
+    assert not (run_dir / output_folder.LOCK).exists()
 
 
 def test_other_numbers_of_processes_go_on_within_rounding(forks, flags, tmp_path):
