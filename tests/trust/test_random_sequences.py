@@ -1,6 +1,6 @@
 """Random sequences of commands on folders that also hold the user's files: what is promised holds after every command.
 
-    python -m pytest tests/trust                                              # 10 sequences
+    python -m pytest tests/trust                                              # 10 sequences, about 30 s
     PROXSPARSE_TRUST_SEQUENCES=200 python -m pytest -s tests/trust            # some ten minutes on one core
     PROXSPARSE_TRUST_SEED=17 PROXSPARSE_TRUST_SEQUENCES=1 python -m pytest -s tests/trust
 
