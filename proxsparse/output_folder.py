@@ -119,7 +119,7 @@ def opened(
         folder = chosen(final, command, settings, overwrite, resume, may_differ, inputs or {})
         if not folder.begun:
             begin(folder, command, settings)
-        remove_scratch(folder.path)
+        remove_scratch(final, folder.path)
         try:
             yield folder
         except BaseException:
@@ -334,9 +334,9 @@ def remove(paths: Iterable[Path], message: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_scratch(path: Path) -> None:
-    """Removes what a killed process was writing."""
-    folders = [folder for folder in (path, path / FINISHED_BLOCKS) if is_own_folder(folder)]
+def remove_scratch(*paths: Path) -> None:
+    """Removes what killed processes were writing."""
+    folders = filter(is_own_folder, {folder for path in paths for folder in (path, path / FINISHED_BLOCKS)})
     remove([entry for folder in folders for entry in folder.iterdir() if is_scratch(entry)], "")
 
 

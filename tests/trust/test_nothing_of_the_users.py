@@ -113,7 +113,7 @@ def test_only_scratch_files_of_runs_are_removed(tmp_path):
     (final / FINISHED_BLOCKS).mkdir()
     for path in (*(final / name for name in (*mine, *theirs)), final / FINISHED_BLOCKS / theirs[1]):
         path.write_text("half")
-    with opened(final, "train", {"seed": 1}, resume=True):
+    with opened(final, "train", {"seed": 2}, overwrite=True):  # which works in .next
         assert sorted(path.name for path in final.glob(".incomplete*")) == sorted(mine)
         assert not list((final / FINISHED_BLOCKS).iterdir())
 

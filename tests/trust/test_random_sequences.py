@@ -1,6 +1,6 @@
 """Random sequences of commands on folders that also hold the user's files: what is promised holds after every command.
 
-    python -m pytest tests/trust                                              # 10 sequences
+    python -m pytest tests/trust                                              # 10 sequences, about 30 s
     PROXSPARSE_TRUST_SEQUENCES=200 python -m pytest -s tests/trust            # some ten minutes on one core
     PROXSPARSE_TRUST_SEED=17 PROXSPARSE_TRUST_SEQUENCES=1 python -m pytest -s tests/trust
 
@@ -29,7 +29,17 @@ from tiny_models import save_tiny_model
 
 from proxsparse.checkpoint import load_masks, masks_sha256
 from proxsparse.config import NOT_REPEATED
-from proxsparse.output_folder import COMPLETE, LOCK, MARKER, NEXT, RESULT, is_complete, read_marker, read_result
+from proxsparse.output_folder import (
+    COMPLETE,
+    LOCK,
+    MARKER,
+    NEXT,
+    RESULT,
+    is_complete,
+    is_scratch,
+    read_marker,
+    read_result,
+)
 
 SEED = int(os.environ.get("PROXSPARSE_TRUST_SEED", "0"))
 SEQUENCES = int(os.environ.get("PROXSPARSE_TRUST_SEQUENCES", "10"))
@@ -229,8 +239,8 @@ class Sequence:
             return
         (line,) = [line for line in text.splitlines() if line.startswith(("error:", "usage:"))]
         assert text.splitlines()[-1] == line, text
-        if not alone and re.search(r"^error: (\[Errno 2\] )?No such file or directory.*(safetensors|json)", line):
-            return  # the other command has just replaced what this one was going to read
+        if not alone and re.search(r"^error: .*No such file or directory.*(safetensors|json|\.incomplete)", line):
+            return  # the other command has just replaced what this one was going to read, or tidied up
         known = next((words for words in REFUSALS if re.search(words, line)), None)
         assert known, text
         self.counts[f"refused: {known[:60]}"] += 1
@@ -245,6 +255,7 @@ class Sequence:
             path: state_of(path)
             for path in folder.iterdir()
             if path.is_file() and path.name not in ("report.md", "README.md", LOCK) and path.suffix != ".png"
+            if not is_scratch(path)
         }
 
     def check(self, before):
