@@ -136,7 +136,9 @@ def beyond_31_bits(place: Place) -> None:
                 rows = slice(start, start + 2**13)
                 with use_backend(place.backend):
                     alone = prox_nm(before[rows], 25.0, scale=scale)
-                assert same_bits(weight[rows], alone), f"{dtype} rows {start} to {start + 2**13} differ"
+                judge_alike(
+                    weight[rows], alone, f"{dtype} rows {start} to {start + 2**13}"
+                )  # other offsets, other code
             for rows in (slice(0, 64), slice(len(weight) // 2 - 32, len(weight) // 2 + 32), slice(-64, None)):
                 judge_prox(weight[rows], before[rows], 25.0, 2, scale, f"{dtype} {elements} elements")
             del weight, before, alone

