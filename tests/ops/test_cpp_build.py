@@ -75,8 +75,14 @@ def described(monkeypatch):
         asked = {}
         monkeypatch.setattr(setuptools, "setup", asked.update)
         monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
-        for variable in ("PROXSPARSE_EXTENSION", "PROXSPARSE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_PATH"):
-            monkeypatch.delenv(variable, raising=False)
+        for name in (
+            "PROXSPARSE_EXTENSION",
+            "PROXSPARSE_CUDA",
+            "PROXSPARSE_CUTLASS",
+            "TORCH_CUDA_ARCH_LIST",
+            "CUDA_PATH",
+        ):
+            monkeypatch.delenv(name, raising=False)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
         monkeypatch.chdir(CHECKOUT)
