@@ -178,6 +178,16 @@ def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[st
             print(f"left out: {path.name}, a link out of {str(source)!r}", file=sys.stderr)
 
 
+def require_space(path: Path, needed_bytes: int, what: str = "the result needs") -> None:
+    """Raises InputError if the disk has less than `needed_bytes` free."""
+    free = shutil.disk_usage(path).free
+    if free < needed_bytes:
+        raise InputError(
+            f"the disk of --output_dir {str(path)!r} has {free / 2**20:.0f} MiB free, {what} about "
+            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
+        )
+
+
 @contextmanager
 def staged(folder: Path):
     """Yields a scratch folder inside `folder`; on success all in it is synced and moved up, on any error it is removed.

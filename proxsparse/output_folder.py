@@ -12,6 +12,7 @@ A directory without a marker must be empty, whatever the flags. In a marked dire
 import json
 import os
 import re
+import secrets
 import shutil
 import sys
 import uuid
@@ -116,6 +117,7 @@ def opened(
     made = [path for path in (final, *final.parents) if not path.exists()]
     with locked(final, LOCK, made):
         finish_replacement(final)
+        publish_waiting(final / NEXT, final, inputs or {})
         folder = chosen(final, command, settings, overwrite, resume, may_differ, inputs or {})
         if not folder.begun:
             begin(folder, command, settings)
@@ -310,16 +312,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.partition("-")[2])
 
 
-def require_space(path: Path, needed_bytes: int, what: str = "the result needs") -> None:
-    """Raises InputError if the disk has less than `needed_bytes` free."""
-    free = shutil.disk_usage(path).free
-    if free < needed_bytes:
-        raise InputError(
-            f"the disk of --output_dir {str(path)!r} has {free / 2**20:.0f} MiB free, {what} about "
-            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
-        )
-
-
 # ---------------------------------------------------------------------------------------------- removing, replacing
 
 
@@ -329,6 +321,8 @@ def remove(paths: Iterable[Path], message: str) -> None:
         print(message, file=sys.stderr)
     for path in paths:
         if path.is_dir() and not path.is_symlink():
+            if not is_scratch(path):  # a kill leaves no half of it under its own name
+                path = path.rename(path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}"))
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
@@ -369,6 +363,14 @@ def publish(folder: OutputFolder) -> None:
         except KeyboardInterrupt:  # a few renames are left: no reason to leave them to the next run
             finish_replacement(folder.final)
             raise
+
+
+def publish_waiting(path: Path, final: Path, inputs: dict[str, str]) -> None:
+    """Publishes a complete run that was killed before it had replaced the old result, unless it is read now."""
+    is_read = any(Path(name).resolve().is_relative_to(path.resolve()) for name in inputs.values())
+    if read_marker(final) and is_own_folder(path) and is_complete(path) and not is_read:
+        remove_in_progress(path)
+        publish(OutputFolder(path, final, "", begun=True))
 
 
 def finish_replacement(final: Path) -> None:

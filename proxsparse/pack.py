@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from proxsparse import output_folder
-from proxsparse.checkpoint import copy_files, staged
+from proxsparse.checkpoint import copy_files, require_space, staged
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     before, overwrite = file_bytes(source), options.overwrite_output_dir
     inputs = {"model": options.model}
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
-        output_folder.require_space(folder.path, growth * before)
+        require_space(folder.path, growth * before)
         layers, stream = plan(options, config, found, model)
         with staged(folder.path) as scratch:
             disk.write_shards(scratch, stream, shard_bytes)

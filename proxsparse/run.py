@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from proxsparse import output_folder
 from proxsparse._version import __version__
-from proxsparse.checkpoint import save_masks, staged, sync, write_file
+from proxsparse.checkpoint import require_space, save_masks, staged, sync, write_file
 from proxsparse.config import LAST, NOT_REPEATED, TrainConfig
 from proxsparse.data import evaluation_text
 from proxsparse.device import environment, peak_memory_bytes
@@ -116,7 +116,7 @@ def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> Non
 def require_space_for(model: nn.Module, run_dir: Path, more_bytes: int = 0) -> None:
     """Raises InputError if the disk cannot hold the pruned model, its masks, small files and `more_bytes`."""
     weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
-    output_folder.require_space(run_dir, weights + 2**24 + more_bytes)
+    require_space(run_dir, weights + 2**24 + more_bytes)
 
 
 def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:

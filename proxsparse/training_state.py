@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from proxsparse import distributed
 from proxsparse._version import __version__
-from proxsparse.checkpoint import SCRATCH, sync, write_file
+from proxsparse.checkpoint import SCRATCH, require_space, sync, write_file
 from proxsparse.config import LAST, NOT_SETTINGS, TrainConfig
 from proxsparse.distributed import from_first, of_all_processes
 from proxsparse.errors import InputError, describe
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.learning import Learning, weights_of
-from proxsparse.output_folder import OutputFolder, checkpoints, require_space, step_of
+from proxsparse.output_folder import OutputFolder, checkpoints, step_of
 from proxsparse.resumption import MAY_DIFFER as NOT_IN_MASKS
 from proxsparse.resumption import check_same_flags
 

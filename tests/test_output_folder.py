@@ -164,6 +164,40 @@ def check_one_run(final, known, new_content):
             assert (final / name).read_text() == content
 
 
+def test_a_complete_run_that_was_killed_before_it_replaced_the_old_result_replaces_it(tmp_path, monkeypatch):
+    final = tmp_path / "run"
+    make_run(final, "old")
+    monkeypatch.setattr(output_folder, "publish", lambda folder: None)
+    second = make_run(final, "second", overwrite=True)
+    (final / NEXT / "checkpoint-3").mkdir()
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="is not empty"), opened(final, "prune", {"seed": 3}):
+        pass
+    assert output_folder.read_result(final)["run_id"] == second.run_id
+    assert (final / "model.safetensors").read_text() == "second"
+    assert not (final / NEXT).exists()
+    assert not (final / "checkpoint-3").exists()
+
+
+def test_an_unfinished_run_is_removed_in_one_piece(tmp_path, monkeypatch):
+    """A kill while it is removed leaves no half of it under its name, which `last` would continue."""
+    final = tmp_path / "run"
+    make_run(final)
+    with pytest.raises(KeyboardInterrupt), opened(final, "train", {"seed": 2}, overwrite=True) as folder:
+        interrupt(folder.path / "checkpoint-1")
+
+    def killed(path):
+        raise SystemExit
+
+    monkeypatch.setattr(output_folder.shutil, "rmtree", killed)
+    with pytest.raises(SystemExit), opened(final, "train", {"seed": 3}, overwrite=True):
+        pass
+    monkeypatch.undo()
+    assert not (final / NEXT).exists()
+    make_run(final, "third", overwrite=True)
+    assert not list(final.glob(".incomplete*"))
+
+
 def test_an_input_file_is_never_replaced(tmp_path):
     final = tmp_path / "run"
     make_run(final)
