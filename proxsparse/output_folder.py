@@ -27,8 +27,7 @@ from proxsparse.errors import InputError
 from proxsparse.file_lock import locked
 
 MARKER, LOCK, NEXT, COMPLETE = ".proxsparse.json", ".proxsparse.lock", ".next", ".complete"
-FORMAT = "proxsparse-run-1"
-MOST_BYTES = 1 << 20  # of a marker; one that a run writes has about 3,000
+FORMAT, MOST_BYTES = "proxsparse-run-1", 1 << 20  # of a marker; one that a run writes has about 3,000 bytes
 RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
 FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped proxsparse.prune continues from
 # All that train, prune, pack and report write by fixed names; tokenizers are saved under the names of transformers.
@@ -320,10 +319,8 @@ def remove(paths: Iterable[Path], message: str) -> None:
     if message:
         print(message, file=sys.stderr)
     for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            if not is_scratch(path):  # a kill leaves no half of it under its own name
-                path = path.rename(path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}"))
-            shutil.rmtree(path)
+        if path.is_dir() and not path.is_symlink():  # renamed: a kill leaves no half of it under its own name
+            shutil.rmtree(path.rename(path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")))
         else:
             path.unlink(missing_ok=True)
 
