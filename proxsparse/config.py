@@ -5,12 +5,11 @@ Precedence: a flag on the command line beats the --config file, that beats the -
 
 import argparse
 import dataclasses
-import math
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, require
 from proxsparse.patterns import NMPattern
 from proxsparse.settings import MOST, read_yaml
 
@@ -183,8 +182,8 @@ class TrainConfig:
         for names, holds, words in RANGES:
             for name in names:
                 value = getattr(self, name)
-                if value is not None and not (math.isfinite(value) and holds(value)):
-                    raise InputError(f"--{name} {value}: must be {words}")
+                if value is not None:
+                    require(name, value, holds(value), words)
         if self.reg_lambda is not None and self.reg_lambda_rel is not None:
             raise InputError("--reg_lambda and --reg_lambda_rel exclude each other: give one of them")
         if self.metric == "activation" and (self.reg_lambda or 0) > 0.1:

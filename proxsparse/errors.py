@@ -1,6 +1,7 @@
 """Bad input at the command line: one message that names the thing and the remedy, never a traceback."""
 
 import errno
+import math
 import os
 import re
 import signal
@@ -13,6 +14,12 @@ BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
 
 class InputError(ValueError):
     """What the user gave cannot be used; the message says what and how to mend it."""
+
+
+def require(name: str, value: float, holds: bool, words: str) -> None:
+    """Raises InputError, with the value of a flag and what it must be, unless the value is finite and `holds`."""
+    if not (math.isfinite(value) and holds):
+        raise InputError(f"--{name} {value}: must be {words}")
 
 
 class Terminated(KeyboardInterrupt):

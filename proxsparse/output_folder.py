@@ -314,13 +314,14 @@ def step_of(checkpoint: Path) -> int:
 # ---------------------------------------------------------------------------------------------- removing, replacing
 
 
-def remove(paths: Iterable[Path], message: str) -> None:
+def remove(paths: Iterable[Path], message: str = "") -> None:
     """Removes files and folders that runs have written. A link to a folder is not followed."""
     if message:
         print(message, file=sys.stderr)
     for path in paths:
         if path.is_dir() and not path.is_symlink():  # renamed: a kill leaves no half of it under its own name
-            shutil.rmtree(path.rename(path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")))
+            aside = path.rename(path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}"))
+            shutil.rmtree(aside, ignore_errors=True)  # the next run removes the rest
         else:
             path.unlink(missing_ok=True)
 
@@ -328,12 +329,12 @@ def remove(paths: Iterable[Path], message: str) -> None:
 def remove_scratch(*paths: Path) -> None:
     """Removes what killed processes were writing."""
     folders = filter(is_own_folder, {folder for path in paths for folder in (path, path / FINISHED_BLOCKS)})
-    remove([entry for folder in folders for entry in folder.iterdir() if is_scratch(entry)], "")
+    remove([entry for folder in folders for entry in folder.iterdir() if is_scratch(entry)])
 
 
 def remove_in_progress(path: Path) -> None:
     """Removes the checkpoints and finished blocks of a run that is complete."""
-    remove([*checkpoints(path), path / FINISHED_BLOCKS], "")
+    remove([*checkpoints(path), path / FINISHED_BLOCKS])
 
 
 def remove_unfinished(folder: OutputFolder) -> None:
@@ -342,9 +343,9 @@ def remove_unfinished(folder: OutputFolder) -> None:
     if (folder.final / COMPLETE).exists() or (path / NEXT).exists():  # results that this run has not written alone
         return
     if read_marker(path) and not has_progress(path) and not (path / METRICS).exists():
-        remove(written(path), "")
+        remove(written(path))
         remove_scratch(path)
-        remove([path / MARKER], "")
+        remove([path / MARKER])
         if path != folder.final:
             path.rmdir()
 
@@ -382,7 +383,7 @@ def finish_replacement(final: Path) -> None:
         return
     if (new := read_marker(source)) is not None:
         (final / RESULT).unlink(missing_ok=True)
-        remove(written(final), "")
+        remove(written(final))
         old = read_marker(final)
         write_marker(source, new | {"others": sorted({*new["others"], *(old["others"] if old else [])})})
         os.replace(source / MARKER, final / MARKER)

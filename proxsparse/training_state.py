@@ -29,7 +29,7 @@ from proxsparse.distributed import from_first, of_all_processes
 from proxsparse.errors import InputError, describe
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.learning import Learning, weights_of
-from proxsparse.output_folder import OutputFolder, checkpoints, step_of
+from proxsparse.output_folder import OutputFolder, checkpoints, remove, step_of
 from proxsparse.resumption import MAY_DIFFER as NOT_IN_MASKS
 from proxsparse.resumption import check_same_flags
 
@@ -160,15 +160,7 @@ def finish(beside: Path, target: Path, facts: dict, limit: int) -> None:
     sync(target.parent)
     *older, _ = [path for path in checkpoints(target.parent) if step_of(path) <= facts["step"]]
     for path in {*checkpoints(target.parent)} - {target, *older[max(0, len(older) - limit + 1) :]}:
-        remove(path)  # too many; those of later steps are of what went another way
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove(checkpoint: Path) -> None:
-    """Renames it first: a kill leaves no part of a checkpoint under its name."""
-    aside = checkpoint.with_name(f"{SCRATCH}-old-{checkpoint.name}")
-    shutil.rmtree(aside, ignore_errors=True)
-    checkpoint.rename(aside)
+        remove([path])  # too many; those of later steps belong to what was not continued
     shutil.rmtree(aside, ignore_errors=True)
 
 

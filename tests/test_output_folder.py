@@ -186,7 +186,7 @@ def test_an_unfinished_run_is_removed_in_one_piece(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), opened(final, "train", {"seed": 2}, overwrite=True) as folder:
         interrupt(folder.path / "checkpoint-1")
 
-    def killed(path):
+    def killed(path, **_how):
         raise SystemExit
 
     monkeypatch.setattr(output_folder.shutil, "rmtree", killed)

@@ -6,6 +6,7 @@ and each layer's own tensors are slices of it, with the names and shapes that th
 """
 
 import contextlib
+import operator
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -229,12 +230,7 @@ def is_merged(layers: list[nn.Module]) -> bool:
     if not all(isinstance(layer, MergedPart) for layer in layers):
         return False
     group = layers[0].group
-    return group.layer is not None and len(group.parts) == len(layers) and all(map(same, group.parts, layers))
-
-
-def same(one: object, other: object) -> bool:
-    """Whether both are one object."""
-    return one is other
+    return group.layer is not None and len(group.parts) == len(layers) and all(map(operator.is_, group.parts, layers))
 
 
 def can_merge(layers: list[nn.Module], owners: Counter) -> bool:

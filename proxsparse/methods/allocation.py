@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from proxsparse.errors import InputError
-from proxsparse.methods.base import Batches, layers_inside, options_of, refuse_foreign, require, walk
+from proxsparse.errors import InputError, require
+from proxsparse.methods.base import Batches, layers_inside, options_of, refuse_foreign, walk
 from proxsparse.methods.wanda import FeatureNorms
 from proxsparse.models import decoder_blocks
 from proxsparse.patterns import NMPattern, PatternLike

@@ -11,7 +11,6 @@ kept on disk at once, see `finished`; a later walk takes it from there.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -152,12 +151,6 @@ def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None
 def full_precision(tensor: Tensor):
     """Within the block autocast is off on the tensor's device: a Hessian in bfloat16 has few digits left."""
     return torch.autocast(tensor.device.type, enabled=False)
-
-
-def require(name: str, value: float, holds: bool, words: str) -> None:
-    """Raises InputError, naming the value and the requirement `words`, unless the value is finite and `holds`."""
-    if not (math.isfinite(value) and holds):
-        raise InputError(f"--{name} {value}: must be {words}")
 
 
 def options_of(function: Callable) -> dict:

@@ -9,8 +9,8 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 from proxsparse.data import IGNORED_LABEL, sample_stream
-from proxsparse.errors import InputError
-from proxsparse.methods.base import Batches, apply_mask_, full_precision, masks_of, method, register_method, require
+from proxsparse.errors import InputError, require
+from proxsparse.methods.base import Batches, apply_mask_, full_precision, masks_of, method, register_method
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.models import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
@@ -26,14 +26,8 @@ def check(prior: str, seed: int, **numbers: float) -> None:
     require("epochs", numbers["epochs"], numbers["epochs"] >= 1, "at least 1")
     for name in ("tau", "final_tau", "scale", "final_scale"):
         require(name, numbers[name], numbers[name] > 0, "a finite number > 0")
-    for name in (
-        "learning_rate",
-        "final_learning_rate",
-        "prior_strength",
-        "weight_reg",
-        "weight_decay",
-        "max_grad_norm",
-    ):
+    rates = ("learning_rate", "final_learning_rate", "weight_decay", "max_grad_norm")
+    for name in (*rates, "prior_strength", "weight_reg"):
         require(name, numbers[name], numbers[name] >= 0, "a finite number >= 0")
 
 

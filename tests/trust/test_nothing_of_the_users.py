@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from proxsparse import evaluate, output_folder, pack, report, run, training_state
+from proxsparse import evaluate, output_folder, pack, report, run
 from proxsparse.checkpoint import SCRATCH, save_masks, write_file, written_whole
 from proxsparse.errors import InputError
 from proxsparse.output_folder import COMPLETE, FINISHED_BLOCKS, MARKER, NEXT, RESULT, opened
@@ -169,7 +169,7 @@ def test_a_checkpoint_is_removed_in_one_piece(tmp_path, monkeypatch):
     checkpoint = tmp_path / "checkpoint-12"
     checkpoint.mkdir()
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    training_state.remove(checkpoint)
+    output_folder.remove([checkpoint])
     assert not checkpoint.exists()
     assert output_folder.checkpoints(tmp_path) == []
     assert output_folder.is_scratch(tmp_path / f"{SCRATCH}-old-checkpoint-12")
