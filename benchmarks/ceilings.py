@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from common import command_line, measure, provenance, save, show
 
-from proxsparse.device import choose_device
 from proxsparse.errors import run_command
+from proxsparse.runtime.device import choose_device
 
 DEFAULTS = {"cpu": {"megabytes": 512, "size": 1024}, "cuda": {"megabytes": 4096, "size": 8192}}
 SENSORS = ["clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "power.limit", "clocks_event_reasons.active"]

@@ -11,13 +11,13 @@ from checking import PATTERNS, Place, Skipped, check, guarded, needs, same_bits
 from random_models import random_model
 from torch import Tensor
 
-from proxsparse import packed
 from proxsparse.inference.backends import backend, cutlass
 from proxsparse.inference.generate import generate
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import pack_nm, unpack_nm, use_backend
 from proxsparse.ops.backends import cuda
 from proxsparse.ops.tuning import use_launch_parameters
+from proxsparse.reference import pack
 
 # (out_features, in_features): whole tiles, odd numbers of rows, columns that no 16-byte access fits, one block; the
 # layers of a 7B model.
@@ -61,7 +61,7 @@ def round_trip(place: Place) -> str:
         with use_backend(place.backend):
             values, indices = pack_nm(weight)
             back = unpack_nm(values, indices)
-        expected = packed.pack_nm(weight.nan_to_num(3.0))[1]
+        expected = pack.pack_nm(weight.nan_to_num(3.0))[1]
         what = f"{weight.dtype} {list(weight.shape)}"
         assert torch.equal(indices, expected), f"{what}: other places than the reference"
         integer = PATTERNS[weight.dtype.itemsize][0]
@@ -121,7 +121,7 @@ def check_linear(place: Place, name: str, all_rows: tuple[int, ...], dtypes: tup
     count, differ, reasons = 0, 0, set()
     for shape, dtype in itertools.product(shapes_of(place), dtypes):
         weight = pruned(shape, dtype, place.device)
-        values, indices = packed.pack_nm(weight)
+        values, indices = pack.pack_nm(weight)
         values = guarded(values).tensor
         for rows, with_bias in itertools.product(all_rows, (False, True)):
             x = guarded(torch.randn(rows, shape[1], device=place.device).to(dtype)).tensor
@@ -166,7 +166,7 @@ def check_graph(place: Place, name: str, rows: int) -> None:
     if not place.judge:
         return
     shape, dtype = (512, 1024), torch.bfloat16
-    values, indices = packed.pack_nm(pruned(shape, dtype, place.device))
+    values, indices = pack.pack_nm(pruned(shape, dtype, place.device))
     x, bias = torch.randn(rows, shape[1], device=place.device).to(dtype), torch.randn(shape[0], device=place.device)
     bias = bias.to(dtype)
     if reason := backend(name).supports(x, values):
@@ -208,7 +208,7 @@ def gemv_dependent(place: Place) -> None:
     if not place.judge:
         raise Skipped("a capture is not for sanitizers")
     size, calls = 1024, 8
-    values, indices = packed.pack_nm(pruned((size, size), torch.bfloat16, place.device) / 16)
+    values, indices = pack.pack_nm(pruned((size, size), torch.bfloat16, place.device) / 16)
     for rows in (1, 16):
         x = torch.randn(rows, size, device=place.device).bfloat16()
         if reason := backend("gemv").supports(x, values):

@@ -17,8 +17,8 @@ from predictions import predictions_for
 from shapes import Shape
 from torch import Tensor
 
-from proxsparse.device import environment, version
 from proxsparse.patterns import FLOAT_DTYPES
+from proxsparse.runtime.device import environment, version
 
 FOLDER = Path(__file__).resolve().parent
 # A pass over so many bytes of weights, and as many they are renewed from, leaves nothing of the first weight in a

@@ -24,16 +24,16 @@ import common
 import study_plots
 from contenders import TRAINED, Contender, is_committed, label, one_shot, pruned_model, saved
 
-from proxsparse.checkpoint import write_file
-from proxsparse.data import PAPERS_TEXTS, evaluation_text
-from proxsparse.device import choose_device, choose_precision, version
+from proxsparse.data.sources import PAPERS_TEXTS, evaluation_text
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.io.atomic import write_file
 from proxsparse.methods import methods
-from proxsparse.models import check_length
-from proxsparse.report import shortened
-from proxsparse.run import finite
+from proxsparse.models.checks import check_length
+from proxsparse.run.report import shortened
+from proxsparse.run.result import finite
+from proxsparse.runtime.device import choose_device, choose_precision, version
 
 # What makes two rows the same measurement; the commit does not, see --again.
 IDENTITY = ("method", "model", "data", "seq_len", "task", "lm_eval", "settings", "device")

@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse import train
-from proxsparse.checkpoint import load_masks, masks_sha256, pack_mask, staged, unpack_mask, write_file
-from proxsparse.config import NOT_SETTINGS, TrainConfig, converted, parse_config
-from proxsparse.data import calibration_batches, load_texts, read_limit
-from proxsparse.device import autocast, choose_device, choose_precision
+from proxsparse.allocations.registry import allocate, allocation
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import load_texts, read_limit
 from proxsparse.errors import InputError
 from proxsparse.evaluation.masks import apply_masks_
+from proxsparse.io.atomic import staged, write_file
+from proxsparse.io.mask_files import load_masks, masks_sha256, pack_mask, unpack_mask
 from proxsparse.methods import method, prune_
-from proxsparse.methods.allocation import allocate, allocation
-from proxsparse.models import load_model, prunable_layers
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.loading import load_model
+from proxsparse.run.config import NOT_SETTINGS, TrainConfig, converted, parse_config
+from proxsparse.runtime.device import autocast, choose_device, choose_precision
 
 TRAINED = "proxsparse"  # in the table it stands beside the registered methods
 SHARED_FLAGS = ("model", "data", "num_samples", "seq_len", "packing", "seed", "pattern", "precision", "device")

@@ -62,8 +62,6 @@ from optimizer_step import resident_bytes
 from random_models import KINDS, random_model
 from torch import Tensor, nn
 
-from proxsparse.checkpoint import load_masks
-from proxsparse.device import choose_device
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import backends, choice
 from proxsparse.inference.convert import sparsify_
@@ -71,9 +69,12 @@ from proxsparse.inference.generate import GreedyDecoder, captured
 from proxsparse.inference.glue import with_compiled_glue
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.merge import merge_projections_, separate_products
-from proxsparse.models import EMBEDDED_MODEL, decoder_blocks, load_model, prunable_layers
+from proxsparse.io.mask_files import load_masks
+from proxsparse.models.layers import decoder_blocks, prunable_layers
+from proxsparse.models.loading import EMBEDDED_MODEL, load_model
 from proxsparse.ops import nm_mask
 from proxsparse.ops.backends.cuda import dependent_launch
+from proxsparse.runtime.device import choose_device
 
 MERGED = "+merged"
 PACKED = {"dense": False, "sparse": True}

@@ -24,7 +24,7 @@ import checks_prox  # noqa: F401
 import torch
 from checking import CHECKS, Check, Place, Skipped
 
-from proxsparse.device import choose_device
+from proxsparse.runtime.device import choose_device
 
 # The order in which ops are checked, the most important first.
 OPS = ("sparse_linear", "prox_nm_", "adamw_prox_", "pack_nm", "prox_nm_list_", "nm_mask")

@@ -60,13 +60,13 @@ from torch import Tensor
 from torch.nn import functional
 
 import proxsparse.inference.linear  # noqa: F401  registers the op
-from proxsparse.device import choose_device
 from proxsparse.errors import run_command
 from proxsparse.inference import choice
 from proxsparse.inference.backends import Backend, backend, backends
 from proxsparse.inference.generate import captured
 from proxsparse.ops import unpack_nm
 from proxsparse.ops.tuning import device_kind
+from proxsparse.runtime.device import choose_device
 
 DENSE = "dense"
 PREPARED = ":prepared"  # after the name of a backend that also works without its own form

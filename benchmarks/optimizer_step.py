@@ -24,10 +24,10 @@ from common import WeightSet, command_line, filled, interleaved, note_of, once, 
 from shapes import MODELS, prunable_layers
 from torch.optim import AdamW, Optimizer
 
-from proxsparse.device import choose_device
 from proxsparse.errors import run_command
 from proxsparse.optim import ProxAdamW, ProxOptimizer
-from proxsparse.paper_solvers import enum_alm
+from proxsparse.reference.paper_solvers import enum_alm
+from proxsparse.runtime.device import choose_device
 
 HEADER = ["layers", "dtype", "optimizer", "ms", "bytes", "GB/s", "copy", "state", "peak", "note"]
 # Device -> flag -> value, for flags that are not given. Even a copy of the weights exceeds the last-level cache. On a

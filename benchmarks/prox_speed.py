@@ -44,11 +44,11 @@ from common import (
 from eager import SWEEPS, compiled, enum_alm_fixed
 from shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_layers
 
-from proxsparse.device import choose_device
 from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_, prox_nm_list_, use_backend
 from proxsparse.ops.registry import kernels
-from proxsparse.paper_solvers import enum_alm
+from proxsparse.reference.paper_solvers import enum_alm
+from proxsparse.runtime.device import choose_device
 
 # Device -> flag -> value, for flags that are not given. Compiling EnumALM takes half a minute; a round on a GPU takes
 # milliseconds, most of them the pause that hides the launches.

@@ -12,7 +12,7 @@ from shapes import MODELS, Model
 from torch import nn
 
 from proxsparse.inference.linear import SparseLinear, frozen
-from proxsparse.models import decoder_blocks
+from proxsparse.models.layers import decoder_blocks
 from proxsparse.ops import unpack_nm
 
 HEAD = 128  # head_dim of all of them

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import common
 
-from proxsparse.config import TrainConfig
 from proxsparse.plan.cost import cost, operations_of_a_document
 from proxsparse.plan.memory import on_device, shape_of, traced
 from proxsparse.plan.page import duration
+from proxsparse.run.config import TrainConfig
 
 PAGE = common.FOLDER.parent / "docs" / "scaling.md"
 BEGIN, END = "<!-- made by benchmarks/scaling_table.py -->\n", "<!-- end -->\n"

@@ -28,10 +28,11 @@ import torch
 from common import FOLDER, measure, provenance, save, table
 from torch import Tensor
 
-from proxsparse import paper_solvers, reference
+from proxsparse import reference
 from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_
 from proxsparse.ops.registry import select
+from proxsparse.reference import paper_solvers
 
 HEADER = ["problems", "solver", "seconds", "suboptimality", "misses", "iterations", "paper: s", "paper: subopt."]
 CPU = torch.device("cpu")
@@ -288,7 +289,7 @@ def thresholds(z: Tensor) -> dict[str, float]:
     """
 
     def three_critical(lam: float) -> bool:
-        return lam * reference.elementary_symmetric(reference.three_sparse_candidate(z, lam), 2) >= z[3]
+        return lam * reference.elementary_symmetric(reference.prox.three_sparse_candidate(z, lam), 2) >= z[3]
 
     def two_critical(lam: float) -> bool:
         return lam * z[0] * z[1] >= z[2]
@@ -301,7 +302,9 @@ def thresholds(z: Tensor) -> dict[str, float]:
         "2-sparse point\ncritical": two_critical,
         "2-sparse point\noptimal": two_optimal,
     }
-    return {name: bisect(holds, 0.001, reference.TWO_SPARSE_FROM / z[0].item()) for name, holds in conditions.items()}
+    return {
+        name: bisect(holds, 0.001, reference.prox.TWO_SPARSE_FROM / z[0].item()) for name, holds in conditions.items()
+    }
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float) -> float:

@@ -30,13 +30,13 @@ from contenders import digest, label, settings_of
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from proxsparse import train
-from proxsparse.checkpoint import write_file
-from proxsparse.config import NOT_SETTINGS, TrainConfig, parse_config
-from proxsparse.device import choose_device
 from proxsparse.errors import InputError, run_command
-from proxsparse.optim.groups import pruned_parameters
+from proxsparse.io.atomic import write_file
+from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.reference import nm_mask
-from proxsparse.report import read_metrics, read_result
+from proxsparse.run.config import NOT_SETTINGS, TrainConfig, parse_config
+from proxsparse.run.report import read_metrics, read_result
+from proxsparse.runtime.device import choose_device
 
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.
 PROJECTION = 1e9

@@ -16,15 +16,17 @@ import torch
 from random_models import KINDS, random_model
 from torch import Tensor, nn
 
-from proxsparse import distributed, learning, train
-from proxsparse.config import TrainConfig, parse_config
-from proxsparse.device import autocast, choose_precision, peak_memory_bytes
-from proxsparse.learned import learned_layers
-from proxsparse.metric import activation_metric
-from proxsparse.models import decoder_blocks, prunable_layers
+from proxsparse import train
+from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.patterns import NMPattern
 from proxsparse.plan.cost import cost
 from proxsparse.plan.memory import CUDA_CONTEXT, on_device, runs_on_gpu, shape_of, traced
+from proxsparse.run.config import TrainConfig, parse_config
+from proxsparse.runtime import sharding
+from proxsparse.runtime.device import autocast, choose_precision, peak_memory_bytes
+from proxsparse.training import loop
+from proxsparse.training.learnable_layer import learned_layers
+from proxsparse.training.scaling import activation_metric
 
 GB = 10**9
 PAPER = "--recipe llama-2-7b --eval_data none --metric_samples 8"  # bf16, 4,096 tokens, gradient checkpointing
@@ -119,12 +121,12 @@ def learn(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[
     pattern, layers = NMPattern.parse(config.pattern), prunable_layers(model, config.pattern)
     batches = documents(model.config.vocab_size, config)
     blocks, keep = decoder_blocks(model), config.pretrained_weights
-    pretrained = distributed.place_(model, blocks, device, dtype, keep, within_node=False)
+    pretrained = sharding.place_(model, blocks, device, dtype, keep, within_node=False)
     with autocast(device, compute_dtype):
         metric = activation_metric(model, layers, batches, config.metric_samples) if config.metric != "none" else {}
     learned = learned_layers(layers, pretrained, metric, pattern, config.forward == "masked", {})
-    state = learning.begin(model, learned, config, config.max_steps)
-    samples = learning.own_samples(batches, config.seed, 0)
+    state = loop.begin(model, learned, config, config.max_steps)
+    samples = loop.own_samples(batches, config.seed, 0)
     times, losses, started = [], [], time.perf_counter()
     steps = config.max_steps
     for row in train.learn_masks(model, learned, state.optimizer, samples, 0, steps, compute_dtype, config):
@@ -132,7 +134,7 @@ def learn(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[
         times.append(time.perf_counter() - started)
         losses.append(row["loss"])
         started = time.perf_counter()
-    learning.current_masks(learned)
+    loop.current_masks(learned)
     return times, losses
 
 

@@ -37,10 +37,10 @@ from predictions import predictions_for
 from tune_choice import chosen_parameters, cuda_from, key, write_tuned
 from tune_kernels import DTYPE, KERNELS, TINY, Case, Kernel
 
-from proxsparse.device import device_name
 from proxsparse.errors import run_command
 from proxsparse.inference.generate import captured
 from proxsparse.ops import tuning
+from proxsparse.runtime.device import device_name
 
 WORKER = [sys.executable, str(Path(__file__).resolve())]
 LIMIT_S = {"cuda": 80.0, "cpu": 20.0}

@@ -17,7 +17,7 @@ namespace proxsparse {
 //   scale       c, [in_features], positive, contiguous; float64 for a float64 weight, float32 otherwise; none means 1
 void prox_n4_(const at::Tensor& weight, double reg_lambda, int64_t n, const std::optional<at::Tensor>& scale);
 
-// One step of AdamW, then the prox, in one pass: proxsparse/reference.py, adamw_prox, has the equations.
+// One step of AdamW, then the prox, in one pass: proxsparse/reference/, adamw_prox, has the equations.
 //   weight               as above, but of any shape if reg_lambda is 0; all tensors are contiguous CPU tensors
 //   grad                 as weight; not changed
 //   exp_avg, exp_avg_sq  shape of weight; float64 for a float64 weight, float32 or bfloat16 otherwise
@@ -38,7 +38,7 @@ void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Ten
 //   mask   bool, shape of score, contiguous; overwritten
 void mask_n4(const at::Tensor& score, int64_t n, const at::Tensor& mask);
 
-// weight to kept values and their places; proxsparse/packed.py describes the form and the rule. False if a block has
+// weight to kept values and their places; proxsparse/reference/pack.py describes the form and the rule. False if a block has
 // more than n nonzeros: what was written is then worthless.
 //   weight   [..., in_features], CPU, contiguous; float32, float64, bfloat16 or float16
 //   n        1, 2 or 3

@@ -7,7 +7,7 @@
 //
 // 2:4 is solved in the units in which lambda is 1: u = lambda * z and x = lambda * w, z the magnitudes of the block.
 // u1 >= u2 >= u3 >= u4 unless a function says otherwise. Source of the criteria that name the winning support without
-// solving: our own derivation, checked on 10^7 random blocks; solve_24 and solve_1m of proxsparse/reference.py explain
+// solving: our own derivation, checked on 10^7 random blocks; solve_24 and solve_1m of proxsparse/reference/ explain
 // the candidates, but solve all of them.
 #pragma once
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
 
-from proxsparse.trainer import ProxCallback, ProxTrainerMixin
+from proxsparse.integrations.transformers_trainer import ProxCallback, ProxTrainerMixin
 
 
 class MaskTrainer(ProxTrainerMixin, Trainer):

@@ -6,7 +6,7 @@
 
 import os
 
-from proxsparse import _search_path  # noqa: F401 before anything else is imported
+from proxsparse import _search_path, integrations  # noqa: F401 _search_path before anything else is imported
 from proxsparse._version import __version__
 from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.linear import SparseLinear

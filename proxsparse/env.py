@@ -8,12 +8,12 @@ import sys
 import torch
 
 import proxsparse
-from proxsparse.device import choose_device, device_name, version
 from proxsparse.errors import run_command
 from proxsparse.inference import backends as inference
 from proxsparse.inference.choice import choose
 from proxsparse.inference.linear import AUTO, explicit
 from proxsparse.ops.registry import BACKENDS, chosen_backend, kernels, ops, select
+from proxsparse.runtime.device import choose_device, device_name, version
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
 # Arguments after the tensor with which each op asks its kernels whether they support it.

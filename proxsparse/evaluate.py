@@ -6,16 +6,18 @@ import os
 import sys
 from pathlib import Path
 
-from proxsparse.checkpoint import load_masks, masks_sha256, refuse_other_base, write_file
-from proxsparse.data import evaluation_split, evaluation_text
-from proxsparse.device import choose_device, choose_precision, version
+from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe, run_command
 from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
-from proxsparse.models import base_of, check_length, load_model, refuse_not_finite
-from proxsparse.reading import files_to_read, require_unchanged
-from proxsparse.run import finite
+from proxsparse.io.atomic import write_file
+from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
+from proxsparse.io.reading import files_to_read, require_unchanged
+from proxsparse.models.checks import check_length, refuse_not_finite
+from proxsparse.models.loading import base_of, load_model
+from proxsparse.run.result import finite
+from proxsparse.runtime.device import choose_device, choose_precision, version
 
 DESCRIPTION = """\
 Measures a causal language model, pruned or not: the perplexity on one text or several, the accuracy in zero-shot tasks.

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from torch import nn
 
-from proxsparse import output_folder
-from proxsparse.checkpoint import copy_files, require_space, staged
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
-from proxsparse.model_files import check_folder, headers, weight_files
-from proxsparse.models import skeleton
-from proxsparse.reading import files_to_read, require_unchanged
+from proxsparse.io import output_folder
+from proxsparse.io.atomic import copy_files, require_space, staged
+from proxsparse.io.model_files import check_folder, headers, weight_files
+from proxsparse.io.reading import files_to_read, require_unchanged
+from proxsparse.models.loading import skeleton
 
 DESCRIPTION = """\
 Packs every 2:4 nn.Linear layer of a pruned checkpoint: in bf16 9/16 of its bytes. Other tensors stay as they are.

@@ -12,29 +12,28 @@ import time
 
 import torch
 
-from proxsparse import distributed, run, train
-from proxsparse.checkpoint import masks_sha256
-from proxsparse.config import Parser
-from proxsparse.data import calibration_batches, load_texts, read_limit
-from proxsparse.device import autocast, choose_device, choose_precision
+from proxsparse import train
+from proxsparse.allocations.registry import allocate, allocation
+from proxsparse.allocations.uniform import UNIFORM
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import load_texts, read_limit
 from proxsparse.errors import InputError, run_command
-from proxsparse.methods import finished, method, methods, prune_
-from proxsparse.methods.allocation import UNIFORM, allocate, allocation
-from proxsparse.models import (
-    base_of,
-    cast_parameters_,
-    check_length,
-    copy_weights,
-    load_model,
-    prunable_layers,
-    refuse_not_finite,
-    snap_,
-)
-from proxsparse.options import PROXSPARSE, parse_flags, tables
-from proxsparse.output_folder import FINISHED_BLOCKS, OutputFolder
+from proxsparse.io.mask_files import masks_sha256
+from proxsparse.io.output_folder import FINISHED_BLOCKS, OutputFolder
+from proxsparse.methods import finished_blocks, method, methods, prune_
+from proxsparse.models.checks import check_length, refuse_not_finite
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.loading import base_of, load_model
+from proxsparse.models.snap import cast_parameters_, copy_weights, snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.report import write_card
-from proxsparse.resumption import MAY_DIFFER, digest_of, saying_what_is_kept
+from proxsparse.run import folder as run_folder
+from proxsparse.run import result as run_result
+from proxsparse.run.config import Parser
+from proxsparse.run.flags import PROXSPARSE, parse_flags, tables
+from proxsparse.run.model_card import write_card
+from proxsparse.run.resume import MAY_DIFFER, digest_of, saying_what_is_kept
+from proxsparse.runtime import distributed
+from proxsparse.runtime.device import autocast, choose_device, choose_precision
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,15 +53,18 @@ def main(arguments: list[str] | None = None) -> int:
     config = parse_flags(arguments)
     if distributed.launched() > 1:
         raise InputError(f"{distributed.launched()} processes: proxsparse.prune runs in one; start it without torchrun")
-    finished.check_named(config)
-    with run.opened(config, "prune", MAY_DIFFER) as folder:
-        if run.nothing_left(folder):
+    finished_blocks.check_named(config)
+    with run_folder.opened(config, "prune", MAY_DIFFER) as folder:
+        if run_folder.nothing_left(folder):
             return 0
         if folder.begun:
-            print(f"resuming in {folder.path}: {finished.kept(folder.path) or 'no finished blocks'}", file=sys.stderr)
-        with saying_what_is_kept(folder.final, lambda: finished.kept(folder.path)):
+            print(
+                f"resuming in {folder.path}: {finished_blocks.kept(folder.path) or 'no finished blocks'}",
+                file=sys.stderr,
+            )
+        with saying_what_is_kept(folder.final, lambda: finished_blocks.kept(folder.path)):
             result = prune_model(config, folder)
-        print(run.summary(result, folder.final))
+        print(run_result.summary(result, folder.final))
     return 0
 
 
@@ -82,7 +84,7 @@ def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
     base = base_of(config.model, model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
     blocks_bytes = sum(layer.weight.numel() for layer in layers.values()) * weight_dtype.itemsize if updated else 0
-    run.require_space_for(model, run_dir, blocks_bytes)  # finished blocks hold the new weights until the end
+    run_folder.require_space_for(model, run_dir, blocks_bytes)  # finished blocks hold the new weights until the end
     batches = []
     if chosen.needs_data or sharing.needs_data:
         check_length(model, config.seq_len, "seq_len")
@@ -91,24 +93,24 @@ def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
             texts, tokenizer, config.num_samples, config.seq_len, packing=config.packing, seed=config.seed
         )
     digest = digest_of(model, batches)
-    evaluate = run.perplexity_of(config, model, tokenizer, compute_dtype)
+    evaluate = run_result.perplexity_of(config, model, tokenizer, compute_dtype)
     pretrained = copy_weights(model)
 
     cast_parameters_(model.to(device), weight_dtype)
     scores = {"dense": evaluate(model)}
     blocks = run_dir / FINISHED_BLOCKS
-    run.start_run(run_dir, config)
+    run_folder.start_run(run_dir, config)
     with autocast(device, compute_dtype):
-        patterns = finished.load_start(blocks, layers, digest)
+        patterns = finished_blocks.load_start(blocks, layers, digest)
         if patterns is None:
             sharing_options = {name: getattr(config, name) for name in sharing.options}
             patterns = allocate(config.allocation, model, layers, batches, pattern, progress=True, **sharing_options)
-            finished.save_start(blocks, patterns, digest)
+            finished_blocks.save_start(blocks, patterns, digest)
         kept = {"finished_blocks": blocks, "run_id": folder.run_id}
         masks = prune_(model, config.method, batches, patterns, progress=True, **kept, **options)
     snap_(model, pretrained, masks, updated)
-    run.save_checkpoint(run_dir, model, tokenizer, masks, patterns, base)
-    scores |= run.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
+    run_folder.save_checkpoint(run_dir, model, tokenizer, masks, patterns, base)
+    scores |= run_result.scores_under({config.method: masks}, model, pretrained, weight_dtype, evaluate, updated)
     samples = sum(len(batch["input_ids"]) for batch in batches)
     figures = {
         "status": "complete",
@@ -116,17 +118,17 @@ def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
         "samples": samples,
         "paper": chosen.paper,
         "updated": updated,
-        **run.what_was_pruned(layers, patterns, pattern),
+        **run_result.what_was_pruned(layers, patterns, pattern),
         "seconds": time.monotonic() - started,
         "resumed": folder.begun,
         "masks_sha256": masks_sha256(masks),
-        "perplexity": run.perplexity_table(scores, config),
-        "warnings": run.few_samples(samples, config) if batches else [],
+        "perplexity": run_result.perplexity_table(scores, config),
+        "warnings": run_result.few_samples(samples, config) if batches else [],
     }
-    result = run.as_result(config, device, figures)
+    result = run_result.as_result(config, device, figures)
     write_card(run_dir, result)
-    run.save_result(run_dir, result)
-    run.finish(folder)
+    run_result.save_result(run_dir, result)
+    run_folder.finish(folder)
     return result
 
 

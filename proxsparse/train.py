@@ -13,26 +13,35 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from proxsparse import distributed, learning, plan, run, training_state
-from proxsparse.checkpoint import masks_sha256, refuse_other_base
-from proxsparse.config import TrainConfig, parse_config
-from proxsparse.data import calibration_batches, load_texts, read_limit
-from proxsparse.device import autocast, choose_device, choose_precision
-from proxsparse.distillation import teacher_targets
-from proxsparse.distributed import from_first, is_first
+from proxsparse import plan
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import load_texts, read_limit
 from proxsparse.errors import InputError, run_command
-from proxsparse.learned import Learned, learned_layers
-from proxsparse.log import RunLog
-from proxsparse.metric import activation_metric
-from proxsparse.models import base_of, check_length, decoder_blocks, load_model, prunable_layers, snap_
-from proxsparse.monitor import agreement, feasible_share
+from proxsparse.io.mask_files import masks_sha256, refuse_other_base
+from proxsparse.io.output_folder import OutputFolder
+from proxsparse.models.checks import check_length
+from proxsparse.models.layers import decoder_blocks, prunable_layers
+from proxsparse.models.loading import base_of, load_model
+from proxsparse.models.snap import snap_
 from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
-from proxsparse.output_folder import OutputFolder
 from proxsparse.patterns import NMPattern
-from proxsparse.report import write_report
-from proxsparse.resumption import AGAIN, digest_of, saying_what_is_kept
-from proxsparse.start import Start, check_start, first_masks, start_of
+from proxsparse.run import folder as run_folder
+from proxsparse.run import result as run_result
+from proxsparse.run.config import TrainConfig, parse_config
+from proxsparse.run.log import RunLog
+from proxsparse.run.report import write_report
+from proxsparse.run.resume import AGAIN, digest_of, saying_what_is_kept
+from proxsparse.runtime import distributed, sharding
+from proxsparse.runtime.device import autocast, choose_device, choose_precision
+from proxsparse.runtime.distributed import from_first, is_first
+from proxsparse.training import checkpoint, loop
+from proxsparse.training.distillation import teacher_targets
+from proxsparse.training.initial_masks import Start, check_start, first_masks, start_of
+from proxsparse.training.learnable_layer import Learned, learned_layers
+from proxsparse.training.mask_monitor import agreement, feasible_share
+from proxsparse.training.optimizer import lr_factor, reg_lambda_range, set_rates_
+from proxsparse.training.scaling import activation_metric
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,11 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
     start = start_of(config.start)
     device = choose_device(distributed.own_device(config.device))
     distributed.start(device)
-    with run.opened(config, "train", training_state.MAY_DIFFER) as folder:
+    with run_folder.opened(config, "train", checkpoint.MAY_DIFFER) as folder:
         distributed.require_one_folder(folder.path)
-        if from_first(lambda: run.nothing_left(folder)):
+        if from_first(lambda: run_folder.nothing_left(folder)):
             return 0
-        with saying_what_is_kept(folder.final, lambda: training_state.kept(folder.path)):
+        with saying_what_is_kept(folder.final, lambda: checkpoint.kept(folder.path)):
             return prune_model(config, start, folder, device)
 
 
@@ -56,7 +65,7 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
     """Load, learn, snap, save, evaluate, report."""
     started = time.monotonic()
     run_dir, pattern = folder.path, NMPattern.parse(config.pattern)
-    resumed, facts = from_first(lambda: training_state.find(folder, config))
+    resumed, facts = from_first(lambda: checkpoint.find(folder, config))
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)
 
@@ -67,54 +76,54 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
     if isinstance(start, dict) and not config.allow_other_base:
         refuse_other_base(config.start, base, "--start")
     check_length(model, config.seq_len, "seq_len")
-    from_first(lambda: run.require_space_for(model, run_dir))
+    from_first(lambda: run_folder.require_space_for(model, run_dir))
     texts = from_first(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     size, packing = config.per_device_train_batch_size, config.packing
     batches = calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, packing, config.seed)
     digest = digest_of(model, batches)
     if resumed and facts["digest"] != digest:
         raise InputError(f"{resumed}: the files of --model or --data have changed since it was written; {AGAIN}")
-    evaluate = run.perplexity_of(config, model, tokenizer, compute_dtype)
+    evaluate = run_result.perplexity_of(config, model, tokenizer, compute_dtype)
 
     blocks, keep = decoder_blocks(model), config.pretrained_weights
-    pretrained = distributed.place_(model, blocks, device, weight_dtype, keep, config.shard_within_node)
+    pretrained = sharding.place_(model, blocks, device, weight_dtype, keep, config.shard_within_node)
     scores = facts["scores"] if resumed else {"dense": evaluate(model)}
     with autocast(device, compute_dtype):
         if config.distill:
             batches = teacher_targets(model, batches)
         if resumed:
-            metric, begin_with = training_state.read_metric(resumed, layers, config), {}
+            metric, begin_with = checkpoint.read_metric(resumed, layers, config), {}
         else:
             metric = activation_metric(model, layers, batches, config.metric_samples) if config.metric != "none" else {}
             begin_with = first_masks(start, model, layers, batches, pattern)
 
     learned = learned_layers(layers, pretrained, metric, pattern, config.forward == "masked", begin_with)
-    state = learning.begin(model, learned, config, learning.step_count(len(batches), config))
-    from_first(lambda: training_state.require_space_for(state, run_dir))
+    state = loop.begin(model, learned, config, loop.step_count(len(batches), config))
+    from_first(lambda: checkpoint.require_space_for(state, run_dir))
     if resumed:
-        training_state.restore_(resumed, facts, state)
-    from_first(lambda: run.start_run(run_dir, config, resumed))
+        checkpoint.restore_(resumed, facts, state)
+    from_first(lambda: run_folder.start_run(run_dir, config, resumed))
 
     def learn(optimizer: ProxAdamW, done: int) -> Iterator[dict[str, float]]:
-        samples = learning.own_samples(batches, config.seed, state.batches)
+        samples = loop.own_samples(batches, config.seed, state.batches)
         return learn_masks(model, learned, optimizer, samples, done, state.steps, compute_dtype, config)
 
-    with learning.StopSignal() as stop:
+    with loop.StopSignal() as stop:
         with RunLog(run_dir, state.step, state.all_steps, config.pattern, config.report_to) as log:
-            for row in learning.averaged_runs(state, learn, stop):
+            for row in loop.averaged_runs(state, learn, stop):
                 log.step(row | state.monitor.observe(row["step"]))
                 stop.agree()
-                if training_state.is_due(state, stop.number):
-                    training_state.save(run_dir, state, scores, digest)
-        masks = learning.current_masks(learned)
+                if checkpoint.is_due(state, stop.number):
+                    checkpoint.save(run_dir, state, scores, digest)
+        masks = loop.current_masks(learned)
         magnitude_masks = {name: nm_mask(one.pretrained.abs(), pattern).cpu() for name, one in learned.items()}
         alike = agreement(masks, magnitude_masks, learned)
         decided = feasible_share([one.weight for one in learned.values()], pattern)
         snap_(model, pretrained, masks)
-        whole = learning.whole_masks(masks, learned)
+        whole = loop.whole_masks(masks, learned)
         from_first(
-            lambda: run.save_checkpoint(
-                run_dir, run.pruned(model, whole, config), tokenizer, whole, config.pattern, base
+            lambda: run_folder.save_checkpoint(
+                run_dir, run_folder.pruned(model, whole, config), tokenizer, whole, config.pattern, base
             )
         )
         stop.agree()
@@ -122,8 +131,8 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
     complete = state.step == state.all_steps
     if not stop.number:
         contenders = {"proxsparse": masks, "magnitude": magnitude_masks}
-        scores |= run.scores_under(contenders, model, pretrained, weight_dtype, evaluate)
-    table = None if stop.number else run.perplexity_table(scores, config)
+        scores |= run_result.scores_under(contenders, model, pretrained, weight_dtype, evaluate)
+    table = None if stop.number else run_result.perplexity_table(scores, config)
     if is_first():
         samples = sum(len(batch["input_ids"]) for batch in batches)
         figures = {
@@ -131,26 +140,26 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
             "run_id": folder.run_id,
             "samples": samples,
             "updated": False,
-            **run.what_was_pruned(layers, dict.fromkeys(layers, pattern), pattern),
+            **run_result.what_was_pruned(layers, dict.fromkeys(layers, pattern), pattern),
             "steps": state.step,
             "tokens": state.tokens,
             "seconds": time.monotonic() - started + facts.get("seconds", 0.0),
             "resumed": resumed is not None,
             "processes": distributed.processes(),
-            "reg_lambda": learning.reg_lambda_range(state.optimizer),
+            "reg_lambda": reg_lambda_range(state.optimizer),
             "feasible_share": decided,
             "magnitude_agreement": alike,
             "mask_similarity": state.monitor.similarity(),
             "masks_sha256": masks_sha256(whole),
             "perplexity": table,
-            "warnings": run.warnings_for(table, decided, samples, config),
+            "warnings": run_result.warnings_for(table, decided, samples, config),
         }
-        result = run.as_result(config, device, figures)
-        run.save_result(run_dir, result)
+        result = run_result.as_result(config, device, figures)
+        run_result.save_result(run_dir, result)
         write_report(run_dir)
         if complete:
-            run.finish(folder)
-        print(run.summary(result, folder.final if complete else run_dir))
+            run_folder.finish(folder)
+        print(run_result.summary(result, folder.final if complete else run_dir))
     return 128 + stop.number if stop.number else 0
 
 
@@ -169,22 +178,22 @@ def learn_masks(
     Raises:
         InputError: the loss or its gradient is not finite; the weights are those of the step before.
     """
-    learning.start_training(model, config.gradient_checkpointing)
-    in_backward = learning.stepping_in_backward(model, learned, optimizer) if config.step_in_backward else nullcontext()
+    loop.start_training(model, config.gradient_checkpointing)
+    in_backward = loop.stepping_in_backward(model, learned, optimizer) if config.step_in_backward else nullcontext()
     with in_backward as norm_of_stepped:
         for step in range(done + 1, steps + 1):
             batches = list(itertools.islice(samples, config.gradient_accumulation_steps))
             reg_factor = optimizer.reg_schedule(step - 1) if optimizer.reg_schedule else 1.0
-            lr_factor = learning.lr_factor(step - 1, steps, config)
-            learning.set_rates_(optimizer, lr_factor)
-            loss = learning.backward(model, batches, compute_dtype, config.distill)
-            step_all = norm_of_stepped or partial(learning.step_, learned, optimizer, config.max_grad_norm)
+            factor = lr_factor(step - 1, steps, config)
+            set_rates_(optimizer, factor)
+            loss = loop.backward(model, batches, compute_dtype, config.distill)
+            step_all = norm_of_stepped or partial(loop.step_, learned, optimizer, config.max_grad_norm)
             grad_norm = step_all()  # the base step, then the prox
             (tokens,) = distributed.total([sum(int(batch["attention_mask"].sum()) for batch in batches)])
             yield {
                 "step": step,
                 "loss": loss,
-                "learning_rate": config.learning_rate * lr_factor,
+                "learning_rate": config.learning_rate * factor,
                 "reg_lambda_factor": reg_factor,
                 "grad_norm": grad_norm,
                 "tokens": int(tokens),

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from proxsparse import packed
 from proxsparse.inference import choice
 from proxsparse.inference.backends import cusparselt
 from proxsparse.ops import registry, tuning
 from proxsparse.ops.backends import cpp, cuda
+from proxsparse.reference import pack
 
 __all__ = ["fake_gpu", "is_on_gpu"]
 
@@ -268,7 +268,7 @@ def in_place_of_a_kernel(run):
 
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, *_launch: int) -> None:
     """csrc/cuda/gemv.cu"""
-    y.copy_(functional.linear(x, packed.unpack_nm(values, indices), bias))
+    y.copy_(functional.linear(x, pack.unpack_nm(values, indices), bias))
 
 
 class FakeGraph:

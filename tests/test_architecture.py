@@ -13,56 +13,58 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # A new module needs a line here: it says where in the house it lives.
 LAYERS = {
-    "equations": "patterns reference packed paper_solvers selection distributed model_files _version _search_path "
-    "errors",
+    "base": "patterns errors io runtime reference _version _search_path",
     "ops": "ops",
     "optim": "optim",
-    "parts": "models layout data device checkpoint output_folder file_lock reading settings config log learned "
-    "distillation monitor metric recipes",
-    "methods": "resumption methods evaluation report start learning training_state trainer",
+    "parts": "models data recipes",
+    "jobs": "training methods allocations evaluation run.config run.resume run.log",
     "inference": "inference",
-    "commands": "train prune options evaluate pack env run plan",
+    "integrations": "integrations",
+    "runs": "run plan",
+    "commands": "train prune evaluate pack report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",)}
 # Every layer also sees itself; the test for circles keeps that honest.
 SEES = {
-    "equations": (),
+    "base": (),
     "device code": (),
-    "ops": ("equations", "device code"),
-    "optim": ("equations", "ops"),
-    "public names": ("equations", "ops", "optim", "inference"),
-    "parts": ("equations", "ops"),
-    "methods": ("equations", "ops", "optim", "parts"),
-    "inference": ("equations", "ops"),
-    "commands": ("equations", "ops", "optim", "public names", "parts", "methods", "inference"),
+    "ops": ("base", "device code"),
+    "optim": ("base", "ops"),
+    "inference": ("base", "ops", "parts"),
+    "parts": ("base", "ops"),
+    "jobs": ("base", "ops", "optim", "parts"),
+    "integrations": ("base", "ops", "optim", "parts", "jobs", "inference"),
+    "public names": ("base", "ops", "optim", "inference", "integrations"),
+    "runs": ("base", "ops", "optim", "parts", "jobs", "inference"),
+    "commands": ("base", "ops", "optim", "public names", "parts", "jobs", "inference", "runs"),
 }
 # What comes with `import proxsparse` has to do with torch alone.
-TORCH_ONLY = ("equations", "ops", "optim", "public names", "inference")
+TORCH_ONLY = ("ops", "optim", "public names", "inference")
 OWNERS = {
     "triton": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
     "triton_kernels": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
     "proxsparse._C": ("proxsparse/ops/backends/cpp.py",),
     "proxsparse._C_cuda": ("proxsparse/ops/backends/cuda.py",),
     "proxsparse._C_cutlass": ("proxsparse/inference/backends/cutlass.py",),
-    "datasets": ("proxsparse/data.py",),
+    "datasets": ("proxsparse/data/sources.py",),
     "lm_eval": ("proxsparse/evaluation/zero_shot.py",),
     "transformers": (
-        "proxsparse/models.py",
-        "proxsparse/layout.py",
-        "proxsparse/config.py",
-        "proxsparse/trainer.py",
+        "proxsparse/models/loading.py",
+        "proxsparse/models/unfold_linears.py",
+        "proxsparse/run/config.py",
+        "proxsparse/integrations/transformers_trainer.py",
         "proxsparse/plan/architecture.py",
-        "proxsparse/inference/hf_quantizer.py",
+        "proxsparse/integrations/transformers_quantizer.py",
         "proxsparse/inference/generate.py",
     ),
     "safetensors": (
-        "proxsparse/checkpoint.py",
-        "proxsparse/methods/finished.py",
-        "proxsparse/model_files.py",
+        "proxsparse/io/mask_files.py",
+        "proxsparse/methods/finished_blocks.py",
+        "proxsparse/io/model_files.py",
         "proxsparse/inference/packed_checkpoint.py",
     ),
-    "matplotlib": ("proxsparse/report.py",),
+    "matplotlib": ("proxsparse/run/report.py",),
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda", "proxsparse._C_cutlass"}
 MAX_LINES = 400

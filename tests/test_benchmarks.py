@@ -21,9 +21,9 @@ import pytest
 import shapes
 import torch
 
-from proxsparse.config import RECIPES
 from proxsparse.ops import registry
-from proxsparse.paper_solvers import enum_alm
+from proxsparse.reference.paper_solvers import enum_alm
+from proxsparse.run.config import RECIPES
 
 CPU = torch.device("cpu")
 QUICK = ["--devices", "cpu", "--seconds", "0", "--repetitions", "1"]

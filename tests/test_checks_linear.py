@@ -8,10 +8,10 @@ import gpu_checks
 import pytest
 import torch
 
-from proxsparse import packed
 from proxsparse.inference import backends
 from proxsparse.ops import registry, tuning
 from proxsparse.ops.backends import cuda
+from proxsparse.reference import pack
 
 CPU = checking.Place(torch.device("cpu"), "cpp", small=True)
 
@@ -24,7 +24,7 @@ def outcomes(op: str) -> list[str]:
 
 def dense(x, values, indices, bias, prepared):
     """What is right."""
-    weight = packed.unpack_nm(values, indices)
+    weight = pack.unpack_nm(values, indices)
     return torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
 
 
@@ -57,8 +57,8 @@ def right(op: str) -> registry.Kernel:
 def keeps_the_last_two(weight, n, m):
     """Right for blocks with two nonzeros."""
     values, indices = right("pack_nm").run(weight.flip(-1), n, m)
-    places = 3 - packed.unpack_places(indices, values.shape[-1]).flip(-1)
-    return values.flip(-1), packed.pack_places(places)
+    places = 3 - pack.unpack_places(indices, values.shape[-1]).flip(-1)
+    return values.flip(-1), pack.pack_places(places)
 
 
 def packs_anything(weight, n, m):

@@ -13,8 +13,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from proxsparse import data
-from proxsparse.data import calibration_batches, load_texts
+from proxsparse.data import sources
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import load_texts
 from proxsparse.errors import InputError
 
 TEXTS = ["alpha beta", "", "gamma\u2028delta"]  # U+2028 ends a line for str.splitlines, not for a file
@@ -138,7 +139,7 @@ def test_bad_files(tmp_path, name, content, message):
 @pytest.mark.parametrize("source", ["absent.jsonl", "absent.json.gz", "./absent", "/absent/x", "~/absent", ""])
 def test_absent_files_are_not_looked_up_on_the_hub(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data, "read_hub", lambda *_: pytest.fail("asked the hub"))
+    monkeypatch.setattr(sources, "read_hub", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(InputError, match="no such file; check the path"):
         load_texts(source, "train")
 
@@ -183,8 +184,10 @@ def test_hub_sets_are_streamed_up_to_the_limit(monkeypatch, source, arguments):
 )
 def test_the_evaluation_text_is_the_papers(monkeypatch, source, split, documents, separator):
     rows = [f"row {i}" for i in range(2000)]
-    monkeypatch.setattr(data, "open_source", lambda *asked: ((source, row) for row in rows if asked == (source, split)))
-    assert data.evaluation_text(source) == separator.join(rows[:documents])
+    monkeypatch.setattr(
+        sources, "open_source", lambda *asked: ((source, row) for row in rows if asked == (source, split))
+    )
+    assert sources.evaluation_text(source) == separator.join(rows[:documents])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from proxsparse.distillation import KEPT_TOKENS, calibration_loss, likeliest, teacher_targets
+from proxsparse.training.distillation import KEPT_TOKENS, calibration_loss, likeliest, teacher_targets
 
 PADDED = {
     "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 2, 2]]),
@@ -27,7 +27,7 @@ def test_without_distillation_it_is_the_models_own_loss(model, rows):
 
 @pytest.mark.parametrize("distill", [0.3, 1.0])
 def test_the_divergence_is_that_of_the_teachers_likeliest_tokens_and_the_rest(model, distill, monkeypatch):
-    monkeypatch.setattr("proxsparse.distillation.KEPT_TOKENS", 5)
+    monkeypatch.setattr("proxsparse.training.distillation.KEPT_TOKENS", 5)
     (batch,) = teacher_targets(model, [PADDED])
     teacher = model(input_ids=PADDED["input_ids"], attention_mask=PADDED["attention_mask"]).logits.softmax(-1)
     with torch.no_grad():

@@ -8,20 +8,23 @@ from fake_gpu import fake_gpu, is_on_gpu
 from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from proxsparse import ProxAdamW, ProxOptimizer, distributed, learning, nm_mask, prox_nm_, training_state
-from proxsparse.config import parse_config
-from proxsparse.data import collate
-from proxsparse.device import autocast, choose_device, choose_precision
-from proxsparse.distillation import teacher_targets
+from proxsparse import ProxAdamW, ProxOptimizer, nm_mask, prox_nm_
+from proxsparse.data.calibration import collate
 from proxsparse.evaluation.perplexity import perplexity
-from proxsparse.layout import unfold_
-from proxsparse.learned import learned_layers
-from proxsparse.metric import activation_metric
-from proxsparse.models import decoder_blocks, prunable_layers, snap_
-from proxsparse.monitor import agreement, feasible_share
+from proxsparse.models.layers import decoder_blocks, prunable_layers
+from proxsparse.models.snap import snap_
+from proxsparse.models.unfold_linears import unfold_
 from proxsparse.ops import prox_nm_list_
 from proxsparse.patterns import NMPattern
+from proxsparse.run.config import parse_config
+from proxsparse.runtime import sharding
+from proxsparse.runtime.device import autocast, choose_device, choose_precision
 from proxsparse.train import learn_masks
+from proxsparse.training import checkpoint, loop, optimizer
+from proxsparse.training.distillation import teacher_targets
+from proxsparse.training.learnable_layer import learned_layers
+from proxsparse.training.mask_monitor import agreement, feasible_share
+from proxsparse.training.scaling import activation_metric
 
 PATTERN = NMPattern(2, 4)
 # g, c: matrices [4, 4] on the GPU and on the CPU; s: a number on the CPU; i, j: indices on the CPU and on the GPU.
@@ -137,19 +140,19 @@ def learning_state(device: str, *flags: str):
     model = unfold_(tiny_model("llama", torch.bfloat16, num_hidden_layers=1))
     layers, samples = prunable_layers(model, PATTERN), batches()
     place = (config.pretrained_weights, config.shard_within_node)
-    pretrained = distributed.place_(model, decoder_blocks(model), device, weight_dtype, *place)
+    pretrained = sharding.place_(model, decoder_blocks(model), device, weight_dtype, *place)
     with autocast(device, compute_dtype):
         if config.distill:
             samples = teacher_targets(model, samples)
         measured = config.metric != "none"
         metric = activation_metric(model, layers, samples, config.metric_samples) if measured else {}
     learned = learned_layers(layers, pretrained, metric, PATTERN, config.forward == "masked", {})
-    return learning.begin(model, learned, config, 2), samples, compute_dtype, pretrained
+    return loop.begin(model, learned, config, 2), samples, compute_dtype, pretrained
 
 
 def learn(state, samples: list[dict], compute_dtype) -> list[dict]:
     """The rows of the log of two steps, with the figures of the monitor."""
-    stream = learning.own_samples(samples, 0, 0)
+    stream = loop.own_samples(samples, 0, 0)
     arguments = state.optimizer, stream, 0, 2, compute_dtype, state.config
     return [row | state.monitor.observe(row["step"]) for row in learn_masks(state.model, state.learned, *arguments)]
 
@@ -174,20 +177,20 @@ STEPS = {
 @pytest.mark.parametrize("flags", STEPS.values(), ids=STEPS)
 def test_learning_on_the_gpu(flags, tmp_path):
     state, samples, compute_dtype, _ = learning_state("cpu", *flags)
-    rows, expected = learn(state, samples, compute_dtype), learning.weights_of(state.optimizer)
+    rows, expected = learn(state, samples, compute_dtype), optimizer.weights_of(state.optimizer)
     with fake_gpu():
         state, samples, compute_dtype, pretrained = learning_state("cuda", *flags)
         assert all(parameter.is_cuda for parameter in state.model.parameters())
         place = "cuda" if state.config.pretrained_weights == "device" else "cpu"
         assert {weight.device.type for weight in pretrained.values()} == {place}
         assert learn(state, samples, compute_dtype) == rows
-        found = learning.weights_of(state.optimizer)
+        found = optimizer.weights_of(state.optimizer)
         assert all(weight.is_cuda for weight in found.values())
         moments = [state.optimizer.state[weight] for weight in found.values()]
         assert all(held[key].is_cuda for held in moments for key in held if key != "step")
         assert all(torch.equal(weight.cpu(), expected[name]) for name, weight in found.items())
 
-        masks = learning.whole_masks(learning.current_masks(state.learned), state.learned)
+        masks = loop.whole_masks(loop.current_masks(state.learned), state.learned)
         magnitude = {name: nm_mask(one.pretrained.abs()).cpu() for name, one in state.learned.items()}
         assert 0.5 < agreement(masks, magnitude, state.learned) < 1
         assert 0 <= feasible_share([one.weight for one in state.learned.values()], PATTERN) <= 1
@@ -222,11 +225,11 @@ def test_a_checkpoint_of_a_run_on_the_gpu(tmp_path):
         state, samples, compute_dtype, _ = learning_state("cuda", "--save_steps", "1", "--average_runs", "2")
         learn(state, samples, compute_dtype)
         state.step = 1
-        training_state.save(tmp_path, state, {}, "digest")
+        checkpoint.save(tmp_path, state, {}, "digest")
         again, *_ = learning_state("cuda", "--save_steps", "1", "--average_runs", "2")
-        facts = training_state.read_facts(tmp_path / "checkpoint-1", again.config)
-        training_state.restore_(tmp_path / "checkpoint-1", facts, again)
-        before, after = training_state.tensors_of(state), training_state.tensors_of(again)
+        facts = checkpoint.read_facts(tmp_path / "checkpoint-1", again.config)
+        checkpoint.restore_(tmp_path / "checkpoint-1", facts, again)
+        before, after = checkpoint.tensors_of(state), checkpoint.tensors_of(again)
         for name, tensor in before.items():
             assert after[name].device == tensor.device, name
             assert torch.equal(after[name].cpu(), tensor.cpu()), name

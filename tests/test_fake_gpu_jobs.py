@@ -8,16 +8,16 @@ from fake_gpu import fake_gpu, is_on_gpu
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 
 from proxsparse import env, evaluate, prune, train
+from proxsparse.allocations.registry import allocate, allocations
 from proxsparse.evaluation import zero_shot as module
 from proxsparse.inference.backends import backend, backends
 from proxsparse.inference.choice import choose
 from proxsparse.inference.convert import sparsify_, unsparsify_
 from proxsparse.inference.generate import generate
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.layout import unfold_
 from proxsparse.methods import methods, prune_
-from proxsparse.methods.allocation import allocate, allocations
-from proxsparse.models import prunable_layers
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.unfold_linears import unfold_
 from proxsparse.ops import pack_nm, unpack_nm
 
 # the method's own options that make it short

@@ -18,13 +18,13 @@ import random_models
 import torch
 import training_speed
 
-from proxsparse.checkpoint import save_masks
 from proxsparse.inference import backends, choice
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.merge import merge_projections_
-from proxsparse.models import decoder_blocks
+from proxsparse.io.mask_files import save_masks
+from proxsparse.models.layers import decoder_blocks
 from proxsparse.ops import nm_mask, unpack_nm
-from proxsparse.packed import check_packed
+from proxsparse.reference.pack import check_packed
 
 CPU = torch.device("cpu")
 QUICK = ["--devices", "cpu", "--seconds", "0", "--repetitions", "1"]

@@ -5,16 +5,18 @@ import tiny_models
 import torch
 from torch import nn
 
-from proxsparse import NMPattern, learning, nm_mask
-from proxsparse.config import parse_config
-from proxsparse.data import collate
-from proxsparse.distillation import calibration_loss
+from proxsparse import NMPattern, nm_mask
+from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
-from proxsparse.learned import Learned, learned_layers, ranking, start_from_
 from proxsparse.methods import masks_of, method, prune_
-from proxsparse.models import copy_weights, prunable_layers, snap_
-from proxsparse.monitor import MaskMonitor, feasible_share
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.snap import copy_weights, snap_
+from proxsparse.run.config import parse_config
 from proxsparse.train import learn_masks
+from proxsparse.training import loop, optimizer
+from proxsparse.training.distillation import calibration_loss
+from proxsparse.training.learnable_layer import Learned, learned_layers, ranking, start_from_
+from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
 
 PATTERN = NMPattern(2, 4)
 
@@ -89,7 +91,7 @@ def test_what_is_saved_is_what_was_measured():
             one.remask_()
     ids = torch.randint(0, 50, (2, 12))
     measured = model(input_ids=ids).logits
-    masks = learning.current_masks(learned)
+    masks = loop.current_masks(learned)
     snap_(model, pretrained, masks)
     assert torch.equal(model(input_ids=ids).logits, measured)
     assert set(dict(model.named_parameters())) == set(pretrained)
@@ -100,9 +102,9 @@ def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(checkpointi
     model = tiny_models.tiny_model("llama")
     layers = prunable_layers(model)
     learned = under_masks(layers)
-    learning.start_training(model, checkpointing)
+    loop.start_training(model, checkpointing)
     documents = [torch.randint(3, 50, (length,)).tolist() for length in (12, 5)]
-    loss = learning.backward(model, [collate([document], 0) for document in documents], None, 0.0)
+    loss = loop.backward(model, [collate([document], 0) for document in documents], None, 0.0)
     found = {name: layer.weight.grad.clone() for name, layer in layers.items()}
     model.zero_grad()
     expected = calibration_loss(model, collate(documents, 0), 0.0)
@@ -174,16 +176,16 @@ class StopAt:
         config = parse_config([*settings, "--forward", "masked", "--reg_schedule", "linear", *flags])
         model = tiny_models.tiny_model("llama")
         learned = under_masks(prunable_layers(model))
-        state = learning.begin(model, learned, config, 4)
+        state = loop.begin(model, learned, config, 4)
         rows, documents = [], iter(samples)
 
         def learn(optimizer, done):
             return learn_masks(model, learned, optimizer, documents, done, 4, None, config)
 
-        for row in learning.averaged_runs(state, learn, self):
+        for row in loop.averaged_runs(state, learn, self):
             rows.append(row)
             self.number = 15 if len(rows) == self.step else None
-        weights = dict(model.named_parameters()) | learning.weights_of(state.optimizer)
+        weights = dict(model.named_parameters()) | optimizer.weights_of(state.optimizer)
         return {name: weight.detach() for name, weight in weights.items()}, rows
 
 
@@ -219,7 +221,7 @@ def test_a_signal_in_a_later_run_keeps_the_mean_of_those_that_ended(documents, s
 
 def test_the_mean_is_that_of_float32_rounded_once():
     model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    start, average = model.weight.detach().clone(), learning.RunAverage({"": model.weight}, 3)
+    start, average = model.weight.detach().clone(), loop.RunAverage({"": model.weight}, 3)
     runs = [start + torch.randn(8, 8).bfloat16() for _ in range(3)]
     for run in runs:
         average.restart_()
@@ -254,14 +256,14 @@ def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
     model = tiny_models.tiny_model("llama")
     learned = under_masks(prunable_layers(model))
     config = parse_config(["--model", "tiny", "--max_grad_norm", "0", "--step_in_backward"])
-    state = learning.begin(model, learned, config, 1)
+    state = loop.begin(model, learned, config, 1)
     held = []
-    with learning.stepping_in_backward(model, learned, state.optimizer):
+    with loop.stepping_in_backward(model, learned, state.optimizer):
         for one in learned.values():
             one.layer.weight.register_post_accumulate_grad_hook(
                 lambda _: held.append(sum(one.weight.grad is not None for one in learned.values()))
             )
-        learning.backward(model, documents[:1], None, 0.0)
+        loop.backward(model, documents[:1], None, 0.0)
     assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
 
 
@@ -269,7 +271,7 @@ def test_a_gradient_that_is_not_finite_is_refused(documents):
     for flags in ([], ["--max_grad_norm", "0", "--step_in_backward"]):
         model = tiny_models.tiny_model("llama")
         learned = under_masks(prunable_layers(model))
-        state = learning.begin(model, learned, parse_config(["--model", "tiny", *flags]), 1)
+        state = loop.begin(model, learned, parse_config(["--model", "tiny", *flags]), 1)
         next(iter(learned.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
         with pytest.raises(InputError, match="the gradient's norm is nan; lower --learning_rate"):
             next(learn_masks(model, learned, state.optimizer, iter(documents), 0, 1, None, state.config))

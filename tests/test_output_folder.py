@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from proxsparse import output_folder
 from proxsparse.errors import InputError
-from proxsparse.output_folder import COMPLETE, MARKER, NEXT, RESULT, opened
+from proxsparse.io import output_folder
+from proxsparse.io.output_folder import COMPLETE, MARKER, NEXT, RESULT, opened
 
 FOREIGN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "custom.jinja", "model.h5")
 
@@ -105,7 +105,7 @@ def test_the_old_result_stays_until_the_new_one_is_complete(tmp_path):
     assert not (first.final / NEXT).exists()
 
 
-@pytest.mark.parametrize("function", ["os.replace", "pathlib.Path.unlink", "proxsparse.output_folder.write_marker"])
+@pytest.mark.parametrize("function", ["os.replace", "pathlib.Path.unlink", "proxsparse.io.output_folder.write_marker"])
 @pytest.mark.parametrize("number", range(1, 8))
 def test_a_kill_while_results_are_exchanged_never_mixes_two_runs(function, number, tmp_path, monkeypatch):
     """At any moment: a result.json that is complete stands beside the files of its run; the next run finishes it."""
@@ -117,7 +117,7 @@ def test_a_kill_while_results_are_exchanged_never_mixes_two_runs(function, numbe
     old = make_run(final, "old")
     (final / "notes.md").write_text("mine")
     module, _, name = function.rpartition(".")
-    owner = {"os": os, "pathlib.Path": type(final), "proxsparse.output_folder": output_folder}[module]
+    owner = {"os": os, "pathlib.Path": type(final), "proxsparse.io.output_folder": output_folder}[module]
     calls, original = [], getattr(owner, name)
     real_remove = output_folder.remove_unfinished
 
@@ -338,7 +338,7 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
 def test_new_files_follow_the_umask(umask, tmp_path):
-    from proxsparse.checkpoint import staged, write_file
+    from proxsparse.io.atomic import staged, write_file
 
     tmp_path.chmod(0o777)
     before = os.umask(umask)

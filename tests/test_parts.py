@@ -7,16 +7,19 @@ import pytest
 import tiny_models
 import torch
 
-from proxsparse import NMPattern, env, learning, nm_mask
-from proxsparse.checkpoint import load_masks, masks_sha256, save_masks, staged
-from proxsparse.config import RECIPE_NAMES, TrainConfig, parse_config
-from proxsparse.data import sample_stream
+from proxsparse import NMPattern, env, nm_mask
+from proxsparse.data.calibration import sample_stream
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
-from proxsparse.learned import Learned, learned_layers
-from proxsparse.metric import activation_metric
-from proxsparse.models import prunable_layers
-from proxsparse.monitor import MaskMonitor, agreement, feasible_share
+from proxsparse.io.atomic import staged
+from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
+from proxsparse.models.layers import prunable_layers
+from proxsparse.run.config import RECIPE_NAMES, TrainConfig, parse_config
+from proxsparse.training import loop, optimizer
+from proxsparse.training.learnable_layer import Learned, learned_layers
+from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
+from proxsparse.training.optimizer import prox_adamw
+from proxsparse.training.scaling import activation_metric
 
 # ---------------------------------------------------------------------------------------------- flags
 
@@ -87,7 +90,7 @@ def test_a_malformed_file_is_refused(text, tmp_path):
 
 def test_the_learning_rate_rises_then_falls_and_no_step_is_lost():
     config = TrainConfig().check()
-    factors = [learning.lr_factor(step, 100, config) for step in range(100)]
+    factors = [optimizer.lr_factor(step, 100, config) for step in range(100)]
     assert factors[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert factors[10:] == pytest.approx([1 - i / 90 for i in range(90)])
     assert min(factors) > 0
@@ -104,7 +107,7 @@ STEPS = {
 
 @pytest.mark.parametrize(("flags", "steps"), STEPS.items())
 def test_step_count(flags, steps):
-    assert learning.step_count(40, parse_config(["--model", "x", *flags])) == steps
+    assert loop.step_count(40, parse_config(["--model", "x", *flags])) == steps
 
 
 def test_later_passes_are_shuffled_with_the_seed():
@@ -123,7 +126,7 @@ def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(dtype)
     layers, pretrained = {"0": model[0]}, {"0.weight": model[0].weight.detach().clone()}
     learned = learned_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
-    optimizer = learning.prox_adamw(model, learned, parse_config(["--model", "x", *flags]), steps=1)
+    optimizer = prox_adamw(model, learned, parse_config(["--model", "x", *flags]), steps=1)
     model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     optimizer.step()
     assert optimizer.stochastic_rounding is (precision == "bf16")

@@ -13,17 +13,19 @@ import tiny_models
 import torch
 
 from proxsparse import train
-from proxsparse.config import TrainConfig, parse_config
-from proxsparse.data import IGNORED_LABEL
-from proxsparse.device import PRECISIONS
+from proxsparse.data.calibration import IGNORED_LABEL
 from proxsparse.errors import InputError
-from proxsparse.learning import backward, start_training
-from proxsparse.models import cast_parameters_, load_model, prunable_layers
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.loading import load_model
+from proxsparse.models.snap import cast_parameters_
 from proxsparse.plan import architecture as architectures
 from proxsparse.plan import page
 from proxsparse.plan.activations import LiveBytes
 from proxsparse.plan.cost import bytes_received, cost, operations_of_a_document, sensible_devices
 from proxsparse.plan.memory import held, moments_of_a_run, on_device, on_host, shape_of, traced
+from proxsparse.run.config import TrainConfig, parse_config
+from proxsparse.runtime.device import PRECISIONS
+from proxsparse.training.loop import backward, start_training
 
 BLOCKS = 5
 PUBLISHED = {  # numbers of weights that the authors state

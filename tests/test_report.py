@@ -11,7 +11,8 @@ import yaml
 from safetensors.numpy import save_file
 
 from proxsparse.errors import InputError, run_command
-from proxsparse.report import main, number, table, write_report
+from proxsparse.report import main
+from proxsparse.run.report import number, table, write_report
 
 PLOTS = {"loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"}
 

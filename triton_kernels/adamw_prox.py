@@ -1,6 +1,6 @@
 """AdamW, the gradient of the frozen-weight term, the metric and the exact prox in one pass over all tensors.
 
-The equations are those of `proxsparse.reference.adamw_prox`; the prox of a block is that of block.py.
+The equations are those of `proxsparse.reference.adamw_prox.adamw_prox`; the prox of a block is that of block.py.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The prox of 2:4 and 1:4 blocks in place: one pass over memory, every block solved in registers (block.py).
 
-The conventions (what keeps its bits, which zeros, which ties) are those of `proxsparse.reference.prox_nm`.
+The conventions (what keeps its bits, which zeros, which ties) are those of `proxsparse.reference.prox.prox_nm`.
 """
 
 import functools

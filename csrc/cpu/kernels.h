@@ -42,7 +42,7 @@ struct MaskArguments {
   int64_t n;
 };
 
-// proxsparse/packed.py describes the form.
+// proxsparse/reference/pack.py describes the form.
 struct PackArguments {
   const void* weight;  // [rows, in_features]
   void* values;        // [rows, in_features * n / 4]

@@ -1,4 +1,4 @@
-// y = x W^T + bias for up to 16 rows of x: a matter of reading the packed W once. proxsparse/packed.py has its form.
+// y = x W^T + bias for up to 16 rows of x: a matter of reading the packed W once. proxsparse/reference/pack.py has its form.
 //
 // Tensor cores multiply a 2:4 tile by columns and pick the numbers that meet the kept weights themselves (mma_sp of
 // sparse_mma.h). Which weight stands where in the tile is free, as long as the columns and the places follow. It is

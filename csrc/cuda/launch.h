@@ -22,7 +22,7 @@ struct ProxCall {
 };
 cudaError_t launch_prox(const ProxCall& call, cudaStream_t stream);
 
-// A step of AdamW, then the prox; `adamw_prox` of proxsparse/reference.py holds the equations. A is float64 for a
+// A step of AdamW, then the prox; `adamw_prox` of proxsparse/reference/ holds the equations. A is float64 for a
 // float64 weight and float32 otherwise.
 struct AdamWProxCall {
   void *weight, *exp_avg, *exp_avg_sq;  // [size]; changed in place
@@ -42,7 +42,7 @@ struct AdamWProxCall {
 };
 cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream);
 
-// y = x W^T + bias, W [out_features, in_features] 2:4 and packed (proxsparse/packed.py).
+// y = x W^T + bias, W [out_features, in_features] 2:4 and packed (proxsparse/reference/pack.py).
 struct GemvCall {
   const void* x;                        // [rows, in_features]; 8-byte aligned
   const void* values;                   // [out_features, in_features / 2]

@@ -1,4 +1,4 @@
-// The places of a packed weight as CUTLASS's kernels want them ("E"), from the canonical form (proxsparse/packed.py).
+// The places of a packed weight as CUTLASS's kernels want them ("E"), from the canonical form (proxsparse/reference/pack.py).
 // In the reading of csrc/cutlass: W is A [M, K], M = out_features; a row of indices is K / 8 bytes.
 #include "launch.h"
 #include "sparse_mma.h"

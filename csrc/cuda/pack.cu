@@ -1,4 +1,4 @@
-// Dense 2:4 weights to the packed form of proxsparse/packed.py and back, bit for bit. A thread takes the two blocks of
+// Dense 2:4 weights to the packed form of proxsparse/reference/pack.py and back, bit for bit. A thread takes the two blocks of
 // a byte of places at a time.
 #include <bit>
 

@@ -1,5 +1,5 @@
 // Random bits that depend on a seed and on the position of a number alone, and rounding with them: the same results on
-// every backend (`random_bits` and `stochastic_round` of proxsparse/reference.py).
+// every backend (`random_bits` and `stochastic_round` of proxsparse/reference/).
 #pragma once
 
 #include <bit>

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from proxsparse.device import autocast
-from proxsparse.distributed import share
-from proxsparse.distributed import total as sum_over_processes
 from proxsparse.errors import InputError
-from proxsparse.models import evaluating
+from proxsparse.models.checks import evaluating
+from proxsparse.runtime.device import autocast
+from proxsparse.runtime.distributed import share
+from proxsparse.runtime.distributed import total as sum_over_processes
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from proxsparse.data import read_path
+from proxsparse.data.sources import read_path
 from proxsparse.errors import InputError
 
 INSTALL = "pip install 'lm-eval[hf]'"

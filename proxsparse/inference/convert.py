@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import AUTO, PATTERN, SparseLinear
 from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_layer, check_layers, description, spellings
-from proxsparse.model_files import Header, read
+from proxsparse.io.model_files import Header, read
+from proxsparse.models.layers import is_selected
 from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.patterns import FLOAT_DTYPES
-from proxsparse.selection import is_selected
 
 Stream = Iterator[tuple[str, Tensor]]  # the tensors of a checkpoint by name, one after the other
 

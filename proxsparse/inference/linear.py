@@ -10,8 +10,8 @@ from proxsparse.inference.backends import backends
 from proxsparse.inference.choice import choose
 from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.ops.registry import chosen_backend
-from proxsparse.packed import check_packed
 from proxsparse.patterns import NMPattern
+from proxsparse.reference.pack import check_packed
 
 AUTO = "auto"
 MANY_ROWS = 64  # an example of a call that backends with a form of their own are made for
@@ -124,7 +124,7 @@ class SparseLinear(nn.Module):
     """y = x W^T + b with W [out_features, in_features] 2:4 and packed: 9/16 of the memory in bf16. For inference.
 
     `values` [out_features, in_features / 2] and `indices` uint8 [out_features, ceil(in_features / 8)] are its state;
-    the form is that of `proxsparse.packed`. x [..., in_features] has their dtype, or torch.autocast is on. The layer is
+    the form is that of `reference.pack`. x [..., in_features] has their dtype, or torch.autocast is on. The layer is
     frozen; dL/dx is there, so that an adapter beside it or a layer before it can learn.
 
     A layer of a backend with a form of its own ("cusparselt", "cutlass") prepares it once, in the first call, and holds

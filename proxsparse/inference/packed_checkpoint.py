@@ -1,7 +1,7 @@
 """A packed checkpoint on disk: what config.json says of it, which tensors it has, and how it is checked and written.
 
 A Hugging Face folder in which each layer of `quantization_config["layers"]` has `<layer>.values` and `<layer>.indices`
-in the place of `<layer>.weight`; see `proxsparse.packed` for the form. All else is as in the dense checkpoint.
+in the place of `<layer>.weight`; see `proxsparse.reference.pack` for the form. All else is as in the dense checkpoint.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import PATTERN
-from proxsparse.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
+from proxsparse.io.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
 
 QUANT_METHOD = "proxsparse"
 FORMAT_VERSION = 1

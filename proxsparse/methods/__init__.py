@@ -3,7 +3,15 @@
 import importlib
 import pkgutil
 
-from proxsparse.methods.base import Method, masks_of, method, methods, prune_, register_layer_method, register_method
+from proxsparse.methods.registry import (
+    Method,
+    masks_of,
+    method,
+    methods,
+    prune_,
+    register_layer_method,
+    register_method,
+)
 
 __all__ = ["Method", "masks_of", "method", "methods", "prune_", "register_layer_method", "register_method"]
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.registry import register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 

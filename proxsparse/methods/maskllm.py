@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from proxsparse.data import IGNORED_LABEL, sample_stream
+from proxsparse.data.calibration import IGNORED_LABEL, sample_stream
 from proxsparse.errors import InputError, require
-from proxsparse.methods.base import Batches, apply_mask_, full_precision, masks_of, method, register_method
 from proxsparse.methods.block_masks import block_masks
-from proxsparse.models import evaluating, first_not_finite
+from proxsparse.methods.registry import masks_of, method, register_method
+from proxsparse.methods.walk import Batches, apply_mask_, full_precision
+from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
 
 INITIAL_STD = 0.01

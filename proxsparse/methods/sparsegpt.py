@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError, require
-from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.registry import register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from proxsparse.errors import require
-from proxsparse.methods.base import register_layer_method
 from proxsparse.methods.block_masks import block_masks
+from proxsparse.methods.registry import register_layer_method
 from proxsparse.methods.sparsegpt import InputGram
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from proxsparse.methods.base import register_layer_method
+from proxsparse.methods.registry import register_layer_method
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 

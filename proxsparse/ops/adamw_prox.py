@@ -127,7 +127,7 @@ def adamw_prox_(
 ) -> Tensor:
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W), in one pass over weight, gradient and moments, in place.
 
-    The equations are those of `proxsparse.reference.adamw_prox`: the base step with the gradient of the frozen-weight
+    The equations are those of `reference.adamw_prox`: the base step with the gradient of the frozen-weight
     term (paper, section 3.1) and, with `scale` = c, on v = c * w (step lr / c in every column), then the exact prox.
     The prox leaves a block with a NaN or an infinity as AdamW made it; zeros are +0.0. Arithmetic is fp64 for a float64
     weight and fp32 otherwise, and only what is stored is rounded.

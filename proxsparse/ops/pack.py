@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from proxsparse import packed
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
+from proxsparse.reference import pack
 
 torch.library.define("proxsparse::pack_nm", "(Tensor weight, int n, int m) -> (Tensor, Tensor)")
 torch.library.define("proxsparse::unpack_nm", "(Tensor values, Tensor indices, int n, int m) -> Tensor")
@@ -38,26 +38,26 @@ def _unpack_nm_fake(values, indices, n, m):
 
 @register_kernel("pack_nm", "reference", supports=lambda *args: None)
 def _reference_pack(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
-    return packed.pack_nm(weight, NMPattern(n, m))
+    return pack.pack_nm(weight, NMPattern(n, m))
 
 
 @register_kernel("unpack_nm", "reference", supports=lambda *args: None)
 def _reference_unpack(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
-    return packed.unpack_nm(values, indices, NMPattern(n, m))
+    return pack.unpack_nm(values, indices, NMPattern(n, m))
 
 
 @torch.no_grad()
 def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
     """weight [..., in_features] with at most n nonzeros in every block of 4 -> (values, indices).
 
-    The form is that of `proxsparse.packed`, whose `pack_nm` is the reference: values [..., k] in ascending place,
+    The form is that of `reference.pack`, whose `pack_nm` is the reference: values [..., k] in ascending place,
     k = in_features * n / 4, and uint8 indices [..., ceil(k / 4)], two bits a value.
 
     Raises:
         ValueError: m is not 4, in_features is no multiple of 4, the dtype is not floating point, or a block has more
             than n nonzeros.
     """
-    pattern = packed.packable(pattern)
+    pattern = pack.packable(pattern)
     check_dtype(weight, "weight")
     pattern.check_blocks(weight.shape)
     return torch.ops.proxsparse.pack_nm(weight, pattern.n, pattern.m)
@@ -70,6 +70,6 @@ def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> 
     Raises:
         ValueError: shapes, dtypes or places that `pack_nm` cannot have made.
     """
-    pattern = packed.packable(pattern)
-    packed.check_packed(values, indices, pattern)
+    pattern = pack.packable(pattern)
+    pack.check_packed(values, indices, pattern)
     return torch.ops.proxsparse.unpack_nm(values, indices, pattern.n, pattern.m)

@@ -11,7 +11,7 @@ from proxsparse.ops.tuning import launch_parameters
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
 # Mean |w| of a normal distribution with the standard deviation 0.02 of language models' weights. With a scale the mean
-# |c w| is 1 (proxsparse/metric.py).
+# |c w| is 1 (proxsparse/training/scaling.py).
 TYPICAL_MAGNITUDE = 0.016
 
 torch.library.define(

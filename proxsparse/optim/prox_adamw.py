@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from proxsparse.distributed import local
 from proxsparse.ops.adamw_prox import adamw_prox_, check_numbers
-from proxsparse.optim import groups
+from proxsparse.optim import param_groups
 from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import PatternLike, check_dtype
+from proxsparse.runtime.sharding import local
 
 # The other keys in the groups of torch's AdamW, so that either loads the state of the other. The first are other
 # methods, which are refused; the second say how torch computes, and are put back to what stands here.
@@ -36,7 +36,7 @@ class ProxAdamW(Optimizer):
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W) in one pass over weight, gradient and moments.
 
     The step of `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), which reads and writes the weights
-    once instead of several times; the equations are those of `proxsparse.reference.adamw_prox`. What ProxOptimizer's
+    once instead of several times; the equations are those of `reference.adamw_prox`. What ProxOptimizer's
     docstring says of groups, schedules, lr = 0 and the metric holds here; `.grad` is left as it is. Parameters of fewer
     than two dimensions and groups with reg_lambda = 0 take the plain AdamW step. Any pattern works; 2:4 and 1:4 have
     fused kernels.
@@ -103,10 +103,10 @@ class ProxAdamW(Optimizer):
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
-        defaults |= VARIANTS | EXECUTION | groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
+        defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
         self._check_group(defaults | {"params": []})
         super().__init__(params, defaults)
-        groups.check_something_to_prune(self.param_groups)
+        param_groups.check_something_to_prune(self.param_groups)
         held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
         if stochastic_rounding and torch.bfloat16 not in held:
             raise ValueError("stochastic_rounding=True is for bfloat16 weights, and there are none: leave it out")
@@ -123,7 +123,7 @@ class ProxAdamW(Optimizer):
 
     def __repr__(self) -> str:
         lines = [f"ProxAdamW({', '.join(f'{name}={getattr(self, name)}' for name in SETUP)}"]
-        lines += [f"  group {i}: {groups.describe(group)}" for i, group in enumerate(self.param_groups)]
+        lines += [f"  group {i}: {param_groups.describe(group)}" for i, group in enumerate(self.param_groups)]
         return "\n".join(lines) + "\n)"
 
     def add_param_group(self, param_group: dict) -> None:
@@ -143,7 +143,7 @@ class ProxAdamW(Optimizer):
         """
 
         def prepare(_optimizer, state_dict: dict) -> dict:
-            completed = groups.complete_state(self, state_dict, self.defaults, self._check_group)
+            completed = param_groups.complete_state(self, state_dict, self.defaults, self._check_group)
             return completed | {"state": {number: Uncast(state) for number, state in completed["state"].items()}}
 
         last_hook = self.register_load_state_dict_pre_hook(prepare)  # the user's come before and see plain tensors
@@ -158,7 +158,7 @@ class ProxAdamW(Optimizer):
         Arguments and errors are those of `ProxOptimizer.set_metric`, whose roundings on the way to v and back this one
         does without.
         """
-        groups.set_metric(self.param_groups, parameter, scale)
+        param_groups.set_metric(self.param_groups, parameter, scale)
 
     @torch._disable_dynamo  # as torch's own: a compiled step is not guarded against another parameter's state
     @torch.no_grad()
@@ -166,7 +166,7 @@ class ProxAdamW(Optimizer):
         """AdamW with the frozen-weight gradient, and the prox. Returns the loss, if there is a closure."""
         rates = [float(group["lr"]) for group in self.param_groups]
         lambdas = [
-            groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0
+            param_groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0
             for group, lr in zip(self.param_groups, rates, strict=True)
         ]
         loss = None
@@ -203,20 +203,20 @@ class ProxAdamW(Optimizer):
             )
         check_gradient(parameter)
         lr = float(group["lr"])
-        self._step_group(group, number, lr, groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0)
+        self._step_group(group, number, lr, param_groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0)
 
     def prepare_state(self, parameter: Tensor) -> dict:
         """The state of the parameter, made now if it has none yet: zeros, for a checkpoint to be loaded into."""
         frozen = any(
             parameter is pruned and group["frozen_lambda"] > 0
             for group in self.param_groups
-            for pruned, _ in groups.pruned_parameters(group)
+            for pruned, _ in param_groups.pruned_parameters(group)
         )
         return self._prepared_state(parameter, frozen)
 
     def _step_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> None:
         """The fused step of every parameter that has a gradient; `first`: the number of the first one in all groups."""
-        pruned = dict(groups.pruned_parameters(group))
+        pruned = dict(param_groups.pruned_parameters(group))
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
                 prox = WITHOUT_PROX
@@ -286,7 +286,7 @@ class ProxAdamW(Optimizer):
 
     def _check_group(self, group: dict) -> None:
         """Normalises the group; raises ValueError for what this step cannot serve."""
-        groups.check_group(group)
+        param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
         for key, value in VARIANTS.items():
             if group[key] != value:

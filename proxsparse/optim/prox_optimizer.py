@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from proxsparse.optim import groups
+from proxsparse.optim import param_groups
 from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import PatternLike
 
@@ -77,11 +77,11 @@ class ProxOptimizer(Optimizer):
                 f"this {type(base_optimizer).__name__} has a prox step of its own or is wrapped already; make a new "
                 "one, or change its param_groups"
             )
-        settings = groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
+        settings = param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
         completed = [settings | group for group in base_optimizer.param_groups]
         for group in [settings | {"params": []}, *completed]:
-            groups.check_group(group)
-        groups.check_something_to_prune(completed)
+            param_groups.check_group(group)
+        param_groups.check_something_to_prune(completed)
         self.__setstate__({"base_optimizer": base_optimizer, "reg_schedule": reg_schedule})
         self.defaults.update(settings)  # from here the base hands them to groups that are added later
         for group, whole in zip(self.param_groups, completed, strict=True):
@@ -94,19 +94,19 @@ class ProxOptimizer(Optimizer):
         self.__dict__.update(state)
         for name in HOOKS:  # one set for both: a hook fires once, whichever of the two it was registered on
             setattr(self, name, getattr(self.base_optimizer, name))
-        self.base_optimizer.register_load_state_dict_pre_hook(groups.complete_state)
+        self.base_optimizer.register_load_state_dict_pre_hook(param_groups.complete_state)
         super().__setstate__({})
 
     def __repr__(self) -> str:
         lines = [f"ProxOptimizer({type(self.base_optimizer).__name__}, reg_schedule={self.reg_schedule}"]
-        lines += [f"  group {i}: {groups.describe(group)}" for i, group in enumerate(self.param_groups)]
+        lines += [f"  group {i}: {param_groups.describe(group)}" for i, group in enumerate(self.param_groups)]
         return "\n".join(lines) + "\n)"
 
     def add_param_group(self, param_group: dict) -> None:
         """As the base's; a group that the prox cannot serve raises ValueError and is not added."""
         self.base_optimizer.add_param_group(param_group)
         try:
-            groups.check_group(self.param_groups[-1])
+            param_groups.check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -126,7 +126,7 @@ class ProxOptimizer(Optimizer):
             ValueError: a setting out of range, or a state of other groups; nothing is loaded then.
         """
         # here as well as in the hook: some bases load without calling hooks
-        self.base_optimizer.load_state_dict(groups.complete_state(self, state_dict))
+        self.base_optimizer.load_state_dict(param_groups.complete_state(self, state_dict))
 
     def set_metric(self, parameter: Tensor, scale: Tensor | None) -> None:
         """From now on the whole step of `parameter` acts on v = c * w: base step with g / c, prox, then w = v / c.
@@ -140,27 +140,27 @@ class ProxOptimizer(Optimizer):
         Raises:
             ValueError: a wrong shape or dtype, values that are not positive and finite, a parameter that is not pruned.
         """
-        groups.set_metric(self.param_groups, parameter, scale)
+        param_groups.set_metric(self.param_groups, parameter, scale)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Frozen-weight gradient, base step, prox. Returns the loss, if there is a closure."""
         if getattr(self, "found_inf", None):
             return self._base_step(closure)
-        learning = list(filter(groups.learns, self.param_groups))
-        lambdas = [groups.reg_lambda_now(group, self.reg_schedule) for group in learning]
+        learning = list(filter(param_groups.learns, self.param_groups))
+        lambdas = [param_groups.reg_lambda_now(group, self.reg_schedule) for group in learning]
         first_values, entered = {}, []
 
         def before_base():
             for group in self.param_groups:
                 if group["frozen_lambda"] > 0:
                     pretrained = self._pretrained(group, first_values)
-                    groups.add_frozen_gradients(group, pretrained, getattr(self, "grad_scale", None))
-                groups.enter_metric(group, entered)
+                    param_groups.add_frozen_gradients(group, pretrained, getattr(self, "grad_scale", None))
+                param_groups.enter_metric(group, entered)
 
         @torch.no_grad()
         def evaluate():
-            groups.leave_metric(entered)  # the model sees w, the base v
+            param_groups.leave_metric(entered)  # the model sees w, the base v
             with torch.enable_grad():
                 loss = closure()
             before_base()
@@ -170,9 +170,9 @@ class ProxOptimizer(Optimizer):
             if closure is None:
                 before_base()
             loss = self._base_step(closure and evaluate)
-            groups.prox_step(list(zip(learning, lambdas, strict=True)))
+            param_groups.prox_step(list(zip(learning, lambdas, strict=True)))
         finally:
-            groups.leave_metric(entered)
+            param_groups.leave_metric(entered)
         for parameter, value in first_values.items():  # only now: the base initialises a state that it finds empty
             self.state[parameter]["pretrained"] = value
         return loss
@@ -180,7 +180,7 @@ class ProxOptimizer(Optimizer):
     def _pretrained(self, group: dict, first_values: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """W0 of every trained parameter of the group; one without takes its present value, noted in `first_values`."""
         pretrained = {}
-        for parameter, _ in groups.trained_parameters(group):
+        for parameter, _ in param_groups.trained_parameters(group):
             known = self.state.get(parameter, {}).get("pretrained")
             if known is None and parameter not in first_values:
                 first_values[parameter] = parameter.detach().clone()

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from proxsparse.config import TrainConfig
-from proxsparse.device import autocast
-from proxsparse.distillation import KEPT_TOKENS, loss_of_logits
-from proxsparse.learning import start_training
-from proxsparse.models import cast_parameters_, decoder_blocks
+from proxsparse.models.layers import decoder_blocks
+from proxsparse.models.snap import cast_parameters_
+from proxsparse.run.config import TrainConfig
+from proxsparse.runtime.device import autocast
+from proxsparse.training.distillation import KEPT_TOKENS, loss_of_logits
+from proxsparse.training.loop import start_training
 
 CPU = torch.device("cpu")
 TRACED_BLOCKS = 2

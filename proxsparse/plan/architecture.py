@@ -8,8 +8,8 @@ import yaml
 from torch import nn
 
 from proxsparse.errors import InputError
-from proxsparse.layout import unfold_
-from proxsparse.models import locate, reason_of
+from proxsparse.models.loading import locate, reason_of
+from proxsparse.models.unfold_linears import unfold_
 
 KNOWN = Path(__file__).parent / "architectures.yaml"
 # An attention that transformers makes no mask for, as it makes none for a text without padding.

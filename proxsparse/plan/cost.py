@@ -7,8 +7,8 @@ blocks B, their attention's width A = heads * head_dim.
 import math
 from dataclasses import dataclass
 
-from proxsparse.config import TrainConfig
 from proxsparse.plan.memory import Shape, dtypes_of, held
+from proxsparse.run.config import TrainConfig
 
 # NVIDIA's data sheet of the H200 SXM: dense bf16 operations/s, bytes/s of its memory, of NVLink in one direction; and
 # an InfiniBand port of 400 Gb/s and 16 lanes of PCIe 5 to the host for every GPU, eight of which share a node.

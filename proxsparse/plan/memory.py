@@ -6,13 +6,13 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 
-from proxsparse.config import TrainConfig
-from proxsparse.device import PRECISIONS, choose_precision
-from proxsparse.distillation import KEPT_TOKENS
 from proxsparse.errors import InputError
-from proxsparse.models import decoder_blocks, prunable_layers
+from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.plan.activations import StepBytes, keep_two_blocks_, logits_bytes, step_bytes
 from proxsparse.plan.architecture import architecture, causal_without_mask_
+from proxsparse.run.config import TrainConfig
+from proxsparse.runtime.device import PRECISIONS, choose_precision
+from proxsparse.training.distillation import KEPT_TOKENS
 
 Buckets = dict[str, int]  # name -> bytes
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from proxsparse.config import TrainConfig
 from proxsparse.plan.cost import DEVICES, Cost, cost, sensible_devices
 from proxsparse.plan.memory import (
     Buckets,
@@ -17,6 +16,7 @@ from proxsparse.plan.memory import (
     shape_of,
     traced,
 )
+from proxsparse.run.config import TrainConfig
 
 CARDS = (24, 48, 80, 141)  # GB of a GPU's memory
 AIMED_AT = (80, 48)

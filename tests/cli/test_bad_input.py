@@ -11,9 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, save_tiny_model
 
-from proxsparse import checkpoint, evaluate, prune, train
-from proxsparse.checkpoint import load_masks, save_masks
+from proxsparse import evaluate, prune, train
 from proxsparse.errors import InputError, run_command
+from proxsparse.io import atomic, mask_files
+from proxsparse.io.mask_files import load_masks, save_masks
 
 QUICK = ["--num_samples", "4", "--seq_len", "16", "--max_steps", "1", "--eval_data", "none"]
 
@@ -180,7 +181,7 @@ def test_full_disk_leaves_nothing_half_written(flags, capsys, tmp_path, monkeypa
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("proxsparse.run.save_masks", no_space)
+    monkeypatch.setattr("proxsparse.run.folder.save_masks", no_space)
     fails(capsys, train.main, flags, "disk is full", "--output_dir")
     assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "metrics.jsonl"}
 
@@ -212,8 +213,8 @@ def test_train_refuses_a_damaged_checkpoint(flags, capsys, tmp_path):
 
 
 def test_too_small_a_disk_is_refused_before_learning(flags, capsys, monkeypatch):
-    usage = checkpoint.shutil.disk_usage(".")._replace(free=1000)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
+    usage = atomic.shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _path: usage)
     fails(capsys, train.main, flags, "MiB free", "--output_dir")
 
 
@@ -369,14 +370,14 @@ def test_prune_on_a_full_disk_leaves_nothing_half_written(prune_flags, capsys, t
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("proxsparse.run.save_masks", no_space)
+    monkeypatch.setattr("proxsparse.run.folder.save_masks", no_space)
     fails(capsys, prune.main, prune_flags, "disk is full", "2 decoder blocks finished", "--output_dir")
     assert kept_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "finished_blocks"}
 
 
 def test_prune_refuses_too_small_a_disk_before_the_work(prune_flags, capsys, monkeypatch, tmp_path):
-    usage = checkpoint.shutil.disk_usage(".")._replace(free=1000)
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _path: usage)
+    usage = atomic.shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _path: usage)
     fails(capsys, prune.main, prune_flags, "MiB free", "--output_dir")
     assert not (tmp_path / "run").exists()
 
@@ -390,7 +391,7 @@ def test_masks_are_checked_against_their_own_patterns(tmp_path, monkeypatch):
         save_masks(path, masks, patterns, "tiny")
         with pytest.raises(InputError, match=f"layer {layer} does not keep {patterns[layer]}"):
             load_masks(path)
-    monkeypatch.setattr(checkpoint, "MIXED", "9:8")
+    monkeypatch.setattr(mask_files, "MIXED", "9:8")
     save_masks(path, masks, {"a": "1:4", "b": "2:4"}, "tiny")
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"masks\.safetensors.*9:8"):

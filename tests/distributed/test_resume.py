@@ -10,10 +10,10 @@ import signal
 import pytest
 from safetensors.torch import load_file, save_file
 
-from proxsparse import output_folder
-from proxsparse.checkpoint import SCRATCH
 from proxsparse.errors import InputError
-from proxsparse.output_folder import checkpoints
+from proxsparse.io import output_folder
+from proxsparse.io.atomic import SCRATCH
+from proxsparse.io.output_folder import checkpoints
 from proxsparse.train import main
 
 KILLS, STEPS = 20, 16
@@ -73,7 +73,7 @@ def test_killed_at_random_moments(forks, flags, undisturbed, tmp_path):
 def test_killed_in_the_middle(forks, flags, tmp_path, form):
     arguments = [*flags, *SAVES, "--eval_data", "none", *FORMS[form]]
     assert run(forks, arguments, tmp_path / "a") == [0]
-    for moment in (("proxsparse.training_state.finish", 2), ("proxsparse.training_state.sync", 4)):
+    for moment in (("proxsparse.training.checkpoint.finish", 2), ("proxsparse.training.checkpoint.sync", 4)):
         assert run(forks, arguments, tmp_path / "b", die_in=moment) == [-signal.SIGKILL]
     assert run(forks, arguments, tmp_path / "b") == [0]
     assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
@@ -108,7 +108,7 @@ def test_other_numbers_of_processes_go_on_within_rounding(forks, flags, tmp_path
         return [*flags, *SAVES, "--gradient_accumulation_steps", 4 // processes, "--num_train_epochs", "5"]
 
     assert run(forks, arguments(1), tmp_path / "a") == [0]
-    die_in = ("proxsparse.training_state.finish", 2)
+    die_in = ("proxsparse.training.checkpoint.finish", 2)
     assert -signal.SIGKILL in run(forks, arguments(4), tmp_path / "b", 4, die_in=die_in)
     assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-3"]
     assert -signal.SIGKILL in run(forks, arguments(2), tmp_path / "b", 2, die_in=die_in)
@@ -126,7 +126,9 @@ def test_other_numbers_of_processes_go_on_within_rounding(forks, flags, tmp_path
 def stopped(forks, flags, tmp_path):
     """A run's folder with one checkpoint, and the flags to go on."""
     arguments = [*flags, *SAVES, "--eval_data", "none"]
-    assert run(forks, arguments, tmp_path / "run", die_in=("proxsparse.training_state.finish", 2)) == [-signal.SIGKILL]
+    assert run(forks, arguments, tmp_path / "run", die_in=("proxsparse.training.checkpoint.finish", 2)) == [
+        -signal.SIGKILL
+    ]
     (path,) = checkpoints(tmp_path / "run")
     return path, [str(flag) for flag in (*arguments, "--output_dir", tmp_path / "run")]
 
@@ -196,7 +198,7 @@ def test_nothing_to_go_on_from_is_a_beginning(stopped, tmp_path, capsys):
 
 def test_the_beginning_of_a_resumption_loses_nothing(stopped, undisturbed, forks):
     path, arguments = stopped
-    for moment in (("proxsparse.run.write_file", 1), ("proxsparse.run.write_file", 2)):
+    for moment in (("proxsparse.run.folder.write_file", 1), ("proxsparse.run.folder.write_file", 2)):
         assert forks.run(arguments, die_in=moment) == [-signal.SIGKILL]
         assert checkpoints(path.parent) == [path]
     assert main(arguments) == 0
@@ -207,17 +209,17 @@ def test_an_older_checkpoint_goes_on_beside_newer_ones(forks, flags, tmp_path):
     """Those of the steps that it has left behind stay the last resort until a new one is whole, and then go."""
     arguments = [*flags, *SAVES, "--eval_data", "none", "--save_total_limit", "9"]
     run_dir = tmp_path / "run"
-    assert run(forks, arguments, run_dir, die_in=("proxsparse.training_state.finish", 5)) == [-signal.SIGKILL]
+    assert run(forks, arguments, run_dir, die_in=("proxsparse.training.checkpoint.finish", 5)) == [-signal.SIGKILL]
     assert [path.name for path in checkpoints(run_dir)] == [f"checkpoint-{step}" for step in (3, 6, 9, 12)]
     again = [*arguments, "--resume_from_checkpoint", run_dir / "checkpoint-6", "--save_total_limit", "2"]
-    assert run(forks, again, run_dir, die_in=("proxsparse.training_state.finish", 2)) == [-signal.SIGKILL]
+    assert run(forks, again, run_dir, die_in=("proxsparse.training.checkpoint.finish", 2)) == [-signal.SIGKILL]
     assert [path.name for path in checkpoints(run_dir)] == ["checkpoint-6", "checkpoint-9"]
 
 
 def test_a_signal_in_one_process_ends_both(forks, flags, undisturbed, tmp_path):
     """It comes to the first one while a checkpoint is written, and the other has not seen it."""
     log = tmp_path / "run.log"
-    codes = run(forks, [*flags, *SAVES], tmp_path / "run", 2, term_in=("proxsparse.training_state.finish", 2))
+    codes = run(forks, [*flags, *SAVES], tmp_path / "run", 2, term_in=("proxsparse.training.checkpoint.finish", 2))
     assert codes == [128 + signal.SIGTERM] * 2, log.read_text()[-2000:]
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
     assert run(forks, [*flags, *SAVES], tmp_path / "run", 2) == [0, 0]
@@ -225,7 +227,7 @@ def test_a_signal_in_one_process_ends_both(forks, flags, undisturbed, tmp_path):
 
 def test_a_signal_behind_the_last_step_throws_nothing_away(forks, flags, undisturbed, tmp_path):
     run_dir = tmp_path / "run"
-    codes = run(forks, [*flags, *SAVES], run_dir, term_in=("proxsparse.run.save_checkpoint", 1))
+    codes = run(forks, [*flags, *SAVES], run_dir, term_in=("proxsparse.run.folder.save_checkpoint", 1))
     assert codes == [128 + signal.SIGTERM]
     result = json.loads((run_dir / "result.json").read_text())
     assert (result["status"], result["perplexity"]) == ("complete", None)
@@ -289,7 +291,7 @@ def test_a_full_disk_leaves_the_last_good_state(disk, forks, flags, undisturbed,
     log = tmp_path / "log"
     arguments = [*flags, *SAVES, "--output_dir", run_dir]
     go_on = f"--output_dir {run_dir} --resume_from_checkpoint last"
-    assert forks.run(arguments, output=log, fill=("proxsparse.training_state.clear", 2, str(small_disk))) == [2]
+    assert forks.run(arguments, output=log, fill=("proxsparse.training.checkpoint.clear", 2, str(small_disk))) == [2]
     error = log.read_text().splitlines()[-1]
     assert error.startswith("error: checkpoint-6 could not be written to")
     assert "the disk is full" in error
@@ -307,7 +309,7 @@ def test_a_lost_mount_leaves_the_last_good_state(forks, flags, undisturbed, tmp_
         pytest.skip("needs the right to mount")
     arguments = [*flags, *SAVES, "--output_dir", place / "run"]
     try:
-        lost = ("proxsparse.training_state.clear", 2, str(place))
+        lost = ("proxsparse.training.checkpoint.clear", 2, str(place))
         assert forks.run(arguments, output=log, unmount=lost) == [2]
         error = log.read_text().splitlines()[-1]
         assert error.startswith("error: checkpoint-6 could not be written to")

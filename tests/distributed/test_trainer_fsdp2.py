@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
-from proxsparse.checkpoint import load_masks
+from proxsparse.io.mask_files import load_masks
 
 RUNS = ["train_under_accelerate", "resume_under_accelerate", "train_as_loaded"]
 UNSUPPORTED = (

@@ -12,8 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from training import INPUTS, OPTIMIZERS, weights, with_everything
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from proxsparse.distributed import start
-from proxsparse.trainer import ProxCallback, ProxTrainerMixin
+from proxsparse.integrations.transformers_trainer import ProxCallback, ProxTrainerMixin
+from proxsparse.runtime.distributed import start
 
 SAMPLES, STEPS, BATCH = 32, 4, 4
 STEP_OF_CHECKPOINT = 2

@@ -126,7 +126,7 @@ def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, mon
     (written,) = tmp_path.rglob("out*.json")
     theirs = json.loads(written.read_text())["results"]
 
-    from proxsparse.models import load_model
+    from proxsparse.models.loading import load_model
 
     model, tokenizer = load_model(str(folder), torch.float32)
     ours = zero_shot(model, tokenizer, ["piqa", "hellaswag", "truthfulqa_mc"], files, limit=4, batch_size=4)

@@ -39,12 +39,13 @@ from mutations import (
 )
 from torch import nn
 
-from proxsparse import report, start
-from proxsparse.checkpoint import load_masks, save_masks
-from proxsparse.config import parse_config
-from proxsparse.data import load_texts
+from proxsparse.data.sources import load_texts
 from proxsparse.evaluation.masks import apply_masks_
+from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.patterns import NMPattern
+from proxsparse.run import report
+from proxsparse.run.config import parse_config
+from proxsparse.training import initial_masks
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def load_and_apply_masks(path: Path) -> None:
     for layer, (rows, columns) in LAYERS.items():
         attach(model, layer, nn.Linear(columns, rows))
     layers = {name: model.get_submodule(name) for name in LAYERS}
-    for use in (lambda: start.check_start(masks, layers, NMPattern(2, 4)), lambda: apply_masks_(model, masks)):
+    for use in (lambda: initial_masks.check_start(masks, layers, NMPattern(2, 4)), lambda: apply_masks_(model, masks)):
         try:
             use()
         except ValueError:

@@ -21,8 +21,8 @@ from torch import nn
 import proxsparse
 from proxsparse import pack
 from proxsparse.inference import convert, packed_checkpoint
-from proxsparse.model_files import check_folder, headers, is_inside, weight_files
-from proxsparse.models import load_model, locate, skeleton
+from proxsparse.io.model_files import check_folder, headers, is_inside, weight_files
+from proxsparse.models.loading import load_model, locate, skeleton
 from proxsparse.patterns import NMPattern
 
 
@@ -141,7 +141,7 @@ def load_packed(path: Path) -> None:
         raise ValueError from error
     for layer in model.modules():
         if isinstance(layer, proxsparse.SparseLinear):
-            proxsparse.packed.check_packed(layer.values, layer.indices)
+            proxsparse.reference.pack.check_packed(layer.values, layer.indices)
 
 
 def load_dense(path: Path) -> None:

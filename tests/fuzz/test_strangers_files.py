@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 from proxsparse import evaluate, pack, report, train
 from proxsparse.errors import InputError, run_command
-from proxsparse.models import load_model
+from proxsparse.models.loading import load_model
+from proxsparse.run.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
@@ -288,7 +289,7 @@ NASTY = {
 COMMANDS = {
     "start": (train.main, ["--start", "{masks.safetensors}", "--output_dir", "{out}"]),
     "config": (train.main, ["--config", "{c.yaml}", "--output_dir", "{out}"]),
-    "report": (report.write_report, None),
+    "report": (write_report, None),
     "data": (evaluate.main, ["./absent", "--data", "{file}"]),
     "unpack": (pack.main, ["{folder}", "--unpack", "--output_dir", "{out}"]),
 }

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from ops.on_cpu import fenced
 from pruned import assert_as_good_as_dense, pruned_weight
 
-from proxsparse import _C, packed
+from proxsparse import _C
+from proxsparse.reference import pack
 
 IN_FEATURES = [*range(4, 140, 4), 252, 256, 260, 508, 512, 516, 576, 1028]
 OUT_AND_ROWS = [(1, 1), (4, 1), (9, 1), (5, 2), (3, 3), (8, 4), (7, 5), (2, 17)]
@@ -23,7 +24,7 @@ OUT_AND_ROWS = [(1, 1), (4, 1), (9, 1), (5, 2), (3, 3), (8, 4), (7, 5), (2, 17)]
 def check_pack(dtype, in_features, at_end):
     """There and back, equal to the reference."""
     weight = pruned_weight((3, in_features), dtype)
-    values, indices = packed.pack_nm(weight)
+    values, indices = pack.pack_nm(weight)
     result = fenced(torch.zeros_like(values), at_end), fenced(torch.zeros_like(indices), at_end)
     assert _C.pack_n4(fenced(weight, at_end), 2, *result)
     assert torch.equal(result[0], values)
@@ -38,7 +39,7 @@ def check_linear(dtype, in_features, out_features, rows, at_end):
     weight, bias = pruned_weight((out_features, in_features), dtype), torch.randn(out_features).to(dtype)
     x = torch.randn(rows, in_features).to(dtype)
     y = fenced(torch.full((rows, out_features), torch.nan, dtype=dtype), at_end)
-    arguments = [fenced(tensor, at_end) for tensor in (x, *packed.pack_nm(weight), bias)]
+    arguments = [fenced(tensor, at_end) for tensor in (x, *pack.pack_nm(weight), bias)]
     _C.packed_linear(*arguments, y)
     assert_as_good_as_dense(y, x, weight, bias)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from proxsparse import packed
 from proxsparse.inference.backends import backend, cusparselt, cutlass
 from proxsparse.ops.backends import cuda
+from proxsparse.reference import pack
 
 
 class Library:
@@ -64,7 +64,7 @@ def layer(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight = torch.randn(32, 48).unflatten(-1, (-1, 4))
     weight[..., [0, 3]] = 0
     weight = weight.flatten(-2)
-    return torch.randn(rows, 48), weight, *packed.pack_nm(weight)
+    return torch.randn(rows, 48), weight, *pack.pack_nm(weight)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 13])

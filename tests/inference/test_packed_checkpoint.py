@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, NOT_PACKED
 
 from proxsparse import SparseLinear, sparsify_
-from proxsparse.inference import hf_quantizer, register_quantizer
-from proxsparse.inference.after_import import after_import
+from proxsparse.integrations import register_quantizer
 from proxsparse.inference.convert import pack_tensors, unsparsify_
-from proxsparse.model_files import headers
+from proxsparse.integrations import transformers_quantizer
+from proxsparse.integrations.after_import import after_import
+from proxsparse.io.model_files import headers
 from proxsparse.pack import main as pack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,8 +114,8 @@ def test_no_dense_weight_is_ever_there(folders, monkeypatch):
         assert layer.weight.is_meta
 
     monkeypatch.setattr(torch.nn.Linear, "__init__", watched_init)
-    monkeypatch.setattr(hf_quantizer, "SparseLinear", Watched)
-    monkeypatch.setattr("proxsparse.packed.unpack_nm", lambda *_: pytest.fail("unpacked"))
+    monkeypatch.setattr(transformers_quantizer, "SparseLinear", Watched)
+    monkeypatch.setattr("proxsparse.reference.pack.unpack_nm", lambda *_: pytest.fail("unpacked"))
     model = load(folders[1])
     assert len(replaced) == 14
     assert not any(name.endswith("proj.weight") for name in model.state_dict())
@@ -274,7 +275,9 @@ def test_a_truncated_shard_is_refused_by_name(tmp_path):
 
 
 def test_packing_while_loading_is_refused(folders):
-    config = hf_quantizer.PackedConfig(**json.loads((folders[1] / "config.json").read_text())["quantization_config"])
+    config = transformers_quantizer.PackedConfig(
+        **json.loads((folders[1] / "config.json").read_text())["quantization_config"]
+    )
     with pytest.raises(ValueError, match="pre-quantized"):
         load(folders[0], quantization_config=config)
 
@@ -306,7 +309,7 @@ def test_another_transformers_is_left_alone(kind, monkeypatch):
     def fail(name):
         raise kind("moved")
 
-    monkeypatch.setattr("proxsparse.inference.importlib.import_module", fail)
+    monkeypatch.setattr("proxsparse.integrations.importlib.import_module", fail)
     with pytest.warns(UserWarning, match="packed checkpoints cannot be loaded"):
         register_quantizer()
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference import linear as linear_module
 from proxsparse.inference.convert import unsparsify_
-from proxsparse.layout import unfold_
+from proxsparse.models.unfold_linears import unfold_
 
 TOKENS = torch.arange(3, 23).view(2, 10)
 

@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 import torch
 
-from proxsparse.layout import unfold_
+from proxsparse.models.unfold_linears import unfold_
 
 
 @pytest.fixture

@@ -9,18 +9,12 @@ import tiny_models
 import torch
 
 from proxsparse import NMPattern
+from proxsparse.allocations.alphapruning import alpha_peak
+from proxsparse.allocations.budget import budget, by_decoder_block, nearest_counts
+from proxsparse.allocations.registry import allocate, allocation, allocations
 from proxsparse.errors import InputError
 from proxsparse.methods import prune_
-from proxsparse.methods.allocation import (
-    allocate,
-    allocation,
-    allocations,
-    alpha_peak,
-    budget,
-    by_decoder_block,
-    nearest_counts,
-)
-from proxsparse.models import decoder_blocks, prunable_layers
+from proxsparse.models.layers import decoder_blocks, prunable_layers
 
 BLOCKS = 6
 OPTIONS = {"uniform": {}, "owl": {"outlier_factor": 2.0}, "alphapruning": {"epsilon": 0.5}}

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from proxsparse import train
-from proxsparse.checkpoint import load_masks, masks_sha256, save_masks
 from proxsparse.errors import InputError
 from proxsparse.evaluation import zero_shot
+from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.methods import methods, prune_
-from proxsparse.models import load_model
+from proxsparse.models.loading import load_model
 
 QUICK = ["dense", "magnitude", "sparsegpt", "wanda"]  # the methods that take no learning
 WORDS = ["<eos>", *(f"w{i}" for i in range(95))]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from proxsparse.methods import base, finished, method, methods, prune_
-from proxsparse.resumption import digest_of
+from proxsparse.methods import finished_blocks, method, methods, prune_, walk
+from proxsparse.run.resume import digest_of
 
 BY_BLOCK = [name for name in methods() if method(name).by_block]
 
@@ -20,11 +20,11 @@ def stop_after(monkeypatch):
 
     def arm(count):
         def save(folder, *arguments):
-            finished.save_block(folder, *arguments)
+            finished_blocks.save_block(folder, *arguments)
             if len(list(folder.iterdir())) == count:
                 raise Stopped
 
-        monkeypatch.setattr(base, "save_block", save)
+        monkeypatch.setattr(walk, "save_block", save)
 
     return arm
 
@@ -38,8 +38,8 @@ def visited(monkeypatch):
         indices.append(index)
         return statistics_of(block, index, *arguments)
 
-    statistics_of = base.statistics_of
-    monkeypatch.setattr(base, "statistics_of", counted)
+    statistics_of = walk.statistics_of
+    monkeypatch.setattr(walk, "statistics_of", counted)
     return indices
 
 
@@ -157,7 +157,7 @@ def test_a_block_of_later_layers_is_taken_behind_a_damaged_one(tiny_model, batch
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"patterns": {}}', b"\xff", b"[" * 100_000])
 def test_a_damaged_start_is_made_anew_aloud(content, tiny_model, tmp_path, capsys):
     (tmp_path / "start.json").write_bytes(content)
-    assert finished.load_start(tmp_path, ["a"], "digest") is None
+    assert finished_blocks.load_start(tmp_path, ["a"], "digest") is None
     assert "start.json is damaged" in capsys.readouterr().err
 
 

@@ -8,9 +8,11 @@ from tiny_models import COMMON, MODELS, save_tiny_model
 from tiny_models import tiny_model as own_layout
 from torch import nn
 
-from proxsparse.layout import unfold_
 from proxsparse.methods import prune_
-from proxsparse.models import copy_weights, load_model, prunable_layers, snap_
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.loading import load_model
+from proxsparse.models.snap import copy_weights, snap_
+from proxsparse.models.unfold_linears import unfold_
 
 IDS = torch.arange(3, 20)[None]
 

@@ -13,7 +13,7 @@ from proxsparse import NMPattern
 from proxsparse.errors import InputError
 from proxsparse.methods import maskllm, prune_
 from proxsparse.methods.block_masks import block_masks
-from proxsparse.models import prunable_layers
+from proxsparse.models.layers import prunable_layers
 
 FAST = {"learning_rate": 0.02, "final_learning_rate": 0.002}  # few steps: each must move the logits further
 

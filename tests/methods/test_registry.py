@@ -7,7 +7,7 @@ from tiny_models import MODELS
 from proxsparse import NMPattern
 from proxsparse.errors import InputError
 from proxsparse.methods import method, methods, prune_, register_layer_method
-from proxsparse.models import prunable_layers
+from proxsparse.models.layers import prunable_layers
 
 
 def bits(tensor):

@@ -7,11 +7,11 @@ import torch
 from tiny_models import MIXED, MODELS
 from torch import nn
 
-from proxsparse.data import single_samples
+from proxsparse.data.calibration import single_samples
 from proxsparse.methods import prune_
-from proxsparse.methods.base import captured, same_arguments, walk
+from proxsparse.methods.walk import captured, same_arguments, walk
 from proxsparse.methods.wanda import FeatureNorms
-from proxsparse.models import decoder_blocks, prunable_layers
+from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.reference import nm_mask
 
 

@@ -10,10 +10,10 @@ import torch
 from ops.on_cpu import TYPES, address
 from torch import Tensor
 
-from proxsparse import packed
 from proxsparse.inference.backends import backend, cutlass
 from proxsparse.ops import tuning
 from proxsparse.ops.backends import cuda
+from proxsparse.reference import pack
 
 EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
 
@@ -60,7 +60,7 @@ class Multiplications:
         place = EQUATIONS[architecture](torch.arange(indices.numel(), dtype=torch.int32).view(indices.shape) + 1000)
         real = place >= 1000
         indices.view(-1)[place[real].long() - 1000] = metadata[real].int()
-        weight = packed.unpack_nm(values, indices.to(torch.uint8)).float()
+        weight = pack.unpack_nm(values, indices.to(torch.uint8)).float()
         product = x.float() @ weight.t() + (0 if bias is None else bias.float())
         if architecture == 80:
             assert bias is None
@@ -91,7 +91,7 @@ def pruned(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> Tenso
 def test_packing(shape, dtype, multiplications):
     weight = pruned(shape, dtype)
     values, indices = cuda._pack_nm(weight, 2, 4)
-    expected = packed.pack_nm(weight)
+    expected = pack.pack_nm(weight)
     assert torch.equal(values, expected[0])
     assert torch.equal(indices, expected[1])
     assert torch.equal(cuda._unpack_nm(values, indices, 2, 4), weight)
@@ -109,7 +109,7 @@ def test_packing_refuses_what_is_not_24(multiplications):
 def test_gemv(rows, bias, multiplications):
     weight, x = pruned((33, 320), torch.float16), torch.randn(rows, 320).half()
     bias = None if bias is None else bias.half()
-    y = backend("gemv").linear(x, *packed.pack_nm(weight), bias, None)
+    y = backend("gemv").linear(x, *pack.pack_nm(weight), bias, None)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
 
@@ -118,7 +118,7 @@ def test_gemv_takes_x_at_any_address(multiplications):
     weight, memory = pruned((33, 320)), torch.randn(2 * 320 + 8).bfloat16()
     for offset in range(8):
         x = memory[offset : offset + 2 * 320].view(2, 320)
-        y = cuda.gemv(x, *packed.pack_nm(weight), None)
+        y = cuda.gemv(x, *pack.pack_nm(weight), None)
         torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), rtol=8e-3, atol=1e-3)
 
 
@@ -126,7 +126,7 @@ def test_gemv_is_launched_with_the_parameters_of_the_table(multiplications, tmp_
     fastest = {"64x320x1": {"warps": 4, "splits": 2, "tiles": 1}, "64x320x16": {"warps": 8}}
     table = {tuning.device_kind(torch.device("cpu")): {"gemv bfloat16": {"measured": {}, "fastest": fastest}}}
     (tmp_path / "tuned.json").write_text(json.dumps(table))
-    weight = packed.pack_nm(pruned((33, 320)))
+    weight = pack.pack_nm(pruned((33, 320)))
     cuda.gemv(torch.randn(1, 320).bfloat16(), *weight, None)
     monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
     tuning.forget()
@@ -144,7 +144,7 @@ def test_gemv_is_launched_with_the_parameters_of_the_table(multiplications, tmp_
 def test_cutlass(major, shape, with_bias, multiplications, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     weight, bias = pruned(shape), torch.randn(shape[0]).bfloat16() if with_bias else None
-    values, indices = packed.pack_nm(weight)
+    values, indices = pack.pack_nm(weight)
     for rows in (17, 40, 200, 600):
         x = torch.randn(rows, shape[1]).bfloat16()
         y = backend("cutlass").linear(x, values, indices, bias, None)
@@ -158,7 +158,7 @@ def test_cutlass(major, shape, with_bias, multiplications, monkeypatch):
 @pytest.mark.parametrize("major", [8, 9])
 def test_the_metadata_of_cutlass_can_be_prepared_once(major, multiplications, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    values, indices = packed.pack_nm(pruned((96, 320)))
+    values, indices = pack.pack_nm(pruned((96, 320)))
     prepared = backend("cutlass").prepare(values, indices)
     assert torch.equal(prepared, EQUATIONS[10 * major](indices))
     for rows in (17, 40):
@@ -171,7 +171,7 @@ def test_the_metadata_of_cutlass_can_be_prepared_once(major, multiplications, mo
 
 def test_x_is_copied_only_to_add_rows(multiplications, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    values, indices = packed.pack_nm(pruned((96, 320)))
+    values, indices = pack.pack_nm(pruned((96, 320)))
     for rows in (24, 128, 17):
         x = torch.randn(rows, 320).bfloat16()
         backend("cutlass").linear(x, values, indices, None, None)
@@ -180,6 +180,6 @@ def test_x_is_copied_only_to_add_rows(multiplications, monkeypatch):
 
 def test_indices_that_begin_anywhere_are_copied_before_their_metadata_are_made(multiplications, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    values, indices = packed.pack_nm(pruned((64, 128)))
+    values, indices = pack.pack_nm(pruned((64, 128)))
     anywhere = torch.cat([indices.new_zeros(1), indices.flatten()])[1:].view(indices.shape)
     assert torch.equal(backend("cutlass").prepare(values, anywhere), backend("cutlass").prepare(values, indices))

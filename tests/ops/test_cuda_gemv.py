@@ -8,8 +8,8 @@ import torch
 from ops.on_cpu import TYPES, address, fenced, survives
 from torch import Tensor
 
-from proxsparse import packed
 from proxsparse.ops.backends.cuda import GEMV_SPLITS, GEMV_TILES, GEMV_WARPS
+from proxsparse.reference import pack
 
 # (out_features, in_features): whole steps of 256 columns, parts of one, tiles that do not fill up, rows of W that no
 # 16-byte access fits, a single block.
@@ -54,7 +54,7 @@ def layer(rows: int, out_features: int, in_features: int, dtype: torch.dtype):
     weight = torch.randn(out_features, in_features // 4, 4)
     weight *= torch.rand(weight.shape).argsort(-1) < torch.randint(0, 3, weight.shape[:2]).unsqueeze(-1)
     weight = weight.view(out_features, in_features).to(dtype)
-    return torch.randn(rows, in_features).to(dtype), *packed.pack_nm(weight), weight
+    return torch.randn(rows, in_features).to(dtype), *pack.pack_nm(weight), weight
 
 
 def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -140,7 +140,7 @@ def test_one_block_at_every_place(gemv):
     for place in range(4):
         weight = torch.zeros(128, 512, dtype=torch.float16)
         weight[torch.arange(128), 4 * torch.arange(128) + place] = 1
-        assert torch.equal(gemv(x, *packed.pack_nm(weight))[0], x[0, place::4])
+        assert torch.equal(gemv(x, *pack.pack_nm(weight))[0], x[0, place::4])
 
 
 def test_a_number_that_is_not_finite_stays_in_its_row(gemv):

@@ -8,7 +8,7 @@ import torch
 from ops.on_cpu import address, fenced, survives
 from torch import Tensor
 
-from proxsparse import packed
+from proxsparse import reference
 from proxsparse.inference.backends import cutlass
 
 BITS = {2: torch.int16, 4: torch.int32}
@@ -68,12 +68,12 @@ def bits(tensor: Tensor) -> Tensor:
 def test_every_pattern_of_zeros(dtype, pack, unpack):
     weight = every_block(dtype)
     values, indices, infeasible = pack(weight)
-    expected = packed.pack_nm(weight)
+    expected = reference.pack.pack_nm(weight)
     assert not infeasible
     assert torch.equal(indices, expected[1])
     back, number = unpack(values, indices), ~weight.isnan()
     assert torch.equal(bits(back)[weight != 0], bits(weight)[weight != 0])  # a NaN with all its bits
-    assert torch.equal(bits(back)[number], bits(packed.unpack_nm(*expected))[number])
+    assert torch.equal(bits(back)[number], bits(reference.pack.unpack_nm(*expected))[number])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -82,7 +82,7 @@ def test_every_shape_within_its_memory(shape, dtype, pack, unpack):
     weight = torch.randn(shape[0], shape[1] // 4, 4)
     weight = weight.where(torch.rand(weight.shape).argsort(-1) < 2, 0).view(shape).to(dtype)
     values, indices, _ = pack(weight)
-    expected = packed.pack_nm(weight)
+    expected = reference.pack.pack_nm(weight)
     assert torch.equal(bits(values), bits(expected[0]))
     assert torch.equal(indices, expected[1])
     assert torch.equal(bits(unpack(values, indices)), bits(weight))

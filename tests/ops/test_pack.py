@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxsparse import packed
 from proxsparse.ops import pack_nm, registry, unpack_nm, use_backend
 from proxsparse.patterns import NMPattern
+from proxsparse.reference import pack
 
 BACKENDS = [kernel.backend for kernel in registry.kernels("pack_nm")]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -90,7 +90,7 @@ def test_there_and_back_bit_for_bit(dtype, data):
         if registry._kernels["pack_nm"][backend].supports(weight, pattern.n, 4) is None:
             with use_backend(backend):
                 values, indices = pack_nm(weight, pattern)
-                packed.check_packed(values, indices, pattern)
+                pack.check_packed(values, indices, pattern)
                 assert torch.equal(bits(unpack_nm(values, indices, pattern)), bits(weight))
 
 
@@ -99,12 +99,12 @@ def test_there_and_back_bit_for_bit(dtype, data):
 def test_equals_the_reference(dtype, pattern, device):
     for in_features in [*range(4, 140, 4), 508, 512, 516, 1000, 1028]:
         weight = random_weight((3, in_features), pattern, dtype, in_features)
-        values, indices = packed.pack_nm(weight, pattern)
+        values, indices = pack.pack_nm(weight, pattern)
         result = pack_nm(weight.to(device), pattern)
         assert torch.equal(bits(result[0]), bits(values)), in_features
         assert torch.equal(result[1].cpu(), indices), in_features
         back = unpack_nm(values.to(device), indices.to(device), pattern)
-        assert torch.equal(bits(back), bits(packed.unpack_nm(values, indices, pattern))), in_features
+        assert torch.equal(bits(back), bits(pack.unpack_nm(values, indices, pattern))), in_features
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -117,9 +117,9 @@ def test_many_rows(threads, device):
         back = unpack_nm(values, indices)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(bits(values), bits(packed.pack_nm(weight)[0]))
-    assert torch.equal(indices.cpu(), packed.pack_nm(weight)[1])
-    assert torch.equal(bits(back), bits(packed.unpack_nm(*packed.pack_nm(weight))))
+    assert torch.equal(bits(values), bits(pack.pack_nm(weight)[0]))
+    assert torch.equal(indices.cpu(), pack.pack_nm(weight)[1])
+    assert torch.equal(bits(back), bits(pack.unpack_nm(*pack.pack_nm(weight))))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -148,8 +148,8 @@ def test_empty(shape, pattern, device):
 def test_layouts(layout, device):
     weight = layout(random_weight((24, 24)).to(device))
     values, indices = pack_nm(weight)
-    assert torch.equal(bits(values), bits(packed.pack_nm(weight.cpu().contiguous())[0]))
-    expected = bits(packed.unpack_nm(values.cpu(), indices.cpu()))
+    assert torch.equal(bits(values), bits(pack.pack_nm(weight.cpu().contiguous())[0]))
+    expected = bits(pack.unpack_nm(values.cpu(), indices.cpu()))
     assert torch.equal(bits(unpack_nm(values, indices)), expected)
     strided = torch.stack([values, values], -1)[..., 0], torch.stack([indices, indices], -1)[..., 0]
     assert torch.equal(bits(unpack_nm(*strided)), expected)
@@ -181,7 +181,7 @@ def test_what_cannot_be_packed_is_refused(weight, pattern, message):
 
 def damaged(place=None, byte=None, **replaced):
     """values and indices of a good [2, 12] weight, with one byte or a whole tensor replaced."""
-    tensors = dict(zip(("values", "indices"), packed.pack_nm(random_weight((2, 12))), strict=True)) | replaced
+    tensors = dict(zip(("values", "indices"), pack.pack_nm(random_weight((2, 12))), strict=True)) | replaced
     if place is not None:
         tensors["indices"][place] = byte
     return tensors.values()

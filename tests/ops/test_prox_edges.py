@@ -47,7 +47,7 @@ def test_equal_weights_share_what_one_of_four_leaves(below, dtype, device):
 def test_the_dense_point_is_found_where_three_weights_tie_at_s_zero():
     """There v = k = 0 for three weights, and 1 / (v^2 + k)^(3/2) is more than float32 holds."""
     weight = torch.tensor([[0.9159409, 0.5795862, 0.5795862, 0.5795862]])
-    candidate, valid = reference.dense_candidate(weight, 0.7)
+    candidate, valid = reference.prox.dense_candidate(weight, 0.7)
     assert valid.all()
     assert candidate.isfinite().all()
     gap = ground_truth.relative_gap(candidate, ground_truth.exact(weight, 0.7), weight, 0.7)
@@ -119,7 +119,7 @@ def test_the_two_largest_stay_where_lambda_times_a_weight_overflows(dtype, size,
 def test_a_bad_number_does_not_keep_the_general_solver_from_stopping(poison, monkeypatch):
     sweeps = []
     original = reference.elementary_symmetric
-    monkeypatch.setattr(reference, "elementary_symmetric", lambda x, k: sweeps.append(k) or original(x, k))
+    monkeypatch.setattr(reference.prox, "elementary_symmetric", lambda x, k: sweeps.append(k) or original(x, k))
     weight = random_blocks(50, 0.7, m=8, n=4, seed=23)
     weight[0] = 0.0
     reference.prox_nm(weight, 0.7, "4:8")

@@ -9,7 +9,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW
 from training import assert_same, loss_of, tiny_model, train, weights
 
 from proxsparse.ops import prox_nm, prox_nm_
-from proxsparse.optim import ProxOptimizer, groups
+from proxsparse.optim import ProxOptimizer, param_groups
 from proxsparse.optim.schedules import cosine_ramp, linear_ramp
 from proxsparse.reference import frozen_penalty
 
@@ -40,8 +40,8 @@ def test_step_is_base_step_then_prox(base, pattern):
 def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
     model, calls = tiny_model(), []
     before = weights(model)
-    call = groups.prox_nm_list_
-    monkeypatch.setattr(groups, "prox_nm_list_", lambda *arguments: calls.append(arguments) or call(*arguments))
+    call = param_groups.prox_nm_list_
+    monkeypatch.setattr(param_groups, "prox_nm_list_", lambda *arguments: calls.append(arguments) or call(*arguments))
     other = torch.nn.Parameter(torch.randn(3, 8))
     other.grad = torch.zeros_like(other)
     settings = [

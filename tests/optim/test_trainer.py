@@ -8,12 +8,13 @@ import torch
 from tiny_models import tiny_model
 
 from proxsparse import NMPattern, ProxOptimizer
-from proxsparse.checkpoint import load_masks
-from proxsparse.models import copy_weights, prunable_layers
+from proxsparse.io.mask_files import load_masks
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.snap import copy_weights
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-trainer_module = pytest.importorskip("proxsparse.trainer")
+trainer_module = pytest.importorskip("proxsparse.integrations.transformers_trainer")
 ProxCallback = trainer_module.ProxCallback
 
 pytestmark = [

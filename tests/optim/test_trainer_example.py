@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from proxsparse.checkpoint import load_masks
-from proxsparse.models import prunable_layers
+from proxsparse.io.mask_files import load_masks
+from proxsparse.models.layers import prunable_layers
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -9,8 +9,8 @@ import torch
 from ops.blocks import random_blocks
 from reference import ground_truth
 
-from proxsparse.paper_solvers import alm, enum_alm, enum_ipm, enum_pgd, enum_solve, ipm, newton_direction, pgd
 from proxsparse.reference import elementary_symmetric, prox_nm
+from proxsparse.reference.paper_solvers import alm, enum_alm, enum_ipm, enum_pgd, enum_solve, ipm, newton_direction, pgd
 
 # solver, tolerance, most iterations
 SOLVERS = {"alm": (alm, 1e-12, 20_000), "pgd": (pgd, 1e-10, 100_000), "ipm": (ipm, 1e-13, 1000)}

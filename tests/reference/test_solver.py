@@ -8,8 +8,8 @@ from ops.blocks import FAMILIES, random_blocks
 from reference import ground_truth
 
 from proxsparse import NMPattern
-from proxsparse.paper_solvers import enum_alm
 from proxsparse.reference import prox_nm
+from proxsparse.reference.paper_solvers import enum_alm
 
 
 def block(*members: float) -> torch.Tensor:

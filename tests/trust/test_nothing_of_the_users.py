@@ -11,11 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from proxsparse import evaluate, output_folder, pack, report, run
-from proxsparse.checkpoint import SCRATCH, save_masks, write_file, written_whole
+from proxsparse import evaluate, pack, report
 from proxsparse.errors import InputError
-from proxsparse.output_folder import COMPLETE, FINISHED_BLOCKS, MARKER, NEXT, RESULT, opened
-from proxsparse.reading import files_to_read, require_unchanged
+from proxsparse.io import output_folder
+from proxsparse.io.atomic import SCRATCH, write_file, written_whole
+from proxsparse.io.mask_files import save_masks
+from proxsparse.io.output_folder import COMPLETE, FINISHED_BLOCKS, MARKER, NEXT, RESULT, opened
+from proxsparse.io.reading import files_to_read, require_unchanged
+from proxsparse.run import folder
 
 NAMES = ("README.md", "config.json", "config.yaml", "masks.safetensors", "metrics.jsonl", "model.safetensors")
 
@@ -160,7 +163,7 @@ def test_pack_does_not_replace_the_model_that_it_reads(tmp_path, monkeypatch):
 
 def test_a_resumed_run_has_no_result_until_it_ends(tmp_path):
     (tmp_path / RESULT).write_text('{"status": "interrupted"}')
-    run.start_run(tmp_path, SimpleNamespace(seed=1))
+    folder.start_run(tmp_path, SimpleNamespace(seed=1))
     assert not (tmp_path / RESULT).exists()
 
 
@@ -210,7 +213,7 @@ def test_the_lock_holds_between_hosts(tmp_path):
     """As far as one machine shows it: another host name, and the folder under another path."""
     code = f"""
 import socket; socket.sethostname("node-2")
-from proxsparse.output_folder import opened
+from proxsparse.io.output_folder import opened
 with opened(__import__("pathlib").Path({str(tmp_path / "run")!r}), "train", {{}}):
     print("in", flush=True); input()
 """
@@ -284,7 +287,7 @@ def test_json_replaces_only_an_earlier_report(tmp_path):
 
 
 def test_the_callback_replaces_only_masks(tmp_path):
-    from proxsparse.trainer import ProxCallback
+    from proxsparse.integrations.transformers_trainer import ProxCallback
 
     class Reached(Exception):
         pass

@@ -27,9 +27,8 @@ from forks import Forks
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
-from proxsparse.checkpoint import load_masks, masks_sha256
-from proxsparse.config import NOT_REPEATED
-from proxsparse.output_folder import (
+from proxsparse.io.mask_files import load_masks, masks_sha256
+from proxsparse.io.output_folder import (
     COMPLETE,
     LOCK,
     MARKER,
@@ -40,6 +39,7 @@ from proxsparse.output_folder import (
     read_marker,
     read_result,
 )
+from proxsparse.run.config import NOT_REPEATED
 
 SEED = int(os.environ.get("PROXSPARSE_TRUST_SEED", "0"))
 SEQUENCES = int(os.environ.get("PROXSPARSE_TRUST_SEQUENCES", "10"))
@@ -53,7 +53,11 @@ RUNS = {  # what a run is started with beside the flags of all
 }
 WEIGHTS = (3, 2, 1, 2, 2)  # how often each of them is chosen
 CALLS = ("os.replace", "os.rename", "os.unlink", "os.mkdir", "os.fsync", "os.rmdir", "os.chmod")
-CALLS += ("proxsparse.output_folder.finish_replacement", "proxsparse.output_folder.remove", "proxsparse.run.finish")
+CALLS += (
+    "proxsparse.io.output_folder.finish_replacement",
+    "proxsparse.io.output_folder.remove",
+    "proxsparse.run.folder.finish",
+)
 # The user's files in a folder of runs, and in a folder of the user's own.
 BESIDE_A_RUN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "result.json.bak")
 BESIDE_A_RUN += ("model-final.safetensors", "checkpoint-12.zip", "custom.jinja", ".next-thesis", ".incomplete-thesis")

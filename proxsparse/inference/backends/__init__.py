@@ -1,6 +1,6 @@
 """Who multiplies by a packed weight: a table of backends, one file each, imported here so that they register.
 
-All of them read the one packed copy (`proxsparse.packed`: values [out, in/2], uint8 indices [out, ceil(in/8)]), so that
+All of them read the one packed copy (`reference.pack`: values [out, in/2], uint8 indices [out, ceil(in/8)]), so that
 a layer can change its backend with the number of rows and its checkpoint never needs a conversion. A backend whose
 library reads a form of its own has `prepare`, and a layer of that backend holds both. cuSPARSELt needs it; CUTLASS can
 also derive its form in each call.

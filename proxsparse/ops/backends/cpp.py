@@ -5,9 +5,9 @@ import importlib
 import torch
 from torch import Tensor
 
-from proxsparse import packed
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
+from proxsparse.reference import pack
 
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
@@ -70,7 +70,7 @@ def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     values = weight.new_empty((*weight.shape[:-1], k))
     indices = weight.new_empty((*weight.shape[:-1], -(-k // 4)), dtype=torch.uint8)
     if not _C.pack_n4(weight, n, values, indices):
-        packed.refuse_infeasible(weight, NMPattern(n, m))
+        pack.refuse_infeasible(weight, NMPattern(n, m))
     return values, indices
 
 

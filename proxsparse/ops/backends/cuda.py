@@ -11,10 +11,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from proxsparse import packed
 from proxsparse.ops import tuning
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
+from proxsparse.reference import pack
 
 GEMV_ARGUMENTS = 10  # of _C.gemv
 
@@ -98,7 +98,7 @@ def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     infeasible = weight.new_zeros(1, dtype=torch.int32)
     _call("pack_24", weight.view(rows, columns), values, indices, infeasible)
     if infeasible.item():
-        packed.refuse_infeasible(weight, NMPattern(n, m))
+        pack.refuse_infeasible(weight, NMPattern(n, m))
     leading = weight.shape[:-1]
     return values.view(*leading, columns // 2), indices.view(*leading, indices.shape[1])
 

@@ -1,0 +1,1 @@
+"""Texts and calibration samples."""

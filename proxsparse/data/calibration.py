@@ -1,0 +1,108 @@
+"""Calibration samples: documents, tokenized, in batches."""
+
+import random
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from proxsparse.errors import InputError
+
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def calibration_batches(
+    texts: list[str],
+    tokenizer,
+    num_samples: int,
+    seq_len: int,
+    batch_size: int = 1,
+    packing: bool = False,
+    seed: int = 42,
+) -> list[dict[str, Tensor]]:
+    """Batches for a causal language model; the same arguments give the same batches.
+
+    The documents are taken in the order `random.Random(seed).shuffle` gives their indices and tokenised as needed;
+    blank ones and those of fewer than 2 tokens are skipped. One sample is one document cut after `seq_len` tokens (the
+    form of the ProxSparse paper), or, with `packing`, one window of exactly `seq_len` tokens of all documents in a
+    row, with the eos token between them.
+
+    Args:
+        num_samples: how many samples to make; fewer, with a warning, if the texts do not suffice.
+        seq_len: tokens a sample at most.
+        batch_size: samples a batch; the last batch may hold fewer.
+    Returns:
+        Dicts of int64 [B, T], T <= seq_len: input_ids, padded on the right; attention_mask, 1 on tokens and 0 on
+        padding; labels, the input_ids with -100 on padding (not shifted: the model does that).
+    Raises:
+        InputError: for a number out of range, or if not one sample can be made.
+    """
+    for name, value, minimum in (
+        ("num_samples", num_samples, 1),
+        ("seq_len", seq_len, 2),
+        ("batch_size", batch_size, 1),
+    ):
+        if value < minimum:
+            raise InputError(f"{name}={value}: must be at least {minimum}; raise {name}")
+    order = list(range(len(texts)))
+    random.Random(seed).shuffle(order)
+    documents = (texts[index] for index in order if texts[index].strip())
+    if packing:
+        samples = packed_samples(documents, tokenizer, num_samples, seq_len)
+    else:
+        tokenised = (tokenizer(text, truncation=True, max_length=seq_len)["input_ids"] for text in documents)
+        samples = list(islice((tokens for tokens in tokenised if len(tokens) >= 2), num_samples))
+    if not samples:
+        needed = f"{seq_len} tokens in all; add text or lower seq_len" if packing else "2 tokens; add text"
+        raise InputError(f"{len(texts)} texts make no sample: it takes at least {needed}")
+    if len(samples) < num_samples:
+        short = f"{len(texts)} texts make only {len(samples)} samples of seq_len={seq_len}; going on with these"
+        warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
+    padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]
+
+
+def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[str, Tensor]]:
+    """The batches in their own order, then again and again, shuffled anew with the seed in every later pass."""
+    order, generator = list(range(len(batches))), random.Random(seed)
+    while True:
+        yield from (batches[index] for index in order)
+        generator.shuffle(order)
+
+
+def single_samples(batches: Iterable[dict[str, Tensor]]) -> Iterator[Tensor]:
+    """The samples of all batches one at a time: input_ids, [1, T], without padding."""
+    for batch in batches:
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            yield ids[mask.bool()][None]
+
+
+def packed_samples(documents: Iterable[str], tokenizer, num_samples: int, seq_len: int) -> list[list[int]]:
+    """At most `num_samples` windows of exactly `seq_len` tokens of document, eos, document, eos, ..."""
+    stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id
+    for document in documents:
+        if len(stream) >= wanted:
+            break
+        # truncation costs no token that a window would hold, and spares the tokenizer's warning about long texts
+        tokens = tokenizer(document, truncation=True, max_length=wanted - len(stream) + 1)["input_ids"]
+        if len(tokens) >= 2:
+            stream += tokens if not stream or eos in (None, stream[-1]) else [eos, *tokens]
+    return [stream[i : i + seq_len] for i in range(0, min(len(stream), wanted) - seq_len + 1, seq_len)]
+
+
+def collate(samples: list[list[int]], padding_id: int) -> dict[str, Tensor]:
+    """Samples of T_i tokens -> {input_ids, attention_mask, labels}, each int64 [B, max T_i]."""
+    tokens = [torch.tensor(sample, dtype=torch.int64) for sample in samples]
+    pad = partial(pad_sequence, batch_first=True)
+    return {
+        "input_ids": pad(tokens, padding_value=padding_id),
+        "attention_mask": pad([torch.ones_like(sample) for sample in tokens], padding_value=0),
+        "labels": pad(tokens, padding_value=IGNORED_LABEL),
+    }

@@ -1,0 +1,283 @@
+"""Texts of files, Hub data sets and named sources."""
+
+import gzip
+import json
+import os
+import re
+import reprlib
+import textwrap
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from proxsparse.errors import InputError
+
+Rows = Iterator[tuple[str, object]]
+DOCUMENTS_OF_A_DATA_SET = 10_000  # the samples are drawn from them
+DOCUMENT_CHARACTERS = 1200  # of a document cut from prose; builtin then has over 200 to train on
+# What a compressed file may unpack to: text shrinks by 3 to 20, a bomb of zeros by 1000.
+UNPACKED_RATIO, UNPACKED_ALWAYS = 100, 64 << 20
+BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... by name are the validation split
+
+
+def load_texts(source: str, split: str, text_field: str = "text", limit: int | None = None) -> list[str]:
+    """The documents of a source, in its own order.
+
+    Args:
+        source: "builtin": the language reference that Python's `pydoc` carries (no network; it differs between Python
+            versions). "c4": allenai/c4, streamed. "wikitext2": Salesforce/wikitext. An existing path, or a name that
+            starts with ".", "/" or "~" or ends in a suffix of `FILE_READERS` (".gz" may follow): a file, or all such
+            files of a folder in sorted order. Anything else: a hub data set "NAME" or "NAME:CONFIG", streamed.
+        split: "train", "validation" or what the hub data set has; local files have no splits and ignore it.
+        text_field: the field of an object row that holds the text.
+        limit: stop after this many documents with text; None reads all, which for "c4" is the whole corpus.
+    Returns:
+        One text a row. Blank rows stay: WikiText's rows are joined with two newlines, and that convention counts them.
+    Raises:
+        InputError: a source that is absent, empty, damaged or has no text; names the file, the line and the remedy.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit={limit}: at least one document is needed; give a limit >= 1, or none")
+    texts, documents = [], 0
+    for where, row in open_source(source, split):
+        texts.append(text_of(row, where, text_field))
+        documents += bool(texts[-1].strip())
+        if documents == limit:
+            break
+    if not documents:
+        raise InputError(f"{source}: no document with text in it; choose another file or data set")
+    return texts
+
+
+def evaluation_text(source: str, split: str | None = None, text_field: str = "text") -> str:
+    """The text that perplexity is measured on, as in the pruning papers (SparseGPT's data code, which all took over):
+    WikiText-2's test rows joined by two newlines, the first 1,100 validation documents of C4 by a space; of the one
+    they then take all windows, of the other 256.
+
+    Of any other source the documents of the validation split, joined by two newlines.
+
+    Args:
+        split: another one than that of the papers.
+    Raises:
+        InputError: as `load_texts`.
+    """
+    _, documents, separator = PAPERS_TEXTS.get(source, ("validation", read_limit(source), "\n\n"))
+    return separator.join(load_texts(source, split or evaluation_split(source), text_field, documents))
+
+
+def evaluation_split(source: str) -> str:
+    """The split that pruning papers measure perplexity on: WikiText-2's test, else validation."""
+    return PAPERS_TEXTS[source][0] if source in PAPERS_TEXTS else "validation"
+
+
+def read_limit(source: str) -> int | None:
+    """How many documents a run reads of a source: all of a file, a bounded part of a data set, which may be endless."""
+    return None if is_local(source) else DOCUMENTS_OF_A_DATA_SET
+
+
+def is_local(source: str) -> bool:
+    """Whether the source is a file or folder that is there; a name of `NAMED_SOURCES` is not ("./c4" is the file)."""
+    return bool(source) and source not in NAMED_SOURCES and Path(os.path.expanduser(source)).exists()
+
+
+def open_source(source: str, split: str) -> Rows:
+    """The rows of a source; a name of `NAMED_SOURCES` wins over a file of that name ("./c4" is the file)."""
+    if source in NAMED_SOURCES:
+        return NAMED_SOURCES[source](split)
+    path = Path(os.path.expanduser(source))
+    if is_local(source):
+        return read_path(path)
+    if not source or source.startswith((".", "/", "~")) or suffix_of(path) in FILE_READERS:
+        raise InputError(f"{source!r}: no such file; check the path, or use the source builtin")
+    name, _, config = source.partition(":")
+    return read_hub(name, config or None, split)
+
+
+def text_of(row: object, where: str, text_field: str) -> str:
+    """The text of one row: the row itself if it is a string, else its field `text_field`."""
+    if isinstance(row, dict):
+        if text_field not in row:
+            fields = textwrap.shorten(", ".join(map(str, row)), 300) or "none"
+            raise InputError(f"{where}: no field {text_field!r}; name the field with the text, this row has: {fields}")
+        row = row[text_field]
+    if not isinstance(row, str):
+        raise InputError(f"{where}: {reprlib.repr(row)} is not text; a row is a string or an object with a text field")
+    if re.search("[\ud800-\udfff]", row):  # JSON can spell it, no tokenizer takes it
+        raise InputError(f"{where}: holds half a surrogate pair (\\ud800 to \\udfff); mend or drop this row")
+    return row
+
+
+# ---------------------------------------------------------------------------------------------- local files
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that decides the format: "a.JSONL.gz" -> ".jsonl"."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def read_path(path: Path) -> Rows:
+    """The rows of a file, or of all files with a known suffix in a folder, sorted by name."""
+    known = ", ".join(FILE_READERS)
+    files = sorted(f for f in path.iterdir() if suffix_of(f) in FILE_READERS) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path}: no text file in this folder; put files of {known} there")
+    for file in files:
+        if suffix_of(file) not in FILE_READERS:
+            raise InputError(f"{file}: unknown format {suffix_of(file)!r}; convert it to one of {known}")
+        if file.is_file() and file.stat().st_size == 0:
+            raise InputError(f"{file}: the file is empty; choose a file with text")
+        yield from FILE_READERS[suffix_of(file)](file)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number, line with its end) of a UTF-8 file, gzip or plain; decoded line by line to name the bad one."""
+    number, packed = 0, path.suffix.lower() == ".gz"
+    try:
+        left = unpacked_limit(path) if packed else -2  # -1 then reads a whole line
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            while line := stream.readline(left + 1):
+                number += 1
+                if packed:
+                    left = within_limit(path, left - len(line))
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path}, after line {number}: cannot be read ({error}); repair or replace it") from error
+
+
+def unpacked_limit(path: Path) -> int:
+    """The bytes that a compressed file may unpack to."""
+    return max(UNPACKED_ALWAYS, UNPACKED_RATIO * path.stat().st_size)
+
+
+def within_limit(path: Path, left: int) -> int:
+    """The bytes that are left. Raises InputError for a file that unpacks to more."""
+    if left < 0:
+        raise InputError(f"{path}: unpacks to over {UNPACKED_RATIO} times its size; unpack it yourself if it is right")
+    return left
+
+
+def parse_json(text: str, path: Path, first_line: int) -> object:
+    """json.loads whose error names the file and the line; `text` begins at line `first_line`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, lists too deep in each other
+        line = first_line + getattr(error, "lineno", 1) - 1
+        reason = getattr(error, "msg", error)
+        raise InputError(f"{path}, line {line}: malformed JSON ({reason}); use one list, or one row a line") from error
+
+
+def read_json(path: Path) -> Rows:
+    """One list of rows, or one row a line."""
+    lines = read_lines(path)
+    for number, line in lines:
+        if line.lstrip().startswith("["):
+            whole = line + "".join(rest for _, rest in lines)
+            yield from ((f"{path}, row {i}", row) for i, row in enumerate(parse_json(whole, path, number), 1))
+        elif line.strip():
+            yield f"{path}, line {number}", parse_json(line.rstrip(), path, number)
+
+
+def read_prose(path: Path) -> Rows:
+    """Documents of whole paragraphs, which blank lines separate."""
+    prose = "".join(line for _, line in read_lines(path))
+    yield from ((str(path), document) for document in cut_documents(re.split(r"\n\s*?\n", prose)))
+
+
+def cut_documents(paragraphs: Iterable[str]) -> Iterator[str]:
+    """Paragraphs joined into documents; one ends with the paragraph that brings it over the length."""
+    document = []
+    for paragraph in paragraphs:
+        document.append(paragraph.strip("\n"))
+        if sum(map(len, document)) >= DOCUMENT_CHARACTERS:
+            yield "\n\n".join(document)
+            document = []
+    if any(paragraph.strip() for paragraph in document):
+        yield "\n\n".join(document)
+
+
+def read_wikitext(path: Path) -> Rows:
+    """WikiText's raw format as the hub serves it: a row is a line with its end, a blank line is the row ""."""
+    return ((f"{path}, line {number}", line if line.strip() else "") for number, line in read_lines(path))
+
+
+def read_parquet(path: Path) -> Rows:
+    """The rows of a Parquet file."""
+    import pyarrow.parquet
+
+    left, number = unpacked_limit(path), 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            left = within_limit(path, left - batch.nbytes)
+            for values in zip(*batch.columns, strict=True):
+                row = {name: value.as_py() for name, value in zip(batch.schema.names, values, strict=True)}
+                # a column with a dictionary names the same long text in every row, and each becomes a copy
+                left = within_limit(path, left - sum(len(text) for text in row.values() if isinstance(text, str)))
+                number += 1
+                yield f"{path}, row {number}", row
+    except InputError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
+        raise InputError(f"{path}: not a readable Parquet file ({error}); repair or replace it") from error
+
+
+FILE_READERS = {
+    ".jsonl": read_json,
+    ".json": read_json,
+    ".txt": read_prose,
+    ".md": read_prose,
+    ".raw": read_wikitext,
+    ".parquet": read_parquet,
+}
+
+
+# ---------------------------------------------------------------------------------------------- named sources
+
+
+def read_hub(name: str, config: str | None, split: str, streaming: bool = True) -> Rows:
+    """The rows of a data set of the Hugging Face hub."""
+    import datasets
+
+    what = f"{name}{f', config {config}' if config else ''}, split {split}"
+    try:
+        rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        yield from ((f"{what}, row {i}", row) for i, row in enumerate(rows, 1))
+    except Exception as error:  # the hub's clients raise errors of many families: HTTP, OS, Arrow, their own
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise InputError(
+            f"{what}: cannot be loaded from the Hugging Face hub ({reason}); check the name (NAME or NAME:CONFIG), "
+            "the split and the network, or use a local file or the source builtin"
+        ) from error
+
+
+def read_builtin(split: str) -> Rows:
+    """Python's language reference, cut into documents of whole paragraphs; no paragraph occurs twice."""
+    if split not in ("train", "validation"):
+        raise InputError(f"builtin has no split {split!r}; choose train or validation")
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise InputError("builtin: this Python has no pydoc_data.topics; use a local text file instead") from error
+    seen = set()
+    for index, name in enumerate(sorted(topics)):
+        paragraphs = []
+        prose = re.sub(r"^[^\w\s]{4,}\n", "", topics[name], flags=re.MULTILINE)  # no underlines, no table borders
+        for paragraph in re.split(r"\n\s*?\n", prose):
+            key = " ".join(paragraph.split())  # topics quote each other, at other indentations
+            if key and key not in seen:
+                paragraphs.append(paragraph)
+            seen.add(key)
+        if (index % BUILTIN_HELD_OUT_EVERY == 0) == (split == "validation"):
+            yield from ((f"builtin, topic {name}", document) for document in cut_documents(paragraphs))
+
+
+NAMED_SOURCES = {
+    "builtin": read_builtin,
+    "c4": partial(read_hub, "allenai/c4", "en"),
+    # small, so downloaded whole: the second run needs no network
+    "wikitext2": partial(read_hub, "Salesforce/wikitext", "wikitext-2-raw-v1", streaming=False),
+}
+# The split, how many documents of it, and what joins them.
+PAPERS_TEXTS = {"wikitext2": ("test", None, "\n\n"), "c4": ("validation", 1100, " ")}

@@ -1,0 +1,246 @@
+"""ProxSparse inside `transformers.Trainer`: the mixin makes the optimizer, the callback watches, snaps and saves masks.
+
+    class MaskTrainer(ProxTrainerMixin, Trainer):
+        '''Learns N:M masks.'''
+
+    trainer = MaskTrainer(model, args, train_dataset=data, reg_lambda_rel=0.2, callbacks=[ProxCallback()])
+    trainer.train()
+    trainer.save_model()
+
+In one process, under DDP and under FSDP2: `TrainingArguments(fsdp=True)` started by `accelerate launch` or `torchrun`,
+or a model loaded with the `distributed_config` of transformers 5.18 or newer. Every process works on its own rows:
+blocks of M weights lie along in_features, FSDP2 cuts out_features. Accelerate shards on accelerators only: on a CPU its
+processes run DDP.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
+
+from proxsparse.io.atomic import staged
+from proxsparse.io.mask_files import is_mask_file, save_masks
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.loading import base_of
+from proxsparse.models.snap import snap_
+from proxsparse.optim import ProxOptimizer
+from proxsparse.optim.param_groups import pruned_parameters
+from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.runtime.distributed import from_first
+from proxsparse.runtime.sharding import local
+from proxsparse.training.learnable_layer import Learned, count_not_finite
+from proxsparse.training.loop import whole_masks
+from proxsparse.training.mask_monitor import MaskMonitor
+from proxsparse.training.optimizer import mean_size
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and checkpointing add to module names
+
+
+class ProxTrainerMixin:
+    """A Trainer whose optimizer ends every step with the prox on the model's `prunable_layers` (paper, Algorithm 1).
+
+    The optimizer is the one that TrainingArguments ask for, in a `ProxOptimizer`. Parameters that are not pruned train
+    as they do without the mixin: freeze them (`requires_grad_(False)`) to learn the masks alone.
+
+    Args:
+        reg_lambda: lambda_1, in units of 1 / |w|^(N-1); not multiplied by the learning rate.
+        reg_lambda_rel: R: every layer gets lambda_1 = R / mean|w|. One of the two has to be given.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+        include, exclude: regular expressions searched in the names of the layers, as in `prunable_layers`.
+        frozen_lambda: lambda_2 of the frozen-weight term.
+    Raises:
+        ValueError: none or both lambdas; FSDP1 or DeepSpeed, which cut blocks; nothing to prune.
+    """
+
+    def __init__(
+        self,
+        *args,
+        reg_lambda: float | None = None,
+        reg_lambda_rel: float | None = None,
+        pattern: PatternLike = "2:4",
+        include: list[str] | None = None,
+        exclude: list[str] | None = None,
+        frozen_lambda: float = 0.0,
+        **kwargs,
+    ):
+        if (reg_lambda is None) == (reg_lambda_rel is None):
+            raise ValueError(f"reg_lambda={reg_lambda}, reg_lambda_rel={reg_lambda_rel}: give one of the two")
+        self.reg_lambda, self.reg_lambda_rel = reg_lambda, reg_lambda_rel
+        self.pattern, self.include, self.exclude = NMPattern.parse(pattern), include, exclude
+        self.frozen_lambda = frozen_lambda
+        super().__init__(*args, **kwargs)
+        refuse_cut_blocks(self)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Trainer's own optimizer with the prox; under FSDP2 accelerate shards its parameters afterwards."""
+        refuse_cut_blocks(self)
+        base = super().create_optimizer(model)
+        if "prox_step" in base.defaults:  # `train` is called a second time
+            return base
+        layers = prunable_layers(model or self.model, self.pattern, self.include, self.exclude)
+        weights = [layer.weight for layer in layers.values() if layer.weight.requires_grad]
+        if not weights:
+            raise ValueError(
+                f"the weights of all {len(layers)} layers to prune are frozen (requires_grad=False, as under adapters "
+                "such as LoRA): train the layers themselves"
+            )
+        if self.reg_lambda is None:
+            means = [mean_size(weight) for weight in weights]
+            means = from_first(lambda: means)  # with FSDP's cpu_ram_efficient_loading no other has read the weights yet
+            lambdas = [self.reg_lambda_rel / mean if mean > 0 else 0.0 for mean in means]
+            split_groups_(base, [([weight], value) for weight, value in zip(weights, lambdas, strict=True)])
+        else:
+            split_groups_(base, [(weights, self.reg_lambda)])
+        self.optimizer = ProxOptimizer(base, 0.0, self.pattern, self.frozen_lambda)
+        return self.optimizer
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Trainer's, with the figures of a `ProxCallback` beside the loss."""
+        for callback in self.callback_handler.callbacks if "loss" in logs else ():
+            logs |= callback.figures if isinstance(callback, ProxCallback) else {}
+        super().log(logs, *args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """A checkpoint of Trainer holds learned weights: W0 is what the model holds before it is loaded."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ProxCallback):
+                callback.keep_pretrained(model or self.model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+class ProxCallback(TrainerCallback):
+    """What the masks do while they are learned; at the end of the training they are saved and the weights snap to W0.
+
+    It serves any Trainer whose optimizer is one of ours. Each time the loss is logged, and before the snap, it measures
+    `figures` on a sample of blocks, see `monitor.MaskMonitor`: `feasible_share`, the share that is N:M by itself;
+    `mask_change`, the share of mask bits that are not those of the last time; `norm_gap`, ||W - W0|| / ||W0|| of the
+    kept weights. `ProxTrainerMixin` logs them.
+
+    At the end every weight that has been trained becomes W0 again, +0.0 where the mask prunes it, and the first process
+    writes masks.safetensors into `args.output_dir`. `trainer.save_model()` then saves the pruned model beside it.
+    Each process keeps its own rows of W0 in CPU memory; a second `train` returns to the same W0.
+
+    Attributes:
+        figures: name -> value, of the last measurement.
+        masks: layer name -> bool [out_features, in_features], True = kept; on the first process, after the training.
+    """
+
+    def __init__(self):
+        self.figures: dict[str, float] = {}
+        self.base: dict[str, str] = {}
+        self.masks: dict[str, Tensor] = {}
+        self.pretrained: dict[str, Tensor] = {}
+        self.learned: dict[str, Learned] = {}
+        self.monitor: MaskMonitor | None = None
+
+    def keep_pretrained(self, model: nn.Module) -> None:
+        """Notes the trained parameters as W0, this process's rows of them, if none are noted yet."""
+        reshard_(model)
+        if not self.pretrained:
+            sharded = any(local(parameter) is not parameter for parameter in model.parameters())
+            known = {"base_model": model.config.name_or_path}  # of a sharded model no process has all weights
+            self.base = known if sharded else base_of(known["base_model"], model)
+        self.pretrained = self.pretrained or {
+            name: local(parameter).detach().to("cpu", copy=True)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
+        """Keeps W0; of a resumed run `ProxTrainerMixin` has kept it before the checkpoint was loaded."""
+        if state.global_step and not self.pretrained:
+            raise ValueError(
+                f"resumed at step {state.global_step}: the model no longer holds the pretrained weights, to which "
+                "ProxCallback has to return; make the Trainer with ProxTrainerMixin"
+            )
+        target = Path(args.output_dir) / "masks.safetensors"
+        if os.path.lexists(target) and not is_mask_file(target):
+            raise ValueError(f"{target} is not a mask file, and the masks would replace it; move it away")
+        self.keep_pretrained(model)
+        self.learned = learned_by(optimizer, model, self.pretrained)
+        self.monitor = MaskMonitor(self.learned.values(), state.max_steps)
+
+    def on_step_end(self, args, state, control, **_):
+        """Measures the figures if this step is going to be logged."""
+        if control.should_log:
+            self.figures = self.monitor.observe(state.global_step)
+
+    on_epoch_end = on_step_end  # where logging_strategy="epoch" decides
+
+    def on_train_end(self, args, state, control, model=None, **_):
+        """Masks of the learned weights, the snap to W0, masks.safetensors.
+
+        Raises:
+            ValueError: a learned weight is not finite; no weight has been changed then.
+        """
+        reshard_(model)
+        if bad := count_not_finite(self.learned.values()):
+            raise ValueError(f"{bad} weights have become NaN or infinite while learning; lower learning_rate")
+        self.figures = self.monitor.observe(state.global_step)
+        masks = {name: one.mask().cpu() for name, one in self.learned.items()}
+        snap_(model, self.pretrained, masks)
+        self.masks = {plain_name(name): mask for name, mask in whole_masks(masks, self.learned).items()}
+        patterns = {plain_name(name): one.pattern for name, one in self.learned.items()}
+        if state.is_world_process_zero:
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            with staged(Path(args.output_dir)) as scratch:
+                save_masks(scratch / "masks.safetensors", self.masks, patterns, **self.base)
+
+
+def refuse_cut_blocks(trainer) -> None:
+    """Raises ValueError if the Trainer's engine flattens parameters: its parts begin and end inside of blocks."""
+    remedy = "shard with FSDP2: TrainingArguments(fsdp=True) with fsdp_config version 2, or accelerate's fsdp_version 2"
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if getattr(plugin, "fsdp_version", 2) == 1:
+        raise ValueError(
+            "FSDP1 (fsdp_version 1) joins the weights of a module to one flat parameter and cuts that anywhere, so "
+            f"that N:M blocks are torn apart; {remedy}"
+        )
+    partitioned = trainer.model is not None and any(hasattr(p, "ds_id") for p in trainer.model.parameters())
+    if partitioned or trainer.is_deepspeed_enabled or getattr(trainer.args, "deepspeed", None):
+        raise ValueError(
+            "DeepSpeed ZeRO steps on flat partitions of the weights in an optimizer of its own, so that N:M blocks are "
+            f"torn apart and the prox is left out; {remedy}"
+        )
+
+
+def split_groups_(optimizer: torch.optim.Optimizer, pruned: list[tuple[list[Tensor], float]]) -> None:
+    """Every group keeps what is not pruned, with reg_lambda 0; each (weights, lambda_1) moves to groups of its own."""
+    part_of = {weight: index for index, (weights, _) in enumerate(pruned) for weight in weights}
+    for group in list(optimizer.param_groups):
+        parts: dict[int, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter in part_of:
+                parts.setdefault(part_of[parameter], []).append(parameter)
+        group |= {"params": [p for p in group["params"] if p not in part_of], "reg_lambda": 0.0}
+        for index, weights in parts.items():
+            optimizer.add_param_group({**group, "params": weights, "reg_lambda": pruned[index][1]})
+
+
+def learned_by(optimizer: torch.optim.Optimizer, model: nn.Module, pretrained: dict[str, Tensor]) -> dict[str, Learned]:
+    """Layer name in the model -> what learns there, for every parameter that one of our optimizers prunes."""
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    learned = {}
+    for group in optimizer.param_groups:
+        pattern = NMPattern.parse(group["pattern"])
+        for weight, scale in pruned_parameters(group):
+            name = name_of[weight]
+            learned[name.removesuffix(".weight")] = Learned(None, weight, pretrained[name], scale, pattern)
+    return learned
+
+
+def reshard_(model: nn.Module) -> None:
+    """Frees the whole weights that FSDP2 leaves in place after an evaluation: what counts is each process's shard."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def plain_name(layer_name: str) -> str:
+    """The name of the layer in the plain model: without what wrappers have added."""
+    for wrapper in WRAPPERS:
+        layer_name = layer_name.replace(wrapper, "")
+    return layer_name

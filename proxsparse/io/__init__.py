@@ -1,0 +1,1 @@
+"""Files: atomic writes, masks, output folders, safetensors headers, YAML."""

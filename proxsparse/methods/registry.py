@@ -1,0 +1,180 @@
+"""The table of pruning methods, and `prune_`, which applies one to a model."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+from proxsparse.methods.walk import Batches, prune_layers_
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.unfold_linears import unfold_
+from proxsparse.patterns import NMPattern, PatternLike
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    `prune(model, layers, batches, patterns, progress, **options)` prunes the model in place and returns the masks:
+
+        layers: layer name -> nn.Linear, in model order
+        batches: calibration samples, dicts of input_ids and attention_mask (labels too where there are), int64 [B, T]
+        patterns: layer name -> NMPattern, one for every layer
+        options: see below
+        returns: layer name -> bool [out_features, in_features] on the CPU, True = kept
+
+    Afterwards a weight is +0.0 where it is not kept; kept ones are bit-equal to before unless `updates_weights`.
+    """
+
+    name: str
+    needs_data: bool
+    updates_weights: bool
+    paper: str
+    prune: Callable[..., dict[str, Tensor]]
+    options: dict[str, bool | int | float | str]  # name -> default; the type of the default is that of the option
+    by_block: bool = False  # its `prune` takes `finished_blocks` too, see `prune_`
+    check: Callable[..., None] = lambda **options: None  # raises InputError for values of its options out of range
+
+
+_methods: dict[str, Method] = {}
+
+
+def register_method(
+    name: str, needs_data: bool, updates_weights: bool, paper: str, check: Callable[..., None] = Method.check
+):
+    """Decorator: add a function that prunes a whole model, see `Method`; keyword-only parameters are its options."""
+
+    def add(prune: Callable) -> Callable:
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options_of(prune), check=check)
+        return prune
+
+    return add
+
+
+def register_layer_method(
+    name: str,
+    updates_weights: bool,
+    paper: str,
+    statistics: type | None = None,
+    check: Callable[..., None] = Method.check,
+):
+    """Decorator: add a function that prunes one layer; the walk brings it the layers in model order.
+
+        prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if it stays)
+
+    Its `statistics` are an instance of the class given here, see `walk`; without one they are None, and it needs no
+    data.
+    """
+    needs_data = statistics is not None
+
+    def add(prune_layer: Callable) -> Callable:
+        prune = partial(prune_layers_, prune_layer, statistics)
+        options = options_of(prune_layer)
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, needs_data, check)
+        return prune_layer
+
+    return add
+
+
+def options_of(function: Callable) -> dict:
+    """Name -> default of the keyword-only parameters. Raises ValueError for one without: its type would be unknown."""
+    options = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    for name, default in options.items():
+        if not isinstance(default, bool | int | float | str):
+            raise ValueError(f"option {name!r} of {function.__name__}: give it a bool, int, float or str as default")
+    return options
+
+
+def refuse_foreign(options: dict, known: dict, what: str) -> None:
+    """Raises InputError for an option that `what`, a method or an allocation, does not have."""
+    if foreign := options.keys() - known.keys():
+        raise InputError(f"{what} has no option {sorted(foreign)[0]!r}; its options: {', '.join(known) or 'none'}")
+
+
+def methods() -> list[str]:
+    """The names of all registered methods."""
+    return sorted(_methods)
+
+
+def method(name: str, what: str = "method") -> Method:
+    """The method of that name. Raises InputError, naming `what` asked for it and the choices, if there is none."""
+    if name not in _methods:
+        raise InputError(f"{what} {name!r}: there is no such method; choose from {', '.join(methods())}")
+    return _methods[name]
+
+
+def prune_(
+    model: nn.Module,
+    name: str,
+    batches: Batches = (),
+    pattern: PatternLike | dict[str, PatternLike] = "2:4",
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+    progress: bool = False,
+    finished_blocks: Path | None = None,
+    run_id: str = "",
+    **options,
+) -> dict[str, Tensor]:
+    """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
+
+    Args:
+        batches: calibration samples, dicts of input_ids and attention_mask, int64 [B, T], T may vary; padding does
+            not count. Methods without needs_data ignore them.
+        pattern: one for all layers, or one for every layer by its name (what `allocation.allocate` returns): then the
+            layers that it does not name stay as they are.
+        include, exclude: which layers, as in `models.prunable_layers`.
+        finished_blocks: a folder, there already, in which every decoder block is kept as soon as it is pruned; those
+            that are there are taken as they are, so give it to the same call again and to no other. A method that
+            prunes the whole model at once, or needs no data, keeps none.
+        run_id: written into every block that is kept there; a block of another run is pruned again.
+        options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
+    Returns:
+        Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
+    Raises:
+        InputError: an unknown method or option, no calibration sample, a layer that cannot be pruned; by name.
+    """
+    chosen = method(name)
+    refuse_foreign(options, chosen.options, f"method {name!r}")
+    chosen.check(**chosen.options | options)
+    layers, patterns = layers_and_patterns(unfold_(model), pattern, include, exclude)
+    if chosen.by_block:
+        options |= {"finished_blocks": finished_blocks, "run_id": run_id}
+    return chosen.prune(model, layers, batches, patterns, progress, **options)
+
+
+@torch.no_grad()
+def masks_of(
+    chosen: Method,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    patterns: dict[str, NMPattern],
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """The masks of a method with its own defaults, and no weight update where it can do without; the weights stay."""
+    options = {name: False for name in chosen.options if name == "update_weights"}
+    weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    try:
+        return chosen.prune(model, layers, batches, patterns, progress, **options)
+    finally:
+        for name, layer in layers.items():
+            layer.weight.copy_(weights[name])
+
+
+def layers_and_patterns(
+    model: nn.Module, pattern: PatternLike | dict, include: list[str] | None, exclude: list[str] | None
+) -> tuple[dict[str, nn.Linear], dict[str, NMPattern]]:
+    """The layers to prune and the pattern of each, in model order. Raises InputError as `models.prunable_layers`."""
+    layers = prunable_layers(model, pattern, include, exclude)
+    if not isinstance(pattern, dict):
+        return layers, dict.fromkeys(layers, NMPattern.parse(pattern))
+    return layers, {name: NMPattern.parse(pattern[name]) for name in layers}

@@ -1,0 +1,1 @@
+"""Language models: loading, prunable layers, checks, restoring pretrained weights."""

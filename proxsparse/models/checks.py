@@ -1,0 +1,66 @@
+"""Checks of a loaded model and of its outputs: positions, NaN and infinity."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+
+
+def check_length(model: nn.Module, tokens: int, flag: str) -> None:
+    """Raises InputError if the model has fewer positions than `tokens`."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and tokens > positions:
+        raise InputError(f"--{flag} {tokens}: the model has {positions} positions; lower --{flag}")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode (no dropout) within the block; every module is in its own mode again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def refuse_not_finite(model: nn.Module) -> None:
+    """Raises InputError, with the name of the tensor, if a weight is NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        if not parameter.detach().isfinite().all():
+            raise InputError(f"{name} has weights that are NaN or infinite; get the model's files again")
+
+
+def check_finite(name: str, sums: Tensor) -> None:
+    """Raises InputError unless these sums over the calibration inputs of the layer of that name are finite."""
+    if not sums.isfinite().all():
+        raise InputError(
+            f"{name}: its calibration inputs overflow or hold a NaN; take --precision fp32 (or bf16 for a model in "
+            "float16), or look for damaged weights"
+        )
+
+
+@torch.no_grad()
+def first_not_finite(model: nn.Module, input_ids: Tensor) -> str:
+    """For an error: ", and the first output that is not finite is that of LAYER", or "" if all outputs are finite.
+
+    Args:
+        input_ids: int64 [B, T], which the model reads once more.
+    """
+    found = []
+
+    def look(name: str, output: object) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        if not all(torch.isfinite(part).all() for part in outputs if isinstance(part, Tensor)):
+            found.append(name)
+
+    with evaluating(model), ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not any(module.children()):
+                hooks.enter_context(module.register_forward_hook(lambda _m, _in, output, name=name: look(name, output)))
+        model(input_ids=input_ids.to(model.device), use_cache=False)
+    return f", and the first output that is not finite is that of {found[0]}" if found else ""

@@ -1,0 +1,38 @@
+"""Copying and casting weights, and restoring the pretrained ones under a mask."""
+
+import torch
+from torch import Tensor, nn
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter on the CPU, in its own dtype: what `restore_` puts back bit for bit."""
+    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to `dtype`; buffers (rotary frequencies) stay as precise as they were loaded."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tensor], updated: bool = False) -> None:
+    """W <- W0 where the mask keeps, +0 elsewhere; every parameter without a mask becomes W0 again. In place.
+
+    Args:
+        pretrained: parameter name -> W0, from `copy_weights` or `distributed.place_`; its dtype is restored too, but
+            for a sharded model, which keeps its own. A parameter that is not there stays as it is.
+        masks: layer name -> bool [out_features, in_features]; {} restores the dense model.
+        updated: the kept weights stay as they are now, rounded to the dtype of W0, instead of becoming W0.
+    """
+    for name, weight in pretrained.items():
+        parameter = model.get_parameter(name)
+        mask = masks.get(name.removesuffix(".weight"))
+        if mask is not None:
+            kept = parameter.to("cpu", weight.dtype) if updated else weight
+            weight = torch.where(mask.to(kept.device) & (kept != 0), kept, 0.0)  # a kept -0.0 becomes +0.0 too
+        if hasattr(parameter, "to_local"):
+            parameter.to_local().copy_(weight)
+        else:
+            parameter.data = weight.to(parameter.device, copy=True)

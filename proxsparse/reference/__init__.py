@@ -1,0 +1,35 @@
+"""The equations in plain torch: one slow implementation of each, any float dtype, which all kernels are compared with.
+
+Sources: "paper" is ProxSparse (ICML 2025). The exact 2:4 solver and the general one are ours; the paper's own
+solvers, of which EnumALM can miss the optimum, are in paper_solvers.py.
+"""
+
+from proxsparse.reference.adamw_prox import adamw_prox, mix, random_bits, round_to, stochastic_round
+from proxsparse.reference.mask import nm_mask
+from proxsparse.reference.pack import pack_nm, unpack_nm
+from proxsparse.reference.prox import objective, prox_nm
+from proxsparse.reference.regularizers import (
+    elementary_symmetric,
+    frozen_denominator,
+    frozen_penalty,
+    frozen_penalty_grad,
+    reg_nm,
+)
+
+__all__ = [
+    "adamw_prox",
+    "elementary_symmetric",
+    "frozen_denominator",
+    "frozen_penalty",
+    "frozen_penalty_grad",
+    "mix",
+    "nm_mask",
+    "objective",
+    "pack_nm",
+    "prox_nm",
+    "random_bits",
+    "reg_nm",
+    "round_to",
+    "stochastic_round",
+    "unpack_nm",
+]

@@ -1,0 +1,151 @@
+"""A run's folder from its opening to its last file."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+from proxsparse.io import output_folder
+from proxsparse.io.atomic import require_space, staged, write_file
+from proxsparse.io.mask_files import save_masks
+from proxsparse.io.output_folder import NEXT, OutputFolder
+from proxsparse.models.loading import load_model
+from proxsparse.models.snap import snap_
+from proxsparse.patterns import NMPattern
+from proxsparse.run.config import LAST, NOT_REPEATED, TrainConfig
+from proxsparse.run.log import check_tracker
+from proxsparse.run.report import write_report
+from proxsparse.runtime.distributed import from_first, processes
+
+Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
+# Flags that may name a file or a folder which the run reads.
+INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoint")
+
+
+@contextmanager
+def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterator[OutputFolder]:
+    """The output folder of a run, locked for this run within the block, see `output_folder.opened`.
+
+    Of several processes the first one opens it; all get the same. `may_differ`: flags that a resumed run may change.
+
+    Raises:
+        InputError: as `output_folder.opened`; it is the folder of --model; --resume_from_checkpoint names no run.
+    """
+    check_tracker(vars(config).get("report_to", "none"))
+    with ExitStack() as stack:
+
+        def enter() -> OutputFolder:
+            final = output_dir_of(config)
+            if final.exists() and Path(config.model).exists() and final.samefile(config.model):
+                raise InputError(f"--output_dir {str(final)!r} is the folder of --model: the result would replace it")
+            folder = stack.enter_context(
+                output_folder.opened(
+                    final,
+                    command,
+                    vars(config),
+                    overwrite=config.overwrite_output_dir,
+                    resume=is_resumed_in(final, config.resume_from_checkpoint),
+                    may_differ=may_differ,
+                    inputs={name: value for name in INPUTS if (value := vars(config).get(name)) not in (None, LAST)},
+                )
+            )
+            if config.resume_from_checkpoint == LAST and not folder.begun:
+                print(f"no run to resume in {str(final)!r}: starting from the beginning", file=sys.stderr)
+            return folder
+
+        yield from_first(enter)
+
+
+def output_dir_of(config: Config) -> Path:
+    """--output_dir, else the folder of the checkpoint to resume from, else a new one. Raises InputError for `last`."""
+    asked = config.resume_from_checkpoint
+    if config.output_dir is not None:
+        return Path(config.output_dir)
+    if asked == LAST:
+        raise InputError("--resume_from_checkpoint last requires --output_dir")
+    if asked is not None:
+        around = Path(asked).resolve().parent
+        return around.parent if around.name == NEXT else around
+    return Path(f"runs/{Path(config.model).name or 'model'}-{datetime.now():%Y%m%d-%H%M%S}")
+
+
+def is_resumed_in(final: Path, asked: str | None) -> bool:
+    """Whether --resume_from_checkpoint continues in this output directory: `last`, or a folder inside of it."""
+    if asked is None or asked == LAST:
+        return asked == LAST
+    return Path(asked).resolve().parent in (final.resolve(), (final / NEXT).resolve())
+
+
+def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> None:
+    """Writes config.yaml, and metrics.jsonl as it was at the checkpoint `resumed`; without one it begins empty.
+
+    The result.json of an interruption goes: it does not describe the run that continues.
+    """
+    (run_dir / output_folder.RESULT).unlink(missing_ok=True)
+    settings = {name: value for name, value in vars(config).items() if value is not None}
+    settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
+    write_file(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False).encode())
+    if resumed is not None:
+        write_file(run_dir / output_folder.METRICS, (resumed / output_folder.METRICS).read_bytes())
+    else:
+        (run_dir / output_folder.METRICS).unlink(missing_ok=True)
+
+
+def require_space_for(model: nn.Module, run_dir: Path, more_bytes: int = 0) -> None:
+    """Raises InputError if the disk cannot hold the pruned model, its masks, small files and `more_bytes`."""
+    weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
+    require_space(run_dir, weights + 2**24 + more_bytes)
+
+
+def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:
+    """The model to save. Of a sharded one it is read anew: its weights are the pretrained ones under the masks."""
+    if processes() == 1:
+        return model
+    model, _ = load_model(config.model)
+    snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
+    return model
+
+
+def save_checkpoint(
+    run_dir: Path,
+    model: nn.Module,
+    tokenizer,
+    masks: dict[str, Tensor],
+    patterns: str | dict[str, NMPattern],
+    base: dict[str, str],
+) -> None:
+    """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; each of the two whole or not.
+
+    Args:
+        patterns: of all layers, or layer name -> pattern.
+        base: the pretrained model, see `models.base_of`.
+    """
+    with staged(run_dir) as scratch:
+        save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
+    with staged(run_dir) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        output_folder.claim(run_dir, [entry.name for entry in scratch.iterdir()])
+
+
+def nothing_left(folder: OutputFolder) -> bool:
+    """Whether the resumed run is complete. If so, finishes what a kill after its last file may have left undone."""
+    if not folder.complete:
+        return False
+    if (folder.path / output_folder.METRICS).exists():
+        write_report(folder.path)
+    finish(folder)
+    print(f"{folder.final}: this run is complete, nothing is left to do")
+    return True
+
+
+def finish(folder: OutputFolder) -> None:
+    """Removes checkpoints and finished blocks; with --overwrite_output_dir, replaces the older result."""
+    output_folder.remove_in_progress(folder.path)
+    output_folder.publish(folder)

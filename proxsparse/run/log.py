@@ -1,0 +1,91 @@
+"""Where a run's figures go: metrics.jsonl, a progress bar, and the tracker of --report_to."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from proxsparse.errors import InputError
+from proxsparse.io.output_folder import NEXT
+from proxsparse.runtime.distributed import is_first
+
+
+class RunLog:
+    """One row a step into metrics.jsonl (flushed: a killed run keeps its rows), the bar, and a tracker.
+
+    Of many processes the first one alone writes. `done`: the steps before, whose rows are in the file.
+    """
+
+    def __init__(self, run_dir: Path, done: int, steps: int, pattern: str, report_to: str = "none"):
+        self.pattern, first = pattern, is_first()
+        self.file = (run_dir / "metrics.jsonl" if first else Path(os.devnull)).open("a", encoding="utf-8")
+        bar = {"desc": "learning masks", "unit": "step", "dynamic_ncols": True, "disable": not first}
+        self.bar = tqdm(total=steps, initial=done, file=sys.stderr, **bar)
+        self.track, self.close_tracker = TRACKERS[report_to if first else "none"](run_dir, done)
+
+    def step(self, row: dict) -> None:
+        """Records one step; `row` holds "step" and numbers."""
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        self.bar.set_postfix_str(
+            f"loss {row['loss']:.3f} lr {row['learning_rate']:.1e} "
+            f"{self.pattern} {row['feasible_share']:.1%} changed {row['mask_change']:.2%}",
+            refresh=False,
+        )
+        self.bar.update()
+        self.track(row)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.bar.close()
+        self.file.close()
+        self.close_tracker()
+
+
+# A tracker, of the folder and the steps before, is (what records a row, what ends it).
+
+
+def _no_tracker(_run_dir: Path, _done: int):
+    return lambda row: None, lambda: None
+
+
+def _tensorboard(run_dir: Path, _done: int):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(run_dir / "tensorboard")
+
+    def track(row: dict) -> None:
+        for name, value in row.items():
+            if name != "step":
+                writer.add_scalar(name, value, row["step"])
+
+    return track, writer.close
+
+
+def _wandb(run_dir: Path, done: int):
+    """A resumed run goes on as the one before; wandb passes over the rows behind the checkpoint that it has already."""
+    import wandb
+
+    noted = run_dir / "wandb" / "run-id"  # in wandb's own folder
+    same = {"id": noted.read_text(), "resume": "allow"} if done and noted.is_file() else {}
+    final = run_dir.parent if run_dir.name == NEXT else run_dir
+    run = wandb.init(project="proxsparse", dir=run_dir, name=final.name, **same)
+    noted.parent.mkdir(exist_ok=True)
+    noted.write_text(run.id)
+    return lambda row: run.log(row, step=row["step"]), run.finish
+
+
+TRACKERS = {"none": _no_tracker, "tensorboard": _tensorboard, "wandb": _wandb}
+
+
+def check_tracker(report_to: str) -> None:
+    """Raises InputError, before anything is loaded, if the package of --report_to is missing."""
+    spec = importlib.util.find_spec(report_to) if report_to != "none" else None
+    # no origin: a mere folder of that name, such as the ./wandb that wandb itself leaves where it runs
+    if report_to != "none" and (spec is None or spec.origin is None):
+        raise InputError(f"--report_to {report_to}: the package is not installed; run: pip install {report_to}")

@@ -1,0 +1,80 @@
+"""README.md of a run: the model card of the pruned model."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from proxsparse.io.atomic import write_file
+from proxsparse.run.sections import number, perplexity_text, settings_text, shortened, top_text
+
+APPLY_MASKS = """\
+masks.safetensors holds, under each layer's name, `numpy.packbits(mask, axis=-1, bitorder="little")` as uint8
+[out_features, ceil(in_features / 8)]; a bit of 1 is a kept weight. To apply the masks to the pretrained `model`:
+
+```python
+import numpy, torch
+from safetensors.numpy import load_file
+
+for name, bits in load_file("masks.safetensors").items():
+    weight = model.get_submodule(name).weight
+    mask = numpy.unpackbits(bits, axis=-1, bitorder="little", count=weight.shape[-1]).astype(bool)
+    weight.data = torch.where(torch.from_numpy(mask).to(weight.device), weight.data, 0.0)
+```"""
+
+
+def write_card(run_dir: Path, result: dict) -> None:
+    """Writes the model card README.md alone, for a run that has no steps to report. `result` as in `card_text`."""
+    write_file(run_dir / "README.md", card_text(result).encode(errors="replace"))
+
+
+def card_text(result: dict) -> str:
+    """The text of README.md: front matter for the hub, then what the model is, how good, how made, how to use it.
+
+    Of any method: `result` is what result.json holds, of proxsparse.train or of proxsparse.prune.
+    """
+    model, pattern = shortened(result["model"]), result["pattern"]
+    learned = "steps" in result
+    method, credit = "ProxSparse", "ProxSparse (ICML 2025) learned which."
+    if not learned:
+        method, credit = result["method"], f"`{result['method']}` ({result['paper']}) chose which."
+    kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
+    if result.get("allocation", "uniform") != "uniform":
+        kept_share += f" on average (`{result['allocation']}` shared them out among the decoder blocks)"
+    kept = "has a new value" if result.get("updated") else "is the pretrained one, unchanged"
+    length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if learned else ""
+    on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
+    head = {"base_model": model} if on_hub else {}
+    head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    head["tags"] = [pattern, "semi-structured-sparsity", "pruned", "proxsparse"]
+    return f"""\
+---
+{yaml.safe_dump(head, sort_keys=False)}---
+
+# {Path(model).name}, pruned to {pattern} with {method}
+
+{top_text((), result)}
+
+{model} with {kept_share} in {number(result["layers"])} linear layers;
+{credit} A kept weight {kept}, and every other weight of these
+layers is +0.0. All other parameters are the pretrained ones, whose licence and limitations apply.
+
+## Held-out perplexity
+
+{perplexity_text(result["perplexity"])}
+
+## How to use it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its name on the hub
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+```
+
+## How it was made
+
+{length}{settings_text(result)}
+
+SHA-256 of the masks (names and packed bits): `{result["masks_sha256"]}`
+"""

@@ -1,0 +1,222 @@
+"""Run directory -> report.md and plots.
+
+Everything is made from metrics.jsonl (one row a step) and result.json (absent until the run has ended) alone.
+"""
+
+import fnmatch
+import io
+import json
+import math
+import reprlib
+import statistics
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from proxsparse.errors import InputError
+from proxsparse.io.atomic import write_file
+from proxsparse.run.model_card import APPLY_MASKS, card_text
+from proxsparse.run.sections import (
+    MEASURED_ON,
+    duration,
+    number,
+    perplexity_text,
+    settings_text,
+    share,
+    shortened,
+    table,
+    top_text,
+)
+
+MOST = 2**63  # an integer beyond is no figure of a run, and too large for a float
+PLOTTABLE = 1e30  # beyond it the axes' arithmetic overflows
+NUMBER = (int, float, type(None))  # a writer of strict JSON turns NaN and infinity into null
+METRICS_KEYS = {NUMBER: ["step", "loss", "feasible_share", "norm_gap"]}  # type -> keys
+RESULT_KEYS = {
+    str: ["status", "version", "model", "data", "pattern", "metric", "command", "masks_sha256"],
+    **{int: ["layers", "weights", "steps", "tokens"], (int, float): ["seconds"]},
+    NUMBER: ["feasible_share", "magnitude_agreement", "peak_memory_bytes"],
+    **{dict: ["config", "reg_lambda", "environment"], list: ["mask_similarity", "warnings"]},
+    (dict, type(None)): ["perplexity"],
+}
+PERPLEXITY_KEYS = {str: ["data"], NUMBER: [*MEASURED_ON[1:], "dense", "magnitude", "proxsparse"]}
+FILES = {
+    "masks.safetensors": "the learned masks, packed to bits",
+    "model*.safetensors*": "the pruned model's weights",
+    "*config.json": "the model's and the tokenizer's settings, for `from_pretrained`",
+    "tokenizer.*": "the tokenizer",
+    "config.yaml": "every setting of the run",
+    "metrics.jsonl": "one row a step, behind the plots",
+    "result.json": "what the run produced, for programs",
+    "report.md": "this page, with its plots *.png",
+    "README.md": "the model card",
+}
+PLOTS = {  # file -> title, y axis, its limits, key of a row
+    "loss.png": ("Training loss", "loss (nats per token)", (None, None), "loss"),
+    "feasible_share.png": ("Blocks that already satisfy N:M", "share of sampled blocks", (0, 1.02), "feasible_share"),
+    "mask_similarity.png": ("Mask bits equal to the final mask", "share of mask bits", (None, None), "to_final"),
+    "norm_gap.png": ("Drift of the kept weights from pretrained", "‖W - W₀‖ / ‖W₀‖ (no unit)", (0, None), "norm_gap"),
+}
+DARK, LIGHT, GRID = "#1b5e8c", "#9fc3dc", "#dfe3e6"
+
+
+def write_report(run_dir: Path) -> None:
+    """Writes the files of `report_files` into `run_dir`; every file is replaced in one piece."""
+    for name, content in report_files(run_dir).items():
+        write_file(Path(run_dir) / name, content)
+
+
+def report_files(run_dir: Path) -> dict[str, bytes]:
+    """Name -> content of report.md, the plots and, once result.json is there, the model card README.md.
+
+    Works on a finished, an interrupted and a running run.
+
+    Raises:
+        InputError: no such folder, no metrics.jsonl, or a malformed file (named with the line).
+    """
+    run_dir = Path(run_dir)
+    rows, result = read_metrics(run_dir), read_result(run_dir)
+    plots = draw_plots(rows, result)
+    names = {path.name for path in run_dir.iterdir()} | {"report.md", *(plots or {})}
+    names |= {"README.md"} if result else set()
+    try:
+        card = card_text(result).encode() if result else b""
+        page = report_text(rows, result, plots, names).encode()
+    except (RecursionError, UnicodeEncodeError) as error:
+        raise InputError(f"{run_dir / 'result.json'}: cannot be shown ({error}); mend or remove it") from error
+    texts = {"README.md": card, "report.md": page} if result else {"report.md": page}
+    return {**(plots or {}), **texts}
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    """The rows of metrics.jsonl; an unreadable last line is one that the run is still writing, and is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        reason = "holds no metrics.jsonl" if run_dir.is_dir() else "is not a folder"
+        raise InputError(f"{run_dir} {reason}; give the folder that proxsparse.train wrote (its --output_dir)")
+    lines = path.read_bytes().splitlines()
+    rows = []
+    for index, line in enumerate(lines, 1):
+        try:
+            rows.append(parsed(line, METRICS_KEYS, f"{path}, line {index}"))
+        except InputError:
+            if index < len(lines):
+                raise
+    return rows
+
+
+def read_result(run_dir: Path) -> dict | None:
+    """result.json, or None while there is none."""
+    path = run_dir / "result.json"
+    if not path.is_file():
+        return None
+    result = parsed(path.read_bytes(), RESULT_KEYS, str(path))
+    checked(result["reg_lambda"], {NUMBER: ["min", "max"]}, f"{path}, reg_lambda")
+    if result["perplexity"] is not None:
+        scores = [key for key in result["perplexity"] if key != "data"]
+        checked(
+            result["perplexity"], {**PERPLEXITY_KEYS, NUMBER: PERPLEXITY_KEYS[NUMBER] + scores}, f"{path}, perplexity"
+        )
+    for point in result["mask_similarity"]:
+        checked(point, {NUMBER: ["step", "to_final"]}, f"{path}, mask_similarity")
+    return result
+
+
+def parsed(text: bytes, schema: dict, where: str) -> dict:
+    try:
+        record = json.loads(text, parse_int=integer)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not valid JSON ({error}); mend or remove it") from error
+    return checked(record, schema, where)
+
+
+def integer(digits: str) -> int:
+    """An integer of JSON. Raises ValueError for one that is no figure of a run."""
+    if abs(value := int(digits)) >= MOST:
+        raise ValueError(f"{digits:.20}... is out of range")
+    return value
+
+
+def checked(record: object, schema: dict, where: str) -> dict:
+    """`record`, if it is a JSON object with these keys of these types."""
+    if not isinstance(record, dict):
+        raise InputError(f"{where}: expected a JSON object, found {reprlib.repr(record)}; mend or remove it")
+    missing = object()
+    wrong = [key for types, keys in schema.items() for key in keys if not isinstance(record.get(key, missing), types)]
+    if wrong:
+        raise InputError(f"{where}: {wrong} missing or of the wrong type; use the proxsparse version that wrote it")
+    return record
+
+
+def figures_text(result: dict) -> str:
+    memory = result["peak_memory_bytes"]
+    return table(
+        ("figure", "value"),
+        ("steps", number(result["steps"])),
+        ("tokens", number(result["tokens"])),
+        ("time (h:min:s)", duration(result["seconds"])),
+        ("layers pruned", number(result["layers"])),
+        ("weights in these layers", number(result["weights"])),
+        (f"blocks whose learned weights were {result['pattern']} by themselves", share(result["feasible_share"])),
+        ("mask bits equal to the magnitude mask's", share(result["magnitude_agreement"])),
+        ("peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"),
+        ("SHA-256 of the masks (names and packed bits)", f"`{result['masks_sha256']}`"),
+        ("proxsparse", result["version"]),
+        *result["environment"].items(),
+    )
+
+
+def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, names: Collection[str]) -> str:
+    """The text of report.md; `plots` is None without matplotlib, `names` are the files in the folder."""
+    title = f"ProxSparse {result['pattern']} masks for {shortened(result['model'])}" if result else "ProxSparse run"
+    parts = [f"# {title}", top_text(rows, result)]
+    if result:
+        parts += ["## Held-out perplexity", perplexity_text(result["perplexity"])]
+    no_plots = "No plots: `pip install matplotlib`, then `python -m proxsparse.report` on this folder."
+    runs = result["config"].get("average_runs") if result else 1
+    several = isinstance(runs, int) and runs > 1
+    again = [f"Learning begins anew with each of {runs} runs; their mean is kept."] if several else []
+    pictures = [no_plots] if plots is None else [f"![{PLOTS[name][0]}]({name})" for name in plots]
+    parts += ["## Training", *again, *pictures]
+    if result:
+        parts += ["## Figures", figures_text(result)]
+        parts += ["## What was run", f"```sh\n{result['command']}\n```", settings_text(result)]
+    found = ((sorted(fnmatch.filter(names, pattern)), what) for pattern, what in FILES.items())
+    files = [(", ".join(f"`{name}`" for name in have), what) for have, what in found if have]
+    parts += ["## Files", table(("file", "what it is"), *files)]
+    return "\n\n".join(parts + [APPLY_MASKS] * ("masks.safetensors" in names)) + "\n"
+
+
+def draw_plots(rows: Sequence[dict], result: dict | None) -> dict[str, bytes] | None:
+    """File name -> PNG for every plot that has a finite value to show; None without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return None
+    drawn = {}
+    for name, (title, y_label, limits, key) in PLOTS.items():
+        points = rows if key != "to_final" else result["mask_similarity"] if result else ()
+        x, y = ([plottable(point[k]) for point in points] for k in ("step", key))
+        if not any(map(math.isfinite, y)):
+            continue
+        axes = Figure((6, 3.5), dpi=110, layout="constrained").add_subplot(xlabel="optimizer step", ylabel=y_label)
+        if key == "loss":
+            axes.plot(x, y, color=LIGHT, linewidth=0.8, label="each step")
+            window = max(5, min(100, len(y) // 20))
+            y = [statistics.fmean(y[max(0, end - window) : end]) for end in range(1, len(y) + 1)]
+            axes.plot([], color=DARK, linewidth=2, label=f"mean of {window} steps")
+            axes.legend(frameon=False)
+        axes.plot(x, y, color=DARK, linewidth=2, marker="." if len(y) <= 30 else "")
+        axes.set_ylim(*limits)
+        axes.set_title(title, loc="left", weight="bold", size=11)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(color=GRID)
+        axes.spines[["top", "right"]].set_visible(False)
+        png = io.BytesIO()
+        axes.figure.savefig(png, format="png")
+        drawn[name] = png.getvalue()
+    return drawn
+
+
+def plottable(value: float | None) -> float:
+    """NaN, which is a gap in the line, for what cannot be drawn."""
+    return value if value is not None and abs(value) < PLOTTABLE else math.nan

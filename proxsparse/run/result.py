@@ -1,0 +1,172 @@
+"""What result.json holds, and the summary on the terminal."""
+
+import collections
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse._version import __version__
+from proxsparse.allocations.budget import budget, numel
+from proxsparse.allocations.uniform import UNIFORM
+from proxsparse.data.sources import evaluation_text
+from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
+from proxsparse.io import output_folder
+from proxsparse.io.atomic import sync, write_file
+from proxsparse.models.checks import check_length
+from proxsparse.models.snap import cast_parameters_, snap_
+from proxsparse.patterns import NMPattern
+from proxsparse.run.config import TrainConfig
+from proxsparse.run.flags import PROXSPARSE
+from proxsparse.run.folder import Config
+from proxsparse.runtime.device import environment, peak_memory_bytes
+from proxsparse.runtime.distributed import from_first
+
+# Below this share of N:M blocks the final projection, not the learning, makes most decisions.
+FEW_DECIDED = 0.5
+# What result.json says of a run in its first lines, where the run has it.
+IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
+NO_CHOICE = {"method": PROXSPARSE.name, "allocation": UNIFORM}  # of proxsparse.train, which has no flag for them
+
+
+def perplexity_of(
+    config: Config, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
+) -> Callable[[nn.Module], Perplexity | None]:
+    """A function model -> perplexity on the held-out text (None with --eval_data none); reads the text now.
+
+    Raises:
+        InputError: the text cannot be read, or the model has fewer positions than the window.
+    """
+    if config.eval_data == "none":
+        return lambda model: None
+    source = config.eval_data
+    text = from_first(lambda: evaluation_text(source, text_field=config.text_field))
+    check_length(model, config.eval_seq_len, "eval_seq_len")
+    tokens = evaluation_tokens(text, tokenizer)
+    return lambda model: perplexity(model, tokens, config.eval_seq_len, config.eval_max_windows, autocast_dtype)
+
+
+def scores_under(
+    contenders: dict[str, dict[str, Tensor]],
+    model: nn.Module,
+    pretrained: dict[str, Tensor],
+    weight_dtype: torch.dtype,
+    evaluate: Callable[[nn.Module], Perplexity | None],
+    updated: bool = False,
+) -> dict[str, Perplexity | None]:
+    """The perplexity of the pretrained weights under each set of masks; None for those that Ctrl-C cut off.
+
+    `updated`: of the weights as the method has changed them, as in `models.snap_`.
+    """
+    scores: dict[str, Perplexity | None] = dict.fromkeys(contenders)
+    try:
+        for name, masks in contenders.items():
+            snap_(model, pretrained, masks, updated)
+            cast_parameters_(model, weight_dtype)
+            scores[name] = evaluate(model)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the masks are saved, the perplexity is not measured", file=sys.stderr)
+    return scores
+
+
+def perplexity_table(scores: dict[str, Perplexity | None], config: Config) -> dict | None:
+    """The perplexity entry of result.json: one value per name, and what they were measured on; None if not measured."""
+    if any(score is None for score in scores.values()):
+        return None
+    first = next(iter(scores.values()))
+    table = {"data": config.eval_data, "seq_len": config.eval_seq_len, "windows": first.windows, "tokens": first.tokens}
+    return table | {name: score.value for name, score in scores.items()}
+
+
+def what_was_pruned(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern) -> dict:
+    """What result.json says of the layers: how many, their weights, the pattern of each, the share that is kept."""
+    return {
+        "layers": len(layers),
+        "weights": numel(layers),
+        "budget": {"asked": pattern.density, "kept": budget(layers, patterns)},
+        "patterns": {name: str(pattern) for name, pattern in patterns.items()},
+    }
+
+
+def few_samples(samples: int, config: Config) -> list[str]:
+    """A warning if the calibration text was too short for what was asked."""
+    if samples >= config.num_samples:
+        return []
+    return [
+        f"the calibration text made only {samples} of --num_samples {config.num_samples} samples: give more "
+        "documents, or --packing with a shorter --seq_len"
+    ]
+
+
+def warnings_for(table: dict | None, feasible_share: float, samples: int, config: TrainConfig) -> list[str]:
+    """What the user should know before using the mask, each with what to change."""
+    found = few_samples(samples, config)
+    if table and not table["proxsparse"] < table["magnitude"]:
+        metric = "" if config.metric == "activation" else ", or use --metric activation"
+        found.append(
+            f"the learned mask is no better than the magnitude mask (perplexity {table['proxsparse']:.2f} against "
+            f"{table['magnitude']:.2f}): raise --num_samples or --seq_len, change --learning_rate (now "
+            f"{config.learning_rate:g}){metric}"
+        )
+    if config.forward == "dense" and feasible_share < FEW_DECIDED:  # under the mask there is no projection to come
+        found.append(
+            f"only {feasible_share:.1%} of the blocks were {config.pattern} before the final projection, which decided "
+            "the rest by size alone; raise --reg_lambda_rel (or --reg_lambda), or take more steps"
+        )
+    return found
+
+
+def as_result(config: Config, device: torch.device, figures: dict) -> dict:
+    """What result.json holds: who made this, of what, where, and the figures."""
+    settings, identity = vars(config), NO_CHOICE | vars(config)
+    command = "prune" if Path(sys.argv[0]).stem == "prune" else "train"
+    return {
+        "version": __version__,
+        **{key: identity[key] for key in IDENTITY if key in identity},
+        "command": shlex.join(["python", "-m", f"proxsparse.{command}", *sys.argv[1:]]),
+        "config": settings,
+        "environment": environment(device),
+        "peak_memory_bytes": peak_memory_bytes(device),
+        **figures,
+    }
+
+
+def save_result(run_dir: Path, result: dict) -> None:
+    """Writes result.json, the file that makes a folder a finished run; metrics.jsonl is on the disk before."""
+    if (run_dir / output_folder.METRICS).exists():
+        sync(run_dir / output_folder.METRICS)
+    write_file(run_dir / output_folder.RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())
+
+
+def finite(value):
+    """The same value with every NaN and infinity as None: JSON has no words for them."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary(result: dict, run_dir: Path) -> str:
+    """The table that ends a run on the terminal."""
+    lines = []
+    if table := result["perplexity"]:
+        lines += [f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens"]
+        names = {"dense": "dense", result["method"]: result["method"]}
+        names |= {"magnitude": "magnitude", PROXSPARSE.name: "ProxSparse"}
+        lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]
+    counts = collections.Counter(result["patterns"].values())
+    spread = ", ".join(f"{count} of {pattern}" for pattern, count in sorted(counts.items()))
+    kept, asked = result["budget"]["kept"], result["budget"]["asked"]
+    lines += [f"{result['allocation']}: {spread} layers; {kept:.2%} of their weights kept, asked for {asked:.2%}"]
+    lines += [f"WARNING: {warning}" for warning in result["warnings"]]
+    if result["status"] == "interrupted":
+        lines += [f"interrupted after step {result['steps']}: these are the masks learned so far, no perplexity"]
+    report = "report.md" if (run_dir / "report.md").exists() else "result.json"
+    lines += [f"saved to {run_dir}: the {result['pattern']} model, masks.safetensors, {report}"]
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Sections of Markdown that the report and the model card share."""
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+MEASURED_ON = ("data", "seq_len", "windows", "tokens")
+NAMES = {"dense": "dense (pretrained)", "magnitude": "magnitude mask", "proxsparse": "ProxSparse mask"}
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, thousands separated: 20.68, 3,015; null is "n/a"."""
+    if value is None:
+        return "n/a"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def share(value: float | None) -> str:
+    return "n/a" if value is None else f"{100 * value:.4f} %"
+
+
+def duration(seconds: float) -> str:
+    """h:min:s; "n/a" for what is no time, such as NaN."""
+    try:
+        return str(timedelta(seconds=round(seconds)))
+    except (ValueError, OverflowError):
+        return "n/a"
+
+
+def shortened(value: object) -> object:
+    """An absolute path loses its folders: these pages get published, the layout of a home folder should not."""
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def table(*rows: Sequence[object]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = ["| " + " | ".join(" ".join(str(cell).split()).replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+
+
+def top_text(rows: Sequence[dict], result: dict | None) -> str:
+    """What a reader must know first: how the run ended, a mask that is no better, the run's warnings, the verdict."""
+    if result is None:
+        reason = "There is no result.json: the run is still going, or it was ended before it was complete."
+        last = f", the last with loss {number(rows[-1]['loss'])}" if rows else ""
+        return f"> **Warning:** {reason} This page shows {len(rows):,} finished steps{last}."
+    found = []
+    if result["status"] != "complete":
+        found.append(f"The run was {result['status']} after {number(result['steps'])} steps; the masks are from there.")
+    scores, verdict = result["perplexity"], "Held-out perplexity was not measured."
+    if scores is not None and "proxsparse" not in scores:
+        verdict = f"Held-out perplexity {number(scores[result['method']])}, against {number(scores['dense'])} dense."
+    elif scores is not None:
+        learned, magnitude = scores["proxsparse"], scores["magnitude"]
+        verdict = f"Held-out perplexity {number(learned)}, against {number(magnitude)} for the magnitude mask"
+        verdict += f" and {number(scores['dense'])} dense."
+        learned, magnitude = (math.inf if x is None or math.isnan(x) else x for x in (learned, magnitude))
+        if learned >= magnitude and not any("than the magnitude mask" in str(text) for text in result["warnings"]):
+            word = "no better" if learned == magnitude else "worse"
+            found.append(f"The learned mask is {word} than the magnitude mask, which needs no training: do not use it.")
+    lines = [f"> **Warning:** {' '.join(str(text).split())}" for text in (*found, *result["warnings"])]
+    return "\n>\n".join(lines) + f"\n\n**{verdict}**" if lines else f"**{verdict}**"
+
+
+def perplexity_text(scores: dict | None) -> str:
+    if scores is None:
+        return "Not measured."
+    windows = f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens"
+    values = ((NAMES.get(key, key), number(value)) for key, value in scores.items() if key not in MEASURED_ON)
+    scored = table(("weights", "perplexity"), *values)
+    return f"{scored}\n\n{shortened(scores['data'])}; {windows}, {number(scores['tokens'])} tokens. Lower is better."
+
+
+def settings_text(result: dict) -> str:
+    rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in result["config"].items()]
+    if "reg_lambda" in result:
+        low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
+        rows.append(("regularisation strength used", low if low == high else f"{low} to {high}, by layer"))
+    data = shortened(result["data"]) if result.get("samples") != 0 else "none needed"
+    return f"Calibration data: {data}.\n\n{table(('setting', 'value'), *rows)}"

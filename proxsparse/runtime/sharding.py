@@ -1,0 +1,128 @@
+"""A model on its device: one process holds it whole, each of many holds its rows of every parameter (FSDP2).
+
+A parameter is cut along its rows, out_features; a block of M weights lies in one row, so the prox, masks and moments
+need no communication.
+"""
+
+import math
+import os
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from proxsparse.runtime.distributed import processes
+
+# ---------------------------------------------------------------------------------------------- shards
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of a DTensor that this process holds, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def mesh(device: torch.device, within_node: bool) -> dist.DeviceMesh:
+    """All processes in one dimension, or with HSDP in two: copies over the nodes, shards within each of them."""
+    shards = int(os.environ["LOCAL_WORLD_SIZE"]) if within_node else processes()
+    sizes, names = (processes() // shards, shards), ("copies", "shards")
+    flat = shards == processes()
+    return dist.init_device_mesh(device.type, sizes[flat:], mesh_dim_names=names[flat:])
+
+
+@torch.no_grad()
+def place_(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    device: torch.device,
+    dtype: torch.dtype,
+    keep: str,
+    within_node: bool,
+) -> dict[str, Tensor]:
+    """Moves a model to its device and dtype, one decoder block after the other; of many processes each keeps its rows.
+
+    Buffers (rotary frequencies) stay as precise as they were loaded.
+
+    Args:
+        keep: where W0 stays; "device", "cpu", or "disk": as it was loaded, which for safetensors is mapped memory.
+        within_node: shards within a node and copies over the nodes (HSDP), instead of shards over all processes.
+    Returns:
+        parameter name -> W0 in the dtype of the files: the rows of this process.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    shards = mesh(device, within_node) if processes() > 1 else None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    pretrained, placed = {}, set()
+    for module in (*blocks, model):
+        own = {names[id(p)]: p for p in module.parameters() if id(p) in names and names[id(p)] not in placed}
+        loaded = {name: parameter.detach() for name, parameter in own.items()}
+        for parameter in own.values():
+            parameter.data = parameter.detach().to(device, dtype, copy=keep == "disk").contiguous()
+        if shards is not None:
+            fully_shard(module, mesh=shards, reshard_after_forward=True)  # also of the root: evaluation has no backward
+            module.set_gradient_divide_factor(1.0)  # a sum: the loss is divided already, see learning.backward
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        for name, weight in loaded.items():
+            pretrained[name] = kept(rows_of(model.get_parameter(name), weight), keep, device)
+        placed |= own.keys()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    return {name: pretrained[name] for name, _ in model.named_parameters()}
+
+
+def kept(weight: Tensor, where: str, device: torch.device) -> Tensor:
+    """A copy of the weight there; "disk": the weight itself."""
+    return weight if where == "disk" else weight.to(device if where == "device" else "cpu", copy=True)
+
+
+def rows_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """The rows of a whole tensor that this process holds of the parameter."""
+    return whole[first_row(parameter) :][: len(local(parameter))] if parameter.ndim else whole
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor whose rows are shared out over processes."""
+    return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
+
+
+def shards_of(parameter: Tensor) -> int:
+    """The dimension of the parameter's device mesh over which its rows are shared out."""
+    return next(i for i, placement in enumerate(parameter.placements) if placement.is_shard())
+
+
+def first_row(parameter: Tensor) -> int:
+    """The number, in the whole parameter, of the first row that this process holds."""
+    if not is_sharded(parameter):
+        return 0
+    dimension = shards_of(parameter)
+    number, shards = parameter.device_mesh.get_local_rank(dimension), parameter.device_mesh.size(dimension)
+    return min(number * math.ceil(len(parameter) / shards), len(parameter))
+
+
+def sum_of_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The sum over the processes that hold shards of the parameter; of other parameters the tensor itself."""
+    if is_sharded(parameter):
+        tensor = tensor.to(parameter.device_mesh.device_type, copy=True)  # a group of nccl alone takes no CPU tensor
+        dist.all_reduce(tensor, group=parameter.device_mesh.get_group(shards_of(parameter)))
+    return tensor
+
+
+def mean_of_shards(values: Tensor, parameter: Tensor) -> Tensor:
+    """The mean of a tensor of the parameter's shape, given this process's rows of it."""
+    if not is_sharded(parameter):
+        return values.mean()
+    return sum_of_shards(values.sum(), parameter) / parameter.numel()
+
+
+def whole(rows: Tensor, parameter: Tensor) -> Tensor:
+    """All rows, given those that this process holds: a tensor of as many rows as the parameter, cut like it."""
+    if not is_sharded(parameter):
+        return rows
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((len(parameter), *rows.shape[1:]))
+    device_mesh, placements = parameter.device_mesh, parameter.placements
+    rows = rows.to(device_mesh.device_type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, device_mesh, placements, shape=shape, stride=stride).full_tensor()

@@ -1,0 +1,320 @@
+"""What a run has become, on disk: a folder `checkpoint-STEP` from which a run goes on, bit for bit.
+
+    checkpoint-200/shard-*.safetensors  weights, moments, metric, ...: torch.distributed.checkpoint in safetensors
+    checkpoint-200/metrics.jsonl        the rows so far
+    checkpoint-200/state.json           counters, settings, the size of every other file; it is written last
+
+A folder is written under another name, synced and renamed, so that one with this name is whole. Each process writes its
+rows of the weights; any number of processes can read them. Nothing is pickled.
+"""
+
+import dataclasses
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse._version import __version__
+from proxsparse.errors import InputError, describe
+from proxsparse.evaluation.perplexity import Perplexity
+from proxsparse.io.atomic import SCRATCH, require_space, sync, write_file
+from proxsparse.io.output_folder import OutputFolder, checkpoints, remove, step_of
+from proxsparse.run.config import LAST, NOT_SETTINGS, TrainConfig
+from proxsparse.run.resume import MAY_DIFFER as NOT_IN_MASKS
+from proxsparse.run.resume import check_same_flags
+from proxsparse.runtime import distributed, sharding
+from proxsparse.runtime.distributed import from_first, of_all_processes
+from proxsparse.training.loop import Learning
+from proxsparse.training.optimizer import weights_of
+
+STATE, METRICS = "state.json", "metrics.jsonl"
+FILE_BYTES = 2**30  # tensors are gathered into files of about this size, each of which is serialised in memory
+COUNTERS = ("step", "batches", "tokens", "seconds")
+OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
+# Flags that a run may go on with although they differ; what 4 processes do without accumulation, 1 does with 4 passes.
+FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node")
+MAY_DIFFER = (*FREE, *NOT_IN_MASKS)  # of a run that has no checkpoint yet, or is complete
+
+
+# ---------------------------------------------------------------------------------------------- what is saved
+
+
+def is_due(state: Learning, signal: int | None) -> bool:
+    """Whether to save after this step: one of --save_steps, or the last before a signal ends the run."""
+    every = state.config.save_steps
+    return state.step < state.all_steps and bool(signal or (every and state.step % every == 0))
+
+
+def tensors_of(state: Learning) -> dict[str, Tensor]:
+    """Everything that is a tensor, by the names in the files."""
+    found = {f"metric.{name}": one.scale for name, one in state.learned.items() if one.scale is not None}
+    for name, weight in weights_of(state.optimizer).items():
+        found[f"weight.{name}"] = weight.detach()
+        held = state.optimizer.state.get(weight, {})
+        found |= {f"{key}.{name}": value for key, value in held.items() if key != "step"}
+    found |= {f"start.{name}": start for name, start in state.average.start.items()}
+    found |= {f"sum.{name}": total for name, total in state.average.sum.items()}
+    snapshots = torch.stack([mask for _, mask in state.monitor.snapshots])
+    found |= {"monitor.mask": state.monitor.mask, "monitor.snapshots": snapshots}
+    return found | {
+        f"random.{kind}": of_all_processes(get()) for kind, (get, _) in random_generators(state.model.device).items()
+    }
+
+
+def random_generators(device: torch.device) -> dict[str, tuple]:
+    """Kind -> the functions that get and set its state, of the generators that a run on this device uses."""
+    found = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
+    if device.type == "cuda":
+        on_it = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
+        found["cuda"] = on_it
+    return found
+
+
+def settings_of(config: TrainConfig) -> dict:
+    """The flags with which a run must go on."""
+    return {name: value for name, value in vars(config).items() if name not in FREE}
+
+
+def batches_a_step(config: TrainConfig) -> int:
+    return config.gradient_accumulation_steps * distributed.processes()
+
+
+def facts_of(state: Learning, scores: dict[str, Perplexity | None], digest: str) -> dict:
+    """Everything else, as JSON."""
+    held = {name: state.optimizer.state.get(weight, {}) for name, weight in weights_of(state.optimizer).items()}
+    return {
+        "version": __version__,
+        "settings": settings_of(state.config),
+        "batches_a_step": batches_a_step(state.config),
+        **{name: getattr(state, name) for name in COUNTERS},
+        "runs_ended": state.average.ended,
+        "groups": [{key: group[key] for key in OF_A_GROUP} for group in state.optimizer.param_groups],
+        "parameter_steps": {name: int(entries["step"]) for name, entries in held.items() if "step" in entries},
+        "snapshots": [step for step, _ in state.monitor.snapshots],
+        "digest": digest,
+        "scores": {name: score and dataclasses.asdict(score) for name, score in scores.items()},
+    }
+
+
+def size(state: Learning) -> int:
+    """Bytes of a checkpoint, about: what learns, its moments and masters, and the copies of averaged runs."""
+    added = (8 if state.optimizer.moment_dtype is None else 4) + (4 if state.optimizer.master_weights else 0)
+    weights = weights_of(state.optimizer).values()
+    copies = [*weights, *state.average.start.values(), *state.average.sum.values()]
+    return sum(copy.nbytes for copy in copies) + sum(weight.numel() for weight in weights) * added
+
+
+def require_space_for(state: Learning, run_dir: Path) -> None:
+    """Raises InputError if the disk cannot hold the checkpoints, one too many while one is written."""
+    if state.config.save_steps:
+        there = sum(file.stat().st_size for path in checkpoints(run_dir) for file in path.iterdir())
+        needed = (state.config.save_total_limit + 1) * size(state) - there
+        require_space(run_dir, needed, "the checkpoints (none with --save_steps 0) need")
+
+
+def save(run_dir: Path, state: Learning, scores: dict[str, Perplexity | None], digest: str) -> None:
+    """Writes the checkpoint of this step, then removes all but the newest; all processes call it together.
+
+    Raises:
+        OSError: it could not be written; the earlier ones are as they were.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    target, tensors = run_dir / f"checkpoint-{state.step}", tensors_of(state)
+    beside = target.with_name(f"{SCRATCH}-{target.name}")
+    try:
+        from_first(lambda: clear(beside))
+        with quiet():
+            writer = dcp.HuggingFaceStorageWriter(str(beside), file_numbers(tensors), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer)
+        from_first(lambda: finish(beside, target, facts_of(state, scores, digest), state.config.save_total_limit))
+    except (Exception, dcp.CheckpointException) as error:  # the latter is around those of all processes
+        if distributed.is_first():
+            shutil.rmtree(beside, ignore_errors=True)
+        reason = describe(cause_of(error))
+        raise OSError(f"{target.name} could not be written to {str(run_dir)!r}: {reason}") from error
+
+
+def clear(beside: Path) -> None:
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+
+
+def finish(beside: Path, target: Path, facts: dict, limit: int) -> None:
+    """state.json, the other name, and no checkpoint too many."""
+    metrics = target.parent / METRICS
+    shutil.copyfile(metrics, beside / METRICS)
+    sync(beside / METRICS)
+    sizes = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
+    write_file(beside / STATE, (json.dumps(facts | {"files": sizes}) + "\n").encode())
+    aside = target.with_name(f"{SCRATCH}-old-{target.name}")
+    if target.exists():  # of the same step, from before a resumption
+        target.rename(aside)
+    beside.rename(target)
+    sync(target.parent)
+    *older, _ = [path for path in checkpoints(target.parent) if step_of(path) <= facts["step"]]
+    for path in {*checkpoints(target.parent)} - {target, *older[max(0, len(older) - limit + 1) :]}:
+        remove([path])  # too many; those of later steps belong to what was not continued
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Tensor name -> the number of its file, from 1; every file of about FILE_BYTES."""
+    numbers, held, number = {}, 0, 1
+    for name, tensor in tensors.items():
+        held += tensor.nbytes // distributed.processes()
+        if held > FILE_BYTES:
+            held, number = 0, number + 1
+        numbers[name] = number
+    return numbers
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error of the disk inside torch's, which gathers those of all processes."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the remark of torch.distributed.checkpoint that there is one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def kept(run_dir: Path) -> str:
+    """The checkpoints of a run, in words; "" if there are none."""
+    names = [path.name for path in checkpoints(run_dir)]
+    return f"{', '.join(names)} kept" if names else ""
+
+
+# ---------------------------------------------------------------------------------------------- going on
+
+
+def find(folder: OutputFolder, config: TrainConfig) -> tuple[Path | None, dict]:
+    """The checkpoint that --resume_from_checkpoint names and its facts; (None, {}): begin at the start.
+
+    Raises:
+        InputError: no checkpoint there; it is damaged, or was made with other settings.
+    """
+    asked = config.resume_from_checkpoint
+    if asked == LAST:
+        found = checkpoints(folder.path) if folder.begun else []
+        if folder.begun and not found:
+            print(f"no checkpoint in {str(folder.path)!r} yet: starting from the beginning", file=sys.stderr)
+        asked = found[-1] if found else None
+    if asked is None:
+        return None, {}
+    if not (Path(asked) / STATE).is_file():
+        raise InputError(
+            f"--resume_from_checkpoint {asked}: no checkpoint there, which holds a {STATE}; give its folder, or last"
+        )
+    return Path(asked), read_facts(Path(asked), config)
+
+
+def read_facts(path: Path, config: TrainConfig) -> dict:
+    """state.json of a checkpoint, once it is sure that it is whole and of a run with these settings."""
+    flag = f"--resume_from_checkpoint {path}"
+    try:
+        facts = json.loads((path / STATE).read_bytes())
+        sizes = {name: (path / Path(name).name).stat().st_size for name in facts["files"]}
+        facts["scores"] = {name: score and Perplexity(**score) for name, score in facts["scores"].items()}
+        before, batches = facts["settings"], facts["batches_a_step"]
+        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots", "digest"} - facts.keys()
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(f"{flag}: damaged ({describe(error)}); give another") from error
+    for name, expected in facts["files"].items():
+        if sizes[name] != expected:
+            raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give another")
+    if missing:
+        raise InputError(f"{flag}: {STATE} lacks {sorted(missing)[0]}; give another")
+    check_same_flags(path, before, settings_of(config))
+    if batches != batches_a_step(config):
+        raise InputError(
+            f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({distributed.processes()} "
+            "processes); change --gradient_accumulation_steps"
+        )
+    return facts
+
+
+def read_metric(path: Path, layers: dict[str, nn.Linear], config: TrainConfig) -> dict[str, Tensor]:
+    """Layer name -> c, fp32 [in_features], on the layer's device; {} with --metric none."""
+    measured = layers.items() if config.metric != "none" else ()
+    devices = {name: sharding.local(layer.weight).device for name, layer in measured}
+    found = {name: torch.empty(layer.in_features, device=devices[name]) for name, layer in measured}
+    load_(path, {f"metric.{name}": scale for name, scale in found.items()})
+    return found
+
+
+def restore_(path: Path, facts: dict, state: Learning) -> None:
+    """Puts the run back to where it was when the checkpoint was written.
+
+    Raises:
+        InputError: a tensor is missing or has another shape or dtype.
+    """
+    saved = names_in(path)
+    for name, weight in weights_of(state.optimizer).items():
+        if f"exp_avg.{name}" in saved:  # what has never had a gradient has no moments
+            state.optimizer.prepare_state(weight)["step"].fill_(facts["parameter_steps"][name])
+    state.monitor.snapshots = [(step, torch.empty_like(state.monitor.mask)) for step in facts["snapshots"]]
+    tensors = tensors_of(state)
+    generators = random_generators(state.model.device)
+    for name in [f"random.{kind}" for kind in generators]:
+        tensors.pop(name)
+        if name in saved:  # not if it was made on another kind of device; of as many processes as there were
+            tensors[name] = torch.empty(saved[name].size, dtype=torch.uint8)
+    load_(path, tensors)
+    for kind, (_, put) in generators.items():
+        if (states := tensors.get(f"random.{kind}")) is not None:
+            put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # torch reads it aligned
+    state.monitor.mask = tensors["monitor.mask"]
+    state.monitor.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
+    for group, values in zip(state.optimizer.param_groups, facts["groups"], strict=True):
+        group |= {key: values[key] for key in OF_A_GROUP}
+    state.average.ended = facts["runs_ended"]
+    for name in COUNTERS:
+        setattr(state, name, facts[name])
+    state.remask_()
+
+
+def names_in(path: Path) -> dict:
+    """Tensor name -> what torch.distributed.checkpoint knows of it, for every tensor in the files.
+
+    Raises:
+        InputError: a file is damaged.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    try:
+        return dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors' own, and whatever a torn header leads to
+        raise InputError(f"--resume_from_checkpoint {path}: damaged ({describe(error)}); give another") from error
+
+
+def load_(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills the tensors, or the rows that this process holds of them, from the files; all processes call it together.
+
+    Raises:
+        InputError: one is missing or has another shape or dtype.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    saved = names_in(path) if tensors else {}
+    for name, tensor in tensors.items():
+        found = saved.get(name)
+        held = found and (list(found.size), found.properties.dtype)
+        if held != (list(tensor.shape), tensor.dtype):
+            raise InputError(
+                f"--resume_from_checkpoint {path}: {name} is {held or 'not there'}, this run needs "
+                f"{list(tensor.shape)} of {tensor.dtype}; it is of another model or version"
+            )
+    with quiet():
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))

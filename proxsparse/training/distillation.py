@@ -1,0 +1,70 @@
+"""The calibration loss: the next token of the text, and, with distillation, what the dense model thinks of every other.
+
+A text names one token where the dense model gives a distribution over all (Hinton et al. 2015, arXiv 1503.02531).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.data.calibration import IGNORED_LABEL
+from proxsparse.runtime.distributed import in_order, share
+
+# Tokens of the teacher's distribution that are kept one by one; the rest of the vocabulary counts as one more token:
+# a full distribution would take vocabulary / 64 times the memory for every token of the calibration text.
+KEPT_TOKENS = 64
+
+Batch = dict[str, Tensor]
+
+
+@torch.no_grad()
+def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
+    """The batches, each with what the model predicts now, at every position that has a label (R of them).
+
+    Adds teacher_tokens, int32 [R, K], the K = 64 likeliest next tokens, and teacher_probs, bfloat16 [R, K].
+    """
+    shared = [(likeliest(logits_at_labels(model, batch)[0]), counts) for batch, counts in share(batches)]
+    targets = in_order([target for target, counts in shared if counts], len(batches))
+    return [batch | target for batch, target in zip(batches, targets, strict=True)]
+
+
+def likeliest(logits: Tensor) -> Batch:
+    """The targets made of logits [R, vocabulary], on the CPU."""
+    probs, tokens = logits.float().softmax(-1).topk(min(KEPT_TOKENS, logits.shape[-1]))
+    return {"teacher_tokens": tokens.int().cpu(), "teacher_probs": probs.bfloat16().cpu()}
+
+
+def logits_at_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The logits [R, vocabulary] of the positions whose next token has a label, and those tokens, int64 [R]."""
+    # before the forward pass, and counted on the CPU: a copy to a GPU, and a count on it, wait for its queued kernels
+    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    labels = batch["labels"][:, 1:].flatten()
+    real = (labels != IGNORED_LABEL).nonzero().flatten()
+    chosen = real.to(model.device) if len(real) < len(labels) else None  # the logits are large: no needless copy
+    labels = labels[real].to(model.device)
+    logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
+    return logits if chosen is None else logits[chosen], labels
+
+
+def calibration_loss(model: nn.Module, batch: Batch, distill: float) -> Tensor:
+    """Mean over positions of  (1 - a) * -log p(y)  +  a * KL(q || p),  a = `distill`; a scalar.
+
+        KL(q || p) = sum_k q_k log(q_k / p_k)  +  r log(r / s),   r = 1 - sum_k q_k,  s = 1 - sum_k p_k
+
+    p: the model's distribution, y: the next token, q: the teacher's K likeliest tokens, from `teacher_targets`.
+    """
+    teacher = {name: batch[name].to(model.device) for name in ("teacher_tokens", "teacher_probs") if distill}
+    return loss_of_logits(*logits_at_labels(model, batch), teacher, distill)
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor, teacher: Batch, distill: float) -> Tensor:
+    """`calibration_loss` of the logits [R, vocabulary] and the next tokens, int64 [R]."""
+    log_p = logits.float().log_softmax(-1)
+    text = -log_p.gather(-1, labels[:, None]).mean()
+    if not distill:
+        return text
+    q, top = teacher["teacher_probs"].to(log_p), log_p.gather(-1, teacher["teacher_tokens"].to(labels))
+    tiny = torch.finfo(torch.float32).eps
+    r = (1 - q.sum(-1)).clamp_min(tiny)
+    s = (1 - top.exp().sum(-1)).clamp_min(tiny)
+    divergence = (q * (q.clamp_min(tiny).log() - top)).sum(-1) + r * (r / s).log()
+    return (1 - distill) * text + distill * divergence.mean()

@@ -1,0 +1,117 @@
+"""What the masks do while they are learned, measured on a fixed sample of blocks so that it costs next to nothing."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from proxsparse.patterns import NMPattern
+from proxsparse.reference import nm_mask
+from proxsparse.runtime.sharding import first_row, local, sum_of_shards
+from proxsparse.training.learnable_layer import Learned, ranking
+
+BLOCKS_PER_LAYER = 1024
+SNAPSHOTS = 20
+
+
+class MaskMonitor:
+    """Follows evenly spaced blocks of the learned weights: are they N:M, does their mask change, how far from W0?
+
+    Under the mask they are ranked by c * w * sign(W0), else by |c * w|, see `learned.ranking`. Every process of a
+    sharded model holds the whole sample.
+    """
+
+    def __init__(self, learned: Iterable[Learned], steps: int):
+        self.learned = list(learned)
+        self.places = [sampled_places(each) for each in self.learned]
+        ones = [torch.ones(1, device=local(each.weight).device) for each in self.learned]
+        scales = [one if each.scale is None else each.scale for each, one in zip(self.learned, ones, strict=True)]
+        self.scale = self._sample(c.expand(each.pretrained.shape) for c, each in zip(scales, self.learned, strict=True))
+        self.pretrained = self._sample(each.own_pretrained() for each in self.learned)
+        self.mask = self._current_mask(self._weights())
+        self.every = max(1, steps // SNAPSHOTS)
+        self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
+
+    def _sample(self, rows: Iterable[Tensor]) -> list[Tensor]:
+        """Of every layer [sampled blocks, m], fp32 on the CPU; `rows`: what this process holds of each.
+
+        The host waits for a GPU once, in the copy of all samples together.
+        """
+        sampled = []
+        for each, (count, here, row, column), held in zip(self.learned, self.places, rows, strict=True):
+            of_row = each.pattern.blocks(held).flatten(1, -2)  # [rows, blocks of a row, m], also of a stack of weights
+            values = torch.zeros(count, each.pattern.m, device=held.device)
+            values[here] = of_row[row, column].float()
+            sampled.append(sum_of_shards(values, each.weight))
+        flat = torch.cat([values.flatten().to(sampled[0].device) for values in sampled]).cpu()
+        parts = flat.split([values.numel() for values in sampled])
+        return [part.view(values.shape) for part, values in zip(parts, sampled, strict=True)]
+
+    def _weights(self) -> list[Tensor]:
+        return self._sample(local(each.weight).detach() for each in self.learned)
+
+    def _current_mask(self, weights: list[Tensor]) -> Tensor:
+        """Which weights of the sample would be kept now, of all layers one after the other."""
+        sample = zip(self.learned, weights, self.scale, self.pretrained, strict=True)
+        return joined(nm_mask(ranking(w, c, w0 if each.masked else None), each.pattern) for each, w, c, w0 in sample)
+
+    def observe(self, step: int) -> dict[str, float]:
+        """feasible_share, mask_change since the last call, norm_gap of the kept weights; remembers some masks."""
+        weights = self._weights()
+        mask, pretrained = self._current_mask(weights), joined(self.pretrained)
+        feasible = joined(each.pattern.feasible_blocks(w) for each, w in zip(self.learned, weights, strict=True))
+        kept = mask & (pretrained != 0)
+        gap = (joined(weights) - pretrained)[kept].norm() / pretrained[kept].norm()
+        row = {
+            "feasible_share": feasible.float().mean().item(),
+            "mask_change": (mask != self.mask).float().mean().item(),
+            "norm_gap": gap.item() if kept.any() else 0.0,
+        }
+        self.mask = mask
+        if step % self.every == 0:
+            self.snapshots.append((step, mask))
+        return row
+
+    def similarity(self) -> list[dict[str, float]]:
+        """Share of mask bits equal to the last mask, at every remembered step."""
+        return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
+
+
+def sampled_places(each: Learned) -> tuple[int, Tensor, Tensor, Tensor]:
+    """The number of sampled blocks of a layer; of those in this process: index in the sample, row and column.
+
+    int64, on the device of the weight, but computed on the CPU: a boolean index on a GPU makes the host wait.
+    """
+    rows, of_row = len(local(each.weight)), math.prod(each.weight.shape[1:]) // each.pattern.m
+    blocks = len(each.weight) * of_row
+    index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER))
+    row, column = index // of_row - first_row(each.weight), index % of_row
+    here = ((row >= 0) & (row < rows)).nonzero().flatten()
+    places = (tensor.to(local(each.weight).device) for tensor in (here, row[here], column[here]))
+    return (len(index), *places)
+
+
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """All numbers in them, one after the other."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@torch.no_grad()
+def feasible_share(weights: Iterable[Tensor], pattern: NMPattern) -> float:
+    """Share of the blocks of all weights, sharded or not, that are N:M, exact."""
+    weights = list(weights)
+    counts = [sum_of_shards(pattern.feasible_blocks(local(weight)).sum(), weight).item() for weight in weights]
+    return sum(counts) / sum(weight.numel() // pattern.m for weight in weights)
+
+
+def agreement(masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, Learned] | None = None) -> float:
+    """Share of mask bits that are equal in two sets of masks of the same layers.
+
+    `learned`: of layers that may be sharded; then the masks hold the rows of this process, and each has to call it.
+    """
+    equal = {name: (mask == others[name]).sum() for name, mask in masks.items()}
+    if learned:
+        equal = {name: sum_of_shards(count, learned[name].weight) for name, count in equal.items()}
+    bits = sum(learned[name].weight.numel() if learned else mask.numel() for name, mask in masks.items())
+    return sum(count.item() for count in equal.values()) / bits

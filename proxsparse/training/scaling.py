@@ -1,0 +1,68 @@
+"""The activation metric: every weight in the unit in which it matters, so that one lambda and one step fit all."""
+
+import math
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.data.calibration import single_samples
+from proxsparse.errors import InputError
+from proxsparse.models.checks import check_finite
+from proxsparse.runtime.distributed import share, total_
+from proxsparse.runtime.sharding import local, mean_of_shards
+
+# A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
+DEAD_FEATURE = 1e-4
+
+
+@torch.no_grad()
+def activation_metric(
+    model: nn.Module, layers: dict[str, nn.Linear], batches: list[dict[str, Tensor]], samples: int
+) -> dict[str, Tensor]:
+    """c_j = ||X_j||_2 / mean_{i,k}(|W0_ik| ||X_k||_2) for every input feature j of every layer; mean |c * W0| is 1.
+
+    X are the layer's inputs over the first `samples` calibration samples in the dense model. v = c * w is Wanda's score
+    with the sign, normalised: learning v with a step that ignores the gradient's scale (AdamW) and the prox on v
+    decide by effect on the output instead of by magnitude, with dimensionless lambda and learning rate.
+
+    Raises:
+        InputError: inputs or weights of a layer are not finite; names it.
+    Returns:
+        layer name -> c, fp32 [in_features], positive, on the layer's device.
+    """
+    for name, layer in layers.items():  # first: the layers that a damaged one feeds would be blamed for its outputs
+        if not math.isfinite(mean_of_shards(local(layer.weight).float().abs(), layer.weight)):
+            raise InputError(f"{name}: its weights hold a NaN or an infinity; take an undamaged file of the model")
+    devices = {name: local(layer.weight).device for name, layer in layers.items()}
+    squares = {name: torch.zeros(layer.in_features, device=devices[name]) for name, layer in layers.items()}
+    factor = 1.0  # 0 for a sample that another process counts
+
+    def accumulate(name: str):
+        def hook(_module, inputs):
+            square = inputs[0].detach().float().reshape(-1, squares[name].numel()).square().sum(0)
+            squares[name] += factor * square
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
+    try:
+        for ids, counts in share(list(islice(single_samples(batches), samples))):
+            factor = float(counts)
+            model(input_ids=ids.to(model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, square in squares.items():
+        check_finite(name, total_(square))
+    return {name: normalised_metric(layers[name].weight, square.sqrt()) for name, square in squares.items()}
+
+
+def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:
+    """norms / mean(|W| * norms), with dead features lifted to a small share of the mean norm; [in_features]."""
+    norms, sizes = norms.clamp_min(DEAD_FEATURE * norms.mean()), local(weight).float().abs()
+    scale = norms / mean_of_shards(sizes * norms, weight)
+    if bool((scale.isfinite() & (scale > 0)).all()):
+        return scale
+    # No token reached the layer (an idle expert) or its weights are zero: all features count the same.
+    return torch.full_like(norms, 1.0) / mean_of_shards(sizes, weight).clamp_min(torch.finfo(torch.float32).tiny)
