@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, NOT_PACKED
 
 from proxsparse import SparseLinear, sparsify_
-from proxsparse.integrations import register_quantizer
 from proxsparse.inference.convert import pack_tensors, unsparsify_
-from proxsparse.integrations import transformers_quantizer
+from proxsparse.integrations import register_quantizer, transformers_quantizer
 from proxsparse.integrations.after_import import after_import
 from proxsparse.io.model_files import headers
 from proxsparse.pack import main as pack
