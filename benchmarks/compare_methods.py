@@ -29,7 +29,7 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.io.atomic import write_file
-from proxsparse.methods import methods
+from proxsparse.methods import list_methods
 from proxsparse.models.checks import check_length
 from proxsparse.run.report import shortened
 from proxsparse.run.result import finite
@@ -37,7 +37,7 @@ from proxsparse.runtime.device import choose_device, choose_precision, version
 
 # What makes two rows the same measurement; the commit does not, see --again.
 IDENTITY = ("method", "model", "data", "seq_len", "task", "lm_eval", "settings", "device")
-METHODS = ["dense", *(name for name in methods() if name != TRAINED), TRAINED]
+METHODS = ["dense", *(name for name in list_methods() if name != TRAINED), TRAINED]
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse import train
-from proxsparse.allocations.registry import allocate, allocation
+from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import load_texts, read_limit
 from proxsparse.errors import InputError
 from proxsparse.evaluation.masks import apply_masks_
-from proxsparse.io.atomic import staged, write_file
+from proxsparse.io.atomic import atomic_directory, write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, pack_mask, unpack_mask
-from proxsparse.methods import method, prune_
+from proxsparse.methods import get_method, prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
 from proxsparse.run.config import NOT_SETTINGS, TrainConfig, converted, parse_config
@@ -65,8 +65,8 @@ def one_shot(text: str, args) -> Contender:
     if text.partition(":")[0] == TRAINED:
         return trained(text, args)
     first, plus, second = text.partition("+")
-    chosen, options = with_options(first, method)
-    shared, its_options = with_options(second, allocation) if plus else (None, {})
+    chosen, options = with_options(first, get_method)
+    shared, its_options = with_options(second, get_allocation) if plus else (None, {})
     if "seed" in chosen.options:  # one seed for the documents and the method, as in proxsparse.prune
         options = {"seed": args.seed} | options
     settings = {"pattern": args.pattern, "options": chosen.options | options}  # a default may change one day
@@ -233,7 +233,7 @@ def store(model: nn.Module, masks: dict[str, Tensor], contender: Contender, fold
     kept = {name: weights[f"{name}.weight"] if updated else pack_mask(mask) for name, mask in masks.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "pruned.json").unlink(missing_ok=True)
-    with staged(folder) as scratch:
+    with atomic_directory(folder) as scratch:
         save_file(
             {name: tensor.detach().contiguous().cpu() for name, tensor in kept.items()}, scratch / "layers.safetensors"
         )

@@ -65,7 +65,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import backends, choice
 from proxsparse.inference.convert import sparsify_
-from proxsparse.inference.generate import GreedyDecoder, captured
+from proxsparse.inference.generate import GreedyDecoder, capture_graph
 from proxsparse.inference.glue import with_compiled_glue
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.merge import merge_projections_, separate_products
@@ -81,9 +81,9 @@ PACKED = {"dense": False, "sparse": True}
 FORMS = (*PACKED, *(form + MERGED for form in PACKED))
 MODES = {  # mode -> (model -> the `faster` of GreedyDecoder)
     "eager": lambda model: None,
-    "graph": lambda model: captured,
-    "compiled_glue": lambda model: with_compiled_glue(model, captured if model.device.type == "cuda" else None),
-    "dependent": lambda model: dependent(with_compiled_glue(model, captured)),
+    "graph": lambda model: capture_graph,
+    "compiled_glue": lambda model: with_compiled_glue(model, capture_graph if model.device.type == "cuda" else None),
+    "dependent": lambda model: dependent(with_compiled_glue(model, capture_graph)),
     "compile": lambda model: partial(torch.compile, dynamic=False),
 }
 ON_A_GPU = ("graph", "dependent")

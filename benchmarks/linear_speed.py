@@ -63,7 +63,7 @@ import proxsparse.inference.linear  # noqa: F401  registers the op
 from proxsparse.errors import run_command
 from proxsparse.inference import choice
 from proxsparse.inference.backends import Backend, backend, backends
-from proxsparse.inference.generate import captured
+from proxsparse.inference.generate import capture_graph
 from proxsparse.ops import unpack_nm
 from proxsparse.ops.tuning import device_kind
 from proxsparse.runtime.device import choose_device
@@ -291,7 +291,7 @@ def repeated(call: Callable[[int], Tensor], number: int, state: str, device: tor
         for place in range(number):
             call(place if state == "cold" else 0)
 
-    return captured(run) if device.type == "cuda" else run
+    return capture_graph(run) if device.type == "cuda" else run
 
 
 def speeds(name: str, weights: Weights, x: Tensor, ms: float) -> dict[str, float]:

@@ -83,7 +83,7 @@ def adamw(parameters: list) -> Optimizer:
 def with_metric(optimizer: Optimizer, parameters: list) -> Optimizer:
     """A random metric for every weight, around 1."""
     for parameter in parameters:
-        optimizer.set_metric(parameter, 0.5 + torch.rand(parameter.shape[-1], device=parameter.device))
+        optimizer.set_scale(parameter, 0.5 + torch.rand(parameter.shape[-1], device=parameter.device))
     return optimizer
 
 

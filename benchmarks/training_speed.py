@@ -25,8 +25,8 @@ from proxsparse.run.config import TrainConfig, parse_config
 from proxsparse.runtime import sharding
 from proxsparse.runtime.device import autocast, choose_precision, peak_memory_bytes
 from proxsparse.training import loop
-from proxsparse.training.learnable_layer import learned_layers
-from proxsparse.training.scaling import activation_metric
+from proxsparse.training.learnable_layer import make_learnable_layers
+from proxsparse.training.scaling import activation_scaling
 
 GB = 10**9
 PAPER = "--recipe llama-2-7b --eval_data none --metric_samples 8"  # bf16, 4,096 tokens, gradient checkpointing
@@ -121,10 +121,10 @@ def learn(model: nn.Module, config: TrainConfig, device: torch.device) -> tuple[
     pattern, layers = NMPattern.parse(config.pattern), prunable_layers(model, config.pattern)
     batches = documents(model.config.vocab_size, config)
     blocks, keep = decoder_blocks(model), config.pretrained_weights
-    pretrained = sharding.place_(model, blocks, device, dtype, keep, within_node=False)
+    pretrained = sharding.shard_and_move_(model, blocks, device, dtype, keep, within_node=False)
     with autocast(device, compute_dtype):
-        metric = activation_metric(model, layers, batches, config.metric_samples) if config.metric != "none" else {}
-    learned = learned_layers(layers, pretrained, metric, pattern, config.forward == "masked", {})
+        metric = activation_scaling(model, layers, batches, config.metric_samples) if config.metric != "none" else {}
+    learned = make_learnable_layers(layers, pretrained, metric, pattern, config.forward == "masked", {})
     state = loop.begin(model, learned, config, config.max_steps)
     samples = loop.own_samples(batches, config.seed, 0)
     times, losses, started = [], [], time.perf_counter()

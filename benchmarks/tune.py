@@ -38,7 +38,7 @@ from tune_choice import chosen_parameters, cuda_from, key, write_tuned
 from tune_kernels import DTYPE, KERNELS, TINY, Case, Kernel
 
 from proxsparse.errors import run_command
-from proxsparse.inference.generate import captured
+from proxsparse.inference.generate import capture_graph
 from proxsparse.ops import tuning
 from proxsparse.runtime.device import device_name
 
@@ -287,7 +287,7 @@ def measured(kernel: Kernel, item: Item, device: torch.device) -> dict[str, obje
         trial = kernel.trial(item.case, device)
         if problem := trial.problem():
             return {"note": f"wrong: {problem}"}
-        run = captured(trial.run) if device.type == "cuda" else trial.run
+        run = capture_graph(trial.run) if device.type == "cuda" else trial.run
         samples = interleaved({"run": run}, trial.renew, device, ROUNDS[device.type], 0.0, trial.copies)
     copy_ms = samples["copy"].row()["p50_ms"]
     samples["run"].ms = [ms / trial.calls for ms in samples["run"].ms]

@@ -12,7 +12,7 @@ from proxsparse.errors import run_command
 from proxsparse.inference import backends as inference
 from proxsparse.inference.choice import choose
 from proxsparse.inference.linear import AUTO, explicit
-from proxsparse.ops.registry import BACKENDS, chosen_backend, kernels, ops, select
+from proxsparse.ops.registry import BACKENDS, chosen_backend, get_kernels, list_ops, select
 from proxsparse.runtime.device import choose_device, device_name, version
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
@@ -45,9 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
 def op_rows(tensor: torch.Tensor) -> dict[str, tuple[dict, str | None]]:
     """Op -> (backend -> None or why it does not serve, the backend that serves a call like this one)."""
     rows = {}
-    for op in ops():
+    for op in list_ops():
         reasons = dict.fromkeys(BACKENDS, "it has no kernel for this op")
-        reasons |= {kernel.backend: kernel.supports(tensor, *TYPICAL_ARGUMENTS[op]) for kernel in kernels(op)}
+        reasons |= {kernel.backend: kernel.supports(tensor, *TYPICAL_ARGUMENTS[op]) for kernel in get_kernels(op)}
         serving = None
         with contextlib.suppress(RuntimeError):  # an explicit choice that cannot serve this op
             serving = select(op, tensor, *TYPICAL_ARGUMENTS[op]).backend

@@ -44,7 +44,7 @@ def run_command(main: Callable[[], int | None]) -> int:
     except Exception as error:  # the last resort of a command line: whatever it is, the user gets one line
         if os.environ.get("PROXSPARSE_DEBUG"):
             raise
-        print(f"error: {with_notes(describe(error), error)}", file=sys.stderr)
+        print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
@@ -73,7 +73,7 @@ def is_full_disk(error: Exception) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or bool(re.search(rf"os error {errno.ENOSPC}\b", str(error)))
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """The error in one line, with the remedy where the system's own text has none."""
     text = " ".join(str(error).split())
     if is_full_disk(error):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from proxsparse.data.sources import evaluation_split, evaluation_text
-from proxsparse.errors import FAILED, InputError, describe, run_command
+from proxsparse.errors import FAILED, InputError, describe_error, run_command
 from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
@@ -15,7 +15,7 @@ from proxsparse.io.atomic import write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.checks import check_length, refuse_not_finite
-from proxsparse.models.loading import base_of, load_model
+from proxsparse.models.loading import base_identity, load_model
 from proxsparse.run.result import finite
 from proxsparse.runtime.device import choose_device, choose_precision, version
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     refuse_not_finite(model)
     if masks is not None:
         if not options.allow_other_base:
-            refuse_other_base(options.masks, base_of(options.model, model), "--masks")
+            refuse_other_base(options.masks, base_identity(options.model, model), "--masks")
         apply_masks_(model, masks)
         identity["masks_sha256"] = masks_sha256(masks)
     model.to(device)
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             report.add({"task": task} | scores[task] | how)
         except Exception as error:  # lm-eval and its data sets fail in many ways; the other tasks are wanted
             failed.append(task)
-            report.add({"task": task, "error": describe(error)} | how)
+            report.add({"task": task, "error": describe_error(error)} | how)
     if scores and not failed:
         report.add({"task": "average", "acc": average(scores), "tasks": len(scores)} | how)
     if failed:

@@ -15,7 +15,7 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.io import output_folder
-from proxsparse.io.atomic import copy_files, require_space, staged
+from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import check_folder, headers, weight_files
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.loading import skeleton
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
     files = files_to_read(source)
-    config = disk.read_config(source / CONFIG, packed=options.unpack)
+    config = disk.read_packed_config(source / CONFIG, packed=options.unpack)
     check_folder(source)
     found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
         require_space(folder.path, growth * before)
         layers, stream = plan(options, config, found, model)
-        with staged(folder.path) as scratch:
+        with atomic_directory(folder.path) as scratch:
             disk.write_shards(scratch, stream, shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))

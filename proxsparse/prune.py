@@ -13,17 +13,17 @@ import time
 import torch
 
 from proxsparse import train
-from proxsparse.allocations.registry import allocate, allocation
+from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.allocations.uniform import UNIFORM
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import load_texts, read_limit
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.mask_files import masks_sha256
 from proxsparse.io.output_folder import FINISHED_BLOCKS, OutputFolder
-from proxsparse.methods import finished_blocks, method, methods, prune_
+from proxsparse.methods import finished_blocks, get_method, list_methods, prune_
 from proxsparse.models.checks import check_length, refuse_not_finite
 from proxsparse.models.layers import prunable_layers
-from proxsparse.models.loading import base_of, load_model
+from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import cast_parameters_, copy_weights, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
@@ -47,12 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.allocation != UNIFORM:
             raise InputError(
                 f"--allocation {asked.allocation}: {PROXSPARSE.name} learns one --pattern for all layers; leave it "
-                f"out, or choose another of {', '.join(methods())}"
+                f"out, or choose another of {', '.join(list_methods())}"
             )
         return train.main(others)
     config = parse_flags(arguments)
-    if distributed.launched() > 1:
-        raise InputError(f"{distributed.launched()} processes: proxsparse.prune runs in one; start it without torchrun")
+    if distributed.launched_world_size() > 1:
+        raise InputError(
+            f"{distributed.launched_world_size()} processes: proxsparse.prune runs in one; start it without torchrun"
+        )
     finished_blocks.check_named(config)
     with run_folder.opened(config, "prune", MAY_DIFFER) as folder:
         if run_folder.nothing_left(folder):
@@ -71,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
     """Load, calibrate, allocate, prune, save, evaluate; returns what result.json holds."""
     started, run_dir = time.monotonic(), folder.path
-    chosen, sharing = method(config.method), allocation(config.allocation)
+    chosen, sharing = get_method(config.method), get_allocation(config.allocation)
     options = {name: getattr(config, name) for name in chosen.options}
     updated = chosen.updates_weights and options.get("update_weights", True)
     pattern = NMPattern.parse(config.pattern)
@@ -81,7 +83,7 @@ def prune_model(config: argparse.Namespace, folder: OutputFolder) -> dict:
 
     model, tokenizer = load_model(config.model)
     refuse_not_finite(model)
-    base = base_of(config.model, model)
+    base = base_identity(config.model, model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
     blocks_bytes = sum(layer.weight.numel() for layer in layers.values()) * weight_dtype.itemsize if updated else 0
     run_folder.require_space_for(model, run_dir, blocks_bytes)  # finished blocks hold the new weights until the end

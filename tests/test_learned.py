@@ -8,14 +8,14 @@ from torch import nn
 from proxsparse import NMPattern, nm_mask
 from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
-from proxsparse.methods import masks_of, method, prune_
+from proxsparse.methods import compute_masks, get_method, prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.run.config import parse_config
 from proxsparse.train import learn_masks
 from proxsparse.training import loop, optimizer
 from proxsparse.training.distillation import calibration_loss
-from proxsparse.training.learnable_layer import Learned, learned_layers, ranking, start_from_
+from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers, mask_score, set_mask_
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
 
 PATTERN = NMPattern(2, 4)
@@ -27,10 +27,10 @@ def layer_and_scale(rows=6, columns=16):
     return layer, torch.rand(columns) + 0.5
 
 
-def under_masks(layers: dict, metric: dict | None = None, masks: dict | None = None) -> dict[str, Learned]:
+def under_masks(layers: dict, metric: dict | None = None, masks: dict | None = None) -> dict[str, LearnableLayer]:
     """The layers learn under their masks from now on."""
     pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
-    return learned_layers(layers, pretrained, metric or {}, PATTERN, True, masks or {})
+    return make_learnable_layers(layers, pretrained, metric or {}, PATTERN, True, masks or {})
 
 
 def test_the_forward_pass_sees_the_mask_and_the_gradient_does_not():
@@ -65,19 +65,19 @@ def test_learning_starts_from_the_given_mask(pattern):
     layer, scale = layer_and_scale()
     weight = layer.weight.detach().clone() + 0.01  # no zeros
     learned, mask = weight.clone(), nm_mask(torch.rand_like(weight), pattern)
-    start_from_(learned, mask, scale, pattern)
-    assert torch.equal(nm_mask(ranking(learned, scale, weight), pattern), mask)
+    set_mask_(learned, mask, scale, pattern)
+    assert torch.equal(nm_mask(mask_score(learned, scale, weight), pattern), mask)
     assert torch.equal(learned.sign(), weight.sign())
     sizes = [pattern.blocks((w * scale).abs()).sort(-1).values for w in (learned, weight)]
     torch.testing.assert_close(*sizes)  # the same sizes, dealt out anew
     again = weight.clone()
-    start_from_(again, nm_mask((weight * scale).abs(), pattern), scale, pattern)
+    set_mask_(again, nm_mask((weight * scale).abs(), pattern), scale, pattern)
     torch.testing.assert_close(again, weight)  # its own mask changes nothing
 
 
 def test_a_learned_weight_of_the_wrong_sign_is_pruned():
     pretrained, learned = torch.tensor([[1.0, 1.0, -1.0, 1.0]]), torch.tensor([[-9.0, 0.1, -0.2, 0.05]])
-    assert nm_mask(ranking(learned, None, pretrained), PATTERN).tolist() == [[False, True, True, False]]
+    assert nm_mask(mask_score(learned, None, pretrained), PATTERN).tolist() == [[False, True, True, False]]
 
 
 def test_what_is_saved_is_what_was_measured():
@@ -136,7 +136,7 @@ def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
     batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in torch.randint(0, 50, (3, 1, 24))]
     before = copy_weights(model)
     layers = prunable_layers(model)
-    masks = masks_of(method("sparsegpt"), model, layers, batches, dict.fromkeys(layers, PATTERN))
+    masks = compute_masks(get_method("sparsegpt"), model, layers, batches, dict.fromkeys(layers, PATTERN))
     expected = prune_(twin, "sparsegpt", batches, update_weights=False)  # the weights stay, also for the later blocks
     assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())

@@ -338,12 +338,12 @@ def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
 def test_new_files_follow_the_umask(umask, tmp_path):
-    from proxsparse.io.atomic import staged, write_file
+    from proxsparse.io.atomic import atomic_directory, write_file
 
     tmp_path.chmod(0o777)
     before = os.umask(umask)
     try:
-        with staged(tmp_path) as scratch:
+        with atomic_directory(tmp_path) as scratch:
             (scratch / "model.safetensors").touch(0o600)
         write_file(tmp_path / "result.json", b"{}")
     finally:

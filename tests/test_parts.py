@@ -11,15 +11,15 @@ from proxsparse import NMPattern, env, nm_mask
 from proxsparse.data.calibration import sample_stream
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
-from proxsparse.io.atomic import staged
+from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.run.config import RECIPE_NAMES, TrainConfig, parse_config
 from proxsparse.training import loop, optimizer
-from proxsparse.training.learnable_layer import Learned, learned_layers
+from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
 from proxsparse.training.optimizer import prox_adamw
-from proxsparse.training.scaling import activation_metric
+from proxsparse.training.scaling import activation_scaling
 
 # ---------------------------------------------------------------------------------------------- flags
 
@@ -125,7 +125,7 @@ def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
     flags = ["--precision", precision, "--metric", "none", "--reg_lambda", "1.0", "--seed", "5", "--adam_beta1", "0.5"]
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(dtype)
     layers, pretrained = {"0": model[0]}, {"0.weight": model[0].weight.detach().clone()}
-    learned = learned_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
+    learned = make_learnable_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
     optimizer = prox_adamw(model, learned, parse_config(["--model", "x", *flags]), steps=1)
     model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     optimizer.step()
@@ -161,7 +161,7 @@ def test_activation_metric_is_the_equation(model_and_layers):
     inputs = {name: [] for name in layers}
     for name, layer in layers.items():
         layer.register_forward_hook(lambda _, args, __, name=name: inputs[name].append(args[0].flatten(0, -2).double()))
-    metric = activation_metric(model, layers, batches, samples=2)
+    metric = activation_scaling(model, layers, batches, samples=2)
     for name, layer in layers.items():
         norms = torch.cat(inputs[name]).norm(dim=0)
         expected = norms / (layer.weight.double().abs() * norms).mean()
@@ -172,9 +172,9 @@ def test_activation_metric_is_the_equation(model_and_layers):
 def test_activation_metric_ignores_padding_and_further_samples(model_and_layers):
     model, layers = model_and_layers
     torch.manual_seed(1)
-    plain = activation_metric(model, layers, list(batches_of(9, 5)), samples=1)
+    plain = activation_scaling(model, layers, list(batches_of(9, 5)), samples=1)
     torch.manual_seed(1)
-    padded = activation_metric(model, layers, list(batches_of(9, padding=4)), samples=8)
+    padded = activation_scaling(model, layers, list(batches_of(9, padding=4)), samples=8)
     for name in layers:
         assert torch.equal(plain[name], padded[name])
 
@@ -182,7 +182,7 @@ def test_activation_metric_ignores_padding_and_further_samples(model_and_layers)
 def test_monitor_counts_what_it_says(model_and_layers):
     _, layers = model_and_layers
     pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
-    learned = learned_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
+    learned = make_learnable_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
     monitor = MaskMonitor(learned.values(), steps=2)
     row = monitor.observe(1)
     assert row == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": 0.0}
@@ -201,8 +201,8 @@ def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
     """A 2:4 layer of which two of three blocks are decided, and a stack of two 1:2 weights, all pretrained to zero."""
     layer = torch.nn.Parameter(torch.tensor([[4.0, 3, 0, 0, 1, 2, 0, 9, 0, 5, 6, 0]]))
     stack = torch.nn.Parameter(torch.ones(2, 1, 4))
-    one = Learned(None, layer, layer.detach().clone(), None, NMPattern(2, 4))
-    two = Learned(None, stack, torch.zeros(2, 1, 4), None, NMPattern(1, 2))
+    one = LearnableLayer(None, layer, layer.detach().clone(), None, NMPattern(2, 4))
+    two = LearnableLayer(None, stack, torch.zeros(2, 1, 4), None, NMPattern(1, 2))
     monitor = MaskMonitor([one, two], steps=1)
     with torch.no_grad():
         layer[0, 3] = 5.0  # three of its block now, and another two are kept
@@ -251,7 +251,7 @@ def test_a_file_without_masks_is_refused(content, tmp_path):
 
 def test_staged_moves_everything(tmp_path):
     for attempt in range(2):  # folders too, also over those of an earlier save
-        with staged(tmp_path) as scratch:
+        with atomic_directory(tmp_path) as scratch:
             (scratch / "templates").mkdir()
             (scratch / "templates" / "x").write_text(str(attempt))
             (scratch / "model.safetensors").write_text(str(attempt))
@@ -260,7 +260,7 @@ def test_staged_moves_everything(tmp_path):
 
 def test_staged_leaves_nothing_of_a_save_that_fails(tmp_path):
     def fail():
-        with staged(tmp_path) as scratch:
+        with atomic_directory(tmp_path) as scratch:
             (scratch / "model.safetensors").write_text("half")
             raise OSError("full")
 

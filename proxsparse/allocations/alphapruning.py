@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from proxsparse.allocations.budget import Layers, check_choice, joined, mean_over_weights, relative
+from proxsparse.allocations.budget import Layers, check_choice, mean_over_weights, merge_layers, relative
 from proxsparse.allocations.registry import register_allocation
 from proxsparse.errors import InputError, require
 from proxsparse.patterns import NMPattern
@@ -43,7 +43,7 @@ def wish_alphapruning(
             Llama-2-7B have 0.3 with Wanda, 0.5 with magnitude and 0.2 with SparseGPT.
     """
     check_choice(blocks, pattern)
-    layers = tqdm(joined(blocks).items(), desc="spectra", unit="layer", disable=not progress)
+    layers = tqdm(merge_layers(blocks).items(), desc="spectra", unit="layer", disable=not progress)
     alphas = {name: alpha_of_layer(name, layer) for name, layer in layers}
     quotas = 1 - epsilon + 2 * epsilon * relative([sum(map(alphas.get, block)) / len(block) for block in blocks])
     pruned = (1 - pattern.density) * quotas / mean_over_weights(quotas, blocks)

@@ -30,7 +30,7 @@ def by_decoder_block(model: nn.Module, layers: Layers) -> list[Layers]:
     return [block for block in blocks if block]
 
 
-def joined(blocks: list[Layers]) -> Layers:
+def merge_layers(blocks: list[Layers]) -> Layers:
     """The layers of all decoder blocks in one."""
     return {name: layer for block in blocks for name, layer in block.items()}
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from proxsparse.allocations.budget import Layers, check_choice, joined, mean_over_weights, relative
+from proxsparse.allocations.budget import Layers, check_choice, mean_over_weights, merge_layers, relative
 from proxsparse.allocations.registry import register_allocation
 from proxsparse.errors import require
 from proxsparse.methods.walk import Batches, walk
@@ -47,7 +47,7 @@ def wish_owl(
             N:M example, at least one wish is 1 or more away from n.
     """
     check_choice(blocks, pattern)
-    layers, shares = joined(blocks), []
+    layers, shares = merge_layers(blocks), []
 
     def visit(statistics: dict[str, FeatureNorms]) -> None:
         scores = [(layers[name].weight.abs() * norms.norms()).float() for name, norms in statistics.items()]

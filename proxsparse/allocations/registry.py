@@ -7,7 +7,7 @@ from torch import nn
 
 from proxsparse.allocations.budget import Layers, by_decoder_block, nearest_counts, numel
 from proxsparse.errors import InputError
-from proxsparse.methods.registry import options_of, refuse_foreign
+from proxsparse.methods.registry import check_option_names, options_of
 from proxsparse.methods.walk import Batches
 from proxsparse.patterns import NMPattern, PatternLike
 
@@ -41,15 +41,17 @@ def register_allocation(name: str, needs_data: bool, paper: str, check: Callable
     return add
 
 
-def allocations() -> list[str]:
+def list_allocations() -> list[str]:
     """The names of all registered allocations."""
     return sorted(_allocations)
 
 
-def allocation(name: str) -> Allocation:
+def get_allocation(name: str) -> Allocation:
     """The allocation of that name. Raises InputError, listing the choices, if there is none."""
     if name not in _allocations:
-        raise InputError(f"allocation {name!r}: there is no such allocation; choose from {', '.join(allocations())}")
+        raise InputError(
+            f"allocation {name!r}: there is no such allocation; choose from {', '.join(list_allocations())}"
+        )
     return _allocations[name]
 
 
@@ -73,8 +75,8 @@ def allocate(
     Raises:
         InputError: an unknown allocation or option, an option out of range, or nothing to share out; by name.
     """
-    chosen, pattern = allocation(name), NMPattern.parse(pattern)
-    refuse_foreign(options, chosen.options, f"allocation {name!r}")
+    chosen, pattern = get_allocation(name), NMPattern.parse(pattern)
+    check_option_names(options, chosen.options, f"allocation {name!r}")
     chosen.check(**chosen.options | options)
     blocks = by_decoder_block(model, layers)
     try:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
 from proxsparse.runtime.device import autocast
-from proxsparse.runtime.distributed import share
-from proxsparse.runtime.distributed import total as sum_over_processes
+from proxsparse.runtime.distributed import all_reduce_sum as sum_over_processes
+from proxsparse.runtime.distributed import shard_items
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def perplexity(
     losses = []
     with evaluating(model):
         # one copy for all windows, and losses are read at the end: each copy and read makes the host wait for a GPU
-        for window, counts in share(token_ids[: windows * seq_len].to(device).view(windows, 1, seq_len)):
+        for window, counts in shard_items(token_ids[: windows * seq_len].to(device).view(windows, 1, seq_len)):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits
             losses.append(counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]))

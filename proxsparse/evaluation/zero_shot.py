@@ -1,8 +1,8 @@
 """The seven zero-shot tasks of the ProxSparse paper, by lm-eval's own tasks and `simple_evaluate`.
 
 The only file that imports lm_eval. The tasks' data sets come from the Hugging Face hub or, with `data_dir`, from local
-files: then the task is still lm-eval's, told to read its split from a file (`from_file`); nothing else differs. The
-scores are those of the `lm_eval` command line with the same model, dtype, data and `softmax_dtype=float32`.
+files: then the task is still lm-eval's, told to read its split from a file (`task_from_file`); nothing else differs.
+The scores are those of the `lm_eval` command line with the same model, dtype, data and `softmax_dtype=float32`.
 
 The paper's tables report, and average, one accuracy a task, and do not say which. `acc` below is our reading of their
 dense rows: the plain accuracy, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2. It has not been
@@ -97,7 +97,9 @@ def zero_shot(
     names = check_request(tasks, data_dir, limit, batch_size, num_fewshot)
     from lm_eval import simple_evaluate
 
-    specifications = [from_hub(name) if data_dir is None else from_file(name, Path(data_dir)) for name in names]
+    specifications = [
+        task_from_hub(name) if data_dir is None else task_from_file(name, Path(data_dir)) for name in names
+    ]
     loaded = [task for specification in specifications for task in load_tasks(specification)]
     lm = language_model(model, tokenizer, batch_size, autocast_dtype)
     for task in loaded:
@@ -172,12 +174,12 @@ def require_lm_eval() -> None:
 # ---------------------------------------------------------------------------------------------- lm-eval's tasks
 
 
-def from_hub(name: str) -> list[dict]:
+def task_from_hub(name: str) -> list[dict]:
     """lm-eval's tasks as they are."""
     return [{"task": lm_eval_name} for lm_eval_name in TASKS[name].lm_eval]
 
 
-def from_file(name: str, folder: Path) -> list[dict]:
+def task_from_file(name: str, folder: Path) -> list[dict]:
     """lm-eval's tasks with the data set replaced by a file: the loader, and the one split there is.
 
     The other splits of the task must be unset, else lm-eval looks for few-shot examples in them.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import AUTO, PATTERN, SparseLinear
 from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_layer, check_layers, description, spellings
-from proxsparse.io.model_files import Header, read
+from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import is_selected
 from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.patterns import FLOAT_DTYPES
@@ -81,7 +81,7 @@ def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
 
 def finite(found: dict[str, Header], name: str) -> Tensor:
     """Reads the tensor of that name. Raises ValueError if it has a NaN or an infinity."""
-    tensor = read(found, name)
+    tensor = read_tensor(found, name)
     if tensor.dtype in FLOAT_DTYPES and not tensor.isfinite().all():  # float8_e4m3fn has no isfinite
         raise ValueError(
             f"{found[name].file}: {name} has numbers that are NaN or infinite; get the model's files again"
@@ -95,10 +95,10 @@ def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
     for name, header in found.items():
         layer, _, part = name.rpartition(".")
         if part not in ("values", "indices") or layer not in packed:
-            yield name, read(found, name)
+            yield name, read_tensor(found, name)
         elif part == "values":
             try:
-                yield f"{layer}.weight", unpack_nm(read(found, name), read(found, f"{layer}.indices"))
+                yield f"{layer}.weight", unpack_nm(read_tensor(found, name), read_tensor(found, f"{layer}.indices"))
             except ValueError as error:
                 raise ValueError(f"{header.file}: packed layer {layer}: {error}; get the file again") from error
 
@@ -139,7 +139,7 @@ def stored_weight(found: dict[str, Header], model: nn.Module, layer: str) -> Ten
         return None
     if (header := found[name]).shape != shape:
         raise ValueError(f"{header.file}: {name} is {list(header.shape)}, by config.json it must be {list(shape)}")
-    return read(found, name)
+    return read_tensor(found, name)
 
 
 def packed_layers(found: dict[str, Header], model: nn.Module, layers: list[str]) -> dict[str, str]:

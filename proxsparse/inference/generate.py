@@ -43,7 +43,7 @@ def generate(
         raise ValueError(f"max_new_tokens={max_new_tokens}: ask for one at least")
     check_prompts(input_ids)
     batch, prompt = input_ids.shape
-    faster = captured if cuda_graph or (cuda_graph is None and on_gpu) else None
+    faster = capture_graph if cuda_graph or (cuda_graph is None and on_gpu) else None
     faster = with_compiled_glue(model, faster) if compile_glue else faster
     decoder = GreedyDecoder(model, batch, prompt + max_new_tokens, faster)
     new = [decoder.prefill(input_ids).clone()]
@@ -173,7 +173,7 @@ def counted_layer() -> type:
     return CountedLayer
 
 
-def captured(step: Callable[[], None]) -> Callable[[], None]:
+def capture_graph(step: Callable[[], None]) -> Callable[[], None]:
     """A step as a CUDA graph: its kernels in one launch. It runs a few times here.
 
     Its tensors have to stay where they are, on the current device (torch.cuda.set_device).

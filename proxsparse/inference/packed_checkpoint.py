@@ -51,7 +51,7 @@ def check_description(config: dict) -> None:
         )
 
 
-def read_config(path: Path, packed: bool) -> dict:
+def read_packed_config(path: Path, packed: bool) -> dict:
     """The config.json of a checkpoint. Raises ValueError unless it is there and, as it says, packed, or dense."""
     folder = str(path.parent)
     if not path.is_file():

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
-from proxsparse.io.atomic import staged
+from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import is_mask_file, save_masks
 from proxsparse.models.layers import prunable_layers
-from proxsparse.models.loading import base_of
+from proxsparse.models.loading import base_identity
 from proxsparse.models.snap import snap_
 from proxsparse.optim import ProxOptimizer
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.patterns import NMPattern, PatternLike
-from proxsparse.runtime.distributed import from_first
+from proxsparse.runtime.distributed import on_rank_zero
 from proxsparse.runtime.sharding import local
-from proxsparse.training.learnable_layer import Learned, count_not_finite
+from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.loop import whole_masks
 from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import mean_size
@@ -89,7 +89,9 @@ class ProxTrainerMixin:
             )
         if self.reg_lambda is None:
             means = [mean_size(weight) for weight in weights]
-            means = from_first(lambda: means)  # with FSDP's cpu_ram_efficient_loading no other has read the weights yet
+            means = on_rank_zero(
+                lambda: means
+            )  # with FSDP's cpu_ram_efficient_loading no other has read the weights yet
             lambdas = [self.reg_lambda_rel / mean if mean > 0 else 0.0 for mean in means]
             split_groups_(base, [([weight], value) for weight, value in zip(weights, lambdas, strict=True)])
         else:
@@ -133,7 +135,7 @@ class ProxCallback(TrainerCallback):
         self.base: dict[str, str] = {}
         self.masks: dict[str, Tensor] = {}
         self.pretrained: dict[str, Tensor] = {}
-        self.learned: dict[str, Learned] = {}
+        self.learned: dict[str, LearnableLayer] = {}
         self.monitor: MaskMonitor | None = None
 
     def keep_pretrained(self, model: nn.Module) -> None:
@@ -142,7 +144,7 @@ class ProxCallback(TrainerCallback):
         if not self.pretrained:
             sharded = any(local(parameter) is not parameter for parameter in model.parameters())
             known = {"base_model": model.config.name_or_path}  # of a sharded model no process has all weights
-            self.base = known if sharded else base_of(known["base_model"], model)
+            self.base = known if sharded else base_identity(known["base_model"], model)
         self.pretrained = self.pretrained or {
             name: local(parameter).detach().to("cpu", copy=True)
             for name, parameter in model.named_parameters()
@@ -186,7 +188,7 @@ class ProxCallback(TrainerCallback):
         patterns = {plain_name(name): one.pattern for name, one in self.learned.items()}
         if state.is_world_process_zero:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-            with staged(Path(args.output_dir)) as scratch:
+            with atomic_directory(Path(args.output_dir)) as scratch:
                 save_masks(scratch / "masks.safetensors", self.masks, patterns, **self.base)
 
 
@@ -220,7 +222,9 @@ def split_groups_(optimizer: torch.optim.Optimizer, pruned: list[tuple[list[Tens
             optimizer.add_param_group({**group, "params": weights, "reg_lambda": pruned[index][1]})
 
 
-def learned_by(optimizer: torch.optim.Optimizer, model: nn.Module, pretrained: dict[str, Tensor]) -> dict[str, Learned]:
+def learned_by(
+    optimizer: torch.optim.Optimizer, model: nn.Module, pretrained: dict[str, Tensor]
+) -> dict[str, LearnableLayer]:
     """Layer name in the model -> what learns there, for every parameter that one of our optimizers prunes."""
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     learned = {}
@@ -228,7 +232,7 @@ def learned_by(optimizer: torch.optim.Optimizer, model: nn.Module, pretrained: d
         pattern = NMPattern.parse(group["pattern"])
         for weight, scale in pruned_parameters(group):
             name = name_of[weight]
-            learned[name.removesuffix(".weight")] = Learned(None, weight, pretrained[name], scale, pattern)
+            learned[name.removesuffix(".weight")] = LearnableLayer(None, weight, pretrained[name], scale, pattern)
     return learned
 
 

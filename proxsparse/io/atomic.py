@@ -42,7 +42,7 @@ def require_space(path: Path, needed_bytes: int, what: str = "the result needs")
 
 
 @contextmanager
-def staged(folder: Path):
+def atomic_directory(folder: Path):
     """Yields a scratch folder inside `folder`; on success all in it is synced and moved up, on any error it is removed.
 
     The move is a few renames on one disk, the weights last: whoever finds weights finds the rest of the save too.
@@ -82,7 +82,7 @@ def mode_of(path: Path) -> int:
 
 
 @contextmanager
-def written_whole(path: Path):
+def atomic_write(path: Path):
     """Yields a path beside `path` to write to; on success it is synced and renamed, on any error removed.
 
     So no reader sees half of the file, and neither a kill nor a power cut leaves half of it. Two processes may write
@@ -102,8 +102,8 @@ def written_whole(path: Path):
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a small file whole or not at all, see `written_whole`."""
-    with written_whole(path) as beside:
+    """Writes a small file whole or not at all, see `atomic_write`."""
+    with atomic_write(path) as beside:
         beside.write_bytes(content)
 
 

@@ -17,7 +17,7 @@ LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 
 @contextmanager
-def locked(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
+def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
     """Holds the lock of an output directory, which is made if it is missing.
 
     The system releases it if the process dies. Afterwards the directories in `made` are removed if they are empty.

@@ -180,7 +180,7 @@ def headers(files: Iterable[Path]) -> dict[str, Header]:
     return found
 
 
-def read(found: dict[str, Header], name: str) -> Tensor:
+def read_tensor(found: dict[str, Header], name: str) -> Tensor:
     """The tensor of that name, alone in memory. Raises ValueError for a damaged file."""
     with open_file(found[name].file) as file:
         return file.get_tensor(name)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import SCRATCH, sync, weights_last, write_file
-from proxsparse.io.file_lock import locked
+from proxsparse.io.file_lock import lock_directory
 
 MARKER, LOCK, NEXT, COMPLETE = ".proxsparse.json", ".proxsparse.lock", ".next", ".complete"
 FORMAT, MOST_BYTES = "proxsparse-run-1", 1 << 20  # of a marker; one that a run writes has about 3,000 bytes
@@ -114,10 +114,10 @@ def opened(
     if final.exists() and not final.is_dir():
         raise InputError(f"--output_dir {str(final)!r} is a file; give a directory")
     made = [path for path in (final, *final.parents) if not path.exists()]
-    with locked(final, LOCK, made):
+    with lock_directory(final, LOCK, made):
         finish_replacement(final)
         publish_waiting(final / NEXT, final, inputs or {})
-        folder = chosen(final, command, settings, overwrite, resume, may_differ, inputs or {})
+        folder = choose_directory(final, command, settings, overwrite, resume, may_differ, inputs or {})
         if not folder.begun:
             begin(folder, command, settings)
         remove_scratch(final, folder.path)
@@ -147,7 +147,7 @@ def read_marker(path: Path) -> dict | None:
     return marker
 
 
-def chosen(
+def choose_directory(
     final: Path,
     command: str,
     settings: dict,

@@ -5,15 +5,23 @@ import pkgutil
 
 from proxsparse.methods.registry import (
     Method,
-    masks_of,
-    method,
-    methods,
+    compute_masks,
+    get_method,
+    list_methods,
     prune_,
     register_layer_method,
     register_method,
 )
 
-__all__ = ["Method", "masks_of", "method", "methods", "prune_", "register_layer_method", "register_method"]
+__all__ = [
+    "Method",
+    "compute_masks",
+    "get_method",
+    "list_methods",
+    "prune_",
+    "register_layer_method",
+    "register_method",
+]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

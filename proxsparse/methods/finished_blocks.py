@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.atomic import write_file, written_whole
+from proxsparse.io.atomic import atomic_write, write_file
 from proxsparse.io.mask_files import pack_mask, unpack_mask
 from proxsparse.io.output_folder import FINISHED_BLOCKS
 from proxsparse.patterns import NMPattern
@@ -52,7 +52,7 @@ def save_block(folder: Path, masks: dict[str, Tensor], weights: dict[str, Tensor
 
     tensors = {f"{name}.mask": pack_mask(mask) for name, mask in masks.items()}
     tensors |= {f"{name}.weight": weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    with written_whole(block_file(folder, masks)) as beside:
+    with atomic_write(block_file(folder, masks)) as beside:
         save_file(tensors, beside, {"format": FORMAT, "run_id": run_id})
 
 

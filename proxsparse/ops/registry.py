@@ -58,12 +58,12 @@ def register_order(op: str):
     return add
 
 
-def kernels(op: str) -> list[Kernel]:
+def get_kernels(op: str) -> list[Kernel]:
     """The kernels of `op`, in the order of BACKENDS."""
     return [_kernels[op][backend] for backend in BACKENDS if backend in _kernels[op]]
 
 
-def ops() -> list[str]:
+def list_ops() -> list[str]:
     """The names of all registered ops."""
     return sorted(_kernels)
 

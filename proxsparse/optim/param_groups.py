@@ -146,8 +146,8 @@ def check_scale(weight: Tensor, scale: Tensor) -> None:
         )
 
 
-def set_metric(param_groups: Iterable[dict], parameter: Tensor, scale: Tensor | None) -> None:
-    """Notes the metric, a copy of it, beside its parameter; raises ValueError for what `set_metric` says."""
+def set_scale(param_groups: Iterable[dict], parameter: Tensor, scale: Tensor | None) -> None:
+    """Notes the metric, a copy of it, beside its parameter; raises ValueError for what `set_scale` says."""
     for group in param_groups:
         if any(parameter is pruned for pruned, _ in pruned_parameters(group)):
             if scale is not None:
@@ -229,7 +229,7 @@ def prox_step(strengths: list[tuple[dict, float]]) -> None:
         group["prox_step"] += 1
 
 
-def describe(group: dict) -> str:
+def describe_group(group: dict) -> str:
     """One line for `repr`."""
     shown = [f"{key}={group[key]}" for key in ("lr", *SETTINGS) if key in group and key != "prox_scale"]
     metrics = sum(scale is not None for scale in group["prox_scale"] or ())

@@ -123,7 +123,7 @@ class ProxAdamW(Optimizer):
 
     def __repr__(self) -> str:
         lines = [f"ProxAdamW({', '.join(f'{name}={getattr(self, name)}' for name in SETUP)}"]
-        lines += [f"  group {i}: {param_groups.describe(group)}" for i, group in enumerate(self.param_groups)]
+        lines += [f"  group {i}: {param_groups.describe_group(group)}" for i, group in enumerate(self.param_groups)]
         return "\n".join(lines) + "\n)"
 
     def add_param_group(self, param_group: dict) -> None:
@@ -152,13 +152,13 @@ class ProxAdamW(Optimizer):
         finally:
             last_hook.remove()
 
-    def set_metric(self, parameter: Tensor, scale: Tensor | None) -> None:
+    def set_scale(self, parameter: Tensor, scale: Tensor | None) -> None:
         """From now on the step of `parameter` is lr / c_j in column j, then the prox on c * w: AdamW on v = c * w.
 
-        Arguments and errors are those of `ProxOptimizer.set_metric`, whose roundings on the way to v and back this one
+        Arguments and errors are those of `ProxOptimizer.set_scale`, whose roundings on the way to v and back this one
         does without.
         """
-        param_groups.set_metric(self.param_groups, parameter, scale)
+        param_groups.set_scale(self.param_groups, parameter, scale)
 
     @torch._disable_dynamo  # as torch's own: a compiled step is not guarded against another parameter's state
     @torch.no_grad()

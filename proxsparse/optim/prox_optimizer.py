@@ -99,7 +99,7 @@ class ProxOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         lines = [f"ProxOptimizer({type(self.base_optimizer).__name__}, reg_schedule={self.reg_schedule}"]
-        lines += [f"  group {i}: {param_groups.describe(group)}" for i, group in enumerate(self.param_groups)]
+        lines += [f"  group {i}: {param_groups.describe_group(group)}" for i, group in enumerate(self.param_groups)]
         return "\n".join(lines) + "\n)"
 
     def add_param_group(self, param_group: dict) -> None:
@@ -128,7 +128,7 @@ class ProxOptimizer(Optimizer):
         # here as well as in the hook: some bases load without calling hooks
         self.base_optimizer.load_state_dict(param_groups.complete_state(self, state_dict))
 
-    def set_metric(self, parameter: Tensor, scale: Tensor | None) -> None:
+    def set_scale(self, parameter: Tensor, scale: Tensor | None) -> None:
         """From now on the whole step of `parameter` acts on v = c * w: base step with g / c, prox, then w = v / c.
 
         Exact for any base optimizer; for AdamW it is the step with lr / c_j in column j, then the prox with scale c.
@@ -140,7 +140,7 @@ class ProxOptimizer(Optimizer):
         Raises:
             ValueError: a wrong shape or dtype, values that are not positive and finite, a parameter that is not pruned.
         """
-        param_groups.set_metric(self.param_groups, parameter, scale)
+        param_groups.set_scale(self.param_groups, parameter, scale)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:

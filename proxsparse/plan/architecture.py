@@ -9,7 +9,7 @@ from torch import nn
 
 from proxsparse.errors import InputError
 from proxsparse.models.loading import locate, reason_of
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 
 KNOWN = Path(__file__).parent / "architectures.yaml"
 # An attention that transformers makes no mask for, as it makes none for a text without padding.
@@ -46,7 +46,7 @@ def architecture(name: str) -> Architecture:
     except Exception as error:  # as in load_model: many errors, one message
         raise InputError(f"--plan: no model can be made of {origin}: {reason_of(error)}") from error
     file_dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.float32
-    return Architecture(unfold_(model), file_dtype, gguf_file is None, origin)
+    return Architecture(unfold_linears_(model), file_dtype, gguf_file is None, origin)
 
 
 def read_config(name: str, source: str, gguf_file: str | None):

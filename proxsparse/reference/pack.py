@@ -72,7 +72,7 @@ def refuse_infeasible(weight: Tensor, pattern: NMPattern) -> None:
         *row, block = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"weight of shape {list(weight.shape)}: {count} of {wrong.numel()} blocks hold more than {pattern.n} "
-            f"nonzeros, the first is block {block} of row {place(row)}; prune it to {pattern} first"
+            f"nonzeros, the first is block {block} of row {place_of_row(row)}; prune it to {pattern} first"
         )
 
 
@@ -103,11 +103,11 @@ def check_packed(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") 
     if bool(wrong.any()):
         *row, block = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"indices out of order: block {block} of row {place(row)} has the places "
+            f"indices out of order: block {block} of row {place_of_row(row)} has the places "
             f"{blocks[(*row, block)].tolist()}, which must ascend; the file is damaged"
         )
 
 
-def place(row: list[int]) -> str:
+def place_of_row(row: list[int]) -> str:
     """The leading indices of a row in words: "7", or "0, 7" of a stack of matrices."""
     return ", ".join(map(str, row))

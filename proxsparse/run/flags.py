@@ -10,10 +10,10 @@ import textwrap
 import typing
 from pathlib import Path
 
-from proxsparse.allocations.registry import Allocation, allocation, allocations
+from proxsparse.allocations.registry import Allocation, get_allocation, list_allocations
 from proxsparse.allocations.uniform import UNIFORM
 from proxsparse.errors import InputError
-from proxsparse.methods import Method, method, methods
+from proxsparse.methods import Method, get_method, list_methods
 from proxsparse.run.config import Parser, TrainConfig, add_field, add_flag, converted, read_settings
 
 SHARED = (
@@ -43,11 +43,11 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     all_types |= {name: type(default) for row in rows() for name, default in row.options.items()}
     if "config" in given:
         given = read_config(given.pop("config"), all_types) | given
-    if given.get("method") not in methods():
+    if given.get("method") not in list_methods():
         what = f"--method {given['method']!r}: there is no such method" if "method" in given else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(choices())}; --list says what they are")
     names = {"method": given.pop("method"), "allocation": given.pop("allocation", UNIFORM)}
-    options = method(names["method"]).options | allocation(names["allocation"]).options
+    options = get_method(names["method"]).options | get_allocation(names["allocation"]).options
     types = all_types | {name: type(default) for name, default in options.items()}
     for name in given:
         if name not in options and name not in SHARED:
@@ -58,7 +58,7 @@ def parse_flags(arguments: list[str]) -> argparse.Namespace:
     values = {name: converted(f"--{name}", value, types[name]) for name, value in given.items()}
     checked = TrainConfig(**{name: value for name, value in values.items() if name in SHARED}).check()
     shared = {name: getattr(checked, name) for name in SHARED}
-    for chosen in (method(names["method"]), allocation(names["allocation"])):
+    for chosen in (get_method(names["method"]), get_allocation(names["allocation"])):
         chosen.check(**{name: {**shared, **values}.get(name, default) for name, default in chosen.options.items()})
     return argparse.Namespace(**names, **{**options, **shared, **values})
 
@@ -91,7 +91,7 @@ def flag_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allocation",
         metavar="NAME",
-        help=f"N:M of every layer; one of: {', '.join(allocations())} (default: uniform)",
+        help=f"N:M of every layer; one of: {', '.join(list_allocations())} (default: uniform)",
     )
     types = typing.get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
@@ -107,12 +107,12 @@ def flag_parser() -> argparse.ArgumentParser:
 
 def choices() -> list[str]:
     """The names that --method takes."""
-    return sorted([*methods(), PROXSPARSE.name])
+    return sorted([*list_methods(), PROXSPARSE.name])
 
 
 def rows() -> list[Method | Allocation]:
     """All methods, then all allocations."""
-    return [*map(method, methods()), *map(allocation, allocations())]
+    return [*map(get_method, list_methods()), *map(get_allocation, list_allocations())]
 
 
 def defaults_of(option: str) -> dict[str, bool | int | float | str]:
@@ -125,10 +125,10 @@ def tables() -> str:
     yes_no = {True: "yes", False: "no"}
     method_rows = [
         ((row.name, yes_no[row.needs_data], yes_no[row.updates_weights], row.paper), row.options)
-        for row in (PROXSPARSE if name == PROXSPARSE.name else method(name) for name in choices())
+        for row in (PROXSPARSE if name == PROXSPARSE.name else get_method(name) for name in choices())
     ]
     allocation_rows = [
-        ((row.name, yes_no[row.needs_data], row.paper), row.options) for row in map(allocation, allocations())
+        ((row.name, yes_no[row.needs_data], row.paper), row.options) for row in map(get_allocation, list_allocations())
     ]
     return "\n\n".join(
         [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io import output_folder
-from proxsparse.io.atomic import require_space, staged, write_file
+from proxsparse.io.atomic import atomic_directory, require_space, write_file
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import NEXT, OutputFolder
 from proxsparse.models.loading import load_model
@@ -21,7 +21,7 @@ from proxsparse.patterns import NMPattern
 from proxsparse.run.config import LAST, NOT_REPEATED, TrainConfig
 from proxsparse.run.log import check_tracker
 from proxsparse.run.report import write_report
-from proxsparse.runtime.distributed import from_first, processes
+from proxsparse.runtime.distributed import on_rank_zero, world_size
 
 Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
 # Flags that may name a file or a folder which the run reads.
@@ -59,7 +59,7 @@ def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterato
                 print(f"no run to resume in {str(final)!r}: starting from the beginning", file=sys.stderr)
             return folder
 
-        yield from_first(enter)
+        yield on_rank_zero(enter)
 
 
 def output_dir_of(config: Config) -> Path:
@@ -105,7 +105,7 @@ def require_space_for(model: nn.Module, run_dir: Path, more_bytes: int = 0) -> N
 
 def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:
     """The model to save. Of a sharded one it is read anew: its weights are the pretrained ones under the masks."""
-    if processes() == 1:
+    if world_size() == 1:
         return model
     model, _ = load_model(config.model)
     snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
@@ -126,9 +126,9 @@ def save_checkpoint(
         patterns: of all layers, or layer name -> pattern.
         base: the pretrained model, see `models.base_of`.
     """
-    with staged(run_dir) as scratch:
+    with atomic_directory(run_dir) as scratch:
         save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
-    with staged(run_dir) as scratch:
+    with atomic_directory(run_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         output_folder.claim(run_dir, [entry.name for entry in scratch.iterdir()])

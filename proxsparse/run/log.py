@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from proxsparse.errors import InputError
 from proxsparse.io.output_folder import NEXT
-from proxsparse.runtime.distributed import is_first
+from proxsparse.runtime.distributed import is_rank_zero
 
 
 class RunLog:
@@ -20,7 +20,7 @@ class RunLog:
     """
 
     def __init__(self, run_dir: Path, done: int, steps: int, pattern: str, report_to: str = "none"):
-        self.pattern, first = pattern, is_first()
+        self.pattern, first = pattern, is_rank_zero()
         self.file = (run_dir / "metrics.jsonl" if first else Path(os.devnull)).open("a", encoding="utf-8")
         bar = {"desc": "learning masks", "unit": "step", "dynamic_ncols": True, "disable": not first}
         self.bar = tqdm(total=steps, initial=done, file=sys.stderr, **bar)

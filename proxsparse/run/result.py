@@ -25,7 +25,7 @@ from proxsparse.run.config import TrainConfig
 from proxsparse.run.flags import PROXSPARSE
 from proxsparse.run.folder import Config
 from proxsparse.runtime.device import environment, peak_memory_bytes
-from proxsparse.runtime.distributed import from_first
+from proxsparse.runtime.distributed import on_rank_zero
 
 # Below this share of N:M blocks the final projection, not the learning, makes most decisions.
 FEW_DECIDED = 0.5
@@ -45,7 +45,7 @@ def perplexity_of(
     if config.eval_data == "none":
         return lambda model: None
     source = config.eval_data
-    text = from_first(lambda: evaluation_text(source, text_field=config.text_field))
+    text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
     check_length(model, config.eval_seq_len, "eval_seq_len")
     tokens = evaluation_tokens(text, tokenizer)
     return lambda model: perplexity(model, tokens, config.eval_seq_len, config.eval_max_windows, autocast_dtype)

@@ -22,27 +22,29 @@ T = TypeVar("T")
 TIMEOUT = timedelta(hours=2)  # the others wait while the first process writes a large model
 
 
-def launched() -> int:
+def launched_world_size() -> int:
     """How many processes torchrun has started, this one among them; without it 1."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def own_device(name: str) -> str:
+def local_device(name: str) -> str:
     """The --device of this one of many processes: of GPUs that of its number on this machine.
 
     Raises:
         InputError: the device of one process is named.
     """
-    if launched() == 1 or name == "cpu" or not torch.cuda.is_available():
+    if launched_world_size() == 1 or name == "cpu" or not torch.cuda.is_available():
         return name
     if ":" in name:
-        raise InputError(f"--device {name}: {launched()} processes take a GPU each; give --device cuda, or auto")
+        raise InputError(
+            f"--device {name}: {launched_world_size()} processes take a GPU each; give --device cuda, or auto"
+        )
     return f"cuda:{os.environ['LOCAL_RANK']}"
 
 
-def start(device: torch.device) -> None:
+def init_process_group(device: torch.device) -> None:
     """Joins the processes that torchrun has started, if it has. Collectives run on gloo for CPU tensors, else nccl."""
-    if launched() == 1 or dist.is_initialized():
+    if launched_world_size() == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -50,7 +52,7 @@ def start(device: torch.device) -> None:
     atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
-def processes() -> int:
+def world_size() -> int:
     """How many there are."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -60,17 +62,17 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is the one that prints and writes files."""
     return rank() == 0
 
 
-def from_first(action: Callable[[], T]) -> T:
+def on_rank_zero(action: Callable[[], T]) -> T:
     """Runs `action` in the first process alone; all get what it returns. If it fails, all end, and one says why."""
-    if processes() == 1:
+    if world_size() == 1:
         return action()
     answer, error = [None, False], None
-    if is_first():
+    if is_rank_zero():
         try:
             answer[0] = action()
         except BaseException as raised:
@@ -85,61 +87,61 @@ def from_first(action: Callable[[], T]) -> T:
     return answer[0]
 
 
-def require_one_folder(folder: Path) -> None:
+def require_shared_directory(folder: Path) -> None:
     """Raises InputError in all processes if one of them does not see what the first one writes there."""
-    if processes() == 1:
+    if world_size() == 1:
         return
     sign = folder / ".incomplete-sign"
-    from_first(sign.touch)
-    (blind,) = total([not sign.exists()])
-    from_first(sign.unlink)
+    on_rank_zero(sign.touch)
+    (blind,) = all_reduce_sum([not sign.exists()])
+    on_rank_zero(sign.unlink)
     if blind:
         raise InputError(
-            f"--output_dir {str(folder)!r}: {blind:.0f} of {processes()} processes do not see what the first one "
+            f"--output_dir {str(folder)!r}: {blind:.0f} of {world_size()} processes do not see what the first one "
             "writes there; give a folder that all machines share"
         )
 
 
-def total(values: Iterable[float]) -> list[float]:
+def all_reduce_sum(values: Iterable[float]) -> list[float]:
     """The sums over all processes."""
     values = list(values)
-    if processes() == 1:
+    if world_size() == 1:
         return values
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.tolist()
 
 
-def total_(tensor: Tensor) -> Tensor:
+def all_reduce_sum_(tensor: Tensor) -> Tensor:
     """The sum over all processes, in place."""
-    if processes() > 1:
+    if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def share(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
+def shard_items(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
     """Every N-th item for this one of N processes, and whether it counts.
 
     All get equally many, because a forward pass of a sharded model takes all of them: where N does not divide the
     number of items, some get the last one once more, and it does not count.
     """
-    rounds = math.ceil(len(items) / processes())
-    for index in range(rank(), rounds * processes(), processes()):
+    rounds = math.ceil(len(items) / world_size())
+    for index in range(rank(), rounds * world_size(), world_size()):
         yield items[min(index, len(items) - 1)], index < len(items)
 
 
-def in_order(own: list[T], count: int) -> list[T]:
+def gather_in_order(own: list[T], count: int) -> list[T]:
     """What all processes have made of the items that `share` gave them, in the order of the items, for each of them."""
-    if processes() == 1:
+    if world_size() == 1:
         return own
-    of_all: list[list[T]] = [[] for _ in range(processes())]
+    of_all: list[list[T]] = [[] for _ in range(world_size())]
     dist.all_gather_object(of_all, own)
-    return [of_all[index % processes()][index // processes()] for index in range(count)]
+    return [of_all[index % world_size()][index // world_size()] for index in range(count)]
 
 
-def of_all_processes(tensor: Tensor) -> Tensor:
+def all_gather(tensor: Tensor) -> Tensor:
     """[processes, ...], the tensors of all, on the CPU, in each of them."""
-    found: list[Tensor] = [tensor] * processes()
-    if processes() > 1:
+    found: list[Tensor] = [tensor] * world_size()
+    if world_size() > 1:
         dist.all_gather_object(found, tensor)
     return torch.stack(found).cpu()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from proxsparse.runtime.distributed import processes
+from proxsparse.runtime.distributed import world_size
 
 # ---------------------------------------------------------------------------------------------- shards
 
@@ -22,16 +22,16 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def mesh(device: torch.device, within_node: bool) -> dist.DeviceMesh:
+def device_mesh(device: torch.device, within_node: bool) -> dist.DeviceMesh:
     """All processes in one dimension, or with HSDP in two: copies over the nodes, shards within each of them."""
-    shards = int(os.environ["LOCAL_WORLD_SIZE"]) if within_node else processes()
-    sizes, names = (processes() // shards, shards), ("copies", "shards")
-    flat = shards == processes()
+    shards = int(os.environ["LOCAL_WORLD_SIZE"]) if within_node else world_size()
+    sizes, names = (world_size() // shards, shards), ("copies", "shards")
+    flat = shards == world_size()
     return dist.init_device_mesh(device.type, sizes[flat:], mesh_dim_names=names[flat:])
 
 
 @torch.no_grad()
-def place_(
+def shard_and_move_(
     model: nn.Module,
     blocks: Iterable[nn.Module],
     device: torch.device,
@@ -51,7 +51,7 @@ def place_(
     """
     from torch.distributed.fsdp import fully_shard
 
-    shards = mesh(device, within_node) if processes() > 1 else None
+    shards = device_mesh(device, within_node) if world_size() > 1 else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pretrained, placed = {}, set()
     for module in (*blocks, model):
@@ -64,19 +64,19 @@ def place_(
             module.set_gradient_divide_factor(1.0)  # a sum: the loss is divided already, see learning.backward
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         for name, weight in loaded.items():
-            pretrained[name] = kept(rows_of(model.get_parameter(name), weight), keep, device)
+            pretrained[name] = copy_to(local_rows(model.get_parameter(name), weight), keep, device)
         placed |= own.keys()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return {name: pretrained[name] for name, _ in model.named_parameters()}
 
 
-def kept(weight: Tensor, where: str, device: torch.device) -> Tensor:
+def copy_to(weight: Tensor, where: str, device: torch.device) -> Tensor:
     """A copy of the weight there; "disk": the weight itself."""
     return weight if where == "disk" else weight.to(device if where == "device" else "cpu", copy=True)
 
 
-def rows_of(parameter: Tensor, whole: Tensor) -> Tensor:
+def local_rows(parameter: Tensor, whole: Tensor) -> Tensor:
     """The rows of a whole tensor that this process holds of the parameter."""
     return whole[first_row(parameter) :][: len(local(parameter))] if parameter.ndim else whole
 
@@ -86,7 +86,7 @@ def is_sharded(parameter: Tensor) -> bool:
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
-def shards_of(parameter: Tensor) -> int:
+def shard_dimension(parameter: Tensor) -> int:
     """The dimension of the parameter's device mesh over which its rows are shared out."""
     return next(i for i, placement in enumerate(parameter.placements) if placement.is_shard())
 
@@ -95,7 +95,7 @@ def first_row(parameter: Tensor) -> int:
     """The number, in the whole parameter, of the first row that this process holds."""
     if not is_sharded(parameter):
         return 0
-    dimension = shards_of(parameter)
+    dimension = shard_dimension(parameter)
     number, shards = parameter.device_mesh.get_local_rank(dimension), parameter.device_mesh.size(dimension)
     return min(number * math.ceil(len(parameter) / shards), len(parameter))
 
@@ -104,7 +104,7 @@ def sum_of_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The sum over the processes that hold shards of the parameter; of other parameters the tensor itself."""
     if is_sharded(parameter):
         tensor = tensor.to(parameter.device_mesh.device_type, copy=True)  # a group of nccl alone takes no CPU tensor
-        dist.all_reduce(tensor, group=parameter.device_mesh.get_group(shards_of(parameter)))
+        dist.all_reduce(tensor, group=parameter.device_mesh.get_group(shard_dimension(parameter)))
     return tensor
 
 
@@ -115,7 +115,7 @@ def mean_of_shards(values: Tensor, parameter: Tensor) -> Tensor:
     return sum_of_shards(values.sum(), parameter) / parameter.numel()
 
 
-def whole(rows: Tensor, parameter: Tensor) -> Tensor:
+def gather_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     """All rows, given those that this process holds: a tensor of as many rows as the parameter, cut like it."""
     if not is_sharded(parameter):
         return rows

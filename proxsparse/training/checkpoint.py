@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse._version import __version__
-from proxsparse.errors import InputError, describe
+from proxsparse.errors import InputError, describe_error
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.atomic import SCRATCH, require_space, sync, write_file
 from proxsparse.io.output_folder import OutputFolder, checkpoints, remove, step_of
@@ -30,8 +30,8 @@ from proxsparse.run.config import LAST, NOT_SETTINGS, TrainConfig
 from proxsparse.run.resume import MAY_DIFFER as NOT_IN_MASKS
 from proxsparse.run.resume import check_same_flags
 from proxsparse.runtime import distributed, sharding
-from proxsparse.runtime.distributed import from_first, of_all_processes
-from proxsparse.training.loop import Learning
+from proxsparse.runtime.distributed import all_gather, on_rank_zero
+from proxsparse.training.loop import TrainState
 from proxsparse.training.optimizer import weights_of
 
 STATE, METRICS = "state.json", "metrics.jsonl"
@@ -46,13 +46,13 @@ MAY_DIFFER = (*FREE, *NOT_IN_MASKS)  # of a run that has no checkpoint yet, or i
 # ---------------------------------------------------------------------------------------------- what is saved
 
 
-def is_due(state: Learning, signal: int | None) -> bool:
+def is_due(state: TrainState, signal: int | None) -> bool:
     """Whether to save after this step: one of --save_steps, or the last before a signal ends the run."""
     every = state.config.save_steps
     return state.step < state.all_steps and bool(signal or (every and state.step % every == 0))
 
 
-def tensors_of(state: Learning) -> dict[str, Tensor]:
+def tensors_of(state: TrainState) -> dict[str, Tensor]:
     """Everything that is a tensor, by the names in the files."""
     found = {f"metric.{name}": one.scale for name, one in state.learned.items() if one.scale is not None}
     for name, weight in weights_of(state.optimizer).items():
@@ -64,7 +64,7 @@ def tensors_of(state: Learning) -> dict[str, Tensor]:
     snapshots = torch.stack([mask for _, mask in state.monitor.snapshots])
     found |= {"monitor.mask": state.monitor.mask, "monitor.snapshots": snapshots}
     return found | {
-        f"random.{kind}": of_all_processes(get()) for kind, (get, _) in random_generators(state.model.device).items()
+        f"random.{kind}": all_gather(get()) for kind, (get, _) in random_generators(state.model.device).items()
     }
 
 
@@ -83,10 +83,10 @@ def settings_of(config: TrainConfig) -> dict:
 
 
 def batches_a_step(config: TrainConfig) -> int:
-    return config.gradient_accumulation_steps * distributed.processes()
+    return config.gradient_accumulation_steps * distributed.world_size()
 
 
-def facts_of(state: Learning, scores: dict[str, Perplexity | None], digest: str) -> dict:
+def facts_of(state: TrainState, scores: dict[str, Perplexity | None], digest: str) -> dict:
     """Everything else, as JSON."""
     held = {name: state.optimizer.state.get(weight, {}) for name, weight in weights_of(state.optimizer).items()}
     return {
@@ -103,7 +103,7 @@ def facts_of(state: Learning, scores: dict[str, Perplexity | None], digest: str)
     }
 
 
-def size(state: Learning) -> int:
+def size(state: TrainState) -> int:
     """Bytes of a checkpoint, about: what learns, its moments and masters, and the copies of averaged runs."""
     added = (8 if state.optimizer.moment_dtype is None else 4) + (4 if state.optimizer.master_weights else 0)
     weights = weights_of(state.optimizer).values()
@@ -111,7 +111,7 @@ def size(state: Learning) -> int:
     return sum(copy.nbytes for copy in copies) + sum(weight.numel() for weight in weights) * added
 
 
-def require_space_for(state: Learning, run_dir: Path) -> None:
+def require_space_for(state: TrainState, run_dir: Path) -> None:
     """Raises InputError if the disk cannot hold the checkpoints, one too many while one is written."""
     if state.config.save_steps:
         there = sum(file.stat().st_size for path in checkpoints(run_dir) for file in path.iterdir())
@@ -119,7 +119,7 @@ def require_space_for(state: Learning, run_dir: Path) -> None:
         require_space(run_dir, needed, "the checkpoints (none with --save_steps 0) need")
 
 
-def save(run_dir: Path, state: Learning, scores: dict[str, Perplexity | None], digest: str) -> None:
+def save(run_dir: Path, state: TrainState, scores: dict[str, Perplexity | None], digest: str) -> None:
     """Writes the checkpoint of this step, then removes all but the newest; all processes call it together.
 
     Raises:
@@ -130,15 +130,15 @@ def save(run_dir: Path, state: Learning, scores: dict[str, Perplexity | None], d
     target, tensors = run_dir / f"checkpoint-{state.step}", tensors_of(state)
     beside = target.with_name(f"{SCRATCH}-{target.name}")
     try:
-        from_first(lambda: clear(beside))
+        on_rank_zero(lambda: clear(beside))
         with quiet():
             writer = dcp.HuggingFaceStorageWriter(str(beside), file_numbers(tensors), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
-        from_first(lambda: finish(beside, target, facts_of(state, scores, digest), state.config.save_total_limit))
+        on_rank_zero(lambda: finish(beside, target, facts_of(state, scores, digest), state.config.save_total_limit))
     except (Exception, dcp.CheckpointException) as error:  # the latter is around those of all processes
-        if distributed.is_first():
+        if distributed.is_rank_zero():
             shutil.rmtree(beside, ignore_errors=True)
-        reason = describe(cause_of(error))
+        reason = describe_error(cause_of(error))
         raise OSError(f"{target.name} could not be written to {str(run_dir)!r}: {reason}") from error
 
 
@@ -169,7 +169,7 @@ def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
     """Tensor name -> the number of its file, from 1; every file of about FILE_BYTES."""
     numbers, held, number = {}, 0, 1
     for name, tensor in tensors.items():
-        held += tensor.nbytes // distributed.processes()
+        held += tensor.nbytes // distributed.world_size()
         if held > FILE_BYTES:
             held, number = 0, number + 1
         numbers[name] = number
@@ -230,7 +230,7 @@ def read_facts(path: Path, config: TrainConfig) -> dict:
         before, batches = facts["settings"], facts["batches_a_step"]
         missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots", "digest"} - facts.keys()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"{flag}: damaged ({describe(error)}); give another") from error
+        raise InputError(f"{flag}: damaged ({describe_error(error)}); give another") from error
     for name, expected in facts["files"].items():
         if sizes[name] != expected:
             raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give another")
@@ -239,7 +239,7 @@ def read_facts(path: Path, config: TrainConfig) -> dict:
     check_same_flags(path, before, settings_of(config))
     if batches != batches_a_step(config):
         raise InputError(
-            f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({distributed.processes()} "
+            f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({distributed.world_size()} "
             "processes); change --gradient_accumulation_steps"
         )
     return facts
@@ -254,7 +254,7 @@ def read_metric(path: Path, layers: dict[str, nn.Linear], config: TrainConfig) -
     return found
 
 
-def restore_(path: Path, facts: dict, state: Learning) -> None:
+def restore_(path: Path, facts: dict, state: TrainState) -> None:
     """Puts the run back to where it was when the checkpoint was written.
 
     Raises:
@@ -296,7 +296,7 @@ def names_in(path: Path) -> dict:
     try:
         return dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except Exception as error:  # safetensors' own, and whatever a torn header leads to
-        raise InputError(f"--resume_from_checkpoint {path}: damaged ({describe(error)}); give another") from error
+        raise InputError(f"--resume_from_checkpoint {path}: damaged ({describe_error(error)}); give another") from error
 
 
 def load_(path: Path, tensors: dict[str, Tensor]) -> None:

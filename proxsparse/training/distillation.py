@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL
-from proxsparse.runtime.distributed import in_order, share
+from proxsparse.runtime.distributed import gather_in_order, shard_items
 
 # Tokens of the teacher's distribution that are kept one by one; the rest of the vocabulary counts as one more token:
 # a full distribution would take vocabulary / 64 times the memory for every token of the calibration text.
@@ -22,8 +22,8 @@ def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
 
     Adds teacher_tokens, int32 [R, K], the K = 64 likeliest next tokens, and teacher_probs, bfloat16 [R, K].
     """
-    shared = [(likeliest(logits_at_labels(model, batch)[0]), counts) for batch, counts in share(batches)]
-    targets = in_order([target for target, counts in shared if counts], len(batches))
+    shared = [(likeliest(logits_at_labels(model, batch)[0]), counts) for batch, counts in shard_items(batches)]
+    targets = gather_in_order([target for target, counts in shared if counts], len(batches))
     return [batch | target for batch, target in zip(batches, targets, strict=True)]
 
 

@@ -4,15 +4,15 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import load_masks
-from proxsparse.methods import Method, masks_of, method
+from proxsparse.methods import Method, compute_masks, get_method
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import PRETRAINED
-from proxsparse.runtime.distributed import launched
+from proxsparse.runtime.distributed import launched_world_size
 
 Start = Method | dict[str, Tensor] | None  # a method, masks of a file by layer name, or the pretrained weights
 
 
-def start_of(start: str) -> Start:
+def parse_start(start: str) -> Start:
     """What --start names: a method, the masks in a .safetensors file, or None, the mask of the pretrained weights.
 
     Raises:
@@ -22,11 +22,11 @@ def start_of(start: str) -> Start:
         return None
     if start.endswith(".safetensors"):
         return load_masks(start)
-    chosen = method(start, "--start")
-    if launched() > 1:
+    chosen = get_method(start, "--start")
+    if launched_world_size() > 1:
         raise InputError(
-            f"--start {start} is not computed on {launched()} processes: run proxsparse.prune --method {start} on one "
-            "of them, then give its masks.safetensors"
+            f"--start {start} is not computed on {launched_world_size()} processes: run proxsparse.prune "
+            f"--method {start} on one of them, then give its masks.safetensors"
         )
     return chosen
 
@@ -60,5 +60,5 @@ def first_masks(
     `start` has passed `check_start`. Raises what the method raises.
     """
     if isinstance(start, Method):
-        return masks_of(start, model, layers, batches, dict.fromkeys(layers, pattern), progress=True)
+        return compute_masks(start, model, layers, batches, dict.fromkeys(layers, pattern), progress=True)
     return start or {}

@@ -19,7 +19,7 @@ from proxsparse.runtime.sharding import first_row, local, sum_of_shards
 
 
 @dataclass
-class Learned:
+class LearnableLayer:
     """One layer while it learns; of a layer that is sharded, the rows that this process holds."""
 
     layer: nn.Linear | None  # None: dense, in a model that is not ours to change
@@ -41,14 +41,14 @@ class Learned:
     def mask(self) -> Tensor:
         """What would be kept now: bool [rows here, in_features]."""
         signs = self.own_pretrained() if self.masked else None
-        return nm_mask(ranking(local(self.weight), self.scale, signs), self.pattern)
+        return nm_mask(mask_score(local(self.weight), self.scale, signs), self.pattern)
 
     @torch.no_grad()
     def remask_(self) -> None:
         """m <- W0 where the mask of v keeps, else +0."""
         if self.masked:
             pretrained = self.own_pretrained()
-            mask = nm_mask(ranking(local(self.weight), self.scale, pretrained), self.pattern)
+            mask = nm_mask(mask_score(local(self.weight), self.scale, pretrained), self.pattern)
             local(self.layer.weight).copy_(torch.where(mask, pretrained, 0.0))
 
     def take_gradient_(self) -> None:
@@ -57,7 +57,7 @@ class Learned:
             self.weight.grad, self.layer.weight.grad = self.layer.weight.grad, None
 
 
-def ranking(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
+def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
     """|c * w|, what the mask ranks; c = 1 without a metric.
 
     Given the pretrained weights it is c * w * sign(W0): the kept weight will be W0, so a learned weight of the other
@@ -68,20 +68,20 @@ def ranking(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = No
 
 
 @torch.no_grad()
-def count_not_finite(learned: Iterable[Learned]) -> int:
+def count_not_finite(learned: Iterable[LearnableLayer]) -> int:
     """How many of the learned weights, in all processes together, are NaN or infinite."""
     return sum(int(sum_of_shards((~local(one.weight).isfinite()).sum(), one.weight)) for one in learned)
 
 
 @torch.no_grad()
-def learned_layers(
+def make_learnable_layers(
     layers: dict[str, nn.Linear],
     pretrained: dict[str, Tensor],
     metric: dict[str, Tensor],
     pattern: NMPattern,
     masked: bool,
     first_masks: dict[str, Tensor],
-) -> dict[str, Learned]:
+) -> dict[str, LearnableLayer]:
     """Layer name -> what learns in it. Under the mask the layers compute from now on with W0 under their first masks.
 
     Args:
@@ -98,14 +98,14 @@ def learned_layers(
             if name in first_masks:
                 rows = local(weight)
                 mask = first_masks[name][first_row(weight) :][: len(rows)]
-                start_from_(rows, mask.to(rows.device), scale, pattern)
-        found[name] = Learned(layer, weight, pretrained[f"{name}.weight"], scale, pattern)
+                set_mask_(rows, mask.to(rows.device), scale, pattern)
+        found[name] = LearnableLayer(layer, weight, pretrained[f"{name}.weight"], scale, pattern)
         found[name].remask_()
     return found
 
 
 @torch.no_grad()
-def start_from_(weight: Tensor, mask: Tensor, scale: Tensor | None, pattern: NMPattern) -> None:
+def set_mask_(weight: Tensor, mask: Tensor, scale: Tensor | None, pattern: NMPattern) -> None:
     """Learned weights whose mask is `mask`: |c * w| is dealt out anew in every block, the n largest to the kept ones.
 
     Within the kept ones, and within the others, the order of |c * w| stays; signs stay; W0 = 0 stays 0. In place.
@@ -116,7 +116,7 @@ def start_from_(weight: Tensor, mask: Tensor, scale: Tensor | None, pattern: NMP
         mask: bool, the same shape, n True in every block.
         scale: c, [in_features].
     """
-    sizes, by_size = pattern.blocks(ranking(weight, scale)).sort(dim=-1, descending=True, stable=True)
+    sizes, by_size = pattern.blocks(mask_score(weight, scale)).sort(dim=-1, descending=True, stable=True)
     kept_first = pattern.blocks(mask).gather(-1, by_size).byte().sort(dim=-1, descending=True, stable=True).indices
     dealt = torch.empty_like(sizes).scatter_(-1, by_size.gather(-1, kept_first), sizes)
     dealt = dealt.view_as(weight) * weight.sign()

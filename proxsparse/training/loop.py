@@ -19,9 +19,9 @@ from proxsparse.optim import ProxAdamW
 from proxsparse.run.config import TrainConfig
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast
-from proxsparse.runtime.distributed import processes
+from proxsparse.runtime.distributed import world_size
 from proxsparse.training.distillation import calibration_loss
-from proxsparse.training.learnable_layer import Learned, count_not_finite
+from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import prox_adamw, weights_of
 
@@ -61,11 +61,11 @@ class RunAverage:
 
 
 @dataclass
-class Learning:
+class TrainState:
     """All runs of a learning, one after the other: what moves, and how far it has come. A checkpoint holds it."""
 
     model: nn.Module
-    learned: dict[str, Learned]
+    learned: dict[str, LearnableLayer]
     config: TrainConfig
     steps: int  # of one run
     optimizer: ProxAdamW
@@ -93,16 +93,16 @@ class Learning:
             one.remask_()
 
 
-def begin(model: nn.Module, learned: dict[str, Learned], config: TrainConfig, steps: int) -> Learning:
+def begin(model: nn.Module, learned: dict[str, LearnableLayer], config: TrainConfig, steps: int) -> TrainState:
     """A learning that has done nothing yet; says which parameters learn (requires_grad)."""
     optimizer = prox_adamw(model, learned, config, steps)
     average = RunAverage(weights_of(optimizer), config.average_runs)
     monitor = MaskMonitor(learned.values(), config.average_runs * steps)
-    return Learning(model, learned, config, steps, optimizer, average, monitor)
+    return TrainState(model, learned, config, steps, optimizer, average, monitor)
 
 
 def averaged_runs(
-    state: Learning, learn: Callable[[ProxAdamW, int], Iterator[dict]], stop: "StopSignal"
+    state: TrainState, learn: Callable[[ProxAdamW, int], Iterator[dict]], stop: "StopSignal"
 ) -> Iterator[dict[str, float]]:
     """The runs of a learning from where it stands to their end; the weights end as the mean of all runs.
 
@@ -117,7 +117,7 @@ def averaged_runs(
             state.restart_()
         for row in learn(state.optimizer, done):
             state.step += 1
-            state.batches += state.config.gradient_accumulation_steps * processes()
+            state.batches += state.config.gradient_accumulation_steps * world_size()
             state.tokens += row["tokens"]
             state.seconds = earlier + time.monotonic() - started
             if state.step % state.steps == 0:
@@ -134,10 +134,10 @@ def step_count(batches: int, config: TrainConfig) -> int:
     Raises:
         InputError: a step takes more batches than there are.
     """
-    a_step = config.gradient_accumulation_steps * processes()
+    a_step = config.gradient_accumulation_steps * world_size()
     if a_step > batches:
         raise InputError(
-            f"--gradient_accumulation_steps {config.gradient_accumulation_steps} on {processes()} processes takes "
+            f"--gradient_accumulation_steps {config.gradient_accumulation_steps} on {world_size()} processes takes "
             f"{a_step} batches a step, and the calibration text makes {batches}; lower it, or raise --num_samples"
         )
     if config.max_steps > 0:
@@ -147,10 +147,10 @@ def step_count(batches: int, config: TrainConfig) -> int:
 
 def own_samples(batches: list[dict[str, Tensor]], seed: int, taken: int) -> Iterator[dict[str, Tensor]]:
     """Every N-th batch of the stream for this one of N processes, after so many that all of them have taken."""
-    return itertools.islice(sample_stream(batches, seed), taken + distributed.rank(), None, processes())
+    return itertools.islice(sample_stream(batches, seed), taken + distributed.rank(), None, world_size())
 
 
-def current_masks(learned: dict[str, Learned]) -> dict[str, Tensor]:
+def current_masks(learned: dict[str, LearnableLayer]) -> dict[str, Tensor]:
     """The masks of the learned weights: layer name -> bool [rows here, in_features] on the CPU, True = kept.
 
     Raises:
@@ -161,16 +161,16 @@ def current_masks(learned: dict[str, Learned]) -> dict[str, Tensor]:
     return {name: one.mask().cpu() for name, one in learned.items()}
 
 
-def whole_masks(masks: dict[str, Tensor], learned: dict[str, Learned]) -> dict[str, Tensor]:
+def whole_masks(masks: dict[str, Tensor], learned: dict[str, LearnableLayer]) -> dict[str, Tensor]:
     """All rows of the masks in the first process: bool [out_features, in_features] on the CPU; {} in the others."""
     found = {}
     for name, mask in masks.items():
-        if processes() > 1:  # as bits
+        if world_size() > 1:  # as bits
             weight = learned[name].weight
-            packed = sharding.whole(pack_mask(mask), weight)
-            mask = unpack_mask(packed, weight.shape[-1]) if distributed.is_first() else None
+            packed = sharding.gather_rows(pack_mask(mask), weight)
+            mask = unpack_mask(packed, weight.shape[-1]) if distributed.is_rank_zero() else None
         found[name] = mask
-    return found if distributed.is_first() else {}
+    return found if distributed.is_rank_zero() else {}
 
 
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
@@ -193,12 +193,12 @@ def backward(
         InputError: the loss is not finite.
     """
     predicted = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
-    (all_predicted,) = distributed.total([sum(predicted)])
+    (all_predicted,) = distributed.all_reduce_sum([sum(predicted)])
     loss = 0.0
     for batch, count in zip(batches, predicted, strict=True):
         with autocast(model.device, compute_dtype):
             batch_loss = calibration_loss(model, batch, distill) * (count / all_predicted)
-        (part,) = distributed.total([batch_loss.item()])
+        (part,) = distributed.all_reduce_sum([batch_loss.item()])
         if not math.isfinite(part):  # looked for now, as a backward pass may step the weights
             with autocast(model.device, compute_dtype):
                 where = first_not_finite(model, batch["input_ids"])
@@ -211,7 +211,7 @@ def backward(
     return loss
 
 
-def step_(learned: dict[str, Learned], optimizer: ProxAdamW, max_grad_norm: float) -> float:
+def step_(learned: dict[str, LearnableLayer], optimizer: ProxAdamW, max_grad_norm: float) -> float:
     """The base step, then the prox, of every weight; returns the norm of all gradients together, before it was clipped.
 
     Raises:
@@ -238,7 +238,7 @@ def checked_norm(norm: float) -> float:
 
 
 @contextmanager
-def stepping_in_backward(model: nn.Module, learned: dict[str, Learned], optimizer: ProxAdamW):
+def stepping_in_backward(model: nn.Module, learned: dict[str, LearnableLayer], optimizer: ProxAdamW):
     """Within the block a backward pass steps every weight once its gradient is there, and frees that.
 
     Yields a function: the norm of all gradients since it was last called. It raises InputError if that is not finite:
@@ -292,6 +292,6 @@ class StopSignal:
 
     def agree(self) -> None:
         """A signal that one process has seen by now ends them all."""
-        seen = distributed.total([self.seen == signal.SIGINT, self.seen == signal.SIGTERM])
+        seen = distributed.all_reduce_sum([self.seen == signal.SIGINT, self.seen == signal.SIGTERM])
         if any(seen):
             self.number = signal.SIGTERM if seen[1] else signal.SIGINT

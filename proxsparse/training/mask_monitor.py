@@ -9,7 +9,7 @@ from torch import Tensor
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import nm_mask
 from proxsparse.runtime.sharding import first_row, local, sum_of_shards
-from proxsparse.training.learnable_layer import Learned, ranking
+from proxsparse.training.learnable_layer import LearnableLayer, mask_score
 
 BLOCKS_PER_LAYER = 1024
 SNAPSHOTS = 20
@@ -22,7 +22,7 @@ class MaskMonitor:
     sharded model holds the whole sample.
     """
 
-    def __init__(self, learned: Iterable[Learned], steps: int):
+    def __init__(self, learned: Iterable[LearnableLayer], steps: int):
         self.learned = list(learned)
         self.places = [sampled_places(each) for each in self.learned]
         ones = [torch.ones(1, device=local(each.weight).device) for each in self.learned]
@@ -54,15 +54,17 @@ class MaskMonitor:
     def _current_mask(self, weights: list[Tensor]) -> Tensor:
         """Which weights of the sample would be kept now, of all layers one after the other."""
         sample = zip(self.learned, weights, self.scale, self.pretrained, strict=True)
-        return joined(nm_mask(ranking(w, c, w0 if each.masked else None), each.pattern) for each, w, c, w0 in sample)
+        return concatenate(
+            nm_mask(mask_score(w, c, w0 if each.masked else None), each.pattern) for each, w, c, w0 in sample
+        )
 
     def observe(self, step: int) -> dict[str, float]:
         """feasible_share, mask_change since the last call, norm_gap of the kept weights; remembers some masks."""
         weights = self._weights()
-        mask, pretrained = self._current_mask(weights), joined(self.pretrained)
-        feasible = joined(each.pattern.feasible_blocks(w) for each, w in zip(self.learned, weights, strict=True))
+        mask, pretrained = self._current_mask(weights), concatenate(self.pretrained)
+        feasible = concatenate(each.pattern.feasible_blocks(w) for each, w in zip(self.learned, weights, strict=True))
         kept = mask & (pretrained != 0)
-        gap = (joined(weights) - pretrained)[kept].norm() / pretrained[kept].norm()
+        gap = (concatenate(weights) - pretrained)[kept].norm() / pretrained[kept].norm()
         row = {
             "feasible_share": feasible.float().mean().item(),
             "mask_change": (mask != self.mask).float().mean().item(),
@@ -78,7 +80,7 @@ class MaskMonitor:
         return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
 
 
-def sampled_places(each: Learned) -> tuple[int, Tensor, Tensor, Tensor]:
+def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, Tensor, Tensor]:
     """The number of sampled blocks of a layer; of those in this process: index in the sample, row and column.
 
     int64, on the device of the weight, but computed on the CPU: a boolean index on a GPU makes the host wait.
@@ -92,7 +94,7 @@ def sampled_places(each: Learned) -> tuple[int, Tensor, Tensor, Tensor]:
     return (len(index), *places)
 
 
-def joined(tensors: Iterable[Tensor]) -> Tensor:
+def concatenate(tensors: Iterable[Tensor]) -> Tensor:
     """All numbers in them, one after the other."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
@@ -105,7 +107,9 @@ def feasible_share(weights: Iterable[Tensor], pattern: NMPattern) -> float:
     return sum(counts) / sum(weight.numel() // pattern.m for weight in weights)
 
 
-def agreement(masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, Learned] | None = None) -> float:
+def agreement(
+    masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, LearnableLayer] | None = None
+) -> float:
     """Share of mask bits that are equal in two sets of masks of the same layers.
 
     `learned`: of layers that may be sharded; then the masks hold the rows of this process, and each has to call it.

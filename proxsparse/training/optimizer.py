@@ -9,7 +9,7 @@ from proxsparse.optim import ProxAdamW
 from proxsparse.optim.schedules import linear_ramp
 from proxsparse.run.config import TrainConfig
 from proxsparse.runtime import sharding
-from proxsparse.training.learnable_layer import Learned
+from proxsparse.training.learnable_layer import LearnableLayer
 
 
 def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
@@ -27,7 +27,7 @@ def mean_size(weight: Tensor) -> float:
     return sharding.mean_of_shards(sharding.local(weight.detach()).float().abs(), weight).item()
 
 
-def prox_adamw(model: nn.Module, learned: dict[str, Learned], config: TrainConfig, steps: int) -> ProxAdamW:
+def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], config: TrainConfig, steps: int) -> ProxAdamW:
     """AdamW with the prox on what learns in the layers; also says which parameters learn (requires_grad).
 
     With --precision bf16 the moments are bfloat16 too, as torch's AdamW keeps them, and all is rounded stochastically
@@ -66,7 +66,7 @@ def prox_adamw(model: nn.Module, learned: dict[str, Learned], config: TrainConfi
     )
     for one in learned.values():
         if one.scale is not None:
-            optimizer.set_metric(one.weight, one.scale)
+            optimizer.set_scale(one.weight, one.scale)
     return optimizer
 
 

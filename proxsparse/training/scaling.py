@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
 from proxsparse.models.checks import check_finite
-from proxsparse.runtime.distributed import share, total_
+from proxsparse.runtime.distributed import all_reduce_sum_, shard_items
 from proxsparse.runtime.sharding import local, mean_of_shards
 
 # A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
@@ -17,7 +17,7 @@ DEAD_FEATURE = 1e-4
 
 
 @torch.no_grad()
-def activation_metric(
+def activation_scaling(
     model: nn.Module, layers: dict[str, nn.Linear], batches: list[dict[str, Tensor]], samples: int
 ) -> dict[str, Tensor]:
     """c_j = ||X_j||_2 / mean_{i,k}(|W0_ik| ||X_k||_2) for every input feature j of every layer; mean |c * W0| is 1.
@@ -47,18 +47,18 @@ def activation_metric(
 
     handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
     try:
-        for ids, counts in share(list(islice(single_samples(batches), samples))):
+        for ids, counts in shard_items(list(islice(single_samples(batches), samples))):
             factor = float(counts)
             model(input_ids=ids.to(model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
     for name, square in squares.items():
-        check_finite(name, total_(square))
-    return {name: normalised_metric(layers[name].weight, square.sqrt()) for name, square in squares.items()}
+        check_finite(name, all_reduce_sum_(square))
+    return {name: normalized_scale(layers[name].weight, square.sqrt()) for name, square in squares.items()}
 
 
-def normalised_metric(weight: Tensor, norms: Tensor) -> Tensor:
+def normalized_scale(weight: Tensor, norms: Tensor) -> Tensor:
     """norms / mean(|W| * norms), with dead features lifted to a small share of the mean norm; [in_features]."""
     norms, sizes = norms.clamp_min(DEAD_FEATURE * norms.mean()), local(weight).float().abs()
     scale = norms / mean_of_shards(sizes * norms, weight)

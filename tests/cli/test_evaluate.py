@@ -14,7 +14,7 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
 from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import prunable_layers
-from proxsparse.models.loading import base_of, load_model
+from proxsparse.models.loading import base_identity, load_model
 from proxsparse.ops import nm_mask
 
 needs_lm_eval = pytest.mark.skipif(
@@ -173,7 +173,7 @@ def test_masks_that_belong_to_other_weights_are_refused(tiny_llama, text_file, t
     model, _ = load_model(str(folder))
     masks = {name: nm_mask(layer.weight.detach().abs()) for name, layer in prunable_layers(model).items()}
     file = tmp_path / "masks.safetensors"
-    save_masks(file, masks, "2:4", **base_of("Qwen/Qwen2.5", model) | {"base_revision": "0a1b"})
+    save_masks(file, masks, "2:4", **base_identity("Qwen/Qwen2.5", model) | {"base_revision": "0a1b"})
     data = ["--masks", file, "--data", text_file, "--seq_len", 64]
     same = rows(capsys, folder, *data)  # under another name, and in another dtype
     assert same[0].keys() == rows(capsys, folder, *data, "--precision", "bf16")[0].keys()

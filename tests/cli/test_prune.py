@@ -10,10 +10,10 @@ from safetensors import safe_open
 from tiny_models import save_tiny_model
 
 from proxsparse import NMPattern, train
-from proxsparse.allocations.registry import allocation, allocations
+from proxsparse.allocations.registry import get_allocation, list_allocations
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.mask_files import load_masks
-from proxsparse.methods import method, methods
+from proxsparse.methods import get_method, list_methods
 from proxsparse.models.loading import load_model
 from proxsparse.prune import main
 from proxsparse.run import result
@@ -49,10 +49,10 @@ def check_pruned(before_folder, run_dir, updated, patterns):
         assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), name
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_whole_job(name, tiny_llama, text_file, tmp_path, capsys):
     result = prune(tiny_llama, text_file, tmp_path / "run", "--method", name)
-    check_pruned(tiny_llama, tmp_path / "run", method(name).updates_weights, result["patterns"])
+    check_pruned(tiny_llama, tmp_path / "run", get_method(name).updates_weights, result["patterns"])
     assert result["method"] == name
     assert result["layers"] == 14
     assert set(result["patterns"].values()) == {"2:4"}
@@ -63,11 +63,11 @@ def test_whole_job(name, tiny_llama, text_file, tmp_path, capsys):
     assert model.dtype == torch.bfloat16
     card = (tmp_path / "run" / "README.md").read_text()
     assert f"pruned to 2:4 with {name}" in card
-    assert ("is the pretrained one, unchanged" in card) != method(name).updates_weights
+    assert ("is the pretrained one, unchanged" in card) != get_method(name).updates_weights
     assert f"Held-out perplexity {number(result['perplexity'][name])}, against" in card
-    assert method(name).paper in card
-    assert ("Calibration data: none needed." in card) != method(name).needs_data
-    assert result["samples"] == (8 if method(name).needs_data else 0)
+    assert get_method(name).paper in card
+    assert ("Calibration data: none needed." in card) != get_method(name).needs_data
+    assert result["samples"] == (8 if get_method(name).needs_data else 0)
     printed = capsys.readouterr().out
     assert f"{name:<12}{result['perplexity'][name]:>10.2f}" in printed
     assert str(tmp_path / "run") in printed
@@ -95,7 +95,7 @@ def test_a_run_is_repeated_from_its_config(tiny_llama, text_file, tmp_path):
     assert "damping: 0.5" in (tmp_path / "other" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", allocations())
+@pytest.mark.parametrize("name", list_allocations())
 def test_allocations(name, tiny_llama, text_file, tmp_path, capsys):
     flags = ["--method", "wanda", "--pattern", "4:8", "--allocation", name]
     flags += {"owl": ["--spread", "6", "--outlier_factor", "2"], "alphapruning": ["--epsilon", "0.9"]}.get(name, [])
@@ -123,7 +123,7 @@ def test_options_of_a_method(tiny_llama, text_file, tmp_path):
     assert "output_dir" not in settings
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_same_seed_gives_the_same_masks(name, tiny_llama, text_file, tmp_path):
     flags = ["--method", name, "--eval_data", "none", "--overwrite_output_dir"]
     digests = []
@@ -131,7 +131,7 @@ def test_same_seed_gives_the_same_masks(name, tiny_llama, text_file, tmp_path):
         torch.manual_seed(len(digests))
         digests.append(prune(tiny_llama, text_file, tmp_path / "run", *flags, "--seed", seed)["masks_sha256"])
     assert digests[0] == digests[1]
-    assert (digests[0] == digests[2]) != method(name).needs_data
+    assert (digests[0] == digests[2]) != get_method(name).needs_data
 
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed", "bf16"])
@@ -205,11 +205,11 @@ def test_the_list_has_every_method_and_allocation(capsys):
     listed = {line[0]: line[1:3] for line in lines}
     assert listed["proxsparse"] == ["yes", "no"]
     words = {True: "yes", False: "no"}
-    for name in methods():
-        assert listed[name] == [words[method(name).needs_data], words[method(name).updates_weights]]
-        assert method(name).paper in printed
-    for name in allocations():
-        assert listed[name][0] == words[allocation(name).needs_data]
+    for name in list_methods():
+        assert listed[name] == [words[get_method(name).needs_data], words[get_method(name).updates_weights]]
+        assert get_method(name).paper in printed
+    for name in list_allocations():
+        assert listed[name][0] == words[get_allocation(name).needs_data]
     assert "--damping=0.01" in printed
 
 
@@ -217,13 +217,13 @@ def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    for row in [*map(method, methods()), *map(allocation, allocations())]:
+    for row in [*map(get_method, list_methods()), *map(get_allocation, list_allocations())]:
         assert all(f"--{name}" in printed for name in row.options)
 
 
 def test_no_option_hides_another_flag():
     """A method's seed is the shared flag; any other option with a shared or an allocation's name would be ambiguous."""
-    options = {name for row in map(method, methods()) for name in row.options}
+    options = {name for row in map(get_method, list_methods()) for name in row.options}
     assert options & set(SHARED) <= {"seed"}
-    for row in map(allocation, allocations()):
+    for row in map(get_allocation, list_allocations()):
         assert not row.options.keys() & (options | set(SHARED))

@@ -13,7 +13,7 @@ from training import INPUTS, OPTIMIZERS, weights, with_everything
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from proxsparse.integrations.transformers_trainer import ProxCallback, ProxTrainerMixin
-from proxsparse.runtime.distributed import start
+from proxsparse.runtime.distributed import init_process_group
 
 SAMPLES, STEPS, BATCH = 32, 4, 4
 STEP_OF_CHECKPOINT = 2
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     """One of the processes of a job."""
     job, folder, name = arguments
     os.environ["PROXSPARSE_DEBUG"] = "1"  # an error is shown with its traceback
-    start(torch.device("cpu"))
+    init_process_group(torch.device("cpu"))
     globals()[job](Path(folder), name)
     if dist.is_initialized():
         dist.barrier()
@@ -42,7 +42,7 @@ def trainer_classes():
         def create_optimizer(self, model=None):
             optimizer = super().create_optimizer(model)
             weight = self.model.model.layers[1].mlp.down_proj.weight
-            optimizer.set_metric(weight, torch.linspace(0.5, 2, weight.shape[-1]))
+            optimizer.set_scale(weight, torch.linspace(0.5, 2, weight.shape[-1]))
             return optimizer
 
     class ShardedTrainer(MetricTrainer):

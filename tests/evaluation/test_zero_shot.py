@@ -104,7 +104,7 @@ def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, mon
     index = module.task_manager().task_index
     names = {name: f"local_{name}" for name in ("piqa", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2")}
     for name in ("piqa", "hellaswag", "truthfulqa_mc"):
-        for settings in module.from_file(name, files):
+        for settings in module.task_from_file(name, files):
             plain = settings["task"]
             config = {"include": str(index[plain].yaml_path), **settings, "task": names[plain]}
             (tmp_path / f"{plain}.yaml").write_text(yaml.safe_dump(config))

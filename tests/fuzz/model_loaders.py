@@ -95,7 +95,7 @@ def add_traps(path: Path) -> None:
 
 def load_headers(path: Path) -> None:
     """All that is checked before a tensor of a packed checkpoint is read, and each packed layer's own check."""
-    config = packed_checkpoint.read_config(path / "config.json", packed=True)
+    config = packed_checkpoint.read_packed_config(path / "config.json", packed=True)
     check_folder(path)
     files = weight_files(path)
     assert all(file.parent == path and file.suffix == ".safetensors" and is_inside(file, path) for file in files)

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference import linear as linear_module
 from proxsparse.inference.convert import unsparsify_
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 
 TOKENS = torch.arange(3, 23).view(2, 10)
 
@@ -238,7 +238,7 @@ def test_the_whole_model_a_linear_is_refused():
 
 @pytest.mark.parametrize(("name", "layer"), [("gpt2", "c_attn"), ("mixtral", "experts")])
 def test_unfolded_layers_are_refused_by_name(name, layer):
-    model = prune_(unfold_(tiny_model(name)))
+    model = prune_(unfold_linears_(tiny_model(name)))
     with pytest.raises(ValueError, match=rf"{layer}.*exclude"):
         sparsify_(model)
 

@@ -4,13 +4,13 @@ import pytest
 import tiny_models
 import torch
 
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 
 
 @pytest.fixture
 def tiny_model():
     """name of MODELS -> the model with random weights, as load_model gives it: all linear layers are nn.Linear."""
-    return lambda name="llama", dtype=torch.float32: unfold_(tiny_models.tiny_model(name, dtype))
+    return lambda name="llama", dtype=torch.float32: unfold_linears_(tiny_models.tiny_model(name, dtype))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from proxsparse import NMPattern
 from proxsparse.allocations.alphapruning import alpha_peak
 from proxsparse.allocations.budget import budget, by_decoder_block, nearest_counts
-from proxsparse.allocations.registry import allocate, allocation, allocations
+from proxsparse.allocations.registry import allocate, get_allocation, list_allocations
 from proxsparse.errors import InputError
 from proxsparse.methods import prune_
 from proxsparse.models.layers import decoder_blocks, prunable_layers
@@ -59,7 +59,7 @@ def layers_of_block(model, index):
 
 def wishes_of(name, model, batches, pattern="2:4", **options):
     blocks = by_decoder_block(model, prunable_layers(model))
-    return allocation(name).wish(model, blocks, batches, NMPattern.parse(pattern), False, **options)
+    return get_allocation(name).wish(model, blocks, batches, NMPattern.parse(pattern), False, **options)
 
 
 def best_by_trying(wishes, sizes, pattern):
@@ -181,7 +181,7 @@ def test_many_blocks_of_sizes_without_a_common_divisor():
     assert kept == pytest.approx(2, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", allocations())
+@pytest.mark.parametrize("name", list_allocations())
 @pytest.mark.parametrize("pattern", ["2:4", "2:8", "4:8"])
 def test_every_allocation_keeps_the_budget_and_the_model(name, pattern, deep_model, batches):
     model, before = deep_model().train(), deep_model().state_dict()
@@ -214,7 +214,7 @@ def test_unequal_decoder_blocks_come_as_near_as_they_can(name, deep_model, batch
     blocks = by_decoder_block(model, layers)
     patterns = allocate(name, model, layers, batches, pattern, **OPTIONS[name])
     sizes = [sum(layer.weight.numel() for layer in block.values()) for block in blocks]
-    wishes = allocation(name).wish(model, blocks, batches, pattern, False, **OPTIONS[name])
+    wishes = get_allocation(name).wish(model, blocks, batches, pattern, False, **OPTIONS[name])
     counts = [next(patterns[layer].n for layer in block) for block in blocks]
     assert len(set(sizes)) == 2
     assert np.average(wishes, weights=sizes) == pytest.approx(2)

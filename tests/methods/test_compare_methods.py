@@ -16,7 +16,7 @@ from proxsparse import train
 from proxsparse.errors import InputError
 from proxsparse.evaluation import zero_shot
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
-from proxsparse.methods import methods, prune_
+from proxsparse.methods import list_methods, prune_
 from proxsparse.models.loading import load_model
 
 QUICK = ["dense", "magnitude", "sparsegpt", "wanda"]  # the methods that take no learning
@@ -93,7 +93,7 @@ def test_a_row_for_every_method(script, command, tmp_path, capsys):
 
 
 def test_all_registered_methods_are_in_the_table_by_default(script, command):
-    assert {"dense", "proxsparse", *methods()} == set(script.parse_arguments(command).methods)
+    assert {"dense", "proxsparse", *list_methods()} == set(script.parse_arguments(command).methods)
 
 
 def test_rows_are_not_measured_twice(script, command, tmp_path, monkeypatch):

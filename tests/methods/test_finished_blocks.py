@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from proxsparse.methods import finished_blocks, method, methods, prune_, walk
+from proxsparse.methods import finished_blocks, get_method, list_methods, prune_, walk
 from proxsparse.run.resume import digest_of
 
-BY_BLOCK = [name for name in methods() if method(name).by_block]
+BY_BLOCK = [name for name in list_methods() if get_method(name).by_block]
 
 
 class Stopped(Exception):
@@ -86,11 +86,11 @@ def test_in_bfloat16_and_with_layers_left_out(name, tiny_model, batches, stop_af
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"model.layers.0.safetensors", "model.layers.1.mlp.safetensors"}
     weights = [key for key in load_file(tmp_path / "model.layers.0.safetensors") if key.endswith(".weight")]
-    assert bool(weights) == method(name).updates_weights
+    assert bool(weights) == get_method(name).updates_weights
 
 
 def test_what_keeps_no_blocks_leaves_the_folder_alone(tiny_model, batches, tmp_path):
-    for name in set(methods()) - set(BY_BLOCK):
+    for name in set(list_methods()) - set(BY_BLOCK):
         prune_(tiny_model(), name, batches, finished_blocks=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -12,7 +12,7 @@ from proxsparse.methods import prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import copy_weights, snap_
-from proxsparse.models.unfold_linears import unfold_
+from proxsparse.models.unfold_linears import unfold_linears_
 
 IDS = torch.arange(3, 20)[None]
 
@@ -57,7 +57,7 @@ def logits(model):
 def test_the_model_computes_the_same_and_has_the_same_state(family):
     model, untouched = BUILDERS[family](), BUILDERS[family]()
     expected, before = logits(untouched), untouched.state_dict()
-    assert unfold_(unfold_(model)) is model
+    assert unfold_linears_(unfold_linears_(model)) is model
     assert torch.equal(logits(model), expected)
     after = model.state_dict()
     assert after.keys() == before.keys()
@@ -77,14 +77,14 @@ def test_the_norm_of_an_experts_output(declared):
     fused.post_expert_norm = nn.LayerNorm(x.shape[-1])
     expected = nn.functional.linear(fused._apply_gate(x @ fused.gate_up_proj[1].mT), fused.down_proj[1])
     expected = fused.post_expert_norm(expected) if declared else expected
-    experts = unfold_(nn.ModuleDict({"experts": fused}))["experts"]
+    experts = unfold_linears_(nn.ModuleDict({"experts": fused}))["experts"]
     output = experts(x, torch.ones(5, 1, dtype=torch.long), torch.ones(5, 1))
     torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("family", FOLDED)
 def test_every_matrix_of_a_decoder_block_is_a_linear_layer(family):
-    model = unfold_(BUILDERS[family]())
+    model = unfold_linears_(BUILDERS[family]())
     layers = {f"{name}.weight" for name in prunable_layers(model)}
     matrices = {name for name, p in model.named_parameters() if p.ndim > 1 and ("layers." in name or ".h." in name)}
     routers = {
@@ -97,7 +97,7 @@ def test_every_matrix_of_a_decoder_block_is_a_linear_layer(family):
 def test_nothing_is_copied(family):
     model = BUILDERS[family]()
     stored = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    for parameter in unfold_(model).parameters():
+    for parameter in unfold_linears_(model).parameters():
         assert parameter.untyped_storage().data_ptr() in stored
     state = model.state_dict()
     stored = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
@@ -107,7 +107,7 @@ def test_nothing_is_copied(family):
 
 @pytest.mark.parametrize("family", FOLDED)
 def test_a_state_goes_in_as_it_came_out(family):
-    model, other = unfold_(BUILDERS[family]()), unfold_(BUILDERS[family]())
+    model, other = unfold_linears_(BUILDERS[family]()), unfold_linears_(BUILDERS[family]())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)

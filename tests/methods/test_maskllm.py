@@ -225,7 +225,7 @@ def half_done(model, layers, *_arguments, **_keywords):
 @pytest.mark.parametrize(
     ("owner", "name", "replacement"),
     [
-        (maskllm, "method", lambda name, what="": SimpleNamespace(options={}, prune=half_done)),
+        (maskllm, "get_method", lambda name, what="": SimpleNamespace(options={}, prune=half_done)),
         (torch.nn.Linear, "forward", interrupt),
         (torch.optim.AdamW, "step", interrupt),
     ],

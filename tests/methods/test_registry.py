@@ -6,7 +6,7 @@ from tiny_models import MODELS
 
 from proxsparse import NMPattern
 from proxsparse.errors import InputError
-from proxsparse.methods import method, methods, prune_, register_layer_method
+from proxsparse.methods import get_method, list_methods, prune_, register_layer_method
 from proxsparse.models.layers import prunable_layers
 
 
@@ -19,7 +19,7 @@ def bits(tensor):
 LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 @pytest.mark.parametrize("family", MODELS)
 def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
     model, dense = tiny_model(family), dict(tiny_model(family).named_parameters())
@@ -34,10 +34,10 @@ def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
         assert (NMPattern(2, 4).blocks(mask).sum(-1) == 2).all(), key
         assert (bits(after[~mask]) == 0).all(), key
         unchanged = torch.equal(bits(after[mask]), bits(dense[key][mask]))
-        assert unchanged != method(name).updates_weights, key
+        assert unchanged != get_method(name).updates_weights, key
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_the_same_masks_again(name, tiny_model, batches):
     first, second = tiny_model("mixtral"), tiny_model("mixtral")
     masks = prune_(first, name, batches)
@@ -47,7 +47,7 @@ def test_the_same_masks_again(name, tiny_model, batches):
     assert all(torch.equal(bits(p), bits(q)) for p, q in zip(first.parameters(), second.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_a_pattern_for_every_layer(name, tiny_model, batches):
     model, dense = tiny_model("gpt2"), dict(tiny_model("gpt2").named_parameters())
     patterns = {key: "1:4" if ".0." in key else "3:4" for key in prunable_layers(model) if "c_fc" not in key}
@@ -60,7 +60,7 @@ def test_a_pattern_for_every_layer(name, tiny_model, batches):
         assert torch.equal(after, dense[key]) == (key.removesuffix(".weight") not in masks), key
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 @pytest.mark.parametrize("pattern", ["1:4", "4:8"])
 def test_other_patterns_and_bfloat16(name, pattern, tiny_model, batches):
     model = tiny_model(dtype=torch.bfloat16)
@@ -71,7 +71,7 @@ def test_other_patterns_and_bfloat16(name, pattern, tiny_model, batches):
         assert NMPattern.parse(pattern).is_feasible(layer.weight)
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_exclude_leaves_layers_dense(name, tiny_model, batches):
     model, dense = tiny_model(), tiny_model().state_dict()
     masks = prune_(model, name, batches, exclude=[r"layers\.0\.", "down_proj"])
@@ -80,7 +80,7 @@ def test_exclude_leaves_layers_dense(name, tiny_model, batches):
         assert torch.equal(after, dense[key]) == (key.removesuffix(".weight") not in masks), key
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])  # an expert sees tokens, and does not know which are padding
 def test_padding_does_not_count(family, name, tiny_model, batches):
     ids = batches[0]["input_ids"]
@@ -110,11 +110,11 @@ def test_training_modes_come_back(tiny_model, batches):
 
 
 def test_unknown_method_lists_the_choices(tiny_model):
-    with pytest.raises(InputError, match=rf"'obs'.*{', '.join(methods())}"):
+    with pytest.raises(InputError, match=rf"'obs'.*{', '.join(list_methods())}"):
         prune_(tiny_model(), "obs")
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", list_methods())
 def test_an_option_of_another_method_is_refused_by_name(name, tiny_model, batches):
     with pytest.raises(InputError, match=f"{name}.*no option 'momentum'"):
         prune_(tiny_model(), name, batches, momentum=0.9)

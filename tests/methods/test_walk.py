@@ -9,7 +9,7 @@ from torch import nn
 
 from proxsparse.data.calibration import single_samples
 from proxsparse.methods import prune_
-from proxsparse.methods.walk import captured, same_arguments, walk
+from proxsparse.methods.walk import capture_samples, same_arguments, walk
 from proxsparse.methods.wanda import FeatureNorms
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.reference import nm_mask
@@ -60,7 +60,7 @@ def test_only_mixed_models_take_whole_passes(tiny_model, batches):
         model, last = tiny_model(name), []
         decoder_blocks(model)[-1].register_forward_pre_hook(lambda *_, last=last: last.append(1))
         texts = list(single_samples(batches))
-        samples = captured(model, decoder_blocks(model), texts)
+        samples = capture_samples(model, decoder_blocks(model), texts)
         assert [len(sample.calls) for sample in samples] == [2] * len(texts)
         whole_passes[name] = len(last)
     assert whole_passes == {name: len(texts) if name in MIXED else 1 for name in MODELS}
@@ -69,7 +69,7 @@ def test_only_mixed_models_take_whole_passes(tiny_model, batches):
 def test_the_longest_text_tells_a_mixed_model(tiny_model):
     """The texts that fit into the sliding window get no mask at all, in either kind of decoder block."""
     texts = [torch.arange(3, 3 + length)[None] for length in (3, 17)]
-    short, long = captured(model := tiny_model("qwen2-mixed"), decoder_blocks(model), texts)
+    short, long = capture_samples(model := tiny_model("qwen2-mixed"), decoder_blocks(model), texts)
     assert same_arguments(short.calls)
     assert not same_arguments(long.calls)
 

@@ -49,8 +49,8 @@ def served_by(tensor=None):
 def test_the_fastest_of_a_device_serves_whatever_the_order_of_registration(table):
     for backend in ("reference", "cpp", "triton"):
         add(backend, always)
-    assert [kernel.backend for kernel in registry.kernels("toy")] == ["triton", "cpp", "reference"]
-    assert registry.ops() == ["toy"]
+    assert [kernel.backend for kernel in registry.get_kernels("toy")] == ["triton", "cpp", "reference"]
+    assert registry.list_ops() == ["toy"]
     assert served_by() == "cpp"  # triton only interprets on a CPU: that has to be asked for
     assert served_by(torch.zeros(4, device="meta")) == "reference"
     assert registry.AUTOMATIC["cuda"] == ("triton", "cuda", "reference")
@@ -58,8 +58,8 @@ def test_the_fastest_of_a_device_serves_whatever_the_order_of_registration(table
 
 def test_reference_is_the_last_resort_of_every_op():
     assert registry.BACKENDS[-1] == "reference"
-    for op in registry.ops():
-        last = registry.kernels(op)[-1]
+    for op in registry.list_ops():
+        last = registry.get_kernels(op)[-1]
         assert last.backend == "reference"
         assert last.supports(torch.zeros(1, 8), 1.0, 2, 4, None) is None
 
@@ -260,7 +260,7 @@ def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
     weight, x = OnGpu(torch.bfloat16, 32, 64), OnGpu(torch.bfloat16, 8, 64)
     reason = r"NVIDIA's GPUs, .* AMD's \(ROCm 6.4.2\)"
     for op, arguments in {"prox_nm_": (0.1, 2, 4, None), "prox_nm_list_": (2, 4), "pack_nm": (2, 4)}.items():
-        kernel = next(kernel for kernel in registry.kernels(op) if kernel.backend == "cuda")
+        kernel = next(kernel for kernel in registry.get_kernels(op) if kernel.backend == "cuda")
         assert re.search(reason, kernel.supports(weight, *arguments)), op
     for backend in (gemv, cutlass, cusparselt):
         assert re.search(reason, backend._supports(x, weight)), backend

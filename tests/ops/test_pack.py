@@ -11,7 +11,7 @@ from proxsparse.ops import pack_nm, registry, unpack_nm, use_backend
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
 
-BACKENDS = [kernel.backend for kernel in registry.kernels("pack_nm")]
+BACKENDS = [kernel.backend for kernel in registry.get_kernels("pack_nm")]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 PATTERNS = ["1:4", "2:4", "3:4"]

@@ -106,7 +106,7 @@ def test_grad_scaler_skips_the_prox_with_the_step(make, unscales):
 def test_swapped_parameters_are_the_ones_that_step(make):
     model = tiny_model()
     optimizer = make(model.parameters(), lr=0.01, reg_lambda=100.0, frozen_lambda=0.1)
-    optimizer.set_metric(model[2].weight, torch.rand(12) + 0.5)
+    optimizer.set_scale(model[2].weight, torch.rand(12) + 0.5)
     old = model[0].weight
     old_value = old.detach().clone()
     model[0].weight = nn.Parameter(old_value.clone())  # as accelerate does for FSDP2
@@ -186,7 +186,7 @@ def test_bad_parameters_are_refused(make):
 def test_bad_metrics_are_refused(make, scale, message):
     model = tiny_model()
     with pytest.raises(ValueError, match=message):
-        make(model.parameters(), reg_lambda=0.1).set_metric(model[0].weight, scale)
+        make(model.parameters(), reg_lambda=0.1).set_scale(model[0].weight, scale)
 
 
 @each_optimizer
@@ -195,9 +195,9 @@ def test_metric_of_a_parameter_that_is_not_pruned_is_refused(make):
     excluded = {"params": [model[2].weight], "reg_lambda": 0}
     optimizer = make([{"params": model[0].parameters()}, excluded], reg_lambda=0.1)
     with pytest.raises(ValueError, match=r"\[12\] is not pruned"):
-        optimizer.set_metric(model[0].bias, torch.ones(12))
+        optimizer.set_scale(model[0].bias, torch.ones(12))
     with pytest.raises(ValueError, match=r"\[4, 12\] is not pruned"):
-        optimizer.set_metric(model[2].weight, torch.ones(12))
+        optimizer.set_scale(model[2].weight, torch.ones(12))
 
 
 @pytest.mark.parametrize("factor", [-1.0, math.nan, math.inf])

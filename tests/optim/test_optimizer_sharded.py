@@ -108,7 +108,7 @@ def test_shardings_that_keep_blocks_step_on_the_local_part(two_processes, make, 
 def test_a_metric_across_sharded_input_features_is_refused(two_processes, make):
     weight = sharded_weight(two_processes, Shard(1), (4, 8))
     with pytest.raises(ValueError, match="8 input features on this device"):
-        make([weight], reg_lambda=0.1).set_metric(weight, torch.ones(16))
+        make([weight], reg_lambda=0.1).set_scale(weight, torch.ones(16))
 
 
 def test_a_gradient_placed_in_another_way_is_refused(two_processes):

@@ -90,7 +90,7 @@ def test_schedule_counts_the_steps_of_the_group(make):
 def test_at_lr_zero_the_moments_move_and_no_weight_does(dtype, make, lr):
     model = tiny_model(dtype=dtype)
     optimizer = make(model.parameters(), lr=lr, weight_decay=0.1, reg_lambda=1.0, frozen_lambda=0.1)
-    optimizer.set_metric(model[0].weight, torch.rand(8) + 0.1)
+    optimizer.set_scale(model[0].weight, torch.rand(8) + 0.1)
     before = weights(model)
     train(model, optimizer, 2)
     assert_same(weights(model), before)
@@ -117,9 +117,9 @@ def test_a_metric_is_a_copy_goes_with_its_parameter_and_can_be_taken_off(make):
     model, twin = tiny_model(), tiny_model()
     optimizer, plain = (make(m.parameters(), lr=0.02, reg_lambda=0.3) for m in (model, twin))
     scale = torch.rand(8) + 0.5
-    optimizer.set_metric(model[0].weight, scale)
-    optimizer.set_metric(model[2].weight, torch.rand(12) + 0.5)
-    optimizer.set_metric(model[2].weight, None)
+    optimizer.set_scale(model[0].weight, scale)
+    optimizer.set_scale(model[2].weight, torch.rand(12) + 0.5)
+    optimizer.set_scale(model[2].weight, None)
     scale.fill_(7.0)
     assert optimizer.param_groups[0]["prox_scale"][0].max() < 2
     train(model, optimizer, 1)
@@ -133,7 +133,7 @@ def test_closure_gets_the_frozen_gradient_and_its_loss_is_returned(make):
     def run(with_closure: bool):
         model = tiny_model()
         optimizer = make(model.parameters(), lr=0.01, reg_lambda=0.05, frozen_lambda=0.4)
-        optimizer.set_metric(model[0].weight, torch.rand(8, generator=torch.Generator().manual_seed(2)) + 0.5)
+        optimizer.set_scale(model[0].weight, torch.rand(8, generator=torch.Generator().manual_seed(2)) + 0.5)
 
         def closure():
             assert torch.is_grad_enabled()

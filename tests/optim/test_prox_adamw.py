@@ -39,8 +39,8 @@ def test_trajectory_is_that_of_prox_optimizer(prox, metric, dtype):
     model, twin = (tiny_model(5, dtype, hidden=24) for _ in range(2))  # 8 and 24 input features: whole blocks of 8
     fused, wrapped = ProxAdamW(model.parameters(), **ADAMW, **prox), prox_optimizer(twin.parameters(), **ADAMW, **prox)
     if metric and prox["reg_lambda"] > 0:
-        fused.set_metric(model[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
-        wrapped.set_metric(twin[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
+        fused.set_scale(model[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
+        wrapped.set_scale(twin[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
     rounds = 1 if prox.get("pattern") == "4:8" else 5  # whose general solver is slow
     for _ in range(4):
         train(model, fused, rounds)
@@ -73,7 +73,7 @@ def test_lr_may_be_a_tensor():
 def test_the_gradient_is_left_as_it_is():
     model = tiny_model()
     optimizer = ProxAdamW(model.parameters(), lr=0.01, reg_lambda=0.1, frozen_lambda=0.3)
-    optimizer.set_metric(model[0].weight, torch.rand(8) + 0.5)
+    optimizer.set_scale(model[0].weight, torch.rand(8) + 0.5)
     train(model, optimizer, 2)
     gradient = model[0].weight.grad.clone()
     optimizer.step()

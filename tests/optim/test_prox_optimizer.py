@@ -99,7 +99,7 @@ def test_lbfgs_evaluates_the_closure_many_times(metric):
         LBFGS(parameters, lr=0.5, max_iter=8, line_search_fn="strong_wolfe"), 1e-3, frozen_lambda=1e-3
     )
     if metric:
-        optimizer.set_metric(model[0].weight, torch.rand(8) + 0.5)
+        optimizer.set_scale(model[0].weight, torch.rand(8) + 0.5)
     calls = []
 
     def closure():
@@ -127,7 +127,7 @@ def test_a_step_that_raises_does_not_leave_the_weights_in_the_metric(in_closure)
 
     model = tiny_model()
     optimizer = ProxOptimizer(Failing(model.parameters(), lr=0.1), 0.1)
-    optimizer.set_metric(model[0].weight, torch.full((8,), 4.0))
+    optimizer.set_scale(model[0].weight, torch.full((8,), 4.0))
     before = weights(model)
     loss_of(model).backward()
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -138,8 +138,8 @@ def test_a_step_that_raises_does_not_leave_the_weights_in_the_metric(in_closure)
 def test_a_metric_that_cannot_be_entered_leaves_the_others_entered_before_it():
     model = tiny_model()
     optimizer = ProxOptimizer(SGD([model[0].weight, model[2].weight], lr=0.1), 0.1)
-    optimizer.set_metric(model[0].weight, torch.full((8,), 4.0))
-    optimizer.set_metric(model[2].weight, torch.full((12,), 4.0))
+    optimizer.set_scale(model[0].weight, torch.full((8,), 4.0))
+    optimizer.set_scale(model[2].weight, torch.full((12,), 4.0))
     other = nn.Parameter(torch.ones(4, 16))
     optimizer.param_groups[0]["params"][1] = other
     model[0].weight.grad, other.grad = torch.ones(12, 8).double(), torch.ones(4, 16)
@@ -157,7 +157,7 @@ def test_a_sparse_gradient_takes_no_dense_term(metric):
     layer(torch.tensor([1, 2])).sum().backward()
     optimizer.step()  # the prox alone can do with it
     if metric:
-        optimizer.set_metric(layer.weight, torch.full((8,), 4.0))
+        optimizer.set_scale(layer.weight, torch.full((8,), 4.0))
     else:
         optimizer.param_groups[0]["frozen_lambda"] = 0.2
     before = layer.weight.detach().clone()

@@ -77,5 +77,5 @@ each_setup = pytest.mark.parametrize(("dtype", "make"), SETUPS.values(), ids=SET
 def with_everything(make: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
     """The optimizer with a schedule, the frozen-weight term and a metric."""
     optimizer = make(model.parameters(), **ADAMW, reg_lambda=0.3, frozen_lambda=0.05, reg_schedule=linear_ramp(6))
-    optimizer.set_metric(model[0].weight, torch.linspace(0.5, 2, 8))
+    optimizer.set_scale(model[0].weight, torch.linspace(0.5, 2, 8))
     return optimizer

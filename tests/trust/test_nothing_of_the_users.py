@@ -14,7 +14,7 @@ import torch
 from proxsparse import evaluate, pack, report
 from proxsparse.errors import InputError
 from proxsparse.io import output_folder
-from proxsparse.io.atomic import SCRATCH, write_file, written_whole
+from proxsparse.io.atomic import SCRATCH, atomic_write, write_file
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import COMPLETE, FINISHED_BLOCKS, MARKER, NEXT, RESULT, opened
 from proxsparse.io.reading import files_to_read, require_unchanged
@@ -184,7 +184,7 @@ def test_a_checkpoint_is_removed_in_one_piece(tmp_path, monkeypatch):
 def test_two_processes_write_the_same_file(tmp_path):
     """A run and proxsparse.report on its folder: neither removes what the other one is writing."""
     path = tmp_path / "report.md"
-    with written_whole(path) as first:
+    with atomic_write(path) as first:
         first.write_text("first")
         write_file(path, b"second")
     assert path.read_text() == "first"

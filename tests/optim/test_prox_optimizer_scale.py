@@ -1,4 +1,4 @@
-"""ProxOptimizer.set_metric: the step acts on v = c * w, whatever the base optimizer."""
+"""ProxOptimizer.set_scale: the step acts on v = c * w, whatever the base optimizer."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_step_in_the_metric_is_the_plain_step_on_v(base):
     options = {"lr": LR, "weight_decay": 0.1}
     on_v = ProxOptimizer(base([v], **options), LAMBDA)
     on_w = ProxOptimizer(base([weight], **options), LAMBDA)
-    on_w.set_metric(weight, scale)
+    on_w.set_scale(weight, scale)
     run(on_v, v, [gradient / scale for gradient in gradients])
     run(on_w, weight, gradients)
     torch.testing.assert_close(weight * scale, v, rtol=1e-11, atol=1e-12)
@@ -48,7 +48,7 @@ def test_adamw_in_the_metric_takes_the_step_lr_over_c_in_every_column():
     w, m, s = weight.detach().clone(), torch.zeros(ROWS, COLUMNS).double(), torch.zeros(ROWS, COLUMNS).double()
     beta1, beta2, decay = 0.9, 0.95, 0.1
     optimizer = ProxOptimizer(AdamW([weight], lr=LR, betas=(beta1, beta2), eps=0, weight_decay=decay), LAMBDA)
-    optimizer.set_metric(weight, scale)
+    optimizer.set_scale(weight, scale)
     run(optimizer, weight, gradients)
     for t, gradient in enumerate(gradients, start=1):
         m = beta1 * m + (1 - beta1) * gradient
@@ -62,7 +62,7 @@ def test_frozen_gradient_is_taken_in_w():
     weight, scale, gradients = problem()
     scale = scale.sqrt()  # SGD's step is lr / c^2: keep it small
     optimizer = ProxOptimizer(SGD([weight], lr=LR), 1e-9, frozen_lambda=0.5, frozen_eps=0.2)
-    optimizer.set_metric(weight, scale)
+    optimizer.set_scale(weight, scale)
     pretrained = weight.detach().clone()
     run(optimizer, weight, gradients[:2])
     before = weight.detach().clone()
@@ -78,7 +78,7 @@ def test_powers_of_two_keep_the_bits_and_zeros_stay_positive():
     scale = torch.tensor([0.25, 2.0, 8.0, 1.0]).repeat(COLUMNS // 4)
     before = weight.detach().clone()
     optimizer = ProxOptimizer(SGD([weight], lr=LR), 1e-12)
-    optimizer.set_metric(weight, scale)
+    optimizer.set_scale(weight, scale)
     run(optimizer, weight, [torch.zeros_like(weight)])
     assert torch.equal(weight, before)
     assert not weight[:, ::4].signbit().any()
