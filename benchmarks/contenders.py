@@ -26,7 +26,10 @@ from proxsparse.io.mask_files import load_masks, masks_sha256, pack_mask, unpack
 from proxsparse.methods import get_method, prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
-from proxsparse.run.config import NOT_SETTINGS, TrainConfig, converted, parse_config
+from proxsparse.run.config import TrainConfig
+from proxsparse.run.flags import convert
+from proxsparse.run.parse import parse_config
+from proxsparse.run.resume import NOT_SETTINGS
 from proxsparse.runtime.device import autocast, choose_device, choose_precision
 
 TRAINED = "proxsparse"  # in the table it stands beside the registered methods
@@ -98,7 +101,7 @@ def with_options(text: str, find: Callable) -> tuple[object, dict]:
         if option not in chosen.options or not equals:
             known = ", ".join(f"{known}={default}" for known, default in chosen.options.items()) or "none"
             raise InputError(f"{text!r}: {item!r} is not an option of {name} with a value; its options: {known}")
-        options[option] = converted(f"{text!r}: {option}", value, type(chosen.options[option]))
+        options[option] = convert(f"{text!r}: {option}", value, type(chosen.options[option]))
     return chosen, options
 
 

@@ -15,7 +15,7 @@ import common
 import torch
 
 from proxsparse.plan.memory import CUDA_CONTEXT, on_device, on_host, runs_on_gpu, shape_of, traced
-from proxsparse.run.config import parse_config
+from proxsparse.run.parse import parse_config
 
 GB = 10**9
 # Of every run: the second step has moments and gradients; documents are joined, so that every window is full.

@@ -16,7 +16,7 @@ import torch
 from random_models import save_random_llama
 
 from proxsparse.plan.memory import Shape, held, moments_of_a_run, on_host, shape_of, traced
-from proxsparse.run.config import parse_config
+from proxsparse.run.parse import parse_config
 
 MB = 10**6
 STEPS = 3  # the second has moments and gradients

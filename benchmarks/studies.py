@@ -34,8 +34,10 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.io.atomic import write_file
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.reference import nm_mask
-from proxsparse.run.config import NOT_SETTINGS, TrainConfig, parse_config
+from proxsparse.run.config import TrainConfig
+from proxsparse.run.parse import parse_config
 from proxsparse.run.report import read_metrics, read_result
+from proxsparse.run.resume import NOT_SETTINGS
 from proxsparse.runtime.device import choose_device
 
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.

@@ -21,7 +21,8 @@ from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.patterns import NMPattern
 from proxsparse.plan.cost import cost
 from proxsparse.plan.memory import CUDA_CONTEXT, on_device, runs_on_gpu, shape_of, traced
-from proxsparse.run.config import TrainConfig, parse_config
+from proxsparse.run.config import TrainConfig
+from proxsparse.run.parse import parse_config
 from proxsparse.runtime import sharding
 from proxsparse.runtime.device import autocast, choose_precision, peak_memory_bytes
 from proxsparse.training import loop

@@ -23,7 +23,7 @@ import torch
 
 from proxsparse.ops import registry
 from proxsparse.reference.paper_solvers import enum_alm
-from proxsparse.run.config import RECIPES
+from proxsparse.run.recipes import RECIPES
 
 CPU = torch.device("cpu")
 QUICK = ["--devices", "cpu", "--seconds", "0", "--repetitions", "1"]

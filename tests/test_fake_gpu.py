@@ -16,7 +16,7 @@ from proxsparse.models.snap import snap_
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.ops import prox_nm_list_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import parse_config
+from proxsparse.run.parse import parse_config
 from proxsparse.runtime import sharding
 from proxsparse.runtime.device import autocast, choose_device, choose_precision
 from proxsparse.train import learn_masks

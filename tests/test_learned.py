@@ -11,7 +11,7 @@ from proxsparse.errors import InputError
 from proxsparse.methods import compute_masks, get_method, prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
-from proxsparse.run.config import parse_config
+from proxsparse.run.parse import parse_config
 from proxsparse.train import learn_masks
 from proxsparse.training import loop, optimizer
 from proxsparse.training.distillation import calibration_loss

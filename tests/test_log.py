@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from proxsparse.errors import InputError
-from proxsparse.run.log import RunLog, check_tracker
+from proxsparse.training.log import RunLog, check_tracker
 
 ROW = {"loss": 2.5, "learning_rate": 1e-3, "feasible_share": 0.25, "mask_change": 0.125}
 ROWS = [{"step": step, **ROW} for step in (1, 2)]

@@ -14,7 +14,9 @@ from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
-from proxsparse.run.config import RECIPE_NAMES, TrainConfig, parse_config
+from proxsparse.run.config import TrainConfig
+from proxsparse.run.parse import parse_config
+from proxsparse.run.recipes import RECIPE_NAMES
 from proxsparse.training import loop, optimizer
 from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share

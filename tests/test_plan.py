@@ -23,7 +23,8 @@ from proxsparse.plan import page
 from proxsparse.plan.activations import LiveBytes
 from proxsparse.plan.cost import bytes_received, cost, operations_of_a_document, sensible_devices
 from proxsparse.plan.memory import held, moments_of_a_run, on_device, on_host, shape_of, traced
-from proxsparse.run.config import TrainConfig, parse_config
+from proxsparse.run.config import TrainConfig
+from proxsparse.run.parse import parse_config
 from proxsparse.runtime.device import PRECISIONS
 from proxsparse.training.loop import backward, start_training
 

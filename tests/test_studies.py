@@ -11,7 +11,7 @@ from tiny_models import save_texts, save_tiny_model
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import load_masks
 from proxsparse.optim import ProxAdamW
-from proxsparse.run.config import parse_config
+from proxsparse.run.parse import parse_config
 
 RUNS = {"constraints": 4, "lambda1": 3, "lambda2": 3, "samples": 3, "convergence": 3, "early_mask": 3, "norm_gap": 3}
 

@@ -106,3 +106,9 @@ def collate(samples: list[list[int]], padding_id: int) -> dict[str, Tensor]:
         "attention_mask": pad([torch.ones_like(sample) for sample in tokens], padding_value=0),
         "labels": pad(tokens, padding_value=IGNORED_LABEL),
     }
+
+
+def add_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with labels [B, T]: those it has, else input_ids where there is no padding."""
+    padding = batch["attention_mask"] == 0
+    return {"labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)} | batch

@@ -30,9 +30,8 @@ from proxsparse.optim import ProxOptimizer
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.runtime.distributed import on_rank_zero
-from proxsparse.runtime.sharding import local
+from proxsparse.runtime.sharding import gather_masks, local
 from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
-from proxsparse.training.loop import whole_masks
 from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import mean_size
 
@@ -184,7 +183,8 @@ class ProxCallback(TrainerCallback):
         self.figures = self.monitor.observe(state.global_step)
         masks = {name: one.mask().cpu() for name, one in self.learned.items()}
         snap_(model, self.pretrained, masks)
-        self.masks = {plain_name(name): mask for name, mask in whole_masks(masks, self.learned).items()}
+        gathered = gather_masks(masks, {name: one.weight for name, one in self.learned.items()})
+        self.masks = {plain_name(name): mask for name, mask in gathered.items()}
         patterns = {plain_name(name): one.pattern for name, one in self.learned.items()}
         if state.is_world_process_zero:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The decoder blocks that a method has finished, on disk, so that a stopped run continues after them.
+"""Finished decoder blocks on disk, so that a stopped run continues after them.
 
     OUTPUT_DIR/.proxsparse.json                           the run they belong to, with its flags
     OUTPUT_DIR/finished_blocks/start.json                 the pattern of every layer; the digest of model and samples
@@ -10,10 +10,7 @@ through it to the next: on the same machine a resumed run ends with the bits of 
 removes the folder.
 """
 
-import argparse
-import json
 import os
-import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,13 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from proxsparse.errors import InputError
-from proxsparse.io.atomic import atomic_write, write_file
+from proxsparse.io.atomic import atomic_write
 from proxsparse.io.mask_files import pack_mask, unpack_mask
-from proxsparse.io.output_folder import FINISHED_BLOCKS
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import LAST
-from proxsparse.run.resume import AGAIN
 
 Finished = dict[str, tuple[Tensor, Tensor | None]]  # layer name -> mask; updated weight, or None if it stays
 
@@ -105,52 +98,3 @@ def checked_weight(weight: Tensor | None, layer: nn.Linear) -> Tensor | None:
     if weight is not None and (weight.shape, weight.dtype) != (layer.weight.shape, layer.weight.dtype):
         raise ValueError(f"a weight of {list(weight.shape)} {weight.dtype}, the layer's is {layer.weight.dtype}")
     return weight
-
-
-def save_start(folder: Path, patterns: dict[str, NMPattern], digest: str) -> None:
-    """Makes the folder, empty but for what the decoder blocks to come belong to: patterns, and `digest_of` the rest."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    start = {"format": FORMAT, "digest": digest, "patterns": {name: str(pattern) for name, pattern in patterns.items()}}
-    write_file(folder / "start.json", json.dumps(start).encode())
-
-
-def load_start(folder: Path, layers: Iterable[str], digest: str) -> dict[str, NMPattern] | None:
-    """Layer name -> pattern, as `save_start` has kept them; None if there are none, or, aloud, if they are damaged.
-
-    Raises:
-        InputError: the model or the samples are not those that the decoder blocks were finished with.
-    """
-    path = folder / "start.json"
-    try:
-        start = json.loads(path.read_bytes())
-        patterns = {name: NMPattern.parse(start["patterns"][name]) for name in layers}
-        before = start["digest"]
-    except FileNotFoundError:
-        return None
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        print(f"{path} is damaged ({error!r}): all decoder blocks are pruned again", file=sys.stderr)
-        return None
-    if before != digest:
-        raise InputError(f"{folder}: the files of --model or --data have changed since these were finished; {AGAIN}")
-    return patterns
-
-
-def check_named(config: argparse.Namespace) -> None:
-    """Raises InputError if --resume_from_checkpoint names a folder that does not hold finished blocks."""
-    resume, output_dir = config.resume_from_checkpoint, config.output_dir
-    if resume in (None, LAST):
-        return
-    folder = Path(resume)
-    if folder.name != FINISHED_BLOCKS or not folder.is_dir():
-        raise InputError(
-            f"--resume_from_checkpoint {resume}: no such folder; give OUTPUT_DIR/{FINISHED_BLOCKS}, or last"
-        )
-    if output_dir is not None and folder.parent.resolve() != Path(output_dir).resolve():
-        raise InputError(f"--resume_from_checkpoint {resume} is not in --output_dir {output_dir}; leave out the latter")
-
-
-def kept(run_dir: Path) -> str:
-    """The finished blocks of a run, in words; "" if there are none."""
-    count = len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors")))
-    return f"{count} decoder block{'' if count == 1 else 's'} finished and kept in {FINISHED_BLOCKS}/" if count else ""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
-from proxsparse.data.calibration import IGNORED_LABEL, sample_stream
+from proxsparse.data.calibration import add_labels, sample_stream
 from proxsparse.errors import InputError, require
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.registry import compute_masks, get_method, register_method
@@ -169,11 +169,8 @@ def hard_mask(logits: Tensor, choices: Tensor) -> Tensor:
 
 def language_loss(model: nn.Module, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
     """The model's own loss on a batch, with these weights in place of its own; labels default to the real input_ids."""
-    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    ids, attention = batch["input_ids"], batch["attention_mask"]
-    labels = batch.get("labels", ids.masked_fill(attention == 0, IGNORED_LABEL))
-    inputs = {"input_ids": ids, "attention_mask": attention, "labels": labels, "use_cache": False}
-    return functional_call(model, weights, kwargs=inputs).loss
+    inputs = {name: tensor.to(model.device) for name, tensor in add_labels(batch).items()}
+    return functional_call(model, weights, kwargs=inputs | {"use_cache": False}).loss
 
 
 def squared_norm(weights: Iterable[Tensor], device: torch.device) -> Tensor:

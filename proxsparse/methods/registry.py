@@ -4,12 +4,12 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
+from proxsparse.methods.store import Store
 from proxsparse.methods.walk import Batches, prune_layers_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.unfold_linears import unfold_linears_
@@ -37,20 +37,34 @@ class Method:
     paper: str
     prune: Callable[..., dict[str, Tensor]]
     options: dict[str, bool | int | float | str]  # name -> default; the type of the default is that of the option
-    by_block: bool = False  # its `prune` takes `finished_blocks` too, see `prune_`
+    keeps: str = ""  # its progress in a `Store`: "blocks" or "checkpoints"; its `prune` then takes `store` too
     check: Callable[..., None] = lambda **options: None  # raises InputError for values of its options out of range
+    # check_model(layers, patterns, base, **options) raises InputError for options that do not fit a loaded model
+    check_model: Callable[..., None] = lambda layers, patterns, base, **options: None
 
 
 _methods: dict[str, Method] = {}
 
 
 def register_method(
-    name: str, needs_data: bool, updates_weights: bool, paper: str, check: Callable[..., None] = Method.check
+    name: str,
+    needs_data: bool,
+    updates_weights: bool,
+    paper: str,
+    options: dict | None = None,
+    keeps: str = "",
+    check: Callable[..., None] = Method.check,
+    check_model: Callable[..., None] = Method.check_model,
 ):
-    """Decorator: add a function that prunes a whole model, see `Method`; keyword-only parameters are its options."""
+    """Decorator: adds a function that prunes a whole model, see `Method`.
+
+    Its keyword-only parameters are its options, unless `options` (name -> default) says otherwise.
+    """
 
     def add(prune: Callable) -> Callable:
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options_of(prune), check=check)
+        own = options_of(prune) if options is None else options
+        more = {"keeps": keeps, "check": check, "check_model": check_model}
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, own, **more)
         return prune
 
     return add
@@ -75,7 +89,8 @@ def register_layer_method(
     def add(prune_layer: Callable) -> Callable:
         prune = partial(prune_layers_, prune_layer, statistics)
         options = options_of(prune_layer)
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, needs_data, check)
+        more = {"keeps": "blocks" if needs_data else "", "check": check}
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, **more)
         return prune_layer
 
     return add
@@ -120,8 +135,7 @@ def prune_(
     include: list[str] | None = None,
     exclude: list[str] | None = None,
     progress: bool = False,
-    finished_blocks: Path | None = None,
-    run_id: str = "",
+    store: Store | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
@@ -132,10 +146,8 @@ def prune_(
         pattern: one for all layers, or one for every layer by its name (what `allocation.allocate` returns): then the
             layers that it does not name stay as they are.
         include, exclude: which layers, as in `models.prunable_layers`.
-        finished_blocks: a folder, there already, in which every decoder block is kept as soon as it is pruned; those
-            that are there are taken as they are, so give it to the same call again and to no other. A method that
-            prunes the whole model at once, or needs no data, keeps none.
-        run_id: written into every block that is kept there; a block of another run is pruned again.
+        store: where the method keeps its progress: decoder blocks that are finished, or checkpoints. The same call
+            with the same store continues there. maskllm, and methods that need no data, keep none.
         options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
@@ -146,8 +158,8 @@ def prune_(
     check_option_names(options, chosen.options, f"method {name!r}")
     chosen.check(**chosen.options | options)
     layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
-    if chosen.by_block:
-        options |= {"finished_blocks": finished_blocks, "run_id": run_id}
+    if chosen.keeps:
+        options |= {"store": store}
     return chosen.prune(model, layers, batches, patterns, progress, **options)
 
 

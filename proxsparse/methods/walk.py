@@ -10,7 +10,6 @@ kept on disk at once, see `finished_blocks`; a later walk takes it from there.
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,9 @@ from tqdm import tqdm
 
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
+from proxsparse.io.output_folder import FINISHED_BLOCKS
 from proxsparse.methods.finished_blocks import load_block, save_block
+from proxsparse.methods.store import Store
 from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.patterns import NMPattern
@@ -35,12 +36,12 @@ def prune_layers_(
     batches: Batches,
     patterns: dict[str, NMPattern],
     progress: bool = False,
-    finished_blocks: Path | None = None,
-    run_id: str = "",
+    store: Store | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """`Method.prune` made of a function for one layer; its arithmetic is in full precision even under autocast."""
     masks = {}
+    finished_blocks = store.directory / FINISHED_BLOCKS if store and store.directory else None
 
     def visit(collected: dict) -> None:
         updated = {}
@@ -55,10 +56,10 @@ def prune_layers_(
             if new_weight is not None:
                 updated[name] = layer.weight
         if finished_blocks:
-            save_block(finished_blocks, {name: masks[name] for name in collected}, updated, run_id)
+            save_block(finished_blocks, {name: masks[name] for name in collected}, updated, store.run_id)
 
     def restored(inside: dict[str, nn.Linear]) -> bool:
-        finished = load_block(finished_blocks, inside, patterns, run_id) if finished_blocks else {}
+        finished = load_block(finished_blocks, inside, patterns, store.run_id) if finished_blocks else {}
         for name, (mask, new_weight) in finished.items():
             masks[name] = apply_mask_(inside[name], mask, new_weight)
         return bool(finished)

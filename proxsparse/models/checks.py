@@ -19,13 +19,13 @@ def check_length(model: nn.Module, tokens: int, flag: str) -> None:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode (no dropout) within the block; every module is in its own mode again afterwards."""
-    training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in modes:
+            module.training = training
 
 
 def refuse_not_finite(model: nn.Module) -> None:

@@ -1,35 +1,36 @@
 """A run's folder from its opening to its last file."""
 
-import argparse
+import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
+import torch
 import yaml
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io import output_folder
-from proxsparse.io.atomic import atomic_directory, require_space, write_file
+from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import NEXT, OutputFolder
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import LAST, NOT_REPEATED, TrainConfig
-from proxsparse.run.log import check_tracker
+from proxsparse.run.config import LAST, NOT_REPEATED, RunConfig
+from proxsparse.run.model_card import write_card
 from proxsparse.run.report import write_report
 from proxsparse.runtime.distributed import on_rank_zero, world_size
 
-Config = TrainConfig | argparse.Namespace  # the flags of proxsparse.train or of proxsparse.prune
 # Flags that may name a file or a folder which the run reads.
 INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoint")
 
 
 @contextmanager
-def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterator[OutputFolder]:
+def opened(config: RunConfig, command: str, may_differ: tuple[str, ...]) -> Iterator[OutputFolder]:
     """The output folder of a run, locked for this run within the block, see `output_folder.opened`.
 
     Of several processes the first one opens it; all get the same. `may_differ`: flags that a resumed run may change.
@@ -37,7 +38,6 @@ def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterato
     Raises:
         InputError: as `output_folder.opened`; it is the folder of --model; --resume_from_checkpoint names no run.
     """
-    check_tracker(vars(config).get("report_to", "none"))
     with ExitStack() as stack:
 
         def enter() -> OutputFolder:
@@ -62,7 +62,7 @@ def opened(config: Config, command: str, may_differ: tuple[str, ...]) -> Iterato
         yield on_rank_zero(enter)
 
 
-def output_dir_of(config: Config) -> Path:
+def output_dir_of(config: RunConfig) -> Path:
     """--output_dir, else the folder of the checkpoint to resume from, else a new one. Raises InputError for `last`."""
     asked = config.resume_from_checkpoint
     if config.output_dir is not None:
@@ -82,7 +82,7 @@ def is_resumed_in(final: Path, asked: str | None) -> bool:
     return Path(asked).resolve().parent in (final.resolve(), (final / NEXT).resolve())
 
 
-def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> None:
+def start_run(run_dir: Path, config: RunConfig, resumed: Path | None = None) -> None:
     """Writes config.yaml, and metrics.jsonl as it was at the checkpoint `resumed`; without one it begins empty.
 
     The result.json of an interruption goes: it does not describe the run that continues.
@@ -97,19 +97,17 @@ def start_run(run_dir: Path, config: Config, resumed: Path | None = None) -> Non
         (run_dir / output_folder.METRICS).unlink(missing_ok=True)
 
 
-def require_space_for(model: nn.Module, run_dir: Path, more_bytes: int = 0) -> None:
-    """Raises InputError if the disk cannot hold the pruned model, its masks, small files and `more_bytes`."""
+def require_space_for(
+    model: nn.Module, run_dir: Path, updated: dict[str, nn.Linear], weight_dtype: torch.dtype
+) -> None:
+    """Raises InputError if the disk cannot hold the pruned model, its masks and small files.
+
+    Args:
+        updated: layers whose new weights are kept in finished blocks until the end, in `weight_dtype`.
+    """
     weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
-    require_space(run_dir, weights + 2**24 + more_bytes)
-
-
-def pruned(model: nn.Module, masks: dict[str, Tensor], config: Config) -> nn.Module:
-    """The model to save. Of a sharded one it is read anew: its weights are the pretrained ones under the masks."""
-    if world_size() == 1:
-        return model
-    model, _ = load_model(config.model)
-    snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
-    return model
+    blocks = sum(layer.weight.numel() for layer in updated.values()) * weight_dtype.itemsize
+    require_space(run_dir, weights + blocks + 2**24)
 
 
 def save_checkpoint(
@@ -117,21 +115,50 @@ def save_checkpoint(
     model: nn.Module,
     tokenizer,
     masks: dict[str, Tensor],
-    patterns: str | dict[str, NMPattern],
+    patterns: dict[str, NMPattern],
     base: dict[str, str],
+    config: RunConfig,
 ) -> None:
     """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; each of the two whole or not.
 
+    A model that is sharded over processes is loaded again: its weights are the pretrained ones under the masks.
+
     Args:
-        patterns: of all layers, or layer name -> pattern.
-        base: the pretrained model, see `models.base_of`.
+        patterns: layer name -> pattern.
+        base: the pretrained model, see `models.loading.base_identity`.
     """
+    if world_size() > 1:
+        model, _ = load_model(config.model)
+        snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
     with atomic_directory(run_dir) as scratch:
         save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
     with atomic_directory(run_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         output_folder.claim(run_dir, [entry.name for entry in scratch.iterdir()])
+
+
+def save_result(run_dir: Path, result: dict) -> None:
+    """Writes the report or the model card, then result.json, the file that makes a directory a finished run.
+
+    A method that takes steps has rows in metrics.jsonl, which are on the disk before.
+    """
+    if (run_dir / output_folder.METRICS).exists():
+        sync(run_dir / output_folder.METRICS)
+    else:
+        write_card(run_dir, result)
+    write_file(run_dir / output_folder.RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())
+    if (run_dir / output_folder.METRICS).exists():
+        write_report(run_dir)
+
+
+def finite(value):
+    """The same value with every NaN and infinity as None, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def nothing_left(folder: OutputFolder) -> bool:

@@ -32,7 +32,7 @@ PLOTTABLE = 1e30  # beyond it the axes' arithmetic overflows
 NUMBER = (int, float, type(None))  # a writer of strict JSON turns NaN and infinity into null
 METRICS_KEYS = {NUMBER: ["step", "loss", "feasible_share", "norm_gap"]}  # type -> keys
 RESULT_KEYS = {
-    str: ["status", "version", "model", "data", "pattern", "metric", "command", "masks_sha256"],
+    str: ["status", "version", "model", "data", "pattern", "objective", "command", "masks_sha256"],
     **{int: ["layers", "weights", "steps", "tokens"], (int, float): ["seconds"]},
     NUMBER: ["feasible_share", "magnitude_agreement", "peak_memory_bytes"],
     **{dict: ["config", "reg_lambda", "environment"], list: ["mask_similarity", "warnings"]},

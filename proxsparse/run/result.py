@@ -1,8 +1,6 @@
 """What result.json holds, and the summary on the terminal."""
 
 import collections
-import json
-import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -13,29 +11,23 @@ from torch import Tensor, nn
 
 from proxsparse._version import __version__
 from proxsparse.allocations.budget import budget, numel
-from proxsparse.allocations.uniform import UNIFORM
 from proxsparse.data.sources import evaluation_text
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
-from proxsparse.io import output_folder
-from proxsparse.io.atomic import sync, write_file
 from proxsparse.models.checks import check_length
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import TrainConfig
-from proxsparse.run.flags import PROXSPARSE
-from proxsparse.run.folder import Config
+from proxsparse.run.config import RunConfig
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero
 
 # Below this share of N:M blocks the final projection, not the learning, makes most decisions.
 FEW_DECIDED = 0.5
 # What result.json says of a run in its first lines, where the run has it.
-IDENTITY = ("method", "model", "data", "pattern", "allocation", "metric")
-NO_CHOICE = {"method": PROXSPARSE.name, "allocation": UNIFORM}  # of proxsparse.train, which has no flag for them
+IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 
 def perplexity_of(
-    config: Config, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
+    config: RunConfig, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
 ) -> Callable[[nn.Module], Perplexity | None]:
     """A function model -> perplexity on the held-out text (None with --eval_data none); reads the text now.
 
@@ -74,7 +66,7 @@ def scores_under(
     return scores
 
 
-def perplexity_table(scores: dict[str, Perplexity | None], config: Config) -> dict | None:
+def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) -> dict | None:
     """The perplexity entry of result.json: one value per name, and what they were measured on; None if not measured."""
     if any(score is None for score in scores.values()):
         return None
@@ -93,7 +85,7 @@ def what_was_pruned(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]
     }
 
 
-def few_samples(samples: int, config: Config) -> list[str]:
+def few_samples(samples: int, config: RunConfig) -> list[str]:
     """A warning if the calibration text was too short for what was asked."""
     if samples >= config.num_samples:
         return []
@@ -103,53 +95,42 @@ def few_samples(samples: int, config: Config) -> list[str]:
     ]
 
 
-def warnings_for(table: dict | None, feasible_share: float, samples: int, config: TrainConfig) -> list[str]:
-    """What the user should know before using the mask, each with what to change."""
-    found = few_samples(samples, config)
-    if table and not table["proxsparse"] < table["magnitude"]:
-        metric = "" if config.metric == "activation" else ", or use --metric activation"
+def warnings_for(table: dict | None, figures: dict, samples: int | None, config: RunConfig) -> list[str]:
+    """What the user should know before using the masks, each with what to change.
+
+    Args:
+        table: of `perplexity_table`.
+        figures: what the method reports.
+        samples: of the calibration text; None: the method needs none.
+    """
+    found = [] if samples is None else few_samples(samples, config)
+    if table and figures and not table[config.method] < table["magnitude"]:
         found.append(
-            f"the learned mask is no better than the magnitude mask (perplexity {table['proxsparse']:.2f} against "
+            f"the learned mask is no better than the magnitude mask (perplexity {table[config.method]:.2f} against "
             f"{table['magnitude']:.2f}): raise --num_samples or --seq_len, change --learning_rate (now "
-            f"{config.learning_rate:g}){metric}"
+            f"{config.learning_rate:g})" + (", or use --objective masked" if config.objective == "paper" else "")
         )
-    if config.forward == "dense" and feasible_share < FEW_DECIDED:  # under the mask there is no projection to come
+    decided = figures.get("feasible_share")
+    if decided is not None and config.forward == "dense" and decided < FEW_DECIDED:  # masked: no projection follows
         found.append(
-            f"only {feasible_share:.1%} of the blocks were {config.pattern} before the final projection, which decided "
+            f"only {decided:.1%} of the blocks were {config.pattern} before the final projection, which decided "
             "the rest by size alone; raise --reg_lambda_rel (or --reg_lambda), or take more steps"
         )
     return found
 
 
-def as_result(config: Config, device: torch.device, figures: dict) -> dict:
+def as_result(config: RunConfig, device: torch.device, figures: dict) -> dict:
     """What result.json holds: who made this, of what, where, and the figures."""
-    settings, identity = vars(config), NO_CHOICE | vars(config)
     command = "prune" if Path(sys.argv[0]).stem == "prune" else "train"
     return {
         "version": __version__,
-        **{key: identity[key] for key in IDENTITY if key in identity},
+        **{key: getattr(config, key) for key in IDENTITY if hasattr(config, key)},
         "command": shlex.join(["python", "-m", f"proxsparse.{command}", *sys.argv[1:]]),
-        "config": settings,
+        "config": vars(config),
         "environment": environment(device),
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,
     }
-
-
-def save_result(run_dir: Path, result: dict) -> None:
-    """Writes result.json, the file that makes a folder a finished run; metrics.jsonl is on the disk before."""
-    if (run_dir / output_folder.METRICS).exists():
-        sync(run_dir / output_folder.METRICS)
-    write_file(run_dir / output_folder.RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())
-
-
-def finite(value):
-    """The same value with every NaN and infinity as None: JSON has no words for them."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(result: dict, run_dir: Path) -> str:
@@ -158,7 +139,7 @@ def summary(result: dict, run_dir: Path) -> str:
     if table := result["perplexity"]:
         lines += [f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens"]
         names = {"dense": "dense", result["method"]: result["method"]}
-        names |= {"magnitude": "magnitude", PROXSPARSE.name: "ProxSparse"}
+        names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse"}
         lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]
     counts = collections.Counter(result["patterns"].values())
     spread = ", ".join(f"{count} of {pattern}" for pattern, count in sorted(counts.items()))

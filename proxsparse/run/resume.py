@@ -1,6 +1,14 @@
-"""Resuming a stopped run: whether it has the same flags, the same model and the same samples."""
+"""Resuming a stopped run: what it has kept, and whether this run has the same flags, model and samples.
 
+Mask learning continues from a checkpoint, see `training.checkpoint`; a layer-by-layer method continues after its
+finished decoder blocks, see `methods.finished_blocks`. What the blocks belong to is in finished_blocks/start.json.
+"""
+
+import dataclasses
 import hashlib
+import json
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -8,25 +16,108 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from proxsparse.errors import InputError
-from proxsparse.run.config import LAST, NOT_SETTINGS
+from proxsparse._version import __version__
+from proxsparse.errors import InputError, describe_error
+from proxsparse.evaluation.perplexity import Perplexity
+from proxsparse.io.atomic import write_file
+from proxsparse.io.output_folder import FINISHED_BLOCKS, OutputFolder, checkpoints
+from proxsparse.methods import Method
+from proxsparse.methods.finished_blocks import FORMAT
+from proxsparse.methods.store import Store
+from proxsparse.patterns import NMPattern
+from proxsparse.run.config import LAST, NOT_REPEATED, RunConfig
+from proxsparse.runtime.distributed import world_size
+from proxsparse.training import checkpoint
 
 SAMPLED = 64  # weights of a parameter that tell a changed model: reading all would take as long as loading it
-AGAIN = "give the same, or start anew: leave out --resume_from_checkpoint and add --overwrite_output_dir"
-# Beside flags that do not change the masks: where they are computed, and what is measured of them afterwards.
-MAY_DIFFER = (*NOT_SETTINGS, "device", "eval_data", "eval_seq_len", "eval_max_windows")
+AGAIN = "give the same, or start again: leave out --resume_from_checkpoint and add --overwrite_output_dir"
+# Flags that do not change the masks.
+NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit", "pretrained_weights")
+# Flags that a run may continue with although they differ; 4 processes without accumulation are 1 process with 4 passes.
+FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node")
+MAY_DIFFER = (*FREE, "eval_data", "eval_seq_len", "eval_max_windows")  # of a run that has no checkpoint or is complete
 
 
-def check_same_flags(run_dir: Path, before: dict, now: dict) -> None:
-    """Raises InputError, naming them, if flags that change the masks had other values in the run there."""
-    names = [name for name in now if before.get(name) != now[name]]
+def identity_of(config: RunConfig, digest: str, scores: dict[str, Perplexity | None]) -> dict:
+    """What a checkpoint holds of its run, as JSON: whether another run may continue it, and the dense perplexity."""
+    return {
+        "version": __version__,
+        "settings": settings_of(config),
+        "batches_a_step": batches_a_step(config),
+        "digest": digest,
+        "scores": {name: score and dataclasses.asdict(score) for name, score in scores.items()},
+    }
+
+
+def settings_of(config: RunConfig) -> dict:
+    """The flags with which a run must be continued."""
+    return {name: value for name, value in vars(config).items() if name not in FREE}
+
+
+def batches_a_step(config: RunConfig) -> int:
+    """Batches that a step takes in all processes together; 0: the method takes no steps."""
+    return vars(config).get("gradient_accumulation_steps", 0) * world_size()
+
+
+def find_checkpoint(folder: OutputFolder, config: RunConfig, method: Method) -> tuple[Path | None, dict]:
+    """The checkpoint that --resume_from_checkpoint names and its state.json; (None, {}) where there is none.
+
+    Raises:
+        InputError: no checkpoint or finished blocks there; it is damaged, or belongs to a run with other flags.
+    """
+    named = config.resume_from_checkpoint
+    if method.keeps != "checkpoints":
+        if named not in (None, LAST):
+            require_finished_blocks(Path(named), config.output_dir)
+        path = None
+    elif named == LAST:
+        path = checkpoints(folder.path)[-1] if folder.begun and checkpoints(folder.path) else None
+    else:
+        path = Path(named) if named else None
+    if folder.begun:
+        print(f"resuming in {folder.path}: {progress_in(folder.path) or 'nothing finished yet'}", file=sys.stderr)
+    return (path, read_state(path, config)) if path else (None, {})
+
+
+def require_finished_blocks(folder: Path, output_dir: str | None) -> None:
+    """Raises InputError unless this is the folder of finished decoder blocks in the output directory."""
+    if folder.name != FINISHED_BLOCKS or not folder.is_dir():
+        raise InputError(
+            f"--resume_from_checkpoint {folder}: no such directory; give OUTPUT_DIR/{FINISHED_BLOCKS}, or last"
+        )
+    if output_dir is not None and folder.parent.resolve() != Path(output_dir).resolve():
+        raise InputError(f"--resume_from_checkpoint {folder} is not in --output_dir {output_dir}; leave out the latter")
+
+
+def read_state(path: Path, config: RunConfig) -> dict:
+    """state.json of a checkpoint, once it is certain that it is whole and of a run with these flags."""
+    state, flag = checkpoint.read_facts(path), f"--resume_from_checkpoint {path}"
+    try:
+        state["scores"] = {name: score and Perplexity(**score) for name, score in state["scores"].items()}
+        before, batches, _ = state["settings"], state["batches_a_step"], state["digest"]
+        now = settings_of(config)
+        names = [name for name in now if before.get(name) != now[name]]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{flag}: damaged ({describe_error(error)}); give another") from error
     if names:
         different = ", ".join(f"--{name} {before.get(name)} (now {now[name]})" for name in names)
-        raise InputError(f"--resume_from_checkpoint: the run in {str(run_dir)!r} has {different}; {AGAIN}")
+        raise InputError(f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; {AGAIN}")
+    if batches != batches_a_step(config):
+        raise InputError(
+            f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({world_size()} processes); "
+            "change --gradient_accumulation_steps"
+        )
+    return state
+
+
+def check_digest(where: Path, before: str, now: str) -> None:
+    """Raises InputError if the model or the samples are not those of the stopped run."""
+    if before != now:
+        raise InputError(f"{where}: the files of --model or --data have changed since it was written; {AGAIN}")
 
 
 def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:
-    """Tells another model or other samples behind the same names: sha256 of some weights of all, and of the tokens."""
+    """sha256 of some weights of every parameter and of all tokens: tells changed files behind the same names."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:SAMPLED]))
@@ -40,17 +131,56 @@ def bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
+def save_start(store: Store, patterns: dict[str, NMPattern], digest: str) -> None:
+    """Makes the folder of finished blocks, empty but for what the blocks will belong to: patterns and digest."""
+    folder = store.directory / FINISHED_BLOCKS
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    start = {"format": FORMAT, "digest": digest, "patterns": {name: str(pattern) for name, pattern in patterns.items()}}
+    write_file(folder / "start.json", json.dumps(start).encode())
+
+
+def load_start(store: Store, layers: Iterable[str], digest: str) -> dict[str, NMPattern] | None:
+    """Layer name -> pattern, as `save_start` has kept them; None if there are none or, with a warning, if damaged.
+
+    Raises:
+        InputError: the model or the samples are not those that the decoder blocks were finished with.
+    """
+    path = store.directory / FINISHED_BLOCKS / "start.json"
+    try:
+        start = json.loads(path.read_bytes())
+        patterns = {name: NMPattern.parse(start["patterns"][name]) for name in layers}
+        before = start["digest"]
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        print(f"{path} is damaged ({error!r}): all decoder blocks are pruned again", file=sys.stderr)
+        return None
+    check_digest(path, before, digest)
+    return patterns
+
+
+def progress_in(run_dir: Path) -> str:
+    """The checkpoints and finished blocks of a run, in words; "" if there are none."""
+    names = [path.name for path in checkpoints(run_dir)]
+    blocks = len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors")))
+    if blocks:
+        names.append(f"{blocks} finished decoder block{'' if blocks == 1 else 's'} in {FINISHED_BLOCKS}/")
+    return ", ".join(names)
+
+
 @contextmanager
-def saying_what_is_kept(final: Path, kept: Callable[[], str]) -> Iterator[None]:
-    """Adds to any error but an InputError what `kept()` names, if anything, and how to resume."""
+def naming_progress(final: Path, progress: Callable[[], str]) -> Iterator[None]:
+    """Adds to any error but an InputError what the run has kept, if anything, and how to continue it."""
     try:
         yield
     except InputError:
         raise
     except BaseException as error:
         with suppress(OSError):  # the disk itself may be gone
-            what = kept() if final.is_dir() else f"{final} cannot be reached"
-            if what:
+            kept = f"{found} kept" if final.is_dir() and (found := progress()) else ""
+            kept = kept or ("" if final.is_dir() else f"{final} cannot be reached")
+            if kept:
                 flags = f"--output_dir {final} --resume_from_checkpoint {LAST}"
-                error.add_note(f"{what}; to go on: the same command with {flags}")
+                error.add_note(f"{kept}; to continue: the same command with {flags}")
         raise

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from proxsparse.runtime.distributed import world_size
+from proxsparse.io.mask_files import pack_mask, unpack_mask
+from proxsparse.runtime.distributed import is_rank_zero, world_size
 
 # ---------------------------------------------------------------------------------------------- shards
 
@@ -126,3 +127,19 @@ def gather_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     rows = rows.to(device_mesh.device_type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows, device_mesh, placements, shape=shape, stride=stride).full_tensor()
+
+
+def gather_masks(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All rows of masks on rank zero: layer name -> bool [out_features, in_features] on the CPU; {} on other ranks.
+
+    Args:
+        masks: layer name -> bool [rows of this process, in_features].
+        weights: layer name -> the parameter, which may be sharded.
+    """
+    found = {}
+    for name, mask in masks.items():
+        if world_size() > 1:  # as bits
+            packed = gather_rows(pack_mask(mask), weights[name])
+            mask = unpack_mask(packed, weights[name].shape[-1]) if is_rank_zero() else None
+        found[name] = mask
+    return found if is_rank_zero() else {}

@@ -1,6 +1,6 @@
 """What a run has become, on disk: a folder `checkpoint-STEP` from which a run goes on, bit for bit.
 
-    checkpoint-200/shard-*.safetensors  weights, moments, metric, ...: torch.distributed.checkpoint in safetensors
+    checkpoint-200/shard-*.safetensors  weights, moments, scales, ...: torch.distributed.checkpoint in safetensors
     checkpoint-200/metrics.jsonl        the rows so far
     checkpoint-200/state.json           counters, settings, the size of every other file; it is written last
 
@@ -8,10 +8,8 @@ A folder is written under another name, synced and renamed, so that one with thi
 rows of the weights; any number of processes can read them. Nothing is pickled.
 """
 
-import dataclasses
 import json
 import shutil
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,26 +19,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from proxsparse._version import __version__
 from proxsparse.errors import InputError, describe_error
-from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.atomic import SCRATCH, require_space, sync, write_file
-from proxsparse.io.output_folder import OutputFolder, checkpoints, remove, step_of
-from proxsparse.run.config import LAST, NOT_SETTINGS, TrainConfig
-from proxsparse.run.resume import MAY_DIFFER as NOT_IN_MASKS
-from proxsparse.run.resume import check_same_flags
+from proxsparse.io.output_folder import checkpoints, remove, step_of
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.distributed import all_gather, on_rank_zero
 from proxsparse.training.loop import TrainState
 from proxsparse.training.optimizer import weights_of
+from proxsparse.training.options import LearningOptions
 
 STATE, METRICS = "state.json", "metrics.jsonl"
 FILE_BYTES = 2**30  # tensors are gathered into files of about this size, each of which is serialised in memory
 COUNTERS = ("step", "batches", "tokens", "seconds")
 OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
-# Flags that a run may go on with although they differ; what 4 processes do without accumulation, 1 does with 4 passes.
-FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node")
-MAY_DIFFER = (*FREE, *NOT_IN_MASKS)  # of a run that has no checkpoint yet, or is complete
 
 
 # ---------------------------------------------------------------------------------------------- what is saved
@@ -48,13 +39,13 @@ MAY_DIFFER = (*FREE, *NOT_IN_MASKS)  # of a run that has no checkpoint yet, or i
 
 def is_due(state: TrainState, signal: int | None) -> bool:
     """Whether to save after this step: one of --save_steps, or the last before a signal ends the run."""
-    every = state.config.save_steps
+    every = state.options.save_steps
     return state.step < state.all_steps and bool(signal or (every and state.step % every == 0))
 
 
 def tensors_of(state: TrainState) -> dict[str, Tensor]:
     """Everything that is a tensor, by the names in the files."""
-    found = {f"metric.{name}": one.scale for name, one in state.learned.items() if one.scale is not None}
+    found = {f"scale.{name}": one.scale for name, one in state.learned.items() if one.scale is not None}
     for name, weight in weights_of(state.optimizer).items():
         found[f"weight.{name}"] = weight.detach()
         held = state.optimizer.state.get(weight, {})
@@ -77,29 +68,15 @@ def random_generators(device: torch.device) -> dict[str, tuple]:
     return found
 
 
-def settings_of(config: TrainConfig) -> dict:
-    """The flags with which a run must go on."""
-    return {name: value for name, value in vars(config).items() if name not in FREE}
-
-
-def batches_a_step(config: TrainConfig) -> int:
-    return config.gradient_accumulation_steps * distributed.world_size()
-
-
-def facts_of(state: TrainState, scores: dict[str, Perplexity | None], digest: str) -> dict:
-    """Everything else, as JSON."""
+def facts_of(state: TrainState, identity: dict) -> dict:
+    """Everything else, as JSON: `identity`, counters, and what the optimizer has that is no tensor."""
     held = {name: state.optimizer.state.get(weight, {}) for name, weight in weights_of(state.optimizer).items()}
-    return {
-        "version": __version__,
-        "settings": settings_of(state.config),
-        "batches_a_step": batches_a_step(state.config),
+    return identity | {
         **{name: getattr(state, name) for name in COUNTERS},
         "runs_ended": state.average.ended,
         "groups": [{key: group[key] for key in OF_A_GROUP} for group in state.optimizer.param_groups],
         "parameter_steps": {name: int(entries["step"]) for name, entries in held.items() if "step" in entries},
         "snapshots": [step for step, _ in state.monitor.snapshots],
-        "digest": digest,
-        "scores": {name: score and dataclasses.asdict(score) for name, score in scores.items()},
     }
 
 
@@ -113,13 +90,13 @@ def size(state: TrainState) -> int:
 
 def require_space_for(state: TrainState, run_dir: Path) -> None:
     """Raises InputError if the disk cannot hold the checkpoints, one too many while one is written."""
-    if state.config.save_steps:
+    if state.options.save_steps:
         there = sum(file.stat().st_size for path in checkpoints(run_dir) for file in path.iterdir())
-        needed = (state.config.save_total_limit + 1) * size(state) - there
+        needed = (state.options.save_total_limit + 1) * size(state) - there
         require_space(run_dir, needed, "the checkpoints (none with --save_steps 0) need")
 
 
-def save(run_dir: Path, state: TrainState, scores: dict[str, Perplexity | None], digest: str) -> None:
+def save(run_dir: Path, state: TrainState, identity: dict) -> None:
     """Writes the checkpoint of this step, then removes all but the newest; all processes call it together.
 
     Raises:
@@ -134,7 +111,7 @@ def save(run_dir: Path, state: TrainState, scores: dict[str, Perplexity | None],
         with quiet():
             writer = dcp.HuggingFaceStorageWriter(str(beside), file_numbers(tensors), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
-        on_rank_zero(lambda: finish(beside, target, facts_of(state, scores, digest), state.config.save_total_limit))
+        on_rank_zero(lambda: finish(beside, target, facts_of(state, identity), state.options.save_total_limit))
     except (Exception, dcp.CheckpointException) as error:  # the latter is around those of all processes
         if distributed.is_rank_zero():
             shutil.rmtree(beside, ignore_errors=True)
@@ -190,45 +167,22 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def kept(run_dir: Path) -> str:
-    """The checkpoints of a run, in words; "" if there are none."""
-    names = [path.name for path in checkpoints(run_dir)]
-    return f"{', '.join(names)} kept" if names else ""
+# ---------------------------------------------------------------------------------------------- continuing
 
 
-# ---------------------------------------------------------------------------------------------- going on
-
-
-def find(folder: OutputFolder, config: TrainConfig) -> tuple[Path | None, dict]:
-    """The checkpoint that --resume_from_checkpoint names and its facts; (None, {}): begin at the start.
+def read_facts(path: Path) -> dict:
+    """state.json of a checkpoint, once it is certain that all its files are whole.
 
     Raises:
-        InputError: no checkpoint there; it is damaged, or was made with other settings.
+        InputError: there is no checkpoint, or it is damaged.
     """
-    asked = config.resume_from_checkpoint
-    if asked == LAST:
-        found = checkpoints(folder.path) if folder.begun else []
-        if folder.begun and not found:
-            print(f"no checkpoint in {str(folder.path)!r} yet: starting from the beginning", file=sys.stderr)
-        asked = found[-1] if found else None
-    if asked is None:
-        return None, {}
-    if not (Path(asked) / STATE).is_file():
-        raise InputError(
-            f"--resume_from_checkpoint {asked}: no checkpoint there, which holds a {STATE}; give its folder, or last"
-        )
-    return Path(asked), read_facts(Path(asked), config)
-
-
-def read_facts(path: Path, config: TrainConfig) -> dict:
-    """state.json of a checkpoint, once it is sure that it is whole and of a run with these settings."""
     flag = f"--resume_from_checkpoint {path}"
+    if not (path / STATE).is_file():
+        raise InputError(f"{flag}: not a checkpoint directory, which holds a {STATE}; give one, or last")
     try:
         facts = json.loads((path / STATE).read_bytes())
         sizes = {name: (path / Path(name).name).stat().st_size for name in facts["files"]}
-        facts["scores"] = {name: score and Perplexity(**score) for name, score in facts["scores"].items()}
-        before, batches = facts["settings"], facts["batches_a_step"]
-        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots", "digest"} - facts.keys()
+        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots"} - facts.keys()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"{flag}: damaged ({describe_error(error)}); give another") from error
     for name, expected in facts["files"].items():
@@ -236,21 +190,15 @@ def read_facts(path: Path, config: TrainConfig) -> dict:
             raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give another")
     if missing:
         raise InputError(f"{flag}: {STATE} lacks {sorted(missing)[0]}; give another")
-    check_same_flags(path, before, settings_of(config))
-    if batches != batches_a_step(config):
-        raise InputError(
-            f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({distributed.world_size()} "
-            "processes); change --gradient_accumulation_steps"
-        )
     return facts
 
 
-def read_metric(path: Path, layers: dict[str, nn.Linear], config: TrainConfig) -> dict[str, Tensor]:
-    """Layer name -> c, fp32 [in_features], on the layer's device; {} with --metric none."""
-    measured = layers.items() if config.metric != "none" else ()
-    devices = {name: sharding.local(layer.weight).device for name, layer in measured}
-    found = {name: torch.empty(layer.in_features, device=devices[name]) for name, layer in measured}
-    load_(path, {f"metric.{name}": scale for name, scale in found.items()})
+def read_scales(path: Path, layers: dict[str, nn.Linear], options: LearningOptions) -> dict[str, Tensor]:
+    """Layer name -> c, fp32 [in_features], on the layer's device; {} without a scaling."""
+    scaled = layers.items() if options.scaling == "activation" else ()
+    devices = {name: sharding.local(layer.weight).device for name, layer in scaled}
+    found = {name: torch.empty(layer.in_features, device=devices[name]) for name, layer in scaled}
+    load_(path, {f"scale.{name}": scale for name, scale in found.items()})
     return found
 
 

@@ -1,13 +1,13 @@
-"""The mask that learning starts from: what --start names, whether it fits, and how it is had."""
+"""The mask that learning starts from: what --start names, whether it fits, and how it is computed."""
 
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import load_masks
-from proxsparse.methods import Method, compute_masks, get_method
+from proxsparse.io.mask_files import load_masks, refuse_other_base
+from proxsparse.methods.registry import Method, compute_masks, get_method
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import PRETRAINED
 from proxsparse.runtime.distributed import launched_world_size
+from proxsparse.training.options import PRETRAINED
 
 Start = Method | dict[str, Tensor] | None  # a method, masks of a file by layer name, or the pretrained weights
 
@@ -25,16 +25,26 @@ def parse_start(start: str) -> Start:
     chosen = get_method(start, "--start")
     if launched_world_size() > 1:
         raise InputError(
-            f"--start {start} is not computed on {launched_world_size()} processes: run proxsparse.prune "
-            f"--method {start} on one of them, then give its masks.safetensors"
+            f"--start {start} is not computed on {launched_world_size()} processes: run proxsparse prune --method "
+            f"{start} on one process, then give its masks.safetensors"
         )
     return chosen
 
 
-def check_start(start: Start, layers: dict[str, nn.Linear], pattern: NMPattern) -> None:
-    """Before the passes over the calibration text: raises InputError for masks of a file that do not fit the layers."""
-    for name, layer in layers.items() if isinstance(start, dict) else ():
-        mask, shape = start.get(name), list(layer.weight.shape)
+def check_start(
+    layers: dict[str, nn.Linear],
+    patterns: dict[str, NMPattern],
+    base: dict[str, str],
+    start: str = PRETRAINED,
+    allow_other_base: bool = False,
+    **_others,
+) -> None:
+    """Before the passes over the calibration text: raises InputError for masks of a file that do not fit the model."""
+    masks = parse_start(start)
+    if not isinstance(masks, dict):
+        return
+    for name, layer in layers.items():
+        mask, shape, pattern = masks.get(name), list(layer.weight.shape), patterns[name]
         if mask is None:
             held = "none"
         elif list(mask.shape) != shape:
@@ -46,19 +56,22 @@ def check_start(start: Start, layers: dict[str, nn.Linear], pattern: NMPattern) 
         raise InputError(
             f"--start: layer {name} needs a {pattern} mask of {shape}, the file has {held}; give masks of this model"
         )
+    if not allow_other_base:
+        refuse_other_base(start, base, "--start")
 
 
-def first_masks(
+def initial_masks(
     start: Start,
     model: nn.Module,
     layers: dict[str, nn.Linear],
     batches: list[dict[str, Tensor]],
-    pattern: NMPattern,
+    patterns: dict[str, NMPattern],
+    progress: bool = False,
 ) -> dict[str, Tensor]:
     """The masks to start from: layer name -> bool [out_features, in_features]; {} is the ranking of the weights.
 
-    `start` has passed `check_start`. Raises what the method raises.
+    Raises what the method raises.
     """
     if isinstance(start, Method):
-        return compute_masks(start, model, layers, batches, dict.fromkeys(layers, pattern), progress=True)
+        return compute_masks(start, model, layers, batches, patterns, progress)
     return start or {}

@@ -58,7 +58,7 @@ class LearnableLayer:
 
 
 def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
-    """|c * w|, what the mask ranks; c = 1 without a metric.
+    """|c * w|, what the mask ranks; c = 1 without a scaling.
 
     Given the pretrained weights it is c * w * sign(W0): the kept weight will be W0, so a learned weight of the other
     sign asks to be pruned, and the more so the larger it is.
@@ -77,8 +77,8 @@ def count_not_finite(learned: Iterable[LearnableLayer]) -> int:
 def make_learnable_layers(
     layers: dict[str, nn.Linear],
     pretrained: dict[str, Tensor],
-    metric: dict[str, Tensor],
-    pattern: NMPattern,
+    scales: dict[str, Tensor],
+    patterns: dict[str, NMPattern],
     masked: bool,
     first_masks: dict[str, Tensor],
 ) -> dict[str, LearnableLayer]:
@@ -86,13 +86,14 @@ def make_learnable_layers(
 
     Args:
         pretrained: parameter name -> W0, from `distributed.place_`.
-        metric: layer name -> c, [in_features]; {} ranks by magnitude.
+        scales: layer name -> c, [in_features]; {} ranks by magnitude.
+        patterns: layer name -> N:M.
         first_masks: layer name -> bool [out_features, in_features], where a masked layer begins; a layer that is not
             there begins with the ranking of W0.
     """
     found = {}
     for name, layer in layers.items():
-        scale, weight = metric.get(name), layer.weight
+        scale, pattern, weight = scales.get(name), patterns[name], layer.weight
         if masked:
             weight = nn.Parameter(layer.weight.detach().clone())
             if name in first_masks:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from proxsparse.patterns import NMPattern
 from proxsparse.reference import nm_mask
 from proxsparse.runtime.sharding import first_row, local, sum_of_shards
 from proxsparse.training.learnable_layer import LearnableLayer, mask_score
@@ -18,8 +17,8 @@ SNAPSHOTS = 20
 class MaskMonitor:
     """Follows evenly spaced blocks of the learned weights: are they N:M, does their mask change, how far from W0?
 
-    Under the mask they are ranked by c * w * sign(W0), else by |c * w|, see `learned.ranking`. Every process of a
-    sharded model holds the whole sample.
+    Under the mask they are ranked by c * w * sign(W0), else by |c * w|, see `learnable_layer.mask_score`. Every process
+    of a sharded model holds the whole sample.
     """
 
     def __init__(self, learned: Iterable[LearnableLayer], steps: int):
@@ -100,11 +99,11 @@ def concatenate(tensors: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def feasible_share(weights: Iterable[Tensor], pattern: NMPattern) -> float:
-    """Share of the blocks of all weights, sharded or not, that are N:M, exact."""
-    weights = list(weights)
-    counts = [sum_of_shards(pattern.feasible_blocks(local(weight)).sum(), weight).item() for weight in weights]
-    return sum(counts) / sum(weight.numel() // pattern.m for weight in weights)
+def feasible_share(learned: Iterable[LearnableLayer]) -> float:
+    """Share of the blocks of all learned weights, sharded or not, that are N:M, exact."""
+    learned = list(learned)
+    counts = [sum_of_shards(one.pattern.feasible_blocks(local(one.weight)).sum(), one.weight) for one in learned]
+    return sum(count.item() for count in counts) / sum(one.weight.numel() // one.pattern.m for one in learned)
 
 
 def agreement(

@@ -6,20 +6,19 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.optim import ProxAdamW
-from proxsparse.optim.schedules import linear_ramp
-from proxsparse.run.config import TrainConfig
 from proxsparse.runtime import sharding
 from proxsparse.training.learnable_layer import LearnableLayer
+from proxsparse.training.options import LearningOptions
 
 
-def layer_lambda(weight: Tensor, config: TrainConfig) -> float:
-    """lambda_1 of a layer: absolute, or R / mean|w| (in the activation metric mean|c * w| is 1)."""
-    if config.reg_lambda is not None:
-        return config.reg_lambda
-    if config.metric == "activation":
-        return config.reg_lambda_rel
+def layer_lambda(weight: Tensor, options: LearningOptions) -> float:
+    """lambda_1 of a layer: absolute, or R / mean|w| (the mean of scaled weights is 1)."""
+    if options.reg_lambda is not None:
+        return options.reg_lambda
+    if options.scaling == "activation":
+        return options.reg_lambda_rel
     mean = mean_size(weight)
-    return config.reg_lambda_rel / mean if mean > 0 else 0.0
+    return options.reg_lambda_rel / mean if mean > 0 else 0.0
 
 
 def mean_size(weight: Tensor) -> float:
@@ -27,42 +26,38 @@ def mean_size(weight: Tensor) -> float:
     return sharding.mean_of_shards(sharding.local(weight.detach()).float().abs(), weight).item()
 
 
-def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], config: TrainConfig, steps: int) -> ProxAdamW:
+def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: LearningOptions) -> ProxAdamW:
     """AdamW with the prox on what learns in the layers; also says which parameters learn (requires_grad).
 
-    With --precision bf16 the moments are bfloat16 too, as torch's AdamW keeps them, and all is rounded stochastically
-    (or learned in fp32 masters): rounding to nearest would lose much of the prox, which moves a weight by 1 to 3 units
-    in the last place. With a metric every weight that is not pruned steps in units of its own mean magnitude, so that
-    one dimensionless learning rate fits all.
+    The moments of bf16 weights are bf16 too, as torch's AdamW keeps them, and weights and moments are rounded
+    stochastically (or learned in fp32 masters): rounding to nearest would lose much of the prox, which moves a weight
+    by 1 to 3 units in the last place. With a scaling, every weight that is not pruned steps in units of its own mean
+    magnitude, so that one dimensionless learning rate fits all.
     """
     prunable = {id(one.layer.weight): one for one in learned.values()}
-    in_metric = any(one.scale is not None for one in learned.values())
+    scaled = any(one.scale is not None for one in learned.values())
     groups = []
     for name, parameter in model.named_parameters():
         one = prunable.get(id(parameter))
-        parameter.requires_grad_(one is not None or config.update == "all")
+        parameter.requires_grad_(one is not None or options.update == "all")
         weight = parameter if one is None else one.weight
-        group = {"params": [(name, weight)], "lr": config.learning_rate, "reg_lambda": 0.0, "frozen_lambda": 0.0}
+        group = {"params": [(name, weight)], "lr": options.learning_rate, "reg_lambda": 0.0, "frozen_lambda": 0.0}
         if one is not None:
-            group |= {"reg_lambda": layer_lambda(weight, config), "frozen_lambda": config.frozen_lambda}
-        elif in_metric:
+            group |= {"reg_lambda": layer_lambda(weight, options), "frozen_lambda": options.frozen_lambda}
+        elif scaled:
             group["lr"] *= mean_size(parameter)
         if parameter.requires_grad:
             groups.append(group)
-    bf16 = config.precision == "bf16"
+    bf16 = any(one.weight.dtype == torch.bfloat16 for one in learned.values())
     optimizer = ProxAdamW(
         groups,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_epsilon,
-        weight_decay=config.weight_decay,
+        weight_decay=options.weight_decay,
         reg_lambda=0.0,
-        pattern=config.pattern,
-        frozen_eps=config.frozen_eps,
-        reg_schedule=REG_SCHEDULES[config.reg_schedule](steps),
-        moment_dtype=MOMENT_DTYPES[config.moment_dtype or ("bf16" if bf16 else "fp32")],
-        master_weights=config.master_weights,
-        stochastic_rounding=bf16 and not config.master_weights,
-        seed=config.seed,
+        frozen_eps=options.frozen_eps,
+        moment_dtype=MOMENT_DTYPES[options.moment_dtype or ("bf16" if bf16 else "fp32")],
+        master_weights=options.master_weights,
+        stochastic_rounding=bf16 and not options.master_weights,
+        seed=options.seed,
     )
     for one in learned.values():
         if one.scale is not None:
@@ -79,7 +74,6 @@ def weights_of(optimizer: ProxAdamW) -> dict[str, Tensor]:
 
 
 MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-REG_SCHEDULES = {"constant": lambda steps: None, "linear": linear_ramp}
 DECAYS = {  # share of the steps after the warm-up that is done -> factor of the learning rate
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
@@ -87,12 +81,12 @@ DECAYS = {  # share of the steps after the warm-up that is done -> factor of the
 }
 
 
-def lr_factor(step: int, steps: int, config: TrainConfig) -> float:
+def lr_factor(step: int, steps: int, options: LearningOptions) -> float:
     """Factor of the learning rate at `step`, from 0: linear warm-up, then the decay; never 0 before the last step."""
-    warmup = int(config.warmup_ratio * steps)
+    warmup = int(options.warmup_ratio * steps)
     if step < warmup:
         return (step + 1) / warmup
-    return DECAYS[config.lr_scheduler_type]((step - warmup) / max(1, steps - warmup))
+    return DECAYS[options.lr_scheduler_type]((step - warmup) / max(1, steps - warmup))
 
 
 def set_rates_(optimizer: ProxAdamW, factor: float) -> None:

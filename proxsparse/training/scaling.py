@@ -1,4 +1,4 @@
-"""The activation metric: every weight in the unit in which it matters, so that one lambda and one step fit all."""
+"""The scaling of weights by their input activations: each in the unit in which it matters to the output."""
 
 import math
 from itertools import islice

@@ -44,7 +44,7 @@ from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.patterns import NMPattern
 from proxsparse.run import report
-from proxsparse.run.config import parse_config
+from proxsparse.run.parse import parse_config
 from proxsparse.training import initial_masks
 
 

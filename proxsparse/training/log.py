@@ -16,15 +16,30 @@ from proxsparse.runtime.distributed import is_rank_zero
 class RunLog:
     """One row a step into metrics.jsonl (flushed: a killed run keeps its rows), the bar, and a tracker.
 
-    Of many processes the first one alone writes. `done`: the steps before, whose rows are in the file.
+    Only rank zero writes.
+
+    Args:
+        run_dir: where metrics.jsonl is, with the rows of the steps before; None: nothing is written.
+        done: the number of steps before.
+        steps: the number of all steps.
+        pattern: N:M, for the bar.
+        progress: whether to show the bar.
     """
 
-    def __init__(self, run_dir: Path, done: int, steps: int, pattern: str, report_to: str = "none"):
-        self.pattern, first = pattern, is_rank_zero()
-        self.file = (run_dir / "metrics.jsonl" if first else Path(os.devnull)).open("a", encoding="utf-8")
-        bar = {"desc": "learning masks", "unit": "step", "dynamic_ncols": True, "disable": not first}
-        self.bar = tqdm(total=steps, initial=done, file=sys.stderr, **bar)
-        self.track, self.close_tracker = TRACKERS[report_to if first else "none"](run_dir, done)
+    def __init__(
+        self,
+        run_dir: Path | None,
+        done: int,
+        steps: int,
+        pattern: str,
+        report_to: str = "none",
+        progress: bool = True,
+    ):
+        self.pattern, writes = pattern, run_dir is not None and is_rank_zero()
+        self.file = (run_dir / "metrics.jsonl" if writes else Path(os.devnull)).open("a", encoding="utf-8")
+        bar = {"desc": "learning masks", "unit": "step", "dynamic_ncols": True}
+        self.bar = tqdm(total=steps, initial=done, file=sys.stderr, disable=not (progress and is_rank_zero()), **bar)
+        self.track, self.close_tracker = TRACKERS[report_to if writes else "none"](run_dir, done)
 
     def step(self, row: dict) -> None:
         """Records one step; `row` holds "step" and numbers."""

@@ -1,0 +1,167 @@
+"""The job of `proxsparse train` and `proxsparse prune`: one model, one method, one output directory."""
+
+import time
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from proxsparse import plan
+from proxsparse.allocations.registry import allocate, get_allocation
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import load_texts, read_limit
+from proxsparse.errors import InputError
+from proxsparse.io.mask_files import masks_sha256
+from proxsparse.io.output_folder import OutputFolder
+from proxsparse.methods import Method, get_method
+from proxsparse.methods.store import Store
+from proxsparse.models.checks import check_length, refuse_not_finite
+from proxsparse.models.layers import decoder_blocks, prunable_layers
+from proxsparse.models.loading import base_identity, load_model
+from proxsparse.models.snap import snap_
+from proxsparse.patterns import NMPattern
+from proxsparse.run import folder as run_folder
+from proxsparse.run import result as results
+from proxsparse.run.config import RunConfig
+from proxsparse.run.resume import (
+    MAY_DIFFER,
+    check_digest,
+    digest_of,
+    find_checkpoint,
+    identity_of,
+    load_start,
+    naming_progress,
+    progress_in,
+    save_start,
+)
+from proxsparse.runtime import distributed
+from proxsparse.runtime.device import autocast, choose_device, choose_precision
+from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero
+from proxsparse.runtime.sharding import gather_masks, shard_and_move_
+
+
+def run(config: RunConfig) -> int:
+    """Does what the flags ask for, unless it is done already. Returns 0, or 128 + the signal that ended it early."""
+    if getattr(config, "plan", False):
+        print(plan.text(config))
+        return 0
+    method, command = get_method(config.method), "train" if config.method == "proxsparse" else "prune"
+    if distributed.launched_world_size() > 1 and method.keeps != "checkpoints":
+        raise InputError(
+            f"{distributed.launched_world_size()} processes: --method {method.name} runs in one; start it without "
+            "torchrun"
+        )
+    method.check(**method_options(config, method))
+    device = choose_device(distributed.local_device(config.device))
+    distributed.init_process_group(device)
+    with run_folder.opened(config, command, MAY_DIFFER) as folder:
+        distributed.require_shared_directory(folder.path)
+        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
+            return 0
+        with naming_progress(folder.final, lambda: progress_in(folder.path)):
+            return prune_model(config, method, folder, device)
+
+
+def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device: torch.device) -> int:
+    """Load, calibrate, prune, snap, save, score, report."""
+    started, run_dir, options = time.monotonic(), folder.path, method_options(config, method)
+    weight_dtype, compute_dtype = choose_precision(config.precision, device)
+    checkpoint, state = on_rank_zero(lambda: find_checkpoint(folder, config, method))
+    torch.manual_seed(config.seed)
+
+    model, tokenizer = load_model(config.model)
+    refuse_not_finite(model)
+    layers = prunable_layers(model, config.pattern, config.include, config.exclude)
+    pattern = NMPattern.parse(config.pattern)
+    base = base_identity(config.model, model)
+    method.check_model(layers, dict.fromkeys(layers, pattern), base, **options)
+    updated = method.updates_weights and options.get("update_weights", True)
+    on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
+    batches = read_calibration(config, method, model, tokenizer)
+    digest = digest_of(model, batches)
+    if checkpoint:
+        check_digest(checkpoint, state["digest"], digest)
+    evaluate = results.perplexity_of(config, model, tokenizer, compute_dtype)
+
+    keep, within_node = getattr(config, "pretrained_weights", "cpu"), getattr(config, "shard_within_node", False)
+    pretrained = shard_and_move_(model, decoder_blocks(model), device, weight_dtype, keep, within_node)
+    scores = state["scores"] if checkpoint else {"dense": evaluate(model)}
+    on_rank_zero(lambda: run_folder.start_run(run_dir, config, checkpoint))
+    store = Store(run_dir, folder.run_id, identity_of(config, digest, scores), pretrained, checkpoint, state)
+    with store.stop if method.keeps == "checkpoints" else nullcontext():  # others are cut off, and keep their blocks
+        with autocast(device, compute_dtype):
+            patterns = choose_patterns(config, method, store, model, layers, batches, digest)
+            masks = method.prune(model, layers, batches, patterns, True, **with_store(options, method, store))
+        snap_(model, pretrained, masks, updated)
+        whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
+        on_rank_zero(lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config))
+        store.stop.agree()
+
+    signal, table = store.stop.number, None
+    if not signal:
+        contenders = {method.name: masks} | store.baselines
+        scores |= results.scores_under(contenders, model, pretrained, weight_dtype, evaluate, updated)
+        table = results.perplexity_table(scores, config)
+    if is_rank_zero():
+        samples = sum(len(batch["input_ids"]) for batch in batches)
+        figures = {
+            "status": "complete" if store.complete else "interrupted",
+            "run_id": folder.run_id,
+            "samples": samples,
+            "paper": method.paper,
+            "updated": updated,
+            **results.what_was_pruned(layers, patterns, pattern),
+            "seconds": time.monotonic() - started + state.get("seconds", 0.0),
+            "resumed": bool(checkpoint) if method.keeps == "checkpoints" else folder.begun,
+            "world_size": distributed.world_size(),
+            **store.figures,
+            "masks_sha256": masks_sha256(whole),
+            "perplexity": table,
+            "warnings": results.warnings_for(table, store.figures, samples if batches else None, config),
+        }
+        result = results.as_result(config, device, figures)
+        run_folder.save_result(run_dir, result)
+        if store.complete:
+            run_folder.finish(folder)
+        print(results.summary(result, folder.final if store.complete else run_dir))
+    return 128 + signal if signal else 0
+
+
+def method_options(config: RunConfig, method: Method) -> dict:
+    """The options of a method among the flags."""
+    return {name: getattr(config, name) for name in method.options}
+
+
+def with_store(options: dict, method: Method, store: Store) -> dict:
+    """The keyword arguments of `method.prune`."""
+    return options | {"store": store} if method.keeps else options
+
+
+def read_calibration(config: RunConfig, method: Method, model: nn.Module, tokenizer) -> list[dict]:
+    """The calibration batches; none if neither method nor allocation needs data."""
+    if not (method.needs_data or get_allocation(config.allocation).needs_data):
+        return []
+    check_length(model, config.seq_len, "seq_len")
+    texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
+    size = getattr(config, "per_device_train_batch_size", 1)
+    return calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, config.packing, config.seed)
+
+
+def choose_patterns(
+    config: RunConfig,
+    method: Method,
+    store: Store,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: list[dict],
+    digest: str,
+) -> dict[str, NMPattern]:
+    """Layer name -> pattern: of the finished blocks of a stopped run, else as --allocation gives them."""
+    patterns = load_start(store, layers, digest) if method.keeps == "blocks" else None
+    if patterns is None:
+        allocation = get_allocation(config.allocation)
+        options = {name: getattr(config, name) for name in allocation.options}
+        patterns = allocate(allocation.name, model, layers, batches, config.pattern, progress=True, **options)
+        if method.keeps == "blocks":
+            save_start(store, patterns, digest)
+    return patterns
