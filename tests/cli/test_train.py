@@ -1,6 +1,7 @@
 """The whole job on tiny random models: exactly N:M, pretrained bits where kept, nothing else touched."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -67,17 +68,16 @@ def test_whole_job(family, text_file, tmp_path):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--metric", "none", "--reg_lambda", "5", "--precision", "bf16"],
-        ["--metric", "none", "--precision", "fp32", "--frozen_lambda", "0.5", "--update", "prunable"],
-        ["--pattern", "1:4", "--reg_schedule", "linear", "--lr_scheduler_type", "cosine"],
+        ["--objective", "paper", "--reg_lambda", "5", "--precision", "bf16"],
+        ["--objective", "paper", "--precision", "fp32", "--frozen_lambda", "0.5"],
+        ["--pattern", "1:4", "--lr_scheduler_type", "cosine"],
         ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"],
         ["--packing", "--eval_data", "none"],
-        ["--forward", "dense"],
         ["--start", "swap", "--distill", "0.5", "--gradient_accumulation_steps", "3"],
-        ["--average_runs", "2", "--metric", "none", "--forward", "masked", "--reg_schedule", "linear"],
+        ["--average_runs", "2"],
         ["--start", "sparsegpt", "--distill", "1", "--per_device_train_batch_size", "3", "--precision", "bf16"],
     ],
-    ids=["paper", "frozen", "one-of-four", "batches", "packing", "dense", "start", "average", "start-bf16"],
+    ids=["paper", "frozen", "one-of-four", "batches", "packing", "start", "average", "start-bf16"],
 )
 def test_options(flags, tiny_llama, text_file, tmp_path):
     result = train(tiny_llama, text_file, tmp_path / "run", *flags)
@@ -100,7 +100,7 @@ def test_masks_of_a_file_start_a_run_as_their_method_does(tiny_llama, text_file,
 
 
 def test_masks_of_a_file_that_do_not_fit_are_refused_before_the_work(tiny_llama, text_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("proxsparse.train.load_texts", lambda *_: pytest.fail("the calibration text is read"))
+    monkeypatch.setattr("proxsparse.run.job.load_texts", lambda *_: pytest.fail("the calibration text is read"))
     flags = ["--model", str(tiny_llama), "--eval_data", "none"]
     assert prune.main(["--method", "magnitude", "--output_dir", str(tmp_path / "magnitude"), *flags]) == 0
     masks = str(tmp_path / "magnitude" / "masks.safetensors")
@@ -117,7 +117,7 @@ def test_masks_of_a_file_that_do_not_fit_are_refused_before_the_work(tiny_llama,
 
 
 def test_strong_lambda_decides_every_block(tiny_llama, text_file, tmp_path):
-    flags = ["--reg_lambda_rel", "1.5", "--metric", "none"]
+    flags = ["--reg_lambda_rel", "1.5", "--objective", "paper"]
     assert train(tiny_llama, text_file, tmp_path / "run", *flags)["feasible_share"] > 0.99
 
 
@@ -196,17 +196,20 @@ def test_sigterm_saves_what_there_is(tiny_llama, text_file, tmp_path):
     check_pruned(tiny_llama, run_dir)
 
 
-def test_non_finite_loss_stops_the_run(text_file, tmp_path, monkeypatch):
-    model = save_tiny_model("llama", tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    weights["model.norm.weight"].fill_(float("nan"))
-    from safetensors.torch import save_file
-
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"loss is nan.*lower --learning_rate"):
-        train(model, text_file, tmp_path / "run")
+def test_a_run_that_fails_leaves_no_result(tiny_llama, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("proxsparse.methods.proxsparse.backward", lambda *_: math.nan)
+    monkeypatch.setattr("proxsparse.training.loop.checked_norm", lambda norm: pytest.fail("went on"))
+    with pytest.raises(ValueError, match="NaN or infinite while learning"):
+        train(tiny_llama, text_file, tmp_path / "run", "--learning_rate", "1e30")
     assert not (tmp_path / "run" / "result.json").exists()
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_yaml_file_may_set_what_the_objective_stands_for(tiny_llama, text_file, tmp_path):
+    (tmp_path / "study.yaml").write_text("scaling: none\nupdate: all\n")
+    result = train(tiny_llama, text_file, tmp_path / "run", "--config", str(tmp_path / "study.yaml"))
+    assert (result["config"]["scaling"], result["config"]["forward"]) == ("none", "masked")
+    check_pruned(tiny_llama, tmp_path / "run")
 
 
 def test_embedded_model_is_found_without_its_dependencies():

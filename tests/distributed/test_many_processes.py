@@ -26,7 +26,7 @@ def learned(forks, run_dir, flags, processes, *more, nodes=1):
 
 FORMS = {
     "masked": ["--distill", "0.5", "--average_runs", "2"],
-    "paper": ["--metric", "none", "--frozen_lambda", "0.2", "--gradient_checkpointing"],
+    "paper": ["--objective", "paper", "--frozen_lambda", "0.2", "--gradient_checkpointing"],
 }
 
 
@@ -46,7 +46,7 @@ def test_the_same_masks(forks, flags, tmp_path, form):
         for name in ("dense", "magnitude", "proxsparse"):
             assert result["perplexity"][name] == pytest.approx(alone["perplexity"][name], rel=1e-4)
         assert result["weights"] == alone["weights"]
-        assert result["processes"] == processes
+        assert result["world_size"] == processes
         pruned, masks = load_file(run_dir / "model.safetensors"), load_masks(run_dir / "masks.safetensors")
         whole = load_file(tmp_path / "1" / "model.safetensors")
         assert {name: weight.shape for name, weight in pruned.items()} == {n: w.shape for n, w in whole.items()}
@@ -86,8 +86,8 @@ def test_experts_that_idle_take_the_prox_all_the_same(forks, flags, tmp_path):
         model,
         "--seq_len",
         "8",
-        "--metric",
-        "none",
+        "--objective",
+        "paper",
         "--reg_lambda_rel",
         "0.1",
         "--max_steps",

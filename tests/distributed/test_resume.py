@@ -37,8 +37,8 @@ FORMS = {
         *("--distill", "0.5", "--average_runs", "2", "--precision", "bf16", "--gradient_accumulation_steps", "2"),
         *("--moment_dtype", "fp32", "--save_total_limit", "2", "--save_steps", "1"),
     ],
-    "paper": ["--metric", "none", "--precision", "bf16", "--frozen_lambda", "0.2", "--reg_schedule", "linear"],
-    "masters": ["--metric", "none", "--precision", "bf16", "--master_weights", "--update", "all"],
+    "paper": ["--objective", "paper", "--precision", "bf16", "--frozen_lambda", "0.2"],
+    "masters": ["--objective", "paper", "--precision", "bf16", "--master_weights"],
 }
 
 

@@ -128,7 +128,13 @@ def attach(model: nn.Module, name: str, layer: nn.Module) -> None:
 ROWS = [{"step": s, "loss": 3.0 / s, "feasible_share": 0.1 * s, "norm_gap": 0.01, "tokens": 64 * s} for s in (1, 2, 3)]
 RESULT = {
     **{"status": "complete", "version": "0.1.0", "model": "owner/tiny", "data": "c4", "pattern": "2:4", "layers": 12},
-    **{"metric": "none", "command": "python -m proxsparse.train", "masks_sha256": "ab" * 32, "weights": 10, "steps": 3},
+    **{
+        "objective": "paper",
+        "command": "python -m proxsparse.train",
+        "masks_sha256": "ab" * 32,
+        "weights": 10,
+        "steps": 3,
+    },
     **{"tokens": 192, "seconds": 3.5, "feasible_share": 0.9, "magnitude_agreement": None, "peak_memory_bytes": 1 << 30},
     **{"config": {"average_runs": 2, "include": ["a"], "packing": True}, "reg_lambda": {"min": 0.1, "max": 0.2}},
     **{"environment": {"python": "3.11", "threads": 2}, "warnings": ["careful"]},

@@ -4,10 +4,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from proxsparse.io.output_folder import FINISHED_BLOCKS
 from proxsparse.methods import finished_blocks, get_method, list_methods, prune_, walk
-from proxsparse.run.resume import digest_of
+from proxsparse.methods.store import Store
+from proxsparse.run.resume import digest_of, load_start
 
-BY_BLOCK = [name for name in list_methods() if get_method(name).by_block]
+BY_BLOCK = [name for name in list_methods() if get_method(name).keeps == "blocks"]
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Of a run that has begun."""
+    (tmp_path / FINISHED_BLOCKS).mkdir()
+    return Store(tmp_path)
+
+
+@pytest.fixture
+def blocks(store):
+    """Its folder of finished blocks."""
+    return store.directory / FINISHED_BLOCKS
 
 
 class Stopped(Exception):
@@ -51,48 +66,48 @@ def check_same(model, masks, other, other_masks):
         assert torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)), name
 
 
-def stopped(stop_after, tiny_model, batches, folder, name, family="llama", **options):
+def stopped(stop_after, tiny_model, batches, store, name, family="llama", **options):
     """A folder with the first decoder block of a run that was stopped."""
     stop_after(1)
     with pytest.raises(Stopped):
-        prune_(tiny_model(family), name, batches, finished_blocks=folder, **options)
+        prune_(tiny_model(family), name, batches, store=store, **options)
     stop_after(-1)
 
 
 @pytest.mark.parametrize("name", BY_BLOCK)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2-mixed"])
-def test_a_stopped_walk_goes_on_with_the_same_bits(name, family, tiny_model, batches, stop_after, visited, tmp_path):
+def test_a_stopped_walk_goes_on_with_the_same_bits(name, family, tiny_model, batches, stop_after, visited, store):
     undisturbed, resumed = tiny_model(family), tiny_model(family)
     masks = prune_(undisturbed, name, batches)
-    stopped(stop_after, tiny_model, batches, tmp_path, name, family)
+    stopped(stop_after, tiny_model, batches, store, name, family)
     visited.clear()
-    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, finished_blocks=tmp_path))
+    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, store=store))
     assert visited == [1]
     complete = tiny_model(family)
-    check_same(undisturbed, masks, complete, prune_(complete, name, batches, finished_blocks=tmp_path))
+    check_same(undisturbed, masks, complete, prune_(complete, name, batches, store=store))
     assert visited == [1]
 
 
 @pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
-def test_in_bfloat16_and_with_layers_left_out(name, tiny_model, batches, stop_after, tmp_path):
+def test_in_bfloat16_and_with_layers_left_out(name, tiny_model, batches, stop_after, store, blocks):
     options = {"pattern": "4:8", "exclude": ["down_proj", r"layers\.1\.self_attn"]}
     undisturbed, resumed = tiny_model(dtype=torch.bfloat16), tiny_model(dtype=torch.bfloat16)
     masks = prune_(undisturbed, name, batches, **options)
     stop_after(1)
     with pytest.raises(Stopped):
-        prune_(tiny_model(dtype=torch.bfloat16), name, batches, finished_blocks=tmp_path, **options)
+        prune_(tiny_model(dtype=torch.bfloat16), name, batches, store=store, **options)
     stop_after(-1)
-    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, finished_blocks=tmp_path, **options))
-    files = {path.name for path in tmp_path.iterdir()}
+    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, store=store, **options))
+    files = {path.name for path in blocks.iterdir()}
     assert files == {"model.layers.0.safetensors", "model.layers.1.mlp.safetensors"}
-    weights = [key for key in load_file(tmp_path / "model.layers.0.safetensors") if key.endswith(".weight")]
+    weights = [key for key in load_file(blocks / "model.layers.0.safetensors") if key.endswith(".weight")]
     assert bool(weights) == get_method(name).updates_weights
 
 
-def test_what_keeps_no_blocks_leaves_the_folder_alone(tiny_model, batches, tmp_path):
-    for name in set(list_methods()) - set(BY_BLOCK):
-        prune_(tiny_model(), name, batches, finished_blocks=tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_what_keeps_no_blocks_leaves_the_folder_alone(tiny_model, batches, store, blocks):
+    for name in set(list_methods()) - set(BY_BLOCK) - {"proxsparse"}:
+        prune_(tiny_model(), name, batches, store=store)
+    assert not list(blocks.iterdir())
 
 
 LAYER = "model.layers.0.mlp.up_proj"  # [64, 32]
@@ -128,36 +143,36 @@ def to_bf16(tensors, name):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_pruned_anew_aloud(damage, tiny_model, batches, stop_after, visited, tmp_path, capsys):
+def test_a_damaged_file_is_pruned_anew_aloud(damage, tiny_model, batches, stop_after, visited, store, blocks, capsys):
     undisturbed, resumed = tiny_model(), tiny_model()
     masks = prune_(undisturbed, "sparsegpt", batches)
-    stopped(stop_after, tiny_model, batches, tmp_path, "sparsegpt")
-    DAMAGES[damage](path := tmp_path / "model.layers.0.safetensors")
+    stopped(stop_after, tiny_model, batches, store, "sparsegpt")
+    DAMAGES[damage](path := blocks / "model.layers.0.safetensors")
     visited.clear()
     if damage == "a folder":  # nobody's work of ours: it cannot be replaced, and that is said
         with pytest.raises(OSError, match=r"layers\.0"):
-            prune_(resumed, "sparsegpt", batches, finished_blocks=tmp_path)
+            prune_(resumed, "sparsegpt", batches, store=store)
     else:
-        check_same(undisturbed, masks, resumed, prune_(resumed, "sparsegpt", batches, finished_blocks=tmp_path))
+        check_same(undisturbed, masks, resumed, prune_(resumed, "sparsegpt", batches, store=store))
     assert visited[0] == 0
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"{path} is damaged (")
     assert line.endswith("pruned again")
 
 
-def test_a_block_of_later_layers_is_taken_behind_a_damaged_one(tiny_model, batches, visited, tmp_path):
+def test_a_block_of_later_layers_is_taken_behind_a_damaged_one(tiny_model, batches, visited, store, blocks):
     undisturbed, resumed = tiny_model(), tiny_model()
-    masks = prune_(undisturbed, "admm", batches, finished_blocks=tmp_path)
-    (tmp_path / "model.layers.0.safetensors").unlink()
+    masks = prune_(undisturbed, "admm", batches, store=store)
+    (blocks / "model.layers.0.safetensors").unlink()
     visited.clear()
-    check_same(undisturbed, masks, resumed, prune_(resumed, "admm", batches, finished_blocks=tmp_path))
+    check_same(undisturbed, masks, resumed, prune_(resumed, "admm", batches, store=store))
     assert visited == [0]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"patterns": {}}', b"\xff", b"[" * 100_000])
-def test_a_damaged_start_is_made_anew_aloud(content, tiny_model, tmp_path, capsys):
-    (tmp_path / "start.json").write_bytes(content)
-    assert finished_blocks.load_start(tmp_path, ["a"], "digest") is None
+def test_a_damaged_start_is_made_anew_aloud(content, store, blocks, capsys):
+    (blocks / "start.json").write_bytes(content)
+    assert load_start(store, ["a"], "digest") is None
     assert "start.json is damaged" in capsys.readouterr().err
 
 
