@@ -211,11 +211,12 @@ def test_a_learning_step_waits_for_the_gpu_only_where_it_must():
         learned_rows(state, samples, compute_dtype)
         ours = {place: count / 2 for place, count in gpu.waits.items() if not place.endswith("in transformers")}
     assert ours == {
-        "copy to the GPU: distillation.py logits_at_labels": 2 * 4,  # ids, attention mask, labels, which are real
-        "copy to the GPU: distillation.py calibration_loss": 2 * 2,  # what the teacher predicts
-        "value: loop.py backward": 2,
-        "value: loop.py step_": 1,
-        "copy to the CPU: mask_monitor.py MaskMonitor._sample": 1,
+        "copy to the GPU: training/distillation.py logits_at_labels": 2
+        * 4,  # ids, attention mask, labels, which are real
+        "copy to the GPU: training/distillation.py calibration_loss": 2 * 2,  # what the teacher predicts
+        "value: training/loop.py backward": 2,
+        "value: training/loop.py step_": 1,
+        "copy to the CPU: training/mask_monitor.py MaskMonitor._sample": 1,
     }
 
 

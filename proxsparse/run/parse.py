@@ -133,9 +133,11 @@ def prune_settings(path: str, types: dict[str, type]) -> dict:
     """The flags in a --config file. Raises InputError for a config of `proxsparse train`, and as `read_settings`."""
     settings = read_settings(path, "--config", types, NOT_REPEATED)
     foreign = [name for name in settings if name not in (*SHARED, "method", "allocation") and not defaults_of(name)]
-    if settings.get("method") == PROXSPARSE or foreign:
-        what = f"{foreign[0]} is a flag" if foreign else f"method {PROXSPARSE} is that"
-        raise InputError(f"--config {path}: {what} of proxsparse train; run: proxsparse train --config {path}")
+    command = f"proxsparse train --config {path}"
+    if settings.get("method") == PROXSPARSE:
+        raise InputError(f"--config {path}: method {PROXSPARSE} is proxsparse train; drop this line and run: {command}")
+    if foreign:
+        raise InputError(f"--config {path}: {foreign[0]} is a flag of proxsparse train; run: {command}")
     return settings
 
 

@@ -16,8 +16,8 @@ from proxsparse.io.mask_files import load_masks
 from proxsparse.methods import get_method, list_methods
 from proxsparse.models.loading import load_model
 from proxsparse.prune import main
-from proxsparse.run import result
-from proxsparse.run.flags import SHARED
+from proxsparse.run import folder
+from proxsparse.run.parse import SHARED
 from proxsparse.run.report import number
 
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
@@ -157,13 +157,13 @@ def test_ctrl_c_in_the_last_evaluation_loses_nothing(tiny_llama, text_file, tmp_
 
 def test_the_result_comes_last(tiny_llama, text_file, tmp_path, monkeypatch):
     """Who finds it finds the model card too, wherever the run was killed."""
-    save_result = result.save_result
+    write_file = folder.write_file
 
-    def checked(run_dir, result):
-        assert (run_dir / "README.md").exists()
-        save_result(run_dir, result)
+    def checked(path, content):
+        assert path.name != "result.json" or (path.parent / "README.md").exists()
+        write_file(path, content)
 
-    monkeypatch.setattr("proxsparse.run.result.save_result", checked)
+    monkeypatch.setattr(folder, "write_file", checked)
     prune(tiny_llama, text_file, tmp_path / "run", "--method", "magnitude", "--eval_data", "none")
 
 

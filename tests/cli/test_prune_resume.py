@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tiny_models import COMMON, byte_tokenizer
 
 from proxsparse import prune
 from proxsparse.errors import run_command
+from proxsparse.run import job
 
 RESUME = ["--resume_from_checkpoint", "last"]
 BLOCKS = [f"model.layers.{index}.safetensors" for index in range(3)]
@@ -57,7 +59,7 @@ def in_child(tmp_path):
                 torch.set_num_threads(1)
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
                 with (tmp_path / "stderr").open("w", buffering=1) as stderr:
-                    prune.sys.stderr = stderr
+                    sys.stderr = stderr
                     sabotage()
                     code = run_command(lambda: prune.main(arguments))
             finally:
@@ -148,7 +150,7 @@ def test_killed_three_times_and_bit_identical(name, flags, in_child, tmp_path):
     assert files(run_dir / "finished_blocks") == [*BLOCKS, "start.json"]
     code, said = in_child([*arguments, *RESUME])
     assert code == 0
-    assert "3 decoder blocks finished" in said
+    assert "3 finished decoder blocks" in said
     assert result_of(run_dir) == undisturbed
     assert "finished_blocks" not in files(run_dir)
     assert [name for name in files(run_dir) if name.startswith(".")] == [".proxsparse.json"]
@@ -179,7 +181,7 @@ def test_a_signal_ends_it_with_a_line_that_says_how_to_go_on(number, words, flag
     assert code == 128 + number
     line = said.strip().splitlines()[-1]
     assert line == (
-        f"{words}; 2 decoder blocks finished and kept in finished_blocks/; to go on: the same command with "
+        f"{words}; 2 finished decoder blocks in finished_blocks/ kept; to continue: the same command with "
         f"--output_dir {run_dir} --resume_from_checkpoint last"
     )
     assert in_child([*arguments, *RESUME])[0] == 0
@@ -234,7 +236,7 @@ def no_model(monkeypatch):
     def load(_name):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(prune, "load_model", load)
+    monkeypatch.setattr(job, "load_model", load)
 
 
 def test_other_flags_are_refused_by_name(stopped, tiny_llama, capsys, no_model):
@@ -307,7 +309,7 @@ def test_last_without_anything_starts_and_a_complete_run_is_left_be(flags, capsy
     assert f"no run to resume in {str(run_dir)!r}: starting from the beginning" in capsys.readouterr().err
     before = {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()}
     (run_dir / "finished_blocks").mkdir()  # as of a kill after the last file
-    monkeypatch.setattr(prune, "load_model", None)
+    monkeypatch.setattr(job, "load_model", None)
     assert prune.main(arguments) == 0
     assert "complete" in capsys.readouterr().out
     assert {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()} == before
@@ -326,5 +328,5 @@ def test_a_method_without_blocks_starts_again(flags, in_child, tmp_path):
     assert in_child(arguments, at_rename(4, die))[0] == -signal.SIGKILL
     code, said = in_child(arguments)
     assert code == 0
-    assert "no finished blocks" in said
+    assert "nothing finished yet" in said
     assert result_of(tmp_path / "run")

@@ -173,7 +173,7 @@ def test_what_cannot_be_gone_on_with_is_refused(stopped, tmp_path):
         main([*arguments, "--learning_rate", "1e-3"])
     with pytest.raises(InputError, match=r"its steps take 1 batches, these 2 \(1 processes\); change --gradient_acc"):
         main([*arguments, "--gradient_accumulation_steps", "2"])
-    with pytest.raises(InputError, match=r"nowhere: no checkpoint there, which holds a state.json; give its folder"):
+    with pytest.raises(InputError, match=r"nowhere: not a checkpoint directory, which holds a state.json"):
         main([*arguments[:-1], str(tmp_path / "other"), "--resume_from_checkpoint", str(tmp_path / "nowhere")])
     again = [*arguments[: arguments.index("--resume_from_checkpoint")], "--output_dir", arguments[-1]]
     with pytest.raises(InputError, match=r"is not empty; .*--resume_from_checkpoint last"):
@@ -186,7 +186,7 @@ def test_nothing_to_go_on_from_is_a_beginning(stopped, tmp_path, capsys):
     shutil.rmtree(path)
     (path.parent / f"{SCRATCH}-checkpoint-3").mkdir()  # of a save that was cut off
     assert main(arguments) == 0
-    assert "no checkpoint in" in capsys.readouterr().err
+    assert "nothing finished yet" in capsys.readouterr().err
     assert not list(path.parent.glob(f"{SCRATCH}*"))
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -295,7 +295,7 @@ def test_a_full_disk_leaves_the_last_good_state(disk, forks, flags, undisturbed,
     error = log.read_text().splitlines()[-1]
     assert error.startswith("error: checkpoint-6 could not be written to")
     assert "the disk is full" in error
-    assert error.endswith(f"checkpoint-3 kept; to go on: the same command with {go_on}")
+    assert error.endswith(f"checkpoint-3 kept; to continue: the same command with {go_on}")
     (small_disk / "filler").unlink()
     assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
     assert outcome(run_dir) == undisturbed
@@ -313,7 +313,7 @@ def test_a_lost_mount_leaves_the_last_good_state(forks, flags, undisturbed, tmp_
         assert forks.run(arguments, output=log, unmount=lost) == [2]
         error = log.read_text().splitlines()[-1]
         assert error.startswith("error: checkpoint-6 could not be written to")
-        assert f"{place / 'run'} cannot be reached; to go on: the same command with" in error
+        assert f"{place / 'run'} cannot be reached; to continue: the same command with" in error
         assert os.system(f"mount --bind {disk} {place}") == 0
         assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
         assert outcome(place / "run") == undisturbed
