@@ -26,6 +26,7 @@ from proxsparse.run.config import RunConfig
 from proxsparse.run.resume import (
     MAY_DIFFER,
     check_digest,
+    check_named,
     digest_of,
     find_checkpoint,
     identity_of,
@@ -52,6 +53,7 @@ def run(config: RunConfig) -> int:
             "torchrun"
         )
     method.check(**method_options(config, method))
+    check_named(config, method)
     device = choose_device(distributed.local_device(config.device))
     distributed.init_process_group(device)
     with run_folder.opened(config, command, MAY_DIFFER) as folder:

@@ -67,8 +67,6 @@ def find_checkpoint(folder: OutputFolder, config: RunConfig, method: Method) -> 
     """
     named = config.resume_from_checkpoint
     if method.keeps != "checkpoints":
-        if named not in (None, LAST):
-            require_finished_blocks(Path(named), config.output_dir)
         path = None
     elif named == LAST:
         path = checkpoints(folder.path)[-1] if folder.begun and checkpoints(folder.path) else None
@@ -79,8 +77,12 @@ def find_checkpoint(folder: OutputFolder, config: RunConfig, method: Method) -> 
     return (path, read_state(path, config)) if path else (None, {})
 
 
-def require_finished_blocks(folder: Path, output_dir: str | None) -> None:
-    """Raises InputError unless this is the folder of finished decoder blocks in the output directory."""
+def check_named(config: RunConfig, method: Method) -> None:
+    """Raises InputError unless --resume_from_checkpoint names the finished blocks in the output directory, or last."""
+    named, output_dir = config.resume_from_checkpoint, config.output_dir
+    if method.keeps == "checkpoints" or named in (None, LAST):
+        return
+    folder = Path(named)
     if folder.name != FINISHED_BLOCKS or not folder.is_dir():
         raise InputError(
             f"--resume_from_checkpoint {folder}: no such directory; give OUTPUT_DIR/{FINISHED_BLOCKS}, or last"

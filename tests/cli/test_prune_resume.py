@@ -205,7 +205,7 @@ def test_a_full_disk_keeps_what_is_finished(moment, flags, in_child, tmp_path):
     assert code == 2
     line = said.strip().splitlines()[-1]
     assert line.startswith("error: the disk is full")
-    assert f"{count} decoder block" in line
+    assert f"{count} finished decoder block" in line
     assert line.endswith(f"--output_dir {run_dir} --resume_from_checkpoint last")
     assert files(run_dir / "finished_blocks") == [*BLOCKS[:count], "start.json"]
     assert files(run_dir) == [".proxsparse.json", "config.yaml", "finished_blocks"]
