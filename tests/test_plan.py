@@ -21,6 +21,7 @@ from proxsparse.plan.activations import LiveBytes
 from proxsparse.plan.architecture import Shape
 from proxsparse.plan.cost import cost
 from proxsparse.plan.memory import Plan
+from proxsparse.run import job
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.parse import parse_config
 from proxsparse.training.loop import backward, start_training
@@ -86,15 +87,15 @@ def planned_step(plan: Plan) -> int:
         ({"precision": "fp32"}, {}),
         ({"precision": "bf16"}, {}),
         ({"precision": "mixed"}, {}),
-        ({"precision": "fp32", "metric": "none"}, {}),
+        ({"precision": "fp32", "objective": "paper"}, {}),
         ({"precision": "mixed", "gradient_checkpointing": True}, {}),
-        ({"precision": "fp32", "gradient_checkpointing": True, "metric": "none", "seq_len": 8}, {}),
+        ({"precision": "fp32", "gradient_checkpointing": True, "objective": "paper", "seq_len": 8}, {}),
         ({"precision": "bf16", "gradient_accumulation_steps": 3}, {}),
         ({"precision": "fp32"}, {"num_hidden_layers": 1}),
         ({"precision": "fp32"}, {"vocab_size": 4096}),
-        ({"precision": "fp32", "metric": "none"}, {"vocab_size": 4096, "tie_word_embeddings": True}),
-        ({"precision": "fp32", "metric": "none", "seq_len": 4}, {"vocab_size": 4096, "tie_word_embeddings": True}),
-        ({"precision": "bf16", "metric": "none", "gradient_accumulation_steps": 2}, {"tie_word_embeddings": True}),
+        ({"precision": "fp32", "objective": "paper"}, {"vocab_size": 4096, "tie_word_embeddings": True}),
+        ({"precision": "fp32", "objective": "paper", "seq_len": 4}, {"vocab_size": 4096, "tie_word_embeddings": True}),
+        ({"precision": "bf16", "objective": "paper", "gradient_accumulation_steps": 2}, {"tie_word_embeddings": True}),
     ],
     ids=str,
 )
@@ -134,7 +135,7 @@ def test_the_known_architectures_have_the_published_number_of_weights(name):
         ({"precision": "bf16", "master_weights": True}, 2 + 2 + 4 + 4 + 2),
         ({"precision": "fp32", "pretrained_weights": "cpu"}, 4 + 4 + 8),
         ({"precision": "bf16", "average_runs": 3}, 2 + 2 + 4 + 2 + 2 + 4),
-        ({"precision": "bf16", "metric": "none", "frozen_lambda": 0.5}, 2 + 4 + 2),
+        ({"precision": "bf16", "objective": "paper", "frozen_lambda": 0.5}, 2 + 4 + 2),
     ],
     ids=str,
 )
@@ -147,7 +148,7 @@ def test_bytes_per_prunable_weight(deep, settings, bytes_per_weight):
 
 
 def test_devices_share_what_is_held_and_gather_two_blocks(deep):
-    plan = Plan(flags(deep(), precision="fp32", metric="none"))
+    plan = Plan(flags(deep(), precision="fp32", objective="paper"))
     of = {n: plan.phases(n)["the backward pass of the first decoder block"] for n in (1, 4, 8)}
     for name in ("weights", "moments", "gradients"):
         assert of[1][name] == 4 * of[4][name] == 8 * of[8][name] > 0
@@ -177,7 +178,7 @@ def test_stepping_in_the_backward_pass_saves_the_gradients(deep):
 
 
 def test_the_operations_are_six_per_weight_and_token():
-    plan = Plan(flags("meta-llama/Llama-2-7b-hf", seq_len=4096, metric="none", precision="bf16"))
+    plan = Plan(flags("meta-llama/Llama-2-7b-hf", seq_len=4096, objective="paper", precision="bf16"))
     one, eight = cost(plan, 1), cost(plan, 8)
     assert one.operations == eight.operations == pytest.approx(6 * 4096 * (6_738_415_616 - 32000 * 4096), rel=0.1)
     again = cost(plan.with_flags(gradient_checkpointing=True), 1).operations
@@ -191,7 +192,7 @@ def test_the_operations_are_six_per_weight_and_token():
 
 
 def test_the_plan_is_printed_and_nothing_else_happens(deep, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "load_model", None)
+    monkeypatch.setattr(job, "load_model", None)
     monkeypatch.chdir(tmp_path)
     assert train.main(["--plan", "--model", deep(), "--seq_len", "64", "--eval_data", "none"]) == 0
     printed = capsys.readouterr().out
@@ -217,7 +218,7 @@ def test_the_page_says_how_many_devices_a_run_needs_that_no_flag_makes_fit():
     plan = Plan(flags("meta-llama/Llama-3.1-70B", seq_len=4096, precision="bf16")).with_flags(device="cuda")
     printed = page.remedies(plan, 80)
     assert "the run does not fit; it needs 8 of them with these flags" in printed
-    for flag in ("--gradient_checkpointing true", "--step_in_backward true", "--forward dense"):
+    for flag in ("--gradient_checkpointing true", "--step_in_backward true", "--objective paper"):
         assert flag in printed
 
 

@@ -52,7 +52,11 @@ class Plan:
 
     def with_flags(self, **flags) -> "Plan":
         """The plan for the same model with other values of these flags."""
-        return Plan(replace(self.config, **flags), self.shape)
+        if "objective" in flags:  # which sets these three
+            flags |= {"scaling": None, "forward": None, "update": None}
+        config = replace(self.config, **flags)
+        config.fill_in()
+        return Plan(config, self.shape)
 
     def held(self) -> Buckets:
         """What is held from the first step to the last; each of N devices holds 1/N of it."""

@@ -11,7 +11,6 @@ HEADER = ("devices", "GB each", "fits", "documents/step", "steps", "GB received/
 REMEDIES = (  # (flags that save memory, what they change), the least harmful first
     ({"gradient_checkpointing": True}, "same result; computes the forward pass of the decoder blocks twice"),
     ({"pretrained_weights": "cpu"}, "same result; under the mask every step copies W0 from the host"),
-    ({"update": "prunable"}, "embeddings, norms and lm_head do not learn; the saved model has their W0 anyway"),
     ({"moment_dtype": "bf16"}, "AdamW's moments are rounded stochastically"),
     ({"precision": "bf16", "master_weights": False}, "weights and gradients are rounded too"),
     ({"average_runs": 1}, "one run instead of the mean of several"),
@@ -19,7 +18,7 @@ REMEDIES = (  # (flags that save memory, what they change), the least harmful fi
         {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
         "no gradient clipping; one optimizer step per forward pass",
     ),
-    ({"forward": "dense"}, "the paper's form: saves a copy of the weights, learns worse masks"),
+    ({"objective": "paper"}, "saves a copy of the weights; learns worse masks"),
 )
 NOTES = """\
 GB = 10^9 bytes. What a card has above its nominal size (85 GB for an 80 GB H100) is left for fragmentation. Activations
