@@ -43,9 +43,7 @@ MODEL, TINY = (384, 28), (32, 1)  # hidden size, decoder blocks
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help='cases with this text, such as "4 --objective paper"'
-    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this, for example: 4 --obj")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args(arguments)
     where = common.provenance(torch.device("cpu")) | {"command": common.typed("plan_check", arguments)}

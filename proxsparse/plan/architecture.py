@@ -57,7 +57,6 @@ class Shape:
         del blocks[2:]
         settings.num_hidden_layers = len(blocks)
         self.two_blocks = model  # the model with its first two decoder blocks, on the meta device
-        self.passes = {}  # flags -> Passes
 
 
 def numel(module: nn.Module) -> int:

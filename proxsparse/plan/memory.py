@@ -24,10 +24,6 @@ CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not
 FP32 = 4
 TEXT_BYTES = 3 * 8  # per token: id, label, attention mask, int64
 TEACHER_BYTES = KEPT_TOKENS * (4 + 2)  # per token: int32 tokens, bfloat16 probabilities
-FLAGS_OF_PASSES = (
-    *("precision", "seq_len", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"),
-    *("step_in_backward", "update", "distill", "eval_data", "eval_seq_len"),
-)
 
 
 class Plan:
@@ -45,10 +41,7 @@ class Plan:
         self.masked, self.all_learn = config.forward == "masked", config.update == "all"
         self.learned = self.shape.weights if self.all_learn else self.shape.prunable
         self.masks = 2 * self.shape.prunable  # learned and magnitude mask in host memory, one byte per weight each
-        key = tuple(getattr(config, flag) for flag in FLAGS_OF_PASSES)
-        if key not in self.shape.passes:
-            self.shape.passes[key] = count_passes(self.shape, config, self.dtypes)
-        self.passes = self.shape.passes[key]
+        self.passes = count_passes(self.shape, config, self.dtypes)
 
     def with_flags(self, **flags) -> "Plan":
         """The plan for the same model with other values of these flags."""

@@ -5,7 +5,6 @@ from proxsparse.plan.memory import Buckets, Plan
 from proxsparse.run.config import TrainConfig
 
 CARDS = (24, 48, 80, 141)  # GB of a GPU's memory
-TARGETS = (80, 48)  # the cards for which flags are proposed
 GB = 10**9
 HEADER = ("devices", "GB each", "fits", "documents/step", "steps", "GB received/step", "s/step", "run")
 REMEDIES = (  # (flags that save memory, what they change), the least harmful first
@@ -18,7 +17,10 @@ REMEDIES = (  # (flags that save memory, what they change), the least harmful fi
         {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
         "no gradient clipping; one optimizer step per forward pass",
     ),
-    ({"objective": "paper"}, "saves a copy of the weights; learns worse masks"),
+    (
+        {"objective": "paper", "start": "pretrained", "average_runs": 1},
+        "one copy of the weights less; worse masks",
+    ),
 )
 NOTES = """\
 GB = 10^9 bytes. What a card has above its nominal size (85 GB for an 80 GB H100) is left for fragmentation. Activations
@@ -43,7 +45,7 @@ def text(config: TrainConfig) -> str:
         f"Host memory per device\n{bucket_table(host)}",
         f"Together, as a CPU has one memory: {gb(sum(buckets.values()) + sum(host.values()))} GB" * (not plan.on_gpu),
         f"On several devices\n{table([HEADER, *rows])}",
-        "\n".join(remedies(plan, card) for card in TARGETS),
+        f"Flags that save memory: GB on one device, and cards for the run, with all flags up to here\n{remedies(plan)}",
         NOTES,
     ]
     return "\n\n".join(filter(None, sections))
@@ -61,30 +63,24 @@ def device_row(plan: Plan, devices: int) -> tuple[str, ...]:
     return str(devices), gb(size), fits, *numbers, time
 
 
-def remedies(plan: Plan, card: int) -> str:
-    """The least harmful flags that make the run fit one such card; if none do, how many cards it needs with all."""
+def remedies(plan: Plan) -> str:
+    """One line per remedy: its flags, the memory and cards with these flags and all above, what they change."""
+    rows = [("as given", gb(plan.device_bytes(1)), cards(plan), "")]
     plan = plan.with_flags(moment_dtype=plan.moment_dtype)  # otherwise it would change together with --precision
+    for settings, change in REMEDIES:
+        flags = {name: value for name, value in settings.items() if getattr(plan.config, name) != value}
+        if flags:
+            plan = plan.with_flags(**flags)
+            named = " ".join(f"--{name} {value}".lower() for name, value in flags.items())
+            rows.append((named, gb(plan.device_bytes(1)), cards(plan), change))
+    return table(rows)
 
-    def size(chosen: list[tuple[dict, str]], devices: int = 1) -> int:
-        return plan.with_flags(**{k: v for flags, _ in chosen for k, v in flags.items()}).device_bytes(devices)
 
-    if size([]) <= card * GB:
-        return f"One {card} GB device: the run fits."
-    changes = [({k: v for k, v in flags.items() if getattr(plan.config, k) != v}, price) for flags, price in REMEDIES]
-    needed = [change for change in changes if change[0]]
-    if size(needed) <= card * GB:
-        verdict = "the run fits with"
-        for change in needed[::-1]:
-            without = [other for other in needed if other is not change]
-            needed = without if size(without) <= card * GB else needed
-    else:
-        enough = (f"needs {n}" for n in DEVICES if size(needed, n) <= card * GB)
-        verdict = f"the run does not fit; it {next(enough, f'needs more than {DEVICES[-1]}')} of them with"
-    rows = [
-        (" ".join(f"--{k} {v}".lower() for k, v in flags.items()), gb(size(needed[: i + 1])), price)
-        for i, (flags, price) in enumerate(needed)
-    ]
-    return f"One {card} GB device: {verdict} these flags (GB after each)\n{table(rows)}"
+def cards(plan: Plan) -> str:
+    """The smallest card that the run fits on, else how many of the largest it needs."""
+    options = [(1, card) for card in CARDS] + [(n, CARDS[-1]) for n in DEVICES[1:]]
+    found = next(((n, card) for n, card in options if plan.device_bytes(n) <= card * GB), None)
+    return f"{found[0]} x {found[1]} GB" if found else "none"
 
 
 def bucket_table(buckets: Buckets) -> str:
