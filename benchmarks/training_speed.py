@@ -20,7 +20,7 @@ from proxsparse import train
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.patterns import NMPattern
 from proxsparse.plan.cost import cost
-from proxsparse.plan.memory import CUDA_CONTEXT, on_device, runs_on_gpu, shape_of, traced
+from proxsparse.plan.memory import CUDA_CONTEXT, Plan
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.parse import parse_config
 from proxsparse.runtime import sharding
@@ -103,13 +103,12 @@ def dense_(model: nn.Module, sigma: float = 0.02) -> None:
 
 def plan_of(config: TrainConfig) -> dict[str, object]:
     """What the plan says of one device, and of the seconds of a step there, if it were an H200."""
-    shape = shape_of(config)
-    moment, buckets = on_device(shape, config, traced(shape, config), 1)
-    context = CUDA_CONTEXT if runs_on_gpu(config) else 0
-    found = cost(shape, config, 1)
+    plan = Plan(config)
+    phase, buckets = plan.on_device(1)
+    found = cost(plan, 1)
     return {
-        "planned_bytes": sum(buckets.values()) - context,
-        "moment": moment,
+        "planned_bytes": sum(buckets.values()) - CUDA_CONTEXT * plan.on_gpu,
+        "phase": phase,
         "buckets": buckets,
         "planned_seconds": found.seconds,
         "operations": found.operations,

@@ -1,9 +1,6 @@
 """The benchmarks of packed layers and models at tiny sizes: their rows, what they count, and the table of `auto`."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -12,7 +9,6 @@ import common
 import generate_speed
 import gpu_parts
 import linear_speed
-import process_memory
 import pytest
 import random_models
 import torch
@@ -456,34 +452,3 @@ def test_a_device_that_is_too_small_costs_one_row(results, monkeypatch, capsys):
     assert training_speed.main(["--devices", "cpu", "--model", "tiny", "--cases", "paper"]) == 0
     assert lines(results / "training_speed.jsonl")[0]["note"] == "CUDA out of memory"
     assert "CUDA out of memory" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------------------ process_memory
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_process_memory_knows_the_ranks_of_its_children_and_what_they_have_written():
-    program = "held = bytearray(b'x') * 2**27; print(flush=True); input()"
-    environment = os.environ | {"RANK": "3"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=pipe, stdout=pipe) as child:
-        child.stdout.readline()
-        assert child.pid in process_memory.children(os.getpid())
-        assert process_memory.rank_of(child.pid) == 3
-        assert 2**27 < process_memory.anonymous_bytes(child.pid) < 2**27 + 2**25
-        child.communicate(b"\n")
-    assert process_memory.anonymous_bytes(child.pid) == 0
-
-
-def test_process_memory_shares_out_all_that_grows_with_the_model(tmp_path):
-    random_models.save_random_llama(tmp_path, hidden=64, blocks=3)
-    sizes = {}
-    for form, bytes_a_weight in (("paper, all weights", 4 + 4 + 8 + 4), ("masked", 4 + 4 + 4 + 8 + 4)):
-        flags = process_memory.flags_of(tmp_path, process_memory.FORMS[form])
-        planned = [process_memory.plan_of(flags, processes) for processes in (1, 4)]
-        prunable = 3 * (4 * 64 * 64 + 3 * 64 * 168)
-        sizes[form] = planned[0]["shared_bytes"]
-        assert sizes[form] == pytest.approx(bytes_a_weight * prunable, rel=0.25)  # and embeddings, of which not all
-        assert planned[0]["shared_bytes"] == planned[1]["shared_bytes"] < planned[0]["planned_bytes"]
-        assert planned[1]["planned_bytes"] < planned[0]["planned_bytes"]
-    assert sizes["masked"] > sizes["paper, all weights"]

@@ -1,4 +1,4 @@
-"""`--plan`: what a run will hold and cost, from the model's config and the flags, before anything is loaded."""
+"""`--plan`: the memory and time of a run, computed from the model's config and the flags before anything is loaded."""
 
 from proxsparse.plan.page import text
 
