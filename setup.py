@@ -162,7 +162,6 @@ setup(
     package_data={
         "proxsparse.recipes": ["*.yaml"],
         "proxsparse.plan": ["*.yaml"],
-        "proxsparse.inference": ["*.json"],
         "proxsparse.ops": ["*.json"],
     },
     ext_modules=extensions(),
