@@ -103,9 +103,8 @@ def test_a_packed_weight_that_shall_learn_is_refused():
 @pytest.mark.parametrize("backend", ["auto", "cpp", "reference"])
 def test_forward_calls_only_what_torch_2_11_compiles(backend, autocast, monkeypatch):
     """Dynamo of torch 2.11, unlike later ones, breaks the graph at `is_autocast_available`."""
-    if reason := backend == "cpp" and get_kernel("sparse_linear", "cpp").supports(
-        torch.zeros(3, 64), torch.zeros(48, 32)
-    ):
+    x, values = torch.zeros(3, 64), torch.zeros(48, 32)
+    if reason := backend == "cpp" and get_kernel("sparse_linear", "cpp").supports(x, values):
         pytest.skip(reason)
     layer, x = SparseLinear.from_linear(pruned_linear(64, 48), backend), torch.randn(3, 64)
     monkeypatch.setattr(

@@ -10,15 +10,17 @@ from proxsparse import use_backend
 from proxsparse.ops import choice, pack_nm, registry, sparse_linear
 from proxsparse.ops.registry import AUTO, Kernel, get_kernel, list_backends
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dtypes_of(backend: str) -> list[torch.dtype]:
     """The dtypes that the backend multiplies by on this machine."""
-    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-    forms = {dtype: torch.zeros(64, 64, dtype=dtype, device=DEVICE) for dtype in dtypes}
-    serves = AUTO if backend == AUTO else get_kernel("sparse_linear", backend).supports
-    return [dtype for dtype, form in forms.items() if serves == AUTO or serves(form[:8].repeat(1, 2), form) is None]
+    if backend == AUTO:
+        return DTYPES
+    supports = get_kernel("sparse_linear", backend).supports
+    x, values = torch.zeros(8, 128, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
+    return [dtype for dtype in DTYPES if supports(x.to(dtype), values.to(dtype)) is None]
 
 
 HERE = [(backend, dtype) for backend in (AUTO, *list_backends("sparse_linear")) for dtype in dtypes_of(backend)]
