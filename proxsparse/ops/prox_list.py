@@ -61,10 +61,11 @@ def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], patte
 
     Args:
         weights: each [..., in_features], any strides, dtypes and devices; they must not overlap. Changed in place.
-        reg_lambdas: one lambda_1 >= 0 a weight, in units of 1 / |w|^(N-1); 0 leaves its weight as it is.
+        reg_lambdas: one lambda_1 >= 0 per weight, in units of 1 / |w|^(N-1); 0 leaves its weight as it is.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
     Raises:
-        ValueError: not one lambda a weight, the same tensor twice, or what `prox_nm_` refuses, with its position.
+        ValueError: not one lambda per weight, the same tensor twice, or what `prox_nm_` refuses; the message names the
+            position in the list.
     """
     pattern = NMPattern.parse(pattern)
     if len(weights) != len(reg_lambdas):
