@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def op_rows(tensor: torch.Tensor) -> dict[str, tuple[dict, str | None]]:
     """Op -> (backend -> None or why it does not serve, the backend that serves a call like this one)."""
     ops = [op for op in list_ops() if op != "sparse_linear"]  # has rows of its own
-    backends = sorted({backend for op in ops for backend in list_backends(op)})
+    backends = [name for name in list_backends() if any(name in list_backends(op) for op in ops)]
     missing = dict.fromkeys(backends, "it has no kernel for this op")
     rows = {}
     for op in ops:

@@ -85,8 +85,9 @@ def list_ops() -> list[str]:
 
 
 def list_backends(op: str | None = None) -> list[str]:
-    """The names of the backends that have a kernel for `op`, or for any op."""
-    return sorted(_kernels[op] if op else set().union(*_kernels.values()))
+    """The backends that have a kernel for `op`, or for any op; in alphabetical order, the reference last."""
+    names = _kernels[op] if op else set().union(*_kernels.values())
+    return sorted(names, key=lambda name: (name == "reference", name))
 
 
 def get_kernel(op: str, backend: str) -> Kernel:
