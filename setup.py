@@ -161,7 +161,6 @@ setup(
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
     package_data={
         "proxsparse.recipes": ["*.yaml"],
-        "proxsparse.inference": ["*.json"],
         "proxsparse.ops": ["*.json"],
     },
     ext_modules=extensions(),

@@ -4,6 +4,7 @@ An inference backend that has kernels of its own is checked where those kernels 
 under "cuda" (so that compute-sanitizer sees them), cpp under "cpp".
 """
 
+import functools
 import itertools
 
 import torch
@@ -11,11 +12,11 @@ from checking import PATTERNS, Place, Skipped, check, guarded, needs, same_bits
 from random_models import random_model
 from torch import Tensor
 
-from proxsparse.inference.backends import backend, cutlass
 from proxsparse.inference.generate import generate
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import pack_nm, unpack_nm, use_backend
-from proxsparse.ops.backends import cuda
+from proxsparse.ops.backends import cuda, cutlass
+from proxsparse.ops.registry import get_kernel
 from proxsparse.ops.tuning import use_launch_parameters
 from proxsparse.reference import pack
 
@@ -25,6 +26,7 @@ SHAPES = [(1, 4), (7, 12), (33, 260), (65, 320), (129, 1088), (96, 576), (512, 1
 LARGE = [(1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336), (11008, 4096)]
 FEW_ROWS, MANY_ROWS = (1, 2, 4, 5, 8, 9, 16), (1, 17, 40, 100, 300, 1000)
 DTYPES = (torch.bfloat16, torch.float16)
+kernel = functools.partial(get_kernel, "sparse_linear")
 MAY_DIFFER = ("cusparselt",)  # NVIDIA's kernels may add the parts of a sum in another order in each call
 
 
@@ -126,15 +128,15 @@ def check_linear(place: Place, name: str, all_rows: tuple[int, ...], dtypes: tup
         for rows, with_bias in itertools.product(all_rows, (False, True)):
             x = guarded(torch.randn(rows, shape[1], device=place.device).to(dtype)).tensor
             bias = guarded(torch.randn(shape[0], device=place.device).to(dtype)).tensor if with_bias else None
-            if reason := backend(name).supports(x, values):
+            if reason := kernel(name).supports(x, values):
                 reasons.add(reason)
                 continue
-            prepared = backend(name).prepare(values, indices) if backend(name).prepare else None
-            y = backend(name).linear(x, values, indices, bias, prepared)
+            prepared = kernel(name).prepare(values, indices) if kernel(name).prepare else None
+            y = kernel(name).run(x, values, indices, bias, prepared)
             what = f"{name} {dtype} {rows}x{shape[1]}x{shape[0]} bias={with_bias}"
             if place.judge:
                 judge_linear(y, x, weight, bias, what)
-                again = backend(name).linear(x, values, indices, bias, prepared)
+                again = kernel(name).run(x, values, indices, bias, prepared)
                 differ += not same_bits(y, again)
                 assert not differ or name in MAY_DIFFER, f"{what}: two calls differ"
             count += 1
@@ -169,18 +171,18 @@ def check_graph(place: Place, name: str, rows: int) -> None:
     values, indices = pack.pack_nm(pruned(shape, dtype, place.device))
     x, bias = torch.randn(rows, shape[1], device=place.device).to(dtype), torch.randn(shape[0], device=place.device)
     bias = bias.to(dtype)
-    if reason := backend(name).supports(x, values):
+    if reason := kernel(name).supports(x, values):
         raise Skipped(reason)
-    prepared = backend(name).prepare(values, indices) if backend(name).prepare else None
-    backend(name).linear(x, values, indices, bias, prepared)  # what happens once happens here
+    prepared = kernel(name).prepare(values, indices) if kernel(name).prepare else None
+    kernel(name).run(x, values, indices, bias, prepared)  # what happens once happens here
     torch.cuda.synchronize(place.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = backend(name).linear(x, values, indices, bias, prepared)
+        y = kernel(name).run(x, values, indices, bias, prepared)
     for _ in range(3):
         x.normal_()
         graph.replay()
-        expected = backend(name).linear(x, values, indices, bias, prepared)
+        expected = kernel(name).run(x, values, indices, bias, prepared)
         if name in MAY_DIFFER:
             judge_linear(y, x, unpack_nm(values, indices), bias, f"{name}: a replay")
         else:
@@ -211,12 +213,12 @@ def gemv_dependent(place: Place) -> None:
     values, indices = pack.pack_nm(pruned((size, size), torch.bfloat16, place.device) / 16)
     for rows in (1, 16):
         x = torch.randn(rows, size, device=place.device).bfloat16()
-        if reason := backend("gemv").supports(x, values):
+        if reason := kernel("gemv").supports(x, values):
             raise Skipped(reason)
 
         def chain(y: Tensor = x) -> Tensor:
             for _ in range(calls):
-                y = backend("gemv").linear(y, values, indices, None, None)
+                y = kernel("gemv").run(y, values, indices, None, None)
             return y
 
         expected = chain()
@@ -242,7 +244,7 @@ def gemv_compiled(place: Place) -> None:
     linear.weight.data = pruned((512, 1024), torch.bfloat16, place.device)
     x = torch.randn(2, 3, 1024, device=place.device, dtype=torch.bfloat16)
     layer = SparseLinear.from_linear(linear, "gemv")
-    if reason := backend("gemv").supports(x.view(6, 1024), layer.values):
+    if reason := kernel("gemv").supports(x.view(6, 1024), layer.values):
         raise Skipped(reason)
     with torch.no_grad():
         for mode in (None, "reduce-overhead"):

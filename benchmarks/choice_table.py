@@ -1,12 +1,12 @@
-"""What `auto` of SparseLinear takes, made from the rows of linear_speed.py: proxsparse/inference/measured.json."""
+"""What `auto` of SparseLinear takes, made from the rows of linear_speed.py: proxsparse/ops/measured.json."""
 
 import json
 from collections import defaultdict
 from pathlib import Path
 
 from proxsparse.errors import InputError
-from proxsparse.inference import choice
-from proxsparse.inference.backends import backend, backends
+from proxsparse.ops import choice
+from proxsparse.ops.registry import get_kernel, list_backends
 
 ORIGIN = ("device", "torch", "commit", "command")
 
@@ -53,6 +53,7 @@ def fastest_first(rows: list[dict]) -> list[str]:
     Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own form.
     """
     ms = {row["backend"]: row["p50_ms"] for row in rows}
-    names = [name for name in sorted(ms, key=ms.get) if name in backends() and not backend(name).needs_prepared]
+    free = [name for name in list_backends("sparse_linear") if not get_kernel("sparse_linear", name).needs_prepared]
+    names = [name for name in sorted(ms, key=ms.get) if name in free]
     place = names.index(choice.REFERENCE) if choice.REFERENCE in names else len(names)
     return [*names[:place], choice.REFERENCE]

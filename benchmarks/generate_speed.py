@@ -63,7 +63,6 @@ from random_models import KINDS, random_model
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError, run_command
-from proxsparse.inference import backends, choice
 from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.generate import GreedyDecoder, capture_graph
 from proxsparse.inference.glue import with_compiled_glue
@@ -72,7 +71,7 @@ from proxsparse.inference.merge import merge_projections_, separate_products
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import EMBEDDED_MODEL, load_model
-from proxsparse.ops import nm_mask
+from proxsparse.ops import choice, nm_mask, registry
 from proxsparse.ops.backends.cuda import dependent_launch
 from proxsparse.runtime.device import choose_device
 
@@ -338,18 +337,18 @@ def backends_of(decoder: GreedyDecoder, prompts: Tensor) -> dict[str, list[str]]
     """The backends that multiply packed weights in a prefill and in an eager decode step; "dense" if none does."""
     used: set[str] = set()
 
-    def recording(backend: backends.Backend) -> backends.Backend:
-        def linear(*arguments) -> Tensor:
-            used.add(backend.name)
-            return backend.linear(*arguments)
+    def recording(kernel: registry.Kernel) -> registry.Kernel:
+        def run(*arguments) -> Tensor:
+            used.add(kernel.backend)
+            return kernel.run(*arguments)
 
-        return replace(backend, linear=linear)
+        return replace(kernel, run=run)
 
-    table, found = backends._backends, {}
+    table, found = registry._kernels["sparse_linear"], {}
     before = dict(table)
     try:
-        table.update({name: recording(backend) for name, backend in before.items()})
-        choice.forget()  # it remembers the backends themselves
+        table.update({name: recording(kernel) for name, kernel in before.items()})
+        choice.forget()  # it caches kernels
         for part, run in (
             ("prefill", lambda: decoder.prefill(prompts)),
             ("decode", torch.no_grad()(decoder.eager_step)),

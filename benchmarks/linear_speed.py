@@ -59,12 +59,10 @@ from shapes import PAPER, Shape, layer_shapes
 from torch import Tensor
 from torch.nn import functional
 
-import proxsparse.inference.linear  # noqa: F401  registers the op
 from proxsparse.errors import run_command
-from proxsparse.inference import choice
-from proxsparse.inference.backends import Backend, backend, backends
 from proxsparse.inference.generate import capture_graph
-from proxsparse.ops import unpack_nm
+from proxsparse.ops import choice, sparse_linear, unpack_nm
+from proxsparse.ops.registry import Kernel, get_kernel, list_backends
 from proxsparse.ops.tuning import device_kind
 from proxsparse.runtime.device import choose_device
 
@@ -145,12 +143,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__)
     parser.add_argument("--shapes", type=shape, nargs="+", metavar="OUTxIN", help="out_features x in_features")
     parser.add_argument("--rows", type=int, nargs="+", help="of x")
+    names = list_backends("sparse_linear")
     parser.add_argument(
         "--backends",
         nargs="*",
-        choices=backends(),
+        choices=names,
         metavar="NAME",
-        help=f"of: {', '.join(backends())}; default: all that support the call; no name: only dense",
+        help=f"of: {', '.join(names)}; default: all that support the call; no name: only dense",
     )
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
     parser.add_argument("--repetitions", type=int, help="least number of rounds")
@@ -220,7 +219,7 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
     x = weights.x[:rows]
     calls = {DENSE: lambda place: functional.linear(x, weights.dense[place])}
     for name in backends_for(x, weights, args.backends):
-        calls |= sparse_calls(backend(name), weights, x)
+        calls |= sparse_calls(get_kernel("sparse_linear", name), weights, x)
     errors, numbers, runs, notes = {}, {}, {}, {}
     for name, call in calls.items():
         try:
@@ -242,7 +241,7 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
     if not samples:
         return found
     copy_gb_per_s = 2 * COPY_BYTES[x.device.type] / samples["copy"].row()["p50_ms"] / 1e6
-    auto = choice.choose(x, weights.packed[0][0]).name
+    auto = choice.choose(x, weights.packed[0][0]).backend
     for name in runs:
         row = percentiles([ms / numbers[name] for ms in samples[name].ms])
         row |= {"calls_a_run": numbers[name], "copy_gb_per_s": copy_gb_per_s, "error": errors[name]}
@@ -253,21 +252,21 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
 def backends_for(x: Tensor, weights: Weights, names: list[str] | None) -> list[str]:
     """Those of `names` (None: all) that support the call."""
     values = weights.packed[0][0]
-    return [name for name in (backends() if names is None else names) if backend(name).supports(x, values) is None]
+    names = list_backends("sparse_linear") if names is None else names
+    return [name for name in names if get_kernel("sparse_linear", name).supports(x, values) is None]
 
 
-def sparse_calls(chosen: Backend, weights: Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
+def sparse_calls(kernel: Kernel, weights: Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
     """The backend's name, with PREPARED if its own form is held -> (place -> x W^T, through the op, by that weight)."""
-    packed, multiply = weights.packed, torch.ops.proxsparse.sparse_linear
-    calls = {}
-    if chosen.prepare and chosen.name not in weights.prepared:
-        weights.prepared[chosen.name] = [chosen.prepare(*one) for one in packed]
-    if not chosen.needs_prepared:
-        calls[chosen.name] = lambda place: multiply(x, *packed[place], None, None, chosen.name)
-    if chosen.prepare:
-        own = weights.prepared[chosen.name]
-        name = chosen.name if chosen.needs_prepared else chosen.name + PREPARED
-        calls[name] = lambda place: multiply(x, *packed[place], None, own[place], chosen.name)
+    packed, backend, calls = weights.packed, kernel.backend, {}
+    if kernel.prepare and backend not in weights.prepared:
+        weights.prepared[backend] = [kernel.prepare(*one) for one in packed]
+    if not kernel.needs_prepared:
+        calls[backend] = lambda place: sparse_linear(x, *packed[place], backend=backend)
+    if kernel.prepare:
+        own = weights.prepared[backend]
+        name = backend if kernel.needs_prepared else backend + PREPARED
+        calls[name] = lambda place: sparse_linear(x, *packed[place], prepared=own[place], backend=backend)
     return calls
 
 

@@ -46,7 +46,7 @@ from shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_layers
 
 from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_, prox_nm_list_, use_backend
-from proxsparse.ops.registry import get_kernels
+from proxsparse.ops.registry import get_kernel, list_backends
 from proxsparse.reference.paper_solvers import enum_alm
 from proxsparse.runtime.device import choose_device
 
@@ -228,7 +228,7 @@ def backends(case: Case) -> list[str]:
     """Those that serve this case here."""
     weight = torch.empty(1, 4, dtype=case.dtype, device=case.device)
     arguments = (1.0, 2, 4, None) if case.op == "prox_nm_" else (2, 4)
-    return [kernel.backend for kernel in get_kernels(case.op) if kernel.supports(weight, *arguments) is None]
+    return [name for name in list_backends(case.op) if get_kernel(case.op, name).supports(weight, *arguments) is None]
 
 
 def apply_prox(weights: WeightSet, reg_lambda: float) -> None:

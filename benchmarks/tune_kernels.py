@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxsparse import reference
-from proxsparse.inference.backends import backend, cutlass
-from proxsparse.ops import adamw_prox_, prox_nm_, use_backend
-from proxsparse.ops.backends import cuda
+from proxsparse.ops import adamw_prox_, prox_nm_, sparse_linear, use_backend
+from proxsparse.ops.backends import cuda, cutlass
+from proxsparse.ops.registry import get_kernel
 from proxsparse.ops.tuning import use_launch_parameters
 
 DTYPE, SIGMA = torch.bfloat16, 0.02
@@ -132,12 +132,12 @@ def linear_trial(name: str, case: Case, device: torch.device) -> Trial:
     """x W^T by a backend of packed layers, against float64 and the error of the dense matmul."""
     *shape, rows = case.size
     weights = weights_of(tuple(shape), device)
-    x, multiply = weights.x[:rows], torch.ops.proxsparse.sparse_linear
-    if reason := backend(name).supports(x, weights.packed[0][0]):
+    x = weights.x[:rows]
+    if reason := get_kernel("sparse_linear", name).supports(x, weights.packed[0][0]):
         raise RuntimeError(reason)
 
     def call(place: int) -> Tensor:
-        return multiply(x, *weights.packed[place], None, None, name)
+        return sparse_linear(x, *weights.packed[place], backend=name)
 
     def problem() -> str | None:
         error = error_of(call, weights, rows)

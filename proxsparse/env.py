@@ -2,17 +2,17 @@
 
 import argparse
 import contextlib
+import functools
 import platform
 import sys
+from collections.abc import Callable
 
 import torch
 
 import proxsparse
 from proxsparse.errors import run_command
-from proxsparse.inference import backends as inference
-from proxsparse.inference.choice import choose
-from proxsparse.inference.linear import AUTO, explicit
-from proxsparse.ops.registry import BACKENDS, chosen_backend, get_kernels, list_ops, select
+from proxsparse.ops.registry import chosen_backend, get_kernel, list_backends, list_ops, select
+from proxsparse.ops.sparse_linear import select_kernel
 from proxsparse.runtime.device import choose_device, device_name, version
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
@@ -44,27 +44,32 @@ def main(arguments: list[str] | None = None) -> int:
 
 def op_rows(tensor: torch.Tensor) -> dict[str, tuple[dict, str | None]]:
     """Op -> (backend -> None or why it does not serve, the backend that serves a call like this one)."""
+    ops = [op for op in list_ops() if op != "sparse_linear"]  # has rows of its own
+    backends = [name for name in list_backends() if any(name in list_backends(op) for op in ops)]
+    missing = dict.fromkeys(backends, "it has no kernel for this op")
     rows = {}
-    for op in list_ops():
-        reasons = dict.fromkeys(BACKENDS, "it has no kernel for this op")
-        reasons |= {kernel.backend: kernel.supports(tensor, *TYPICAL_ARGUMENTS[op]) for kernel in get_kernels(op)}
-        serving = None
-        with contextlib.suppress(RuntimeError):  # an explicit choice that cannot serve this op
-            serving = select(op, tensor, *TYPICAL_ARGUMENTS[op]).backend
-        rows[op] = reasons, serving
+    for op in ops:
+        reasons, serving = row(op, functools.partial(select, op), tensor, *TYPICAL_ARGUMENTS[op])
+        rows[op] = missing | reasons, serving
     return rows
 
 
 def packed_rows(device: torch.device) -> dict[str, tuple[dict, str | None]]:
-    """The same for the rows of x that a packed layer multiplies, of 4,096 features."""
+    """The same for a packed layer of 4,096 features, for several numbers of rows of x."""
     rows, values = {}, torch.zeros(4096, 2048, dtype=torch.bfloat16, device=device)
     for count in (1, 16, 512):
         x = torch.zeros(count, 4096, dtype=torch.bfloat16, device=device)
-        reasons = {name: inference.backend(name).supports(x, values) for name in inference.backends()}
-        insisted = explicit(AUTO)
-        serving = choose(x, values).name if insisted == AUTO else insisted
-        rows[f"{count} rows"] = reasons, None if reasons[serving] else serving
+        rows[f"{count} rows"] = row("sparse_linear", select_kernel, x, values)
     return rows
+
+
+def row(op: str, choose: Callable, *arguments) -> tuple[dict[str, str | None], str | None]:
+    """(backend -> None or why it does not serve these arguments, the backend of the kernel `choose(*arguments)`)."""
+    reasons = {backend: get_kernel(op, backend).supports(*arguments) for backend in list_backends(op)}
+    serving = None
+    with contextlib.suppress(RuntimeError):  # an explicitly chosen backend cannot serve these arguments
+        serving = choose(*arguments).backend
+    return reasons, serving
 
 
 def table(rows: dict[str, tuple[dict, str | None]]) -> str:

@@ -41,8 +41,7 @@ def on_backend():
         def choose(op: str, name: str, *arguments) -> torch.device:
             on_gpu = name in ("triton", "cuda") and torch.cuda.is_available()
             device = torch.device("cuda" if on_gpu else "cpu")
-            (kernel,) = (kernel for kernel in registry.get_kernels(op) if kernel.backend == name)
-            reason = kernel.supports(torch.zeros(1, 4, device=device), *arguments)
+            reason = registry.get_kernel(op, name).supports(torch.zeros(1, 4, device=device), *arguments)
             if reason is not None:
                 pytest.skip(f"{name}: {reason}")
             stack.enter_context(registry.use_backend(name))

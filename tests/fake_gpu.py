@@ -23,10 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from proxsparse.inference import choice
-from proxsparse.inference.backends import cusparselt
-from proxsparse.ops import registry, tuning
-from proxsparse.ops.backends import cpp, cuda
+from proxsparse.ops import choice, registry, tuning
+from proxsparse.ops.backends import cpp, cuda, cusparselt
 from proxsparse.reference import pack
 
 __all__ = ["fake_gpu", "is_on_gpu"]

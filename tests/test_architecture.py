@@ -46,7 +46,7 @@ OWNERS = {
     "triton_kernels": ("proxsparse/ops/backends/triton.py", "triton_kernels/"),
     "proxsparse._C": ("proxsparse/ops/backends/cpp.py",),
     "proxsparse._C_cuda": ("proxsparse/ops/backends/cuda.py",),
-    "proxsparse._C_cutlass": ("proxsparse/inference/backends/cutlass.py",),
+    "proxsparse._C_cutlass": ("proxsparse/ops/backends/cutlass.py",),
     "datasets": ("proxsparse/data/sources.py",),
     "lm_eval": ("proxsparse/evaluation/zero_shot.py",),
     "transformers": (

@@ -105,7 +105,7 @@ def test_prox_speed_prints_and_saves_a_row_for_every_provider(tmp_path, monkeypa
         [*QUICK, "--shapes", "16x64", "8x32", "--slow_weights", "300", "--models", "Tiny", "--lambdas", "25"]
     )
     rows = [json.loads(line) for line in (tmp_path / "results" / "prox_speed.jsonl").read_text().splitlines()]
-    fast = {kernel.backend for kernel in registry.get_kernels("prox_nm_")} - {"triton", "cuda", "reference"}
+    fast = {*registry.list_backends("prox_nm_")} - {"triton", "cuda", "reference"}
     found = {(row["weights"], row["dtype"], row["kernel"]) for row in rows}
     for dtype in ("bfloat16", "float32"):
         for weights in ("16x64", "8x32", "tiny"):
@@ -342,7 +342,7 @@ def makes_negative_zeros(weight, *settings):
 
 
 def right() -> registry.Kernel:
-    return next(kernel for kernel in registry.get_kernels("prox_nm_") if kernel.backend == "reference")
+    return registry.get_kernel("prox_nm_", "reference")
 
 
 @pytest.mark.parametrize("kernel", [does_nothing, writes_behind, is_not_exact, makes_negative_zeros])
@@ -371,7 +371,7 @@ def decays_twice(weight, *others):
 
 
 def adamw(backend: str) -> registry.Kernel:
-    return next(kernel for kernel in registry.get_kernels("adamw_prox_") if kernel.backend == backend)
+    return registry.get_kernel("adamw_prox_", backend)
 
 
 @pytest.mark.parametrize("kernel", [forgets_the_moments, ignores_the_seed, decays_twice])

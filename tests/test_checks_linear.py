@@ -8,7 +8,6 @@ import gpu_checks
 import pytest
 import torch
 
-from proxsparse.inference import backends
 from proxsparse.ops import registry, tuning
 from proxsparse.ops.backends import cuda
 from proxsparse.reference import pack
@@ -43,15 +42,20 @@ def reads_beyond(x, values, indices, bias, prepared):
     return dense(x, values, indices, bias, prepared) + 0 * x.as_strided((1,), (1,), x.storage_offset() + x.numel())
 
 
+def replace_kernel(monkeypatch, backend: str, run) -> None:
+    """`run` multiplies in the place of the kernel of `backend`, and supports everything."""
+    kernel = registry.Kernel(backend, run, supports=lambda x, values: None)
+    monkeypatch.setitem(registry._kernels["sparse_linear"], backend, kernel)
+
+
 @pytest.mark.parametrize("linear", [dense, forgets_the_bias, swaps_two_places, reads_beyond])
 def test_the_checks_find_a_wrong_product(linear, monkeypatch):
-    row = backends.Backend("cpp", lambda x, values: None, linear)
-    monkeypatch.setitem(backends._backends, "cpp", row)
+    replace_kernel(monkeypatch, "cpp", linear)
     assert outcomes("sparse_linear") == ["passed" if linear is dense else "failed"]
 
 
 def right(op: str) -> registry.Kernel:
-    return next(kernel for kernel in registry.get_kernels(op) if kernel.backend == "reference")
+    return registry.get_kernel(op, "reference")
 
 
 def keeps_the_last_two(weight, n, m):
@@ -86,7 +90,7 @@ def test_two_calls_may_differ_of_nvidias_kernels_alone(name, monkeypatch):
         y = dense(x, values, indices, bias, prepared)
         return torch.nextafter(y, torch.full_like(y, torch.inf)) if len(calls) % 2 else y
 
-    monkeypatch.setitem(backends._backends, name, backends.Backend(name, lambda x, values: None, differs))
+    replace_kernel(monkeypatch, name, differs)
     check = checks_linear.check_linear
     if name == "cusparselt":
         assert check(CPU, name, (3,), (torch.float32,)) == "12 products, 12 of which differ in a second call"
@@ -102,7 +106,7 @@ def test_every_tile_is_checked(monkeypatch):
         tiles.append(tuning.launch_parameters("cutlass", torch.bfloat16, device, (1, 1, 1)).get("tile"))
         return dense(x, values, indices, bias, prepared)
 
-    monkeypatch.setitem(backends._backends, "cutlass", backends.Backend("cutlass", lambda x, values: None, linear))
+    replace_kernel(monkeypatch, "cutlass", linear)
     monkeypatch.setattr(checks_linear, "tiles", lambda device: ["64x32", "128x256"])
     monkeypatch.setattr(checks_linear, "check_graph", lambda *arguments: None)
     assert "128x256: " in checks_linear.cutlass_tiles(CPU)
@@ -132,7 +136,7 @@ def test_dependent_launches_are_compared_with_calls_one_after_the_other(wrong, m
         yield
         graph.calls = chains[before:]
 
-    monkeypatch.setitem(backends._backends, "gemv", backends.Backend("gemv", lambda x, values: None, linear))
+    replace_kernel(monkeypatch, "gemv", linear)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -10,8 +10,6 @@ from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 from proxsparse import env, evaluate, prune, train
 from proxsparse.allocations.registry import allocate, list_allocations
 from proxsparse.evaluation import zero_shot as module
-from proxsparse.inference.backends import backend, backends
-from proxsparse.inference.choice import choose
 from proxsparse.inference.convert import sparsify_, unsparsify_
 from proxsparse.inference.generate import generate
 from proxsparse.inference.linear import SparseLinear
@@ -19,6 +17,8 @@ from proxsparse.methods import list_methods, prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.ops import pack_nm, unpack_nm
+from proxsparse.ops.choice import choose
+from proxsparse.ops.registry import get_kernel, list_backends
 
 # the method's own options that make it short
 OPTIONS = {"admm": {"iterations": 3, "mask_iterations": 2}, "swap": {"sweeps": 1}, "maskllm": {"prior": "wanda"}}
@@ -102,13 +102,14 @@ def test_the_choice_of_a_backend_on_the_gpu(capability, rows):
     with fake_gpu(capability):
         x = torch.zeros(rows, 64, dtype=torch.bfloat16, device="cuda")
         values = torch.zeros(32, 32, dtype=torch.bfloat16, device="cuda")
-        reasons = {name: backend(name).supports(x, values) for name in backends()}
+        kernels = {name: get_kernel("sparse_linear", name) for name in list_backends("sparse_linear")}
+        reasons = {name: kernel.supports(x, values) for name, kernel in kernels.items()}
         assert reasons["reference"] is None
         assert "it serves the CPU" in reasons["cpp"]
         assert (reasons["gemv"] is None) == (rows <= 16 and capability >= (8, 0))
-        assert choose(x, values).name == CHOICES[capability, rows]
+        assert choose(x, values).backend == CHOICES[capability, rows]
         for name in ("gemv", "cutlass", "cusparselt"):
-            assert "on cpu" in backend(name).supports(x, values.cpu())
+            assert "on cpu" in kernels[name].supports(x, values.cpu())
 
 
 @pytest.mark.parametrize("kernels", [True, False])

@@ -14,15 +14,16 @@ import random_models
 import torch
 import training_speed
 
-from proxsparse.inference import backends, choice
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.merge import merge_projections_
 from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.ops import nm_mask, unpack_nm
+from proxsparse.ops import choice, nm_mask, registry, unpack_nm
+from proxsparse.ops.registry import Kernel
 from proxsparse.reference.pack import check_packed
 
 CPU = torch.device("cpu")
+KERNELS = dict(registry._kernels["sparse_linear"])
 QUICK = ["--devices", "cpu", "--seconds", "0", "--repetitions", "1"]
 TINY = ["--devices", "cpu", "--models", "tiny", "--modes", "eager", "--prompt", "4", "--new_tokens", "3"]
 
@@ -37,6 +38,15 @@ def results(tmp_path, monkeypatch):
     monkeypatch.setitem(linear_speed.COPY_BYTES, "cpu", 2**16)
     yield tmp_path / "results"
     choice.forget()
+
+
+def always(x, values):
+    """Supports everything."""
+
+
+def only_kernels(monkeypatch, *kernels: Kernel) -> None:
+    """There are only these kernels for sparse_linear."""
+    monkeypatch.setitem(registry._kernels, "sparse_linear", {kernel.backend: kernel for kernel in kernels})
 
 
 def lines(file) -> list[dict]:
@@ -63,7 +73,7 @@ def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_
     assert linear_speed.main([*QUICK, *flags]) == 0
     rows = lines(results / "linear_speed.jsonl")
     x, values = torch.empty(1, 64), torch.empty(16, 32)
-    served = {"dense", *(name for name in backends.backends() if backends.backend(name).supports(x, values) is None)}
+    served = {"dense", *(name for name, kernel in KERNELS.items() if kernel.supports(x, values) is None)}
     assert {"dense", "reference"} <= served
     cases = {(row["weights"], row["dtype"], row["rows"], row["state"], row["backend"]) for row in rows}
     assert len(cases) == len(rows) == 2 * 2 * 3 * 2 * len(served)
@@ -122,9 +132,7 @@ def not_a_number(x, values, indices, bias, prepared):
     ],
 )
 def test_a_wrong_backend_gets_a_note_and_no_time(linear, said, results, monkeypatch, capsys):
-    named = {"reference": backends.backend("reference")}
-    named["new"] = backends.Backend("new", lambda x, values: None, linear)
-    monkeypatch.setattr(backends, "_backends", named)
+    only_kernels(monkeypatch, KERNELS["reference"], Kernel("new", linear, always))
     assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32"]) == 1
     rows = [row for row in lines(results / "linear_speed.jsonl") if row["backend"] == "new"]
     assert len(rows) == 2
@@ -139,8 +147,7 @@ def test_cutlass_is_measured_with_and_without_its_own_form(results, monkeypatch)
         handed.add(prepared is not None)
         return x @ (unpack_nm(values, indices) if prepared is None else prepared).T
 
-    named = {"cutlass": backends.Backend("cutlass", lambda x, values: None, linear, unpack_nm, True)}
-    monkeypatch.setattr(backends, "_backends", {"reference": backends.backend("reference")} | named)
+    only_kernels(monkeypatch, KERNELS["reference"], Kernel("cutlass", linear, always, unpack_nm, True))
     assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "7", "--dtypes", "float32"]) == 0
     assert handed == {False, True}
     rows = {row["backend"]: row for row in lines(results / "linear_speed.jsonl")}
@@ -155,8 +162,7 @@ def test_a_backend_with_a_form_of_its_own_is_measured_on_it(monkeypatch, capsys)
     def on_its_own_form(x, values, indices, bias, prepared):
         return x @ prepared.T
 
-    named = {"own": backends.Backend("own", lambda x, values: None, on_its_own_form, unpack_nm)}
-    monkeypatch.setattr(backends, "_backends", backends._backends | named)
+    only_kernels(monkeypatch, *KERNELS.values(), Kernel("own", on_its_own_form, always, unpack_nm))
     assert linear_speed.main([*QUICK, "--no-save", "--shapes", "16x64", "--rows", "2", "--backends", "own"]) == 0
     assert capsys.readouterr().out.count(" own |") == 2
 
@@ -182,10 +188,7 @@ def test_what_was_measured_before_the_context_ended_is_kept(results, monkeypatch
         return common.interleaved(runs, copy, device, repetitions, seconds)
 
     monkeypatch.setattr(linear_speed, "interleaved", measured)
-    named = {"reference": backends.backend("reference")}
-    monkeypatch.setattr(
-        backends, "_backends", named | {"new": backends.Backend("new", lambda x, values: None, ends_the_context)}
-    )
+    only_kernels(monkeypatch, KERNELS["reference"], Kernel("new", ends_the_context, always))
     flags = ["--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32", "--backends", "new"]
     assert linear_speed.main([*QUICK, *flags]) == 1
     rows = {(row["rows"], row["backend"]): row for row in lines(results / "linear_speed.jsonl")}
@@ -222,11 +225,8 @@ def row(backend: str, ms: float, **others) -> dict:
 
 def test_the_table_holds_the_fastest_of_the_newest_run(monkeypatch):
     forms = {name: lambda values, indices: values for name in ("b", "own")}
-    named = {
-        name: backends.Backend(name, lambda x, values: None, None, forms.get(name), name == "b")
-        for name in ("a", "b", "own", "reference")
-    }
-    monkeypatch.setattr(backends, "_backends", named)
+    names = ("a", "b", "own", "reference")
+    only_kernels(monkeypatch, *(Kernel(name, None, always, forms.get(name), name == "b") for name in names))
     rows = [
         row("a", 1.0, when="2026-01-01", commit="old"),
         *(row("a", 3.0), row("b", 2.0), row("reference", 4.0), row("dense", 0.1), row("own", 0.2)),
@@ -264,7 +264,7 @@ def test_update_choice_writes_what_auto_reads(results, monkeypatch, tmp_path, ca
             fastest[key] = min(fastest.get(key, found), found, key=lambda found: found["p50_ms"])
     for rows in (1, 64):
         x, values = torch.empty(rows, 64), torch.empty(16, 32)
-        assert choice.choose(x, values).name == fastest[rows]["backend"]
+        assert choice.choose(x, values).backend == fastest[rows]["backend"]
 
 
 # ------------------------------------------------------------------------------------------ generate_speed
@@ -350,7 +350,7 @@ def test_merged_forms_share_the_weights_and_rows_name_the_backends(results, caps
         merged, separate = found["eager", f"{name}+merged"], found["eager", name]
         assert merged["layer_bytes"] == separate["layer_bytes"]
         assert merged["same_tokens"] == 1
-    served = choice.choose(torch.empty(4, 64), torch.empty(64, 32)).name
+    served = choice.choose(torch.empty(4, 64), torch.empty(64, 32)).backend
     for (mode, form), row in found.items():
         assert row["prefill_backends"] == ([served] if form.startswith("sparse") else ["dense"]), mode
     assert f"{served} / " in capsys.readouterr().out
@@ -360,9 +360,9 @@ def test_the_forms_multiply_as_they_are_called(monkeypatch):
     """Products of a decode step: 7 a block, merged 4, and lm_head."""
     model = merge_projections_(random_models.random_model("tiny", 3, torch.float32, CPU, sparse=True))
     decoder, calls = generate_speed.GreedyDecoder(model, 1, 8), []
-    for name, backend in backends._backends.items():
-        counted = partial(lambda linear, *arguments: (calls.append(1), linear(*arguments))[1], backend.linear)
-        monkeypatch.setitem(backends._backends, name, replace(backend, linear=counted))
+    for name, kernel in KERNELS.items():
+        counted = partial(lambda run, *arguments: (calls.append(1), run(*arguments))[1], kernel.run)
+        monkeypatch.setitem(registry._kernels["sparse_linear"], name, replace(kernel, run=counted))
     choice.forget()
     for form, products in (("sparse", 7), ("sparse+merged", 4), ("sparse", 7)):
         with generate_speed.products(form):

@@ -273,17 +273,17 @@ def test_a_few_weights_that_a_kernel_forgets_are_found():
 @pytest.mark.parametrize("name", ["gemv", "cutlass"])
 def test_a_wrong_product_is_found(name, monkeypatch):
     """With the reference in the place of a kernel that needs a GPU."""
-    from proxsparse.inference import backends
+    from proxsparse.ops import registry
 
-    served = replace(backends.backend("reference"), name=name)
-    wrong = replace(served, linear=lambda *arguments: 1.02 * served.linear(*arguments))
+    served = replace(registry.get_kernel("sparse_linear", "reference"), backend=name)
+    wrong = replace(served, run=lambda *arguments: 1.02 * served.run(*arguments))
     monkeypatch.setattr(tune_kernels, "GEMV_ROWS", [1, 3])
     monkeypatch.setattr(tune_kernels, "CUTLASS_ROWS", [3])
     monkeypatch.setitem(tune_kernels.COPY_BYTES, "cpu", 2**16)
     tune_kernels.weights_of.cache_clear()
     tune_kernels.memory_to_copy.cache_clear()
-    for backend, problem in ((served, False), (wrong, True)):
-        monkeypatch.setitem(backends._backends, name, backend)
+    for kernel, problem in ((served, False), (wrong, True)):
+        monkeypatch.setitem(registry._kernels["sparse_linear"], name, kernel)
         trial = tune_kernels.linear_trial(name, Case((16, 64, 3)), CPU)
         assert (trial.problem() is not None) == problem
         trial.run()

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from proxsparse.inference.linear import AUTO, PATTERN, SparseLinear
+from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_layer, check_layers, description, spellings
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import is_selected
 from proxsparse.ops import pack_nm, unpack_nm
+from proxsparse.ops.registry import AUTO
+from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.patterns import FLOAT_DTYPES
 
 Stream = Iterator[tuple[str, Tensor]]  # the tensors of a checkpoint by name, one after the other

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from proxsparse.inference.linear import PATTERN
 from proxsparse.io.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
+from proxsparse.ops.sparse_linear import PATTERN
 
 QUANT_METHOD = "proxsparse"
 FORMAT_VERSION = 1

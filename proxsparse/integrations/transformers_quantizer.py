@@ -11,9 +11,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from proxsparse.inference.convert import packed_layers, unsparsify_
-from proxsparse.inference.linear import PATTERN, SparseLinear
+from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import FORMAT_VERSION, QUANT_METHOD, check_description
 from proxsparse.io.model_files import check_folder, check_weights, headers
+from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.reference.pack import check_packed
 
 

@@ -7,6 +7,7 @@ from proxsparse.ops.pack import pack_nm, unpack_nm
 from proxsparse.ops.prox import prox_nm, prox_nm_
 from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.ops.registry import use_backend
+from proxsparse.ops.sparse_linear import sparse_linear
 
 __all__ = [
     "adamw_prox_",
@@ -16,6 +17,7 @@ __all__ = [
     "prox_nm",
     "prox_nm_",
     "prox_nm_list_",
+    "sparse_linear",
     "unpack_nm",
     "use_backend",
 ]

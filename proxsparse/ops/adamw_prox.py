@@ -25,7 +25,7 @@ def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *
     if scale is not None:
         scale = scale.to(arithmetic_of(weight))
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
-    # kernels see tensors without gaps; a copy only for odd strides
+    # kernels need contiguous memory; a copy only for other strides
     dense = {id(tensor): tensor.contiguous() for tensor in tensors if tensor is not None}
     arguments = [dense.get(id(tensor)) for tensor in tensors]
     kernel = select("adamw_prox_", *arguments, *settings)
@@ -137,12 +137,12 @@ def adamw_prox_(
             if reg_lambda is 0. Changed in place.
         grad: as the weight; not changed.
         exp_avg, exp_avg_sq: the moments of v, float32 or bfloat16 (float64 for a float64 weight). Changed in place.
-        master: the weight in float32, for bfloat16 and float16 weights: it is what is stepped, and the weight becomes
-            its nearest neighbour. Changed in place. None: the weight is all there is.
+        master: the weight in float32, for bfloat16 and float16 weights: the step updates it, and the weight becomes
+            the nearest value to it. Changed in place. None: the step updates the weight itself.
         pretrained: W0, as the weight; needed if frozen_lambda > 0.
-        scale: c, [in_features], the metric of the input features, positive; None means 1.
+        scale: c, [in_features], the scaling of the input features, positive; None means 1.
         step: t, counted from 1.
-        lr, betas, eps, weight_decay: as of torch.optim.AdamW.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by lr. 0: AdamW alone.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
         frozen_lambda, frozen_eps: lambda_2 >= 0 and the epsilon > 0 of the frozen-weight term.
@@ -152,7 +152,7 @@ def adamw_prox_(
     Returns:
         `weight`.
     Raises:
-        ValueError: in_features is no multiple of M; a tensor that does not fit the weight; a number out of range.
+        ValueError: in_features is not a multiple of M; a tensor that does not fit the weight; a number out of range.
     """
     check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
     check_numbers(step, lr, betas, eps, weight_decay)

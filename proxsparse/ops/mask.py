@@ -37,7 +37,7 @@ def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
     Returns:
         bool, the shape of `score`; True = kept.
     Raises:
-        ValueError: in_features is no multiple of m, or the dtype is not floating point.
+        ValueError: in_features is not a multiple of m, or the dtype is not floating point.
     """
     pattern = NMPattern.parse(pattern)
     check_dtype(score, "score")

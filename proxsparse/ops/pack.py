@@ -54,8 +54,8 @@ def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tenso
     k = in_features * n / 4, and uint8 indices [..., ceil(k / 4)], two bits a value.
 
     Raises:
-        ValueError: m is not 4, in_features is no multiple of 4, the dtype is not floating point, or a block has more
-            than n nonzeros.
+        ValueError: m is not 4, in_features is not a multiple of 4, the dtype is not floating point, or a block has
+            more than n nonzeros.
     """
     pattern = pack.packable(pattern)
     check_dtype(weight, "weight")
@@ -68,7 +68,7 @@ def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> 
     """The inverse of `pack_nm`: -> weight [..., in_features], +0.0 where nothing was kept.
 
     Raises:
-        ValueError: shapes, dtypes or places that `pack_nm` cannot have made.
+        ValueError: shapes, dtypes or places that `pack_nm` never returns.
     """
     pattern = pack.packable(pattern)
     pack.check_packed(values, indices, pattern)

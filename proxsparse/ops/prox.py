@@ -23,14 +23,14 @@ torch.library.define(
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None = None) -> None:
     if reg_lambda == 0 or weight.numel() == 0:
         return
-    dense = weight.contiguous()  # kernels see [..., in_features] without gaps; a copy only for odd strides
+    dense = weight.contiguous()  # kernels need contiguous memory; a copy only for other strides
     kernel = select("prox_nm_", dense, reg_lambda, n, m, scale)
     kernel.run(dense, reg_lambda, n, m, scale)
     write_back(weight, dense)
 
 
 def write_back(weight: Tensor, dense: Tensor) -> None:
-    """Finish a change in place that a kernel made to `dense`, which is `weight` itself or a copy without gaps."""
+    """Finish an in-place op: its kernel has changed `dense`, which is `weight` itself or a contiguous copy of it."""
     if dense is weight:
         torch.autograd.graph.increment_version(weight)  # kernels write raw memory, which autograd does not see
     else:
@@ -51,10 +51,10 @@ def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor 
 def fastest_first(
     backends: tuple[str, ...], weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None
 ) -> tuple[str, ...]:
-    """CUDA before Triton from the measured lambda * typical magnitude on; `backends` if nothing was measured.
+    """CUDA comes before Triton if lambda * typical magnitude reaches a measured threshold; else `backends` as it is.
 
-    Below about lambda * max|w| = 0.3 both take the same instructions; above, Triton takes more for a block. The choice
-    does not read the weights: that would wait for the GPU, and a resumed run could choose another backend.
+    Below about lambda * max|w| = 0.3 both need the same number of instructions per block, above it Triton needs more.
+    The choice does not read the weights: that would wait for the GPU, and a resumed run could choose another backend.
     """
     if "cuda" not in backends or (n, m) != (2, 4):
         return backends
@@ -100,13 +100,13 @@ def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sc
             and fp32 otherwise. Changed in place.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by any learning rate. 0: identity.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        scale: c, [in_features], the metric of the input features, positive (only its magnitude counts; 0 and values
-            that are not finite are the caller's to avoid: a check would stall a GPU); None means 1.
+        scale: c, [in_features], the scaling of the input features, positive; None means 1. Only its magnitude counts.
+            The caller must avoid 0 and values that are not finite: a check would wait for the GPU.
     Returns:
         `weight`.
     Raises:
-        ValueError: in_features is no multiple of M, another dtype, a negative or non-finite lambda, a scale of the
-            wrong shape, dtype or device.
+        ValueError: in_features is not a multiple of M; the dtype is not floating point; lambda is negative or not
+            finite; the scale has a wrong shape, dtype or device.
     """
     pattern = check_prox_arguments(weight, reg_lambda, pattern, scale)
     torch.ops.proxsparse.prox_nm_(weight, float(reg_lambda), pattern.n, pattern.m, scale)

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from proxsparse.ops import backends  # noqa: F401 so that all kernels of prox_nm_ are registered before they are listed
 from proxsparse.ops.prox import check_prox_arguments, write_back
-from proxsparse.ops.registry import BACKENDS, get_kernels, register_kernel, select
+from proxsparse.ops.registry import get_kernel, list_backends, register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike
 
 torch.library.define("proxsparse::prox_nm_list_", "(Tensor(a!)[] weights, float[] reg_lambdas, int n, int m) -> ()")
@@ -37,17 +38,16 @@ def _one_by_one(weights: Sequence[Tensor], reg_lambdas: Sequence[float], n: int,
 
 
 def _register_one_by_one(backend: str) -> None:
-    """Serve a list with `backend`'s prox_nm_, if it has one."""
+    """Serve a list with `backend`'s prox_nm_."""
 
     def supports(weight: Tensor, *pattern: int) -> str | None:
-        found = [kernel for kernel in get_kernels("prox_nm_") if kernel.backend == backend]
-        return found[0].supports(weight, 1.0, *pattern, None) if found else "it has no kernel for prox_nm_"
+        return get_kernel("prox_nm_", backend).supports(weight, 1.0, *pattern, None)
 
     register_kernel("prox_nm_list_", backend, supports=supports)(_one_by_one)
 
 
-for _backend in BACKENDS:
-    if _backend != "triton":  # whose kernel takes the whole list in one launch
+for _backend in list_backends("prox_nm_"):
+    if _backend not in list_backends("prox_nm_list_"):  # Triton's kernel takes the whole list in one launch
         _register_one_by_one(_backend)
 
 
@@ -61,10 +61,11 @@ def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], patte
 
     Args:
         weights: each [..., in_features], any strides, dtypes and devices; they must not overlap. Changed in place.
-        reg_lambdas: one lambda_1 >= 0 a weight, in units of 1 / |w|^(N-1); 0 leaves its weight as it is.
+        reg_lambdas: one lambda_1 >= 0 per weight, in units of 1 / |w|^(N-1); 0 leaves its weight as it is.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
     Raises:
-        ValueError: not one lambda a weight, the same tensor twice, or what `prox_nm_` refuses, with its position.
+        ValueError: not one lambda per weight, the same tensor twice, or what `prox_nm_` refuses; the message names the
+            position in the list.
     """
     pattern = NMPattern.parse(pattern)
     if len(weights) != len(reg_lambdas):

@@ -1,6 +1,6 @@
-"""One op, many backends: a table of kernels per op, fastest first, and the rule that picks one.
+"""One op, many backends: a table of kernels per op, and the rule that selects one of them for a call.
 
-The dispatcher of torch holds one kernel per dispatch key, so every op registers ONE selector (`select`) that looks
+The dispatcher of torch holds one kernel per dispatch key, so every op registers ONE selector (`select`), which looks
 into the table. The automatic choice falls back to the next kernel with a warning. An explicit choice never falls back;
 it applies to the ops that its backend has a kernel for, and the automatic choice serves the others.
 """
@@ -12,19 +12,36 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-BACKENDS = ("triton", "cuda", "cpp", "reference")
-# What the automatic choice tries on a device, fastest first; anywhere else the reference serves. Only an explicit
-# choice runs Triton's interpreter on a CPU.
+AUTO = "auto"
+# The backends that the automatic choice tries on a device, fastest first; on other devices only the reference. Triton's
+# interpreter runs on a CPU only after an explicit choice. An op can have another order (`register_order`), or, as
+# `sparse_linear`, an automatic choice of its own.
 AUTOMATIC = {"cpu": ("cpp", "reference"), "cuda": ("triton", "cuda", "reference")}
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one backend offers for one op: `supports(*args)` is None, or the reason why not; `run(*args)` computes."""
+    """The kernel of one backend for one op.
+
+    Attributes:
+        backend: the name of the backend.
+        run: run(*args) computes the op.
+        supports: supports(*args) -> None, or the reason why the kernel cannot serve such a call.
+        prepare: only for `sparse_linear`: prepare(values, indices) -> the weight in the backend's own form, one tensor;
+            None if the kernel reads the packed form.
+        prepare_is_optional: whether `run` also works without the prepared form; it is then derived in every call.
+    """
 
     backend: str
     run: Callable
     supports: Callable[..., str | None]
+    prepare: Callable | None = None
+    prepare_is_optional: bool = False
+
+    @property
+    def needs_prepared(self) -> bool:
+        """Whether `run` requires the prepared form."""
+        return self.prepare is not None and not self.prepare_is_optional
 
 
 _kernels: dict[str, dict[str, Kernel]] = {}
@@ -33,13 +50,17 @@ _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
 _announced: set[tuple[str, ...]] = set()
 
 
-def register_kernel(op: str, backend: str, supports: Callable[..., str | None]):
-    """Decorator: add a kernel to the table of `op`; `supports` stands beside it and takes the same arguments."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+def register_kernel(
+    op: str,
+    backend: str,
+    supports: Callable[..., str | None],
+    prepare: Callable | None = None,
+    prepare_is_optional: bool = False,
+):
+    """Decorator: add a function to the table of `op` as the kernel of `backend`; for the rest see `Kernel`."""
 
     def add(run: Callable) -> Callable:
-        _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports)
+        _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports, prepare, prepare_is_optional)
         return run
 
     return add
@@ -58,14 +79,22 @@ def register_order(op: str):
     return add
 
 
-def get_kernels(op: str) -> list[Kernel]:
-    """The kernels of `op`, in the order of BACKENDS."""
-    return [_kernels[op][backend] for backend in BACKENDS if backend in _kernels[op]]
-
-
 def list_ops() -> list[str]:
-    """The names of all registered ops."""
+    """The names of all ops."""
     return sorted(_kernels)
+
+
+def list_backends(op: str | None = None) -> list[str]:
+    """The backends that have a kernel for `op`, or for any op; in alphabetical order, the reference last."""
+    names = _kernels[op] if op else set().union(*_kernels.values())
+    return sorted(names, key=lambda name: (name == "reference", name))
+
+
+def get_kernel(op: str, backend: str) -> Kernel:
+    """The kernel of `backend` for `op`. Raises ValueError if there is none."""
+    if backend not in _kernels[op]:
+        raise ValueError(f"{op}: no such backend {backend!r}; choose from {', '.join([AUTO, *list_backends(op)])}")
+    return _kernels[op][backend]
 
 
 @contextlib.contextmanager
@@ -73,11 +102,10 @@ def use_backend(backend: str | None) -> Iterator[None]:
     """Within the block every op of this thread runs on `backend` or raises; None returns to the automatic choice.
 
     An op that `backend` has no kernel for at all (`nm_mask` on "triton") gets the automatic choice, with one warning.
-    "cpp" and "reference" also apply to packed layers (`SparseLinear`) with backend="auto"; "triton" and "cuda" do not.
-    A layer that was given a backend keeps it.
+    The same holds for packed layers (`SparseLinear`) with backend="auto". A layer with another backend keeps it.
 
     Raises:
-        ValueError: if there is no such backend.
+        ValueError: there is no such backend.
     """
     token = _chosen.set(None if backend is None else _checked(backend, "use_backend"))
     try:
@@ -87,35 +115,52 @@ def use_backend(backend: str | None) -> Iterator[None]:
 
 
 def chosen_backend() -> str | None:
-    """The explicit choice in force: `use_backend`, else the environment's PROXSPARSE_BACKEND, else None."""
+    """The explicit choice in force: `use_backend`, else the environment variable PROXSPARSE_BACKEND, else None."""
     from_environment = os.environ.get("PROXSPARSE_BACKEND") or None
     return _chosen.get() or (from_environment and _checked(from_environment, "PROXSPARSE_BACKEND"))
 
 
 def _checked(backend: str, source: str) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"{source}={backend!r}: no such backend; choose from {', '.join(BACKENDS)}")
+    if not any(backend in table for table in _kernels.values()):
+        raise ValueError(f"{source}={backend!r}: no such backend; choose from {', '.join(list_backends())}")
     return backend
 
 
-def select(op: str, tensor, *args) -> Kernel:
-    """The kernel that serves `op` for these arguments (`tensor` first, its device decides what is expected).
+def explicit_kernel(op: str, *args, backend: str = AUTO) -> Kernel | None:
+    """The kernel of the backend that was chosen explicitly: `backend`, or for "auto" that of `chosen_backend`.
+
+    None if no backend was chosen, or if the one of `chosen_backend` has no kernel for `op`, with one warning.
 
     Raises:
-        RuntimeError: if the explicitly chosen backend does not support them; it names the reason and the remedy.
+        ValueError: `op` has no kernel of `backend`.
+        RuntimeError: the kernel does not support these arguments; the message has the reason and the remedy.
     """
-    explicit = chosen_backend()
-    if explicit is not None:
-        kernel = _kernels[op].get(explicit)
-        if kernel is not None:
-            reason = kernel.supports(tensor, *args)
-            if reason is None:
-                return kernel
-            raise RuntimeError(
-                f"{op}: backend {explicit!r} was chosen explicitly but cannot serve this call: {reason}; "
-                "unset PROXSPARSE_BACKEND or use_backend to let proxsparse choose"
-            )
-        warn_once(f"{op}: backend {explicit!r} has no kernel for this op, the automatic choice serves it", op, explicit)
+    remedy = "choose backend='auto'"
+    if backend == AUTO:
+        chosen, remedy = chosen_backend(), "unset PROXSPARSE_BACKEND or use_backend to let proxsparse choose"
+        if chosen is None:
+            return None
+        if chosen not in _kernels[op]:
+            warn_once(f"{op}: backend {chosen!r} has no kernel for this op, the automatic choice serves it", op, chosen)
+            return None
+        backend = chosen
+    kernel = get_kernel(op, backend)
+    if reason := kernel.supports(*args):
+        raise RuntimeError(
+            f"{op}: backend {backend!r} was chosen explicitly but cannot serve this call: {reason}; {remedy}"
+        )
+    return kernel
+
+
+def select(op: str, tensor, *args) -> Kernel:
+    """The kernel that serves `op` for these arguments; the device of `tensor` decides which backends are tried.
+
+    Raises:
+        RuntimeError: the explicitly chosen backend does not support them; the message has the reason and the remedy.
+    """
+    kernel = explicit_kernel(op, tensor, *args)
+    if kernel is not None:
+        return kernel
     backends = AUTOMATIC.get(tensor.device.type, ("reference",))
     if op in _orders:
         backends = _orders[op](backends, tensor, *args)
@@ -130,7 +175,7 @@ def select(op: str, tensor, *args) -> Kernel:
 
 
 def announce(op: str, backend: str, reason: str) -> None:
-    """One warning for each reason, whichever op met it first."""
+    """One warning for each reason, for whichever op it occurs first."""
     warn_once(f"{op}: not on the {backend} backend, a slower one serves: {reason}", backend, reason)
 
 

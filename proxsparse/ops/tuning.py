@@ -57,7 +57,7 @@ def measured_parameters(kernel: str, dtype: torch.dtype, device: torch.device, s
 
 
 def forget() -> None:
-    """Reads the table again from now on."""
+    """Empty the caches: read the table again."""
     tuned.cache_clear()
     measured_parameters.cache_clear()
 
@@ -76,7 +76,7 @@ def tuned(file: Path) -> dict[tuple[str, str], dict[tuple[int, ...], dict]]:
 
 
 def nearest(table: dict[tuple[int, ...], object], size: tuple[int, ...]) -> tuple[int, ...]:
-    """The key whose numbers differ from `size` by the smallest factors, all of them multiplied."""
+    """The key with the smallest product of the factors, all >= 1, by which its numbers differ from those of `size`."""
 
     def distance(key: tuple[int, ...]) -> float:
         return sum(abs(math.log(max(number, 1) / max(own, 1))) for number, own in zip(key, size, strict=True))
@@ -86,7 +86,7 @@ def nearest(table: dict[tuple[int, ...], object], size: tuple[int, ...]) -> tupl
 
 @functools.cache
 def device_kind(device: torch.device) -> str:
-    """What devices of equal kernels share: "sm_90" for an H100 or H200, the widest instructions of a CPU."""
+    """The name that devices with the same kernels share: "sm_90" for an H100, the widest instructions of a CPU."""
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     if device.type == "cpu":

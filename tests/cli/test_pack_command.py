@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from inference.pruned import pruned_model
+from pruned import pruned_model
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model
 

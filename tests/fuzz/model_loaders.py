@@ -13,8 +13,8 @@ from random import Random
 
 import torch
 import transformers
-from inference.pruned import prune_
 from mutations import TEXTS, Files, as_json, changed, damaged, damaged_safetensors
+from pruned import prune_
 from tiny_models import byte_tokenizer
 from torch import nn
 

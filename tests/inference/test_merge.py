@@ -15,10 +15,12 @@ from torch import nn
 from torch.nn import functional
 
 from proxsparse import SparseLinear, use_backend
-from proxsparse.inference.backends.cpp import FEW_ROWS
 from proxsparse.inference.convert import sparsify_, unsparsify_
 from proxsparse.inference.generate import generate
 from proxsparse.inference.merge import Group, MergedPart, merge_projections_, separate_products, split_projections_
+from proxsparse.ops import registry
+from proxsparse.ops.backends.cpp import FEW_ROWS
+from proxsparse.ops.registry import Kernel
 
 GROUPS_IN_TWO_BLOCKS = {"phi3": 0, "gpt2": 0, "opt": 2, "mixtral": 2, "qwen3-moe": 2, "gemma3-composite-mixed": 5}
 FORMS = ["dense", "sparse"]
@@ -468,13 +470,11 @@ def test_a_replaced_or_reassigned_tensor_is_what_multiplies(form):
 
 @torch.no_grad()
 def test_a_backends_own_form_is_made_again_for_loaded_weights(monkeypatch):
-    from proxsparse.inference import backends
-
     def prepare(values, indices):
         return torch.ops.proxsparse.unpack_nm(values, indices, 2, 4)
 
-    row = backends.Backend("own", lambda x, values: None, lambda x, v, i, b, w: functional.linear(x, w, b), prepare)
-    monkeypatch.setitem(backends._backends, "own", row)
+    own = Kernel("own", lambda x, v, i, b, w: functional.linear(x, w, b), lambda x, values: None, prepare)
+    monkeypatch.setitem(registry._kernels["sparse_linear"], "own", own)
     layers = {"gate_proj": pruned_linear(32, 8), "up_proj": pruned_linear(32, 8)}
     module, x = merge_projections_(sparsify_(nn.ModuleDict(layers), backend="own")), torch.randn(3, 32)
     other = sparsify_(nn.ModuleDict({"gate_proj": pruned_linear(32, 8), "up_proj": pruned_linear(32, 8)}))

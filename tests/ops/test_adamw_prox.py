@@ -13,7 +13,7 @@ from proxsparse.patterns import NMPattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 
-BACKENDS = [kernel.backend for kernel in registry.get_kernels("adamw_prox_")]
+BACKENDS = registry.list_backends("adamw_prox_")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NUMBERS = {"step": 3, "lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 TENSORS = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale")

@@ -8,7 +8,7 @@ from proxsparse.ops import adamw_prox_, registry
 
 pytestmark = pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 
-BACKENDS = [kernel.backend for kernel in registry.get_kernels("adamw_prox_")]
+BACKENDS = registry.list_backends("adamw_prox_")
 SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15)
 WORD = 2**32 - 1
 # What makes the arithmetic of the step exact in float32, and its results far from bfloat16, in any order of operations:

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from proxsparse import nm_mask, prox_nm, prox_nm_, reference, use_backend
-from proxsparse.inference.backends import cusparselt, cutlass, gemv
 from proxsparse.ops import registry
-from proxsparse.ops.backends import cuda, triton
+from proxsparse.ops.backends import cuda, cusparselt, cutlass, gemv, triton
 from proxsparse.ops.prox import TYPICAL_MAGNITUDE, fastest_first
 from proxsparse.ops.tuning import use_launch_parameters
 
@@ -35,9 +34,9 @@ def table(monkeypatch):
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
 
 
-def add(backend, supports):
-    """A kernel of the op "toy" that returns its backend's name."""
-    registry.register_kernel("toy", backend, supports=supports)(lambda *arguments: backend)
+def add(backend, supports, op="toy"):
+    """A kernel of the op that returns its backend's name."""
+    registry.register_kernel(op, backend, supports=supports)(lambda *arguments: backend)
 
 
 def served_by(tensor=None):
@@ -49,19 +48,26 @@ def served_by(tensor=None):
 def test_the_fastest_of_a_device_serves_whatever_the_order_of_registration(table):
     for backend in ("reference", "cpp", "triton"):
         add(backend, always)
-    assert [kernel.backend for kernel in registry.get_kernels("toy")] == ["triton", "cpp", "reference"]
-    assert registry.list_ops() == ["toy"]
+    assert registry.list_backends("toy") == ["cpp", "triton", "reference"]
     assert served_by() == "cpp"  # triton only interprets on a CPU: that has to be asked for
     assert served_by(torch.zeros(4, device="meta")) == "reference"
     assert registry.AUTOMATIC["cuda"] == ("triton", "cuda", "reference")
 
 
-def test_reference_is_the_last_resort_of_every_op():
-    assert registry.BACKENDS[-1] == "reference"
+def test_ops_and_backends_are_listed_and_an_unknown_one_is_refused(table):
+    add("cpp", always)
+    add("gemv", always, op="another")
+    assert registry.list_ops() == ["another", "toy"]
+    assert registry.list_backends() == ["cpp", "gemv"]
+    assert registry.get_kernel("toy", "cpp").run() == "cpp"
+    with pytest.raises(ValueError, match=r"toy: no such backend 'gemv'; choose from auto, cpp"):
+        registry.get_kernel("toy", "gemv")
+
+
+def test_the_reference_of_every_op_supports_everything():
     for op in registry.list_ops():
-        last = registry.get_kernels(op)[-1]
-        assert last.backend == "reference"
-        assert last.supports(torch.zeros(1, 8), 1.0, 2, 4, None) is None
+        arguments = (torch.zeros(2, 4),) if op == "sparse_linear" else (1.0, 2, 4, None)
+        assert registry.get_kernel(op, "reference").supports(torch.zeros(1, 8), *arguments) is None
 
 
 def test_another_devices_backend_is_passed_over_in_silence(table):
@@ -141,6 +147,7 @@ def test_an_op_without_a_kernel_on_the_chosen_backend_is_served_by_another_with_
     """Or no run could finish: a run takes many ops, and most backends have kernels for a few."""
     add("cpp", always)
     add("reference", always)
+    add("triton", always, op="another")
     with choose("triton", monkeypatch):
         with pytest.warns(UserWarning, match=r"toy: backend 'triton' has no kernel for this op, the automatic choice"):
             assert served_by() == "cpp"
@@ -150,15 +157,28 @@ def test_an_op_without_a_kernel_on_the_chosen_backend_is_served_by_another_with_
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones(table, monkeypatch):
-    known = ", ".join(registry.BACKENDS)
+    add("reference", always)
+    add("cpp", always, op="another")
+    known = "cpp, reference"
     with pytest.raises(ValueError, match=rf"use_backend='abacus'.*{known}"), use_backend("abacus"):
         pass
     monkeypatch.setenv("PROXSPARSE_BACKEND", "abacus")
-    add("reference", always)
     with pytest.raises(ValueError, match=rf"PROXSPARSE_BACKEND='abacus'.*{known}"):
         served_by()
-    with pytest.raises(ValueError, match=rf"'abacus'.*{known}"):
-        add("abacus", always)
+
+
+def test_the_backend_of_a_call_comes_before_every_other_choice(table, monkeypatch):
+    add("cpp", always)
+    add("gemv", never)
+    monkeypatch.setenv("PROXSPARSE_BACKEND", "gemv")
+    with use_backend("gemv"):
+        assert registry.explicit_kernel("toy", backend="cpp").backend == "cpp"
+    with use_backend("cpp"):
+        assert registry.explicit_kernel("toy").backend == "cpp"
+        with pytest.raises(RuntimeError, match=r"toy: backend 'gemv' .*the moon is not full.*choose backend='auto'"):
+            registry.explicit_kernel("toy", backend="gemv")
+    monkeypatch.delenv("PROXSPARSE_BACKEND")
+    assert registry.explicit_kernel("toy") is None
 
 
 def test_the_choice_ends_with_its_block_and_the_inner_one_wins(table, monkeypatch):
@@ -260,8 +280,7 @@ def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
     weight, x = OnGpu(torch.bfloat16, 32, 64), OnGpu(torch.bfloat16, 8, 64)
     reason = r"NVIDIA's GPUs, .* AMD's \(ROCm 6.4.2\)"
     for op, arguments in {"prox_nm_": (0.1, 2, 4, None), "prox_nm_list_": (2, 4), "pack_nm": (2, 4)}.items():
-        kernel = next(kernel for kernel in registry.get_kernels(op) if kernel.backend == "cuda")
-        assert re.search(reason, kernel.supports(weight, *arguments)), op
+        assert re.search(reason, registry.get_kernel(op, "cuda").supports(weight, *arguments)), op
     for backend in (gemv, cutlass, cusparselt):
         assert re.search(reason, backend._supports(x, weight)), backend
 

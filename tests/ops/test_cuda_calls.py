@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import json
 from types import SimpleNamespace
 
@@ -10,11 +11,12 @@ import torch
 from ops.on_cpu import TYPES, address
 from torch import Tensor
 
-from proxsparse.inference.backends import backend, cutlass
 from proxsparse.ops import tuning
-from proxsparse.ops.backends import cuda
+from proxsparse.ops.backends import cuda, cutlass
+from proxsparse.ops.registry import get_kernel
 from proxsparse.reference import pack
 
+kernel = functools.partial(get_kernel, "sparse_linear")
 EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
 
 
@@ -109,7 +111,7 @@ def test_packing_refuses_what_is_not_24(multiplications):
 def test_gemv(rows, bias, multiplications):
     weight, x = pruned((33, 320), torch.float16), torch.randn(rows, 320).half()
     bias = None if bias is None else bias.half()
-    y = backend("gemv").linear(x, *pack.pack_nm(weight), bias, None)
+    y = kernel("gemv").run(x, *pack.pack_nm(weight), bias, None)
     exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
 
@@ -147,7 +149,7 @@ def test_cutlass(major, shape, with_bias, multiplications, monkeypatch):
     values, indices = pack.pack_nm(weight)
     for rows in (17, 40, 200, 600):
         x = torch.randn(rows, shape[1]).bfloat16()
-        y = backend("cutlass").linear(x, values, indices, bias, None)
+        y = kernel("cutlass").run(x, values, indices, bias, None)
         exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if with_bias else None)
         assert y.is_contiguous()
         torch.testing.assert_close(y.double(), exact, rtol=8e-3, atol=3e-2)
@@ -159,13 +161,13 @@ def test_cutlass(major, shape, with_bias, multiplications, monkeypatch):
 def test_the_metadata_of_cutlass_can_be_prepared_once(major, multiplications, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     values, indices = pack.pack_nm(pruned((96, 320)))
-    prepared = backend("cutlass").prepare(values, indices)
+    prepared = kernel("cutlass").prepare(values, indices)
     assert torch.equal(prepared, EQUATIONS[10 * major](indices))
     for rows in (17, 40):
         x, count = torch.randn(rows, 320).bfloat16(), cuda._C.metadata
-        y = backend("cutlass").linear(x, values, indices, None, prepared)
+        y = kernel("cutlass").run(x, values, indices, None, prepared)
         assert cuda._C.metadata == count
-        assert torch.equal(y, backend("cutlass").linear(x, values, indices, None, None))
+        assert torch.equal(y, kernel("cutlass").run(x, values, indices, None, None))
         assert cuda._C.metadata == count + 1
 
 
@@ -174,7 +176,7 @@ def test_x_is_copied_only_to_add_rows(multiplications, monkeypatch):
     values, indices = pack.pack_nm(pruned((96, 320)))
     for rows in (24, 128, 17):
         x = torch.randn(rows, 320).bfloat16()
-        backend("cutlass").linear(x, values, indices, None, None)
+        kernel("cutlass").run(x, values, indices, None, None)
         assert (multiplications.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
 
 
@@ -182,4 +184,4 @@ def test_indices_that_begin_anywhere_are_copied_before_their_metadata_are_made(m
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     values, indices = pack.pack_nm(pruned((64, 128)))
     anywhere = torch.cat([indices.new_zeros(1), indices.flatten()])[1:].view(indices.shape)
-    assert torch.equal(backend("cutlass").prepare(values, anywhere), backend("cutlass").prepare(values, indices))
+    assert torch.equal(kernel("cutlass").prepare(values, anywhere), kernel("cutlass").prepare(values, indices))

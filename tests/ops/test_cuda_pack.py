@@ -9,7 +9,7 @@ from ops.on_cpu import address, fenced, survives
 from torch import Tensor
 
 from proxsparse import reference
-from proxsparse.inference.backends import cutlass
+from proxsparse.ops.backends import cutlass
 
 BITS = {2: torch.int16, 4: torch.int32}
 SHAPES = [(1, 4), (3, 12), (5, 8), (9, 260), (130, 64), (2, 1028)]

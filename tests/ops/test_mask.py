@@ -7,7 +7,7 @@ from ops.blocks import random_blocks
 from proxsparse import NMPattern, nm_mask
 from proxsparse.ops import registry
 
-BACKENDS = [kernel.backend for kernel in registry.get_kernels("nm_mask")]
+BACKENDS = registry.list_backends("nm_mask")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
 

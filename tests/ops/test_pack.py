@@ -11,7 +11,7 @@ from proxsparse.ops import pack_nm, registry, unpack_nm, use_backend
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
 
-BACKENDS = [kernel.backend for kernel in registry.get_kernels("pack_nm")]
+BACKENDS = registry.list_backends("pack_nm")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 PATTERNS = ["1:4", "2:4", "3:4"]
@@ -87,7 +87,7 @@ def test_there_and_back_bit_for_bit(dtype, data):
     places = torch.rand((rows, blocks, 4), generator=generator).argsort(-1)
     weight = torch.where(places < pattern.n, weight, torch.zeros((), dtype=dtype)).flatten(-2)
     for backend in ("cpp", "reference"):
-        if registry._kernels["pack_nm"][backend].supports(weight, pattern.n, 4) is None:
+        if registry.get_kernel("pack_nm", backend).supports(weight, pattern.n, 4) is None:
             with use_backend(backend):
                 values, indices = pack_nm(weight, pattern)
                 pack.check_packed(values, indices, pattern)

@@ -10,7 +10,7 @@ from reference import ground_truth
 from proxsparse import prox_nm, prox_nm_, reference
 from proxsparse.ops import registry
 
-BACKENDS = [kernel.backend for kernel in registry.get_kernels("prox_nm_")]
+BACKENDS = registry.list_backends("prox_nm_")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # The objective's distance from the optimum, in units of z_1^2. fp32 cannot see differences of a few 1e-7 where two
 # minimisers tie; a half-precision result has been rounded by eps / 2 a weight, to second order in the objective.

@@ -8,7 +8,7 @@ from reference import ground_truth
 from proxsparse import prox_nm, reference
 from proxsparse.ops import registry
 
-BACKENDS = [kernel.backend for kernel in registry.get_kernels("prox_nm_")]
+BACKENDS = registry.list_backends("prox_nm_")
 GAP = {torch.float64: 1e-11, torch.float32: 2e-6}  # the objective's distance from the optimum, over z_1^2
 
 

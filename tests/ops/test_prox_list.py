@@ -9,7 +9,7 @@ from ops.blocks import random_blocks
 from proxsparse import prox_nm
 from proxsparse.ops import prox_nm_list_, registry
 
-BACKENDS = [kernel.backend for kernel in registry.get_kernels("prox_nm_list_")]
+BACKENDS = registry.list_backends("prox_nm_list_")
 
 
 @pytest.fixture(params=BACKENDS)

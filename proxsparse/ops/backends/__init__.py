@@ -1,5 +1,7 @@
-"""One file per backend: what it supports and how it is called. Importing them fills the kernel tables of the ops."""
+"""One file per backend: every module of this folder is imported here, so that its kernels register themselves."""
 
-from proxsparse.ops.backends import cpp, cuda, triton
+import importlib
+import pkgutil
 
-__all__ = ["cpp", "cuda", "triton"]
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

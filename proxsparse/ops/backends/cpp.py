@@ -4,6 +4,7 @@ import importlib
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
@@ -14,6 +15,12 @@ try:
 except ImportError as error:
     _C = None
     _missing = f"the compiled extension is missing ({error}); remedy: apt install g++ python3-dev, then install again"
+
+# Up to this many rows the kernel for packed weights is faster than slabs: two cores of an EPYC 9005 (AVX-512 with
+# BF16), torch 2.13, in_features 576 to 4096; the times are equal between 32 and 64 rows in bf16, between 256 and 1024
+# in fp32. Result: the rows of "cpp" in benchmarks/results/linear_speed.jsonl (benchmarks/linear_speed.py).
+FEW_ROWS = {torch.bfloat16: 48, torch.float32: 256}
+SLAB_BYTES = 4 << 20  # of dense weights: they stay in the cache of the cores
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
@@ -85,16 +92,33 @@ def unpack_into(weight: Tensor, values: Tensor, indices: Tensor, n: int = 2) -> 
     return weight
 
 
-def supports_packed_linear(x: Tensor, values: Tensor) -> str | None:
-    """None, or why `packed_linear` cannot multiply x [rows, in_features] by these values [out_features, k]."""
+def _supports_sparse_linear(x: Tensor, values: Tensor) -> str | None:
     if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype != x.dtype:
         return f"it serves float32 or bfloat16, not {x.dtype} times {values.dtype}"
     return _supports_packed(x) or _supports_packed(values)
 
 
-def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + bias, [rows, out_features]; csrc/ops.h has the contract. Strides may be any."""
+@register_kernel("sparse_linear", "cpp", supports=_supports_sparse_linear)
+def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+    """For few rows the packed weight is read once, as it is; for more rows it is unpacked in slabs."""
+    return (few_rows if len(x) <= FEW_ROWS[x.dtype] else by_slabs)(x, values, indices, bias)
+
+
+def few_rows(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x W^T + b, [rows, out_features]; csrc/ops.h has the contract. Any strides."""
     y = x.new_empty((x.shape[0], values.shape[0]))
     bias = None if bias is None else bias.contiguous()
     _C.packed_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
+    return y
+
+
+def by_slabs(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, a slab of output features at a time: its dense weights stay in the cache and take little memory."""
+    values, indices = values.contiguous(), indices.contiguous()
+    height = max(64, SLAB_BYTES // max(1, x.shape[1] * x.element_size()))
+    y, buffer = x.new_empty((len(x), len(values))), x.new_empty((min(height, len(values)), x.shape[1]))
+    for begin in range(0, len(values), height):
+        slab = slice(begin, min(begin + height, len(values)))
+        weight = unpack_into(buffer[: slab.stop - begin], values[slab], indices[slab])
+        y[:, slab] = functional.linear(x, weight, None if bias is None else bias[slab])
     return y

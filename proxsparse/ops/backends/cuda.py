@@ -159,7 +159,7 @@ def dependent_launch() -> Iterator[None]:
 
 
 def cutlass_metadata_(indices: Tensor, metadata: Tensor, architecture: int) -> None:
-    """The places of a packed weight in the order of CUTLASS's kernels: proxsparse/inference/backends/cutlass.py."""
+    """The places of a packed weight in the order of CUTLASS's kernels: see cutlass.py."""
     _call("cutlass_metadata_", indices, metadata, architecture)
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
 
-from proxsparse.inference.backends import backend, cpp
 from proxsparse.ops import pack_nm
-from proxsparse.ops.backends import cpp as kernels
+from proxsparse.ops.backends import cpp
+from proxsparse.ops.registry import get_kernel
 
 CASES = Path(__file__).with_name("packed_kernel_cases.py")
 DTYPES = [torch.float32, torch.bfloat16]
+kernel = get_kernel("sparse_linear", "cpp")
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_few_rows_and_slabs(rows, bias, dtype, slabs, compiled, monkeypatch):
     layer = pruned_linear(76, 133, bias, dtype)
     weight, bias = layer.weight.detach(), layer.bias if layer.bias is None else layer.bias.detach()
     x = torch.randn(rows, 76).to(dtype)
-    assert_as_good_as_dense(backend("cpp").linear(x, *pack_nm(weight), bias, None), x, weight, bias)
+    assert_as_good_as_dense(kernel.run(x, *pack_nm(weight), bias, None), x, weight, bias)
 
 
 @pytest.mark.parametrize("few_rows", [-1, 1000])
@@ -56,7 +57,7 @@ def test_strides_may_be_any(few_rows, compiled, monkeypatch):
     layer, x = pruned_linear(40, 10), torch.randn(40, 3).T
     values, indices = (torch.stack([part, part], -1)[..., 0][1::2] for part in pack_nm(layer.weight.detach()))
     weight, bias = layer.weight.detach()[1::2], layer.bias.detach()[1::2]
-    assert_as_good_as_dense(backend("cpp").linear(x, values, indices, bias, None), x, weight, bias)
+    assert_as_good_as_dense(kernel.run(x, values, indices, bias, None), x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,7 +68,7 @@ def test_threads_change_nothing(dtype, compiled):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(kernels.packed_linear(x, *pack_nm(weight), None))
+            results.append(cpp.few_rows(x, *pack_nm(weight), None))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -81,7 +82,7 @@ def test_nan_and_infinity_meet_the_kept_weights_alone(dtype, compiled):
     weight[1, 0], weight[2, 0] = torch.nan, -torch.inf
     x = torch.ones(4, 8, dtype=dtype)
     x[1, 2], x[2, 7], x[3, 1] = torch.nan, torch.inf, torch.nan  # the first meets no weight
-    y = kernels.packed_linear(x, *pack_nm(weight), None)
+    y = cpp.few_rows(x, *pack_nm(weight), None)
     expected = [[10, "nan", "-inf"], [10, "nan", "-inf"], ["inf", "nan", "nan"], ["nan", "nan", "nan"]]
     assert [[str(number).removesuffix(".0") for number in row] for row in y.tolist()] == [
         [str(number) for number in row] for row in expected
@@ -91,8 +92,8 @@ def test_nan_and_infinity_meet_the_kept_weights_alone(dtype, compiled):
 def test_no_inputs_and_no_outputs(compiled):
     x, bias = torch.ones(3, 0), torch.arange(5.0)
     indices = torch.zeros(5, 0, dtype=torch.uint8)
-    assert torch.equal(kernels.packed_linear(x, torch.zeros(5, 0), indices, bias), bias.expand(3, 5))
-    assert backend("cpp").linear(x[:, :0], torch.zeros(0, 0), indices[:0], None, None).shape == (3, 0)
+    assert torch.equal(cpp.few_rows(x, torch.zeros(5, 0), indices, bias), bias.expand(3, 5))
+    assert kernel.run(x[:, :0], torch.zeros(0, 0), indices[:0], None, None).shape == (3, 0)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +106,14 @@ def test_no_inputs_and_no_outputs(compiled):
     ],
 )
 def test_what_it_does_not_serve(x, values, reason, compiled):
-    assert reason in backend("cpp").supports(x, values)
-    assert backend("cpp").supports(torch.zeros(1, 8), torch.zeros(2, 4)) is None
+    assert reason in kernel.supports(x, values)
+    assert kernel.supports(torch.zeros(1, 8), torch.zeros(2, 4)) is None
 
 
 def test_without_the_compiled_extension_it_serves_nothing(monkeypatch):
-    monkeypatch.setattr(kernels, "_C", None)
-    monkeypatch.setattr(kernels, "_missing", "the compiled extension is missing")
-    assert backend("cpp").supports(torch.zeros(1, 8), torch.zeros(2, 4)) == "the compiled extension is missing"
+    monkeypatch.setattr(cpp, "_C", None)
+    monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing")
+    assert kernel.supports(torch.zeros(1, 8), torch.zeros(2, 4)) == "the compiled extension is missing"
 
 
 @pytest.mark.parametrize(

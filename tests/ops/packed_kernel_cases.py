@@ -1,4 +1,4 @@
-"""The compiled CPU kernels of the packed form between fences; test_cpp_linear.py runs this file once for each CPU.
+"""The compiled CPU kernels of the packed form between fences; test_cpp_sparse_linear.py runs this file for each CPU.
 
 Every tensor ends, or begins, where memory must not be touched: an access beyond it ends the process. Prints the
 instruction set.

@@ -10,23 +10,10 @@ from pruned import assert_as_good_as_dense, pruned_linear
 from torch import nn
 
 import proxsparse.inference.linear as inference_linear
-from proxsparse import SparseLinear, use_backend
-from proxsparse.inference import backends, choice
+from proxsparse import SparseLinear
 from proxsparse.inference.linear import NO_AUTOCAST
-from proxsparse.ops import unpack_nm
-
-sparse_linear = torch.ops.proxsparse.sparse_linear
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64), (0, 64), (2, 0, 64), (5, 1, 3, 64)], ids=str)
-def test_equals_the_dense_layer(shape, bias, dtype, backend):
-    linear, x = pruned_linear(64, 33, bias, dtype), torch.randn(shape).to(dtype)
-    with torch.no_grad():
-        assert_as_good_as_dense(SparseLinear.from_linear(linear, backend)(x), x, linear.weight, linear.bias)
+from proxsparse.ops import choice, registry, unpack_nm
+from proxsparse.ops.registry import Kernel, get_kernel
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
@@ -59,37 +46,6 @@ def test_which_devices_have_no_autocast(kind):
     assert (kind not in NO_AUTOCAST) == torch.amp.is_autocast_available(kind)
 
 
-@pytest.mark.parametrize(
-    ("x", "words"),
-    [
-        (torch.zeros(3, 20), ["[3, 20]", "in_features=24"]),
-        (torch.zeros(()), ["in_features=24"]),
-        (torch.zeros(3, 24, dtype=torch.bfloat16), ["torch.bfloat16", "torch.float32", "autocast"]),
-        (torch.zeros(3, 24, dtype=torch.long), ["torch.int64"]),
-        (torch.zeros(3, 24, device="meta"), ["meta", "cpu"]),
-    ],
-)
-def test_a_wrong_x_is_refused_before_any_kernel(x, words, monkeypatch):
-    monkeypatch.setattr("proxsparse.inference.linear.choose", lambda *_: pytest.fail("a kernel was chosen"))
-    with pytest.raises(ValueError, match="sparse_linear") as error:
-        SparseLinear.from_linear(pruned_linear())(x)
-    assert all(word in str(error.value) for word in words)
-
-
-def test_the_op_refuses_tensors_that_do_not_fit_together():
-    sparse = SparseLinear.from_linear(pruned_linear())
-    x, values, indices, bias = torch.zeros(2, 24), sparse.values, sparse.indices, sparse.bias
-    for call, word in (
-        ((x, values[0], indices[0], bias), "values of shape .* must be a matrix"),
-        ((x, values, indices[:, :2], bias), "indices"),
-        ((x, values, indices.int(), bias), "indices"),
-        ((x, values, indices, bias[:3]), "bias"),
-        ((x, values, indices, bias.double()), "bias"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            sparse_linear(*call, None, "auto")
-
-
 def test_wrong_layers_are_refused():
     with pytest.raises(ValueError, match="multiple of 4"):
         SparseLinear(6, 8)
@@ -97,54 +53,6 @@ def test_wrong_layers_are_refused():
         SparseLinear(8, 8, backend="fastest")
     with pytest.raises(ValueError, match="blocks hold more than 2"):
         SparseLinear.from_linear(nn.Linear(8, 8))
-
-
-def test_an_explicit_backend_never_falls_back(monkeypatch):
-    never = backends.Backend("never", lambda x, values: "it is a test", None)
-    monkeypatch.setitem(backends._backends, "never", never)
-    with pytest.raises(RuntimeError, match=r"'never' was chosen .* cannot serve.*it is a test.*backend='auto'"):
-        SparseLinear.from_linear(pruned_linear(), "never")(torch.zeros(1, 24))
-
-
-@pytest.fixture
-def served_by(monkeypatch):
-    """served_by(layer, x) -> the name of the backend that multiplied; all that are here claim to serve everything."""
-    used = []
-
-    def add(name: str) -> None:
-        def linear(x, values, *_others):
-            used.append(name)
-            return x.new_zeros(len(x), len(values))
-
-        monkeypatch.setitem(backends._backends, name, backends.Backend(name, lambda x, values: None, linear))
-
-    for name in ("cpp", "reference", "gemv"):
-        add(name)
-    monkeypatch.setattr("proxsparse.inference.linear.choose", lambda *_: backends.backend("cpp"))
-    monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
-    return lambda layer, x: (layer(x), used.pop())[1]
-
-
-def test_use_backend_concerns_layers_on_auto(served_by, monkeypatch):
-    auto, own = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "gemv"))
-    x = torch.zeros(1, 24)
-    with use_backend("reference"):
-        assert (served_by(auto, x), served_by(own, x)) == ("reference", "gemv")
-        with use_backend(None):
-            assert served_by(auto, x) == "cpp"
-    with use_backend("triton"):  # which has no kernel for packed layers: it concerns the ops
-        assert served_by(auto, x) == "cpp"
-    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
-    assert served_by(auto, x) == "reference"
-
-
-def test_use_backend_never_falls_back():
-    sparse = SparseLinear.from_linear(pruned_linear(dtype=torch.float64))
-    with (
-        use_backend("cpp"),
-        pytest.raises(RuntimeError, match=r"'cpp' was chosen explicitly .*without PROXSPARSE_BACK"),
-    ):
-        sparse(torch.zeros(1, 24, dtype=torch.float64))
 
 
 def test_gradient_of_x():
@@ -191,18 +99,12 @@ def test_a_packed_weight_that_shall_learn_is_refused():
         sparse(torch.randn(2, 24)).sum().backward()
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_opcheck(bias):
-    sparse = SparseLinear.from_linear(pruned_linear(bias=bias))
-    for x in (torch.randn(2, 3, 24, requires_grad=True), torch.randn(24, 5).T, torch.randn(0, 24)):
-        torch.library.opcheck(sparse_linear.default, (x, sparse.values, sparse.indices, sparse.bias, None, "auto"))
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "cpp", "reference"])
 def test_forward_calls_only_what_torch_2_11_compiles(backend, autocast, monkeypatch):
     """Dynamo of torch 2.11, unlike later ones, breaks the graph at `is_autocast_available`."""
-    if reason := backend == "cpp" and backends.backend("cpp").supports(torch.zeros(3, 64), torch.zeros(48, 32)):
+    x, values = torch.zeros(3, 64), torch.zeros(48, 32)
+    if reason := backend == "cpp" and get_kernel("sparse_linear", "cpp").supports(x, values):
         pytest.skip(reason)
     layer, x = SparseLinear.from_linear(pruned_linear(64, 48), backend), torch.randn(3, 64)
     monkeypatch.setattr(
@@ -320,8 +222,8 @@ def preparing(monkeypatch):
         assert weight.device == x.device
         return nn.functional.linear(x, weight, bias)
 
-    row = backends.Backend("preparing", lambda x, values: None, linear, prepare)
-    monkeypatch.setitem(backends._backends, "preparing", row)
+    kernel = Kernel("preparing", linear, lambda x, values: None, prepare)
+    monkeypatch.setitem(registry._kernels["sparse_linear"], "preparing", kernel)
     return prepared
 
 
@@ -340,13 +242,6 @@ def test_a_backends_own_form_is_made_once_and_dropped_when_the_weight_changes(pr
     copy.deepcopy(sparse)(x)
     assert len(preparing) == 4
     assert set(sparse.state_dict()) == {"values", "indices", "bias"}
-
-
-def test_the_op_makes_no_form_of_its_own(preparing):
-    sparse = SparseLinear.from_linear(pruned_linear())
-    with pytest.raises(RuntimeError, match=r"'preparing' reads a form of its own; pass its prepare"):
-        sparse_linear(torch.zeros(2, 24), sparse.values, sparse.indices, sparse.bias, None, "preparing")
-    assert preparing == []
 
 
 def test_a_backends_own_form_under_autocast_and_compile(preparing):
@@ -374,8 +269,8 @@ def deriving(monkeypatch):
     def supports(x, values):
         return "it has had enough rows" if len(x) > 99 else None
 
-    row = backends.Backend("deriving", supports, linear, unpack_nm, True)
-    monkeypatch.setitem(backends._backends, "deriving", row)
+    kernel = Kernel("deriving", linear, supports, unpack_nm, True)
+    monkeypatch.setitem(registry._kernels["sparse_linear"], "deriving", kernel)
     monkeypatch.setattr(choice, "order", lambda *arguments: ["preparing", "deriving", "reference"])
     choice.forget()
     yield handed
@@ -448,7 +343,7 @@ def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(backend, derivi
     capturing = [True]
     monkeypatch.setattr(inference_linear, "is_capturing", lambda tensor: capturing[0])
     torch.testing.assert_close(sparse(x), linear(x))
-    with pytest.raises(RuntimeError, match="call it before the capture"):
+    with pytest.raises(RuntimeError, match="call prepare_ before the capture"):
         sparse.prepare_(backend)
     assert sparse.prepared is None
     capturing[0] = False
@@ -481,11 +376,6 @@ def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monk
     with pytest.raises(RuntimeError, match="'deriving' cannot serve this layer: it has had enough rows"):
         auto.prepare_("deriving")
     assert auto.prepared is None
-
-
-def test_auto_may_be_handed_the_form_of_one_backend_alone():
-    """It is handed to whichever backend is chosen, so that two kinds of forms could be confused."""
-    assert [name for name in backends.backends() if backends.backend(name).prepare_is_optional] == ["cutlass"]
 
 
 def test_repr():

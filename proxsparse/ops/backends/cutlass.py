@@ -1,13 +1,13 @@
-"""Many rows on CUDA GPUs: CUTLASS's sparse matrix multiplications (csrc/cutlass).
+"""`sparse_linear` for many rows on CUDA GPUs: CUTLASS's sparse matrix multiplications (csrc/cutlass).
 
 They read the packed values as they are, and the places in another order, the "metadata" (E in CUTLASS). A small kernel
 derives it from the packed places: it reads in_features * out_features / 8 bytes and writes as many. `prepare` does that
-once; a layer of backend="cutlass" then holds the metadata, 1/8 byte a weight, 11% of the packed form in bfloat16. A
-layer of backend="auto" derives it in each call. This file has the equations of those orders, csrc/cuda/metadata.cu the
-fast form.
+once; a layer of backend="cutlass" then holds the metadata, 1/8 byte per weight, 11% of the packed form in bfloat16. A
+layer of backend="auto" derives it in every call. This file has the equations of these orders, csrc/cuda/metadata.cu
+the fast implementation.
 
-The tile, the part of y that a thread block computes, is the fastest that was measured for the nearest size
-(proxsparse.ops.tuning, kernel "cutlass", parameter "tile"), else by the number of rows, see TILES.
+A tile is the part of y that a thread block computes. The fastest tile measured for the nearest size is taken
+(proxsparse.ops.tuning, kernel "cutlass", parameter "tile"). Without a measurement the number of rows decides, by TILES.
 """
 
 import importlib
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxsparse.inference.backends import pad_rows, register_backend
 from proxsparse.ops import tuning
 from proxsparse.ops.backends import cuda
+from proxsparse.ops.registry import register_kernel
+from proxsparse.ops.sparse_linear import pad_rows
 
 try:
     _C, _missing = importlib.import_module("proxsparse._C_cutlass"), None
@@ -30,8 +31,8 @@ except ImportError as error:
     )
 
 ANY_PLACES = 0x44  # places 0 and 1 of two blocks: where a padded tile has no weights
-# architecture -> [(most rows, tile)] for sizes that were not measured: as few idle rows as possible. Other tiles are
-# chosen only by a measurement.
+# architecture -> [(most rows, tile)] for sizes that were not measured: as few idle rows as possible. The other tiles
+# are taken only where they were measured to be the fastest.
 TILES = {
     90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
     80: [(128, "64x64"), (None, "128x128")],
@@ -41,9 +42,9 @@ TILES = {
 def metadata_sm80(indices: Tensor) -> Tensor:
     """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_80, in bytes, flat.
 
-    out_features is a multiple of 32, in_features too. With the row 32 t + 16 r + 8 h + g and the byte 4 c + 2 k + b of
-    it, from the slowest to the fastest: c, t, g, r, k, h, b. (CUTLASS says this in two steps, `reorder_meta` and the
-    layout ColumnMajorInterleaved<2>, of 16-bit elements.)
+    out_features and in_features are multiples of 32. For the byte 4 c + 2 k + b of the row 32 t + 16 r + 8 h + g, the
+    order from the slowest to the fastest index is c, t, g, r, k, h, b. (In CUTLASS this is done in two steps,
+    `reorder_meta` and the layout ColumnMajorInterleaved<2>, of 16-bit elements.)
     """
     c, t, g, r, k, h, b = 4, 0, 3, 1, 5, 2, 6
     return indices.view(-1, 2, 2, 8, indices.shape[1] // 4, 2, 2).permute(c, t, g, r, k, h, b).flatten()
@@ -52,8 +53,8 @@ def metadata_sm80(indices: Tensor) -> Tensor:
 def metadata_sm90(indices: Tensor) -> Tensor:
     """uint8 indices [out_features, in_features / 8] -> the metadata of CUTLASS's kernels for sm_90a, in bytes, flat.
 
-    Padded to multiples of 64 rows and 128 columns. With the row 64 t + 16 r + 8 h + g and the byte 16 c + 4 j + 2 k + b
-    of it, from the slowest to the fastest: c, t, r, k, g, j, h, b. This is the order of tiles of 128 columns or more.
+    Padded to multiples of 64 rows and 128 columns. For the byte 16 c + 4 j + 2 k + b of the row 64 t + 16 r + 8 h + g,
+    the order from the slowest to the fastest index is c, t, r, k, g, j, h, b. Tiles of 128 columns or more use it.
     """
     rows, columns = indices.shape
     padded = functional.pad(indices, (0, -columns % 16, 0, -rows % 64), value=ANY_PLACES)
@@ -69,12 +70,12 @@ def metadata_bytes(out_features: int, in_features: int, architecture: int) -> in
 
 
 def architecture_of(device: torch.device) -> int:
-    """90 for Hopper, which has kernels of its own, else 80."""
+    """90 for Hopper, which has its own kernels, else 80."""
     return 90 if torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
 def tile_for(device: torch.device, out_features: int, in_features: int, rows: int) -> str:
-    """The tile in tuned.json for this size if it was built, else that of TILES."""
+    """The tile in tuned.json for this size if it was built, else the tile in TILES."""
     size = out_features, in_features, rows
     tile = tuning.launch_parameters("cutlass", torch.bfloat16, device, size).get("tile")
     if tile and tile in built_tiles(device):
@@ -105,7 +106,7 @@ def _supports(x: Tensor, values: Tensor) -> str | None:
 
 
 def shape_reason(rows: int, out_features: int, k: int, architecture: int) -> str | None:
-    """None, or why CUTLASS cannot: it moves 16 bytes at once, and for sm_80 orders the places of 32 rows together."""
+    """None, or why CUTLASS cannot serve: it moves 16 bytes at once, and sm_80 orders the places of 32 rows together."""
     out_step, in_step = (8, 16) if architecture == 90 else (32, 64)
     if rows == 0:
         return "there are no rows"
@@ -117,12 +118,12 @@ def shape_reason(rows: int, out_features: int, k: int, architecture: int) -> str
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, at a multiple of 16 bytes; a view may begin anywhere, what torch allocates does not."""
+    """The tensor, or a copy, at a multiple of 16 bytes. Memory from torch is aligned, but a view may begin anywhere."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _prepare(values: Tensor, indices: Tensor) -> Tensor:
-    """The metadata of a weight, for the GPU that it is on."""
+    """The metadata of a weight, for the GPU it is on."""
     architecture = architecture_of(indices.device)
     size = metadata_bytes(len(values), 2 * values.shape[1], architecture)
     metadata = torch.empty(size, dtype=torch.uint8, device=indices.device)
@@ -130,8 +131,8 @@ def _prepare(values: Tensor, indices: Tensor) -> Tensor:
     return metadata
 
 
-@register_backend("cutlass", supports=_supports, prepare=_prepare, prepare_is_optional=True)
-def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
+@register_kernel("sparse_linear", "cutlass", supports=_supports, prepare=_prepare, prepare_is_optional=True)
+def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
     rows, architecture = len(x), architecture_of(x.device)
     metadata = _prepare(values, indices) if prepared is None else prepared
     tile = tile_for(x.device, len(values), x.shape[1], rows)
@@ -139,7 +140,7 @@ def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, pre
     if architecture == 90:
         bias = None if bias is None else aligned(bias)
         return _gemm(architecture, tile, values, metadata, x, bias, x.new_empty(rows, len(values)))
-    # y^T, of rows that are a multiple of 8; the bias is added to what has been rounded to bfloat16
+    # computes y^T for a multiple of 8 rows; the bias is added after y was rounded to bfloat16
     x = pad_rows(x, 8)
     y = _gemm(architecture, tile, values, metadata, x, None, x.new_empty(len(values), len(x)))[:, :rows].t()
     return y.contiguous() if bias is None else torch.add(y, bias, out=x.new_empty(rows, len(values)))

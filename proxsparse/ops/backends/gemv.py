@@ -1,10 +1,13 @@
-"""Few rows on CUDA GPUs: csrc/cuda/gemv.cu reads the packed weight once and leaves the picking to the tensor cores."""
+"""`sparse_linear` for few rows on CUDA GPUs: csrc/cuda/gemv.cu.
+
+It reads the packed weight once; the sparse instructions of the tensor cores select the elements of x.
+"""
 
 import torch
 from torch import Tensor
 
-from proxsparse.inference.backends import register_backend
 from proxsparse.ops.backends import cuda
+from proxsparse.ops.registry import register_kernel
 
 MAX_ROWS = 16
 DTYPES = (torch.bfloat16, torch.float16)
@@ -24,6 +27,6 @@ def _supports(x: Tensor, values: Tensor) -> str | None:
     return None
 
 
-@register_backend("gemv", supports=_supports)
-def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+@register_kernel("sparse_linear", "gemv", supports=_supports)
+def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
     return cuda.gemv(x, values, indices, bias)

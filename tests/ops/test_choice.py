@@ -1,4 +1,4 @@
-"""`auto`: the measured table decides, what a backend refuses goes to the next, and looking up costs next to nothing."""
+"""`auto` of `sparse_linear`: the measured table decides, the next backend serves what one refuses, with a cache."""
 
 import json
 import warnings
@@ -7,17 +7,16 @@ import pytest
 import torch
 from pruned import pruned_linear
 
-from proxsparse.inference import backends, choice
-from proxsparse.inference.backends import Backend
-from proxsparse.inference.linear import SparseLinear
-from proxsparse.ops import registry
+from proxsparse import SparseLinear
+from proxsparse.ops import choice, registry
+from proxsparse.ops.registry import Kernel
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def no_memory():
-    """Every test chooses anew."""
+def empty_cache():
+    """No test sees the choices of another."""
     choice.forget()
     yield
     choice.forget()
@@ -25,23 +24,23 @@ def no_memory():
 
 @pytest.fixture
 def table(monkeypatch, tmp_path):
-    """table({shape: {rows: order}}) -> what was measured for float32 on this CPU, beside three backends."""
-    named = {name: Backend(name, lambda x, values: None, None) for name in ("fast", "faster", "reference")}
-    monkeypatch.setattr(backends, "_backends", named)
+    """table({shape: {rows: order}}) -> the three kernels that exist; the order was measured for float32 on this CPU."""
+    kernels = {name: Kernel(name, None, lambda x, values: None) for name in ("fast", "faster", "reference")}
+    monkeypatch.setitem(registry._kernels, "sparse_linear", kernels)
 
     def write(fastest: dict) -> dict:
         kind = {"float32": {"measured": {}, "fastest": fastest}}
         file = tmp_path / f"measured{len(list(tmp_path.iterdir()))}.json"
         file.write_text(json.dumps({choice.device_kind(CPU): kind}))
         monkeypatch.setattr(choice, "MEASURED", file)
-        return named
+        return kernels
 
     return write
 
 
 def chosen(rows: int, out_features: int, in_features: int, dtype=torch.float32, device="cpu") -> str:
     x = torch.empty(rows, in_features, dtype=dtype, device=device)
-    return choice.choose(x, torch.empty(out_features, in_features // 2, dtype=dtype, device=device)).name
+    return choice.choose(x, torch.empty(out_features, in_features // 2, dtype=dtype, device=device)).backend
 
 
 def test_the_nearest_shape_and_rows_decide(table):
@@ -60,19 +59,19 @@ def test_the_nearest_shape_and_rows_decide(table):
 
 
 def test_what_a_backend_refuses_goes_to_the_next(table):
-    named = table({"8x8": {"1": "gone > faster > fast > reference"}})
+    kernels = table({"8x8": {"1": "gone > faster > fast > reference"}})
     assert chosen(1, 8, 8) == "faster"
-    named["faster"] = Backend("faster", lambda x, values: "not today", None)
+    kernels["faster"] = Kernel("faster", None, lambda x, values: "not today")
     choice.forget()
     assert chosen(1, 8, 8) == "fast"
-    named["fast"] = Backend("fast", lambda x, values: None, None, prepare=lambda values, indices: values)
+    kernels["fast"] = Kernel("fast", None, lambda x, values: None, prepare=lambda values, indices: values)
     choice.forget()
     assert chosen(1, 8, 8) == "reference"
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """said(call) -> the warnings of a call; nothing was announced before the test."""
+def warned(monkeypatch):
+    """warned(call) -> the warnings of a call; nothing was announced before the test."""
     monkeypatch.setattr(registry, "_announced", set())
 
     def warnings_of(call) -> list[str]:
@@ -84,23 +83,23 @@ def said(monkeypatch):
     return warnings_of
 
 
-def test_a_backend_that_is_missing_is_announced_once(table, said):
-    named = table({"8x8": {"1": "faster > fast > reference"}})
-    named["faster"] = Backend("faster", lambda x, values: "it is not installed; remedy: install it", None)
-    assert said(lambda: chosen(1, 8, 8)) == [
+def test_a_backend_that_is_missing_is_announced_once(table, warned):
+    kernels = table({"8x8": {"1": "faster > fast > reference"}})
+    kernels["faster"] = Kernel("faster", None, lambda x, values: "it is not installed; remedy: install it")
+    assert warned(lambda: chosen(1, 8, 8)) == [
         "sparse_linear: not on the faster backend, a slower one serves: it is not installed; remedy: install it"
     ]
-    assert said(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
+    assert warned(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
 
 
-def test_a_backend_that_refuses_this_size_alone_is_passed_over_in_silence(table, said):
+def test_a_backend_that_refuses_this_size_alone_is_passed_over_in_silence(table, warned):
     def few_rows_of_many_features(x, values):
         small = values.shape[1] < 32 and "too few features"
         return f"not {len(x)} rows" if len(x) > 16 else small or None
 
-    named = table({"8x8": {"1": "faster > fast"}})
-    named["faster"] = Backend("faster", few_rows_of_many_features, None)
-    assert said(lambda: [chosen(rows, 8, size) for rows in (1, 99) for size in (8, 64)]) == []
+    kernels = table({"8x8": {"1": "faster > fast"}})
+    kernels["faster"] = Kernel("faster", None, few_rows_of_many_features)
+    assert warned(lambda: [chosen(rows, 8, size) for rows in (1, 99) for size in (8, 64)]) == []
     assert chosen(1, 8, 64) == "faster"
     assert chosen(1, 8, 8) == chosen(99, 8, 64) == "fast"
 
@@ -119,7 +118,7 @@ def test_the_committed_table_names_its_origin_and_backends_that_exist():
             assert {"device", "torch", "commit", "command", "results"} <= entry["measured"].keys()
             orders = [names.split(choice.ORDER) for rows in entry["fastest"].values() for names in rows.values()]
             assert all("reference" in names for names in orders)
-            assert {name for names in orders for name in names} <= set(backends.backends())
+            assert {name for names in orders for name in names} <= set(registry.list_backends("sparse_linear"))
 
 
 def test_a_call_that_was_met_is_not_decided_again(monkeypatch):

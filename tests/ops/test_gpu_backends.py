@@ -1,5 +1,6 @@
-"""The inference backends of GPUs without one: whom they serve, and what torch's library is handed."""
+"""The GPU backends of `sparse_linear` without a GPU: what they serve, and what torch's library is called with."""
 
+import functools
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -8,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from proxsparse.inference.backends import backend, cusparselt, cutlass
-from proxsparse.ops.backends import cuda
+from proxsparse.ops.backends import cuda, cusparselt, cutlass
+from proxsparse.ops.registry import get_kernel
 from proxsparse.reference import pack
+
+kernel = functools.partial(get_kernel, "sparse_linear")
 
 
 class Library:
@@ -70,19 +73,19 @@ def layer(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("rows", [1, 8, 13])
 def test_rows_are_padded_and_the_bias_goes_along(rows, library):
     x, weight, values, indices = layer(rows)
-    prepared, bias = backend("cusparselt").prepare(values, indices), torch.randn(32)
+    prepared, bias = kernel("cusparselt").prepare(values, indices), torch.randn(32)
     assert torch.equal(prepared, weight)
     for extra in (None, bias):
-        y = backend("cusparselt").linear(x, values, indices, extra, prepared)
+        y = kernel("cusparselt").run(x, values, indices, extra, prepared)
         torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, extra))
 
 
 def test_each_shape_is_searched_once(library):
     for rows in (1, 5, 8, 9, 16, 1):
         x, _weight, values, indices = layer(rows)
-        prepared = backend("cusparselt").prepare(values, indices)
+        prepared = kernel("cusparselt").prepare(values, indices)
         for bias in (None, torch.zeros(32)):
-            backend("cusparselt").linear(x, values, indices, bias, prepared)
+            kernel("cusparselt").run(x, values, indices, bias, prepared)
     assert library.searched == [((48, 8), False), ((48, 8), True), ((48, 16), False), ((48, 16), True)]
     first, second, third, fourth = ((number, number - 38, 2) for number in (41, 42, 43, 44))
     assert library.algorithms == [first, second] * 3 + [third, fourth] * 2 + [first, second]
@@ -91,24 +94,24 @@ def test_each_shape_is_searched_once(library):
 def test_a_torch_without_mm_search_gives_the_algorithm_alone(library, monkeypatch):
     monkeypatch.delattr(torch._C, "_cusparselt")
     x, _weight, values, indices = layer(8)
-    backend("cusparselt").linear(x, values, indices, None, backend("cusparselt").prepare(values, indices))
+    kernel("cusparselt").run(x, values, indices, None, kernel("cusparselt").prepare(values, indices))
     assert library.algorithms == [(41, 1, -1)]
 
 
 def test_x_is_copied_only_to_add_rows(library):
     for rows in (8, 16, 13):
         x, _weight, values, indices = layer(rows)
-        backend("cusparselt").linear(x, values, indices, None, backend("cusparselt").prepare(values, indices))
+        kernel("cusparselt").run(x, values, indices, None, kernel("cusparselt").prepare(values, indices))
         assert (library.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
 
 
 def test_a_capture_never_searches(library, monkeypatch):
     x, _weight, values, indices = layer(8)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    prepared = backend("cusparselt").prepare(values, indices)
-    backend("cusparselt").linear(x, values, indices, None, prepared)
+    prepared = kernel("cusparselt").prepare(values, indices)
+    kernel("cusparselt").run(x, values, indices, None, prepared)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    backend("cusparselt").linear(x, values, indices, None, prepared)
+    kernel("cusparselt").run(x, values, indices, None, prepared)
     assert library.algorithms == [(0, 1, -1), (41, 3, 2)]
 
 
@@ -122,17 +125,17 @@ class OnGPU:
         return self.shape[0]
 
 
-@pytest.mark.parametrize("name", ["cusparselt", "gemv"])
+@pytest.mark.parametrize("name", ["cusparselt", "cutlass", "gemv"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_it_serves_gpus(device, name):
     x, values = (torch.empty(16, size, dtype=torch.bfloat16, device=device) for size in (128, 64))
-    assert backend(name).supports(x, values) == f"it serves CUDA GPUs, x is on {device} and the weight on {device}"
+    assert kernel(name).supports(x, values) == f"it serves CUDA GPUs, x is on {device} and the weight on {device}"
 
 
 def test_the_limits_of_cusparselt(monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = backend("cusparselt").supports
+    supports = kernel("cusparselt").supports
     assert supports(OnGPU(3, 128), OnGPU(48, 64)) is None
     assert supports(OnGPU(3, 128, torch.float32), OnGPU(48, 64, torch.float32)).startswith("it serves bfloat16")
     assert supports(OnGPU(3, 128), OnGPU(40, 64)) == "out_features=40 must be a multiple of 16"
@@ -146,7 +149,7 @@ def test_the_limits_of_gemv(monkeypatch):
     monkeypatch.setattr(cuda, "_C", None)
     monkeypatch.setattr(cuda, "_missing", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = backend("gemv").supports
+    supports = kernel("gemv").supports
     assert supports(OnGPU(16, 12), OnGPU(7, 6)) is None
     assert supports(OnGPU(17, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 17"
     assert supports(OnGPU(0, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 0"
@@ -183,6 +186,6 @@ def test_cutlass_serves_with_the_tiles_that_were_built(monkeypatch):
         monkeypatch.setattr(module, "_missing", None)
     monkeypatch.setattr(cuda, "missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = backend("cutlass").supports
+    supports = kernel("cutlass").supports
     assert supports(OnGPU(20, 128), OnGPU(48, 64)) is None
     assert supports(OnGPU(40, 128), OnGPU(48, 64)).startswith("its tile 64x64 was not built for this GPU")

@@ -1,4 +1,4 @@
-"""The inference backend `cutlass` without a GPU: its metadata against CUTLASS's own layouts, and whom it refuses."""
+"""The backend `cutlass` without a GPU: its metadata against CUTLASS's own layouts, and what it refuses."""
 
 import importlib.util
 import json
@@ -12,8 +12,9 @@ import torch
 from pruned import assert_as_good_as_dense, pruned_linear
 
 from proxsparse import SparseLinear
-from proxsparse.inference.backends import backend, cutlass
 from proxsparse.ops import tuning
+from proxsparse.ops.backends import cutlass
+from proxsparse.ops.registry import get_kernel
 
 CHECKOUT = Path(__file__).parents[2]
 PROGRAM = CHECKOUT / "tests" / "ops" / "cuda_on_cpu" / "cutlass_layouts.cu"
@@ -53,12 +54,6 @@ def test_padding_is_places_that_exist():
     metadata = cutlass.metadata_sm90(indices)
     assert metadata.bincount().nonzero().flatten().tolist() == [0, cutlass.ANY_PLACES]
     assert (metadata == 0).sum() == indices.numel()
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_it_serves_gpus(device):
-    x, values = (torch.empty(64, size, dtype=torch.bfloat16, device=device) for size in (128, 64))
-    assert backend("cutlass").supports(x, values) == f"it serves CUDA GPUs, x is on {device} and the weight on {device}"
 
 
 def test_what_does_not_fit_is_refused_by_its_number():
@@ -127,7 +122,7 @@ def layer_on_gpu():
     def build(out_features: int, in_features: int) -> SparseLinear:
         linear = pruned_linear(in_features, out_features, dtype=torch.bfloat16).cuda()
         layer = SparseLinear.from_linear(linear, "cutlass")
-        if reason := backend("cutlass").supports(linear.weight[:8], layer.values):
+        if reason := get_kernel("sparse_linear", "cutlass").supports(linear.weight[:8], layer.values):
             pytest.skip(reason)
         return layer
 

@@ -1,24 +1,27 @@
-"""Many rows on CUDA GPUs: torch's own cuSPARSELt. It reads a form of its own, so that a layer holds both.
+"""`sparse_linear` for many rows on CUDA GPUs: torch's own cuSPARSELt. A layer holds its form and the packed one.
 
-`prepare` unpacks the weight for a moment, which is 16/9 of the packed one, and lets cuSPARSELt compress it again: from
-then on the layer takes twice the memory of the packed form, 9/8 of the dense one in bfloat16.
+`prepare` unpacks the weight temporarily (16/9 of the packed memory in bfloat16), and cuSPARSELt compresses it again.
+The layer then takes twice the memory of the packed form, 9/8 of the dense one in bfloat16.
 
-torch 2.11 to 2.13 makes descriptors and the plan of a multiplication anew in each call, on the host (ATen,
-cuSPARSELtOps.cpp). A captured CUDA graph holds only the kernels, so that replaying it rebuilds nothing; time it there.
-The algorithm and its split of in_features are searched in the first call of each shape, which runs them all and waits
-for the GPU. A capture must not wait, so a shape that first occurs in one takes the default algorithm: call once before.
+torch 2.11 to 2.13 creates the descriptors and the plan of a multiplication in every call, on the host (ATen,
+cuSPARSELtOps.cpp). A captured CUDA graph holds only the kernels, and a replay creates nothing; measure the speed there.
+The first call of each shape searches the algorithm and its split of in_features: it runs all of them and waits for the
+GPU. A capture must not wait: a shape that first occurs in a capture takes the default algorithm, so call the layer once
+before it.
 """
 
 import torch
 from torch import Tensor
 
-from proxsparse.inference.backends import pad_rows, register_backend
 from proxsparse.ops.backends import cuda
+from proxsparse.ops.registry import register_kernel
+from proxsparse.ops.sparse_linear import pad_rows
 
 DTYPES = (torch.bfloat16, torch.float16)
 WEIGHT_STEP, ROW_STEP = 16, 8  # torch.sparse.SparseSemiStructuredTensorCUSPARSELT: of out_ and in_features; of rows
 DEFAULT = {"alg_id": 0, "split_k": 1, "split_k_mode": -1}
-_algorithms: dict[tuple, dict[str, int]] = {}  # (device, dtype, out_features, in_features, rows, with a bias) -> it
+# (device, dtype, out_features, in_features, rows, with a bias) -> arguments of torch._cslt_sparse_mm
+_algorithms: dict[tuple, dict[str, int]] = {}
 
 
 def _supports(x: Tensor, values: Tensor) -> str | None:
@@ -44,8 +47,8 @@ def _prepare(values: Tensor, indices: Tensor) -> Tensor:
     return torch._cslt_compress(torch.ops.proxsparse.unpack_nm(values, indices, 2, 4))
 
 
-@register_backend("cusparselt", supports=_supports, prepare=_prepare)
-def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor) -> Tensor:
+@register_kernel("sparse_linear", "cusparselt", supports=_supports, prepare=_prepare)
+def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor) -> Tensor:
     columns = pad_rows(x, ROW_STEP).t()
     chosen = algorithm(prepared, columns, bias, len(values))
     return torch._cslt_sparse_mm(prepared, columns, bias, transpose_result=True, **chosen)[: len(x)]
@@ -62,7 +65,7 @@ def algorithm(prepared: Tensor, columns: Tensor, bias: Tensor | None, out_featur
 
 
 def search(prepared: Tensor, columns: Tensor, bias: Tensor | None) -> dict[str, int]:
-    """Runs all algorithms. torch's public op is deprecated and returns only the number of the fastest."""
+    """Runs all algorithms -> the fastest. torch's public op is deprecated and returns only its number."""
     library = getattr(torch._C, "_cusparselt", None)
     if not hasattr(library, "mm_search"):
         number = torch._cslt_sparse_mm_search(prepared, columns, bias, transpose_result=True)

@@ -1,0 +1,162 @@
+"""The op `proxsparse::sparse_linear`: y = x W^T + b with a packed 2:4 weight W.
+
+All kernels read the packed form (`reference.pack`), so that a layer can change its backend with the number of rows and
+a checkpoint never needs a conversion. A kernel whose library reads another form has `prepare`. The contract of a
+kernel, with rows = the product of the leading dimensions of x:
+
+    supports(x, values)                           None or the reason why not, for x [rows, in_features]; looks only at
+                                                  dtypes, devices and shapes, so that the tensors may be on meta
+    run(x, values, indices, bias, prepared) -> y  [rows, out_features] in the dtype of x, summed in fp32 at least; x is
+                                                  contiguous; values, bias and x have the same dtype
+    prepare(values, indices) -> prepared          the weight in the backend's own form, one tensor
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from proxsparse.ops import choice
+from proxsparse.ops.registry import AUTO, Kernel, explicit_kernel, register_kernel
+from proxsparse.patterns import NMPattern
+
+PATTERN = NMPattern(2, 4)
+
+torch.library.define(
+    "proxsparse::sparse_linear",
+    "(Tensor x, Tensor values, Tensor indices, Tensor? bias, Tensor? prepared, str backend) -> Tensor",
+)
+
+
+@torch.library.impl("proxsparse::sparse_linear", "CompositeExplicitAutograd")
+def _sparse_linear(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None, backend: str
+) -> Tensor:
+    check_sparse_linear(x, values, indices, bias)
+    rows = as_rows(x)
+    kernel = select_kernel(rows, values, backend)
+    if kernel.needs_prepared and (prepared is None or backend == AUTO):  # "auto" may come with another backend's form
+        raise RuntimeError(
+            f"sparse_linear: backend {kernel.backend!r} reads a form of its own; pass its prepare(values, indices) as "
+            f"`prepared` with backend={kernel.backend!r}, or call a SparseLinear of this backend, which holds that form"
+        )
+    return kernel.run(rows, values, indices, bias, prepared).view(*x.shape[:-1], values.shape[0])
+
+
+@torch.library.register_fake("proxsparse::sparse_linear")
+def _sparse_linear_fake(x, values, indices, bias, prepared, backend):
+    check_sparse_linear(x, values, indices, bias)
+    return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+def _save_weight(ctx, inputs: tuple, output: Tensor) -> None:
+    _x, values, indices, *_others = inputs
+    if values.is_inference():
+        raise RuntimeError(
+            "sparse_linear: no dL/dx through a weight that was packed or loaded under torch.inference_mode(): "
+            "do that under torch.no_grad()"
+        )
+    ctx.save_for_backward(values, indices)
+
+
+def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """dL/dx = dL/dy W, which an adapter next to a packed layer needs; the packed weight itself cannot learn."""
+    if any(ctx.needs_input_grad[1:4]):
+        raise RuntimeError(
+            "sparse_linear: a packed weight and its bias have no gradient; freeze them with requires_grad_(False), "
+            "or train the dense layer (proxsparse.inference.convert.unsparsify_)"
+        )
+    values, indices = ctx.saved_tensors
+    grad_x = grad @ torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
+    return grad_x, None, None, None, None, None
+
+
+torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_context=_save_weight)
+
+
+@register_kernel("sparse_linear", "reference", supports=lambda x, values: None)
+def _reference(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+    """Unpack the weight, then torch's dense matmul: any device and dtype, and often the fastest for many rows."""
+    return functional.linear(x, torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m), bias)
+
+
+def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO) -> Kernel:
+    """The kernel for x [rows, in_features] and values [out_features, in_features / 2].
+
+    That of `backend`; for "auto" that of `use_backend` or PROXSPARSE_BACKEND, else the fastest measured one (`choice`).
+
+    Raises:
+        ValueError: there is no such backend.
+        RuntimeError: an explicitly chosen backend does not support these tensors.
+    """
+    return explicit_kernel("sparse_linear", x, values, backend=backend) or choice.choose(x, values)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., in_features] -> [rows, in_features], contiguous."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def pad_rows(x: Tensor, step: int) -> Tensor:
+    """x with rows of zeros up to a multiple of `step`; x itself, not a copy, if no rows are missing."""
+    missing = -len(x) % step
+    return functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def check_sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> None:
+    """Raises ValueError unless shapes, dtypes and devices fit. The content of `indices` is not read."""
+    if values.ndim != 2:
+        raise ValueError(
+            f"sparse_linear: values of shape {list(values.shape)} must be a matrix, [out_features, in_features / 2]"
+        )
+    out_features, k = values.shape
+    if x.ndim == 0 or x.shape[-1] != 2 * k:
+        raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be in_features={2 * k}")
+    if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-k // 4)):
+        raise ValueError(
+            f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}: values of shape {list(values.shape)} "
+            f"need torch.uint8 {[out_features, -(-k // 4)]}; pack the weight again"
+        )
+    if bias is not None and tuple(bias.shape) != (out_features,):
+        raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
+    for name, tensor in (("values", values), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise ValueError(
+                f"sparse_linear: x is {x.dtype}, {name} {tensor.dtype}: convert one of them, or use torch.autocast"
+            )
+    for name, tensor in (("values", values), ("indices", indices), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"sparse_linear: x is on {x.device}, {name} on {tensor.device}: move one of them")
+
+
+def sparse_linear(
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    bias: Tensor | None = None,
+    prepared: Tensor | None = None,
+    backend: str = AUTO,
+) -> Tensor:
+    """y = x W^T + b with W [out_features, in_features] 2:4 and packed; dL/dx = dL/dy W. W and b have no gradient.
+
+    Where W keeps no weight, an infinity or NaN in x makes y NaN or has no effect, depending on the backend and the
+    number of rows. On CPUs that multiply bfloat16 (AVX512-BF16) subnormal bfloat16 weights count as 0.
+
+    Args:
+        x: [..., in_features], floating point, any strides.
+        values: [out_features, in_features / 2], the kept weights, of x's dtype and device; from `pack_nm`.
+        indices: uint8 [out_features, ceil(in_features / 8)], their places; from `pack_nm`, or checked by
+            `reference.pack.check_packed`: kernels trust them.
+        bias: b, [out_features], of x's dtype and device; None means 0.
+        prepared: the weight in the own form of `backend`: prepare(values, indices) of its kernel. Required by
+            "cusparselt", optional for "cutlass", None otherwise. `SparseLinear` holds it.
+        backend: one of `list_backends("sparse_linear")`, which serves the call or raises; or "auto": the fastest
+            measured one that needs no prepared form, unless `use_backend` or PROXSPARSE_BACKEND chooses.
+    Returns:
+        y, [..., out_features], in the dtype of x; sums are in fp32 at least.
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together, or there is no such backend.
+        RuntimeError: an explicitly chosen backend does not support the call, or `prepared` is missing.
+    """
+    return torch.ops.proxsparse.sparse_linear(x, values, indices, bias, prepared, backend)

@@ -1,0 +1,135 @@
+"""The op sparse_linear: every backend against the dense product, what is refused, and which backend serves."""
+
+import math
+
+import pytest
+import torch
+from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
+
+from proxsparse import use_backend
+from proxsparse.ops import choice, pack_nm, registry, sparse_linear
+from proxsparse.ops.registry import AUTO, Kernel, get_kernel, list_backends
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def dtypes_of(backend: str) -> list[torch.dtype]:
+    """The dtypes that the backend multiplies by on this machine."""
+    if backend == AUTO:
+        return DTYPES
+    supports = get_kernel("sparse_linear", backend).supports
+    x, values = torch.zeros(8, 128, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
+    return [dtype for dtype in DTYPES if supports(x.to(dtype), values.to(dtype)) is None]
+
+
+HERE = [(backend, dtype) for backend in (AUTO, *list_backends("sparse_linear")) for dtype in dtypes_of(backend)]
+
+
+@pytest.mark.filterwarnings("ignore:sparse_linear. not on the")  # another dtype than the fastest backend serves
+@pytest.mark.parametrize(("backend", "dtype"), HERE, ids=str)
+@pytest.mark.parametrize("shape", [(128,), (1, 128), (2, 3, 128), (0, 128), (2, 0, 128), (5, 1, 3, 128)], ids=str)
+def test_equals_the_dense_product(shape, backend, dtype):
+    x = torch.randn(shape).to(DEVICE, dtype)
+    weight, bias = pruned_weight((64, 128), dtype).to(DEVICE), torch.randn(64).to(DEVICE, dtype)
+    values, indices = pack_nm(weight)
+    rows, prepared = math.prod(shape[:-1]), None
+    if backend != AUTO:
+        kernel = get_kernel("sparse_linear", backend)
+        if reason := kernel.supports(x.reshape(rows, 128), values):
+            pytest.skip(reason)
+        prepared = kernel.prepare(values, indices) if kernel.prepare else None
+    for b in (None, bias):
+        assert_as_good_as_dense(sparse_linear(x, values, indices, b, prepared, backend), x, weight, b)
+
+
+@pytest.fixture
+def packed():
+    """x [2, 24], values, indices and bias of a layer with 7 outputs."""
+    linear = pruned_linear()
+    return {"x": torch.zeros(2, 24), "bias": linear.bias.detach()} | dict(
+        zip(("values", "indices"), pack_nm(linear.weight), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("x", lambda x: x[:, :20], r"x of shape \[2, 20\].* in_features=24"),
+        ("x", lambda x: x[0, 0], "in_features=24"),
+        ("x", lambda x: x.bfloat16(), r"torch.bfloat16, values torch.float32.* torch.autocast"),
+        ("x", lambda x: x.long(), "torch.int64"),
+        ("x", lambda x: x.to("meta"), "x is on meta, values on cpu"),
+        ("values", lambda values: values[0], "values of shape .* must be a matrix"),
+        ("indices", lambda indices: indices[:, :2], "indices"),
+        ("indices", lambda indices: indices.int(), "indices"),
+        ("bias", lambda bias: bias[:3], r"bias of shape \[3\] must be \[7\]"),
+        ("bias", lambda bias: bias.double(), "bias torch.float64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_kernel(name, change, message, packed, monkeypatch):
+    monkeypatch.setattr(choice, "choose", lambda *_: pytest.fail("a kernel was chosen"))
+    with pytest.raises(ValueError, match=f"sparse_linear: .*{message}"):
+        sparse_linear(**packed | {name: change(packed[name])})
+
+
+@pytest.fixture
+def served_by(monkeypatch, packed):
+    """served_by(backend) -> the backend that multiplied; "cpp" is the automatic choice and "gemv" serves nothing."""
+    used = []
+
+    def add(backend: str, reason: str | None = None) -> None:
+        def run(x, values, *_others):
+            used.append(backend)
+            return x.new_zeros(len(x), len(values))
+
+        kernel = Kernel(backend, run, lambda x, values: reason, prepare=pack_nm if backend == "cusparselt" else None)
+        monkeypatch.setitem(registry._kernels["sparse_linear"], backend, kernel)
+
+    for backend in ("cpp", "reference", "cusparselt"):
+        add(backend)
+    add("gemv", "it is a test")
+    monkeypatch.setattr(choice, "choose", lambda *_: get_kernel("sparse_linear", "cpp"))
+    monkeypatch.setattr(registry, "_announced", set())
+    monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
+    return lambda backend=AUTO, **more: (sparse_linear(**packed, **more, backend=backend), used.pop())[1]
+
+
+def test_an_explicit_choice_serves_or_raises(served_by, monkeypatch):
+    assert served_by() == "cpp"
+    with use_backend("reference"):
+        assert (served_by(), served_by("cpp")) == ("reference", "cpp")
+        with use_backend(None):
+            assert served_by() == "cpp"
+    with pytest.raises(RuntimeError, match=r"'gemv' was chosen .* cannot serve.*it is a test.*backend='auto'"):
+        served_by("gemv")
+    with use_backend("gemv"), pytest.raises(RuntimeError, match=r"'gemv' was chosen .*unset PROXSPARSE_BACKEND or"):
+        served_by()
+    with use_backend("triton"), pytest.warns(UserWarning, match="sparse_linear: backend 'triton' has no kernel"):
+        assert served_by() == "cpp"
+    with pytest.raises(ValueError, match="no such backend 'fastest'; choose from auto, cpp"):
+        served_by("fastest")
+    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
+    assert served_by() == "reference"
+
+
+def test_a_backend_is_called_only_with_its_own_prepared_form(served_by):
+    form = torch.zeros(1)
+    assert served_by("cusparselt", prepared=form) == "cusparselt"
+    with pytest.raises(RuntimeError, match=r"'cusparselt' reads a form of its own; pass its prepare"):
+        served_by("cusparselt")
+    with use_backend("cusparselt"), pytest.raises(RuntimeError, match="or call a SparseLinear of this backend"):
+        served_by(prepared=form)  # of a layer on "auto": the form may be that of "cutlass"
+
+
+def test_only_one_backend_has_a_form_that_is_optional():
+    """A layer on "auto" passes the form that it holds to whichever backend is chosen."""
+    kernels = [get_kernel("sparse_linear", backend) for backend in list_backends("sparse_linear")]
+    assert [kernel.backend for kernel in kernels if kernel.prepare_is_optional] == ["cutlass"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_opcheck(bias, packed):
+    values, indices, bias = packed["values"], packed["indices"], packed["bias"] if bias else None
+    for x in (torch.randn(2, 3, 24, requires_grad=True), torch.randn(24, 5).T, torch.randn(0, 24)):
+        torch.library.opcheck(torch.ops.proxsparse.sparse_linear.default, (x, values, indices, bias, None, AUTO))
