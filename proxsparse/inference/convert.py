@@ -15,6 +15,7 @@ from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import is_selected
 from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.patterns import FLOAT_DTYPES
+from proxsparse.runtime.progress import phase
 
 Stream = Iterator[tuple[str, Tensor]]  # the tensors of a checkpoint by name, one after the other
 
@@ -179,11 +180,13 @@ def packable_layers(
 ) -> list[list[str]]:
     """The layers to pack, each by all its names; `weight_of` gives the weight of a name. Raises as `sparsify_` does."""
     linears, tied, chosen = names_of_modules(model, nn.Linear), tied_weights(model), []
-    for names in linears:
-        name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
-        if is_selected(name, include, exclude) and is_packable(name, weight_of(name), bool(include), is_tied):
-            refuse_altered(model, name)
-            chosen.append(names)
+    with phase(f"looking for {PATTERN} layers", unit="layer") as current:
+        for names in current.count(linears):
+            name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
+            if is_selected(name, include, exclude) and is_packable(name, weight_of(name), bool(include), is_tied):
+                refuse_altered(model, name)
+                chosen.append(names)
+        current.result = f"{len(chosen)} found"
     if not chosen:
         raise ValueError(
             f"nothing to pack: none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "

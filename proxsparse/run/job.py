@@ -91,7 +91,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     with store.stop if method.keeps == "checkpoints" else nullcontext():  # others are cut off, and keep their blocks
         with autocast(device, compute_dtype):
             patterns = choose_patterns(config, method, store, model, layers, batches, digest)
-            masks = method.prune(model, layers, batches, patterns, True, **with_store(options, method, store))
+            masks = method.prune(model, layers, batches, patterns, **with_store(options, method, store))
         snap_(model, pretrained, masks, updated)
         whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
         on_rank_zero(lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config))
@@ -161,7 +161,7 @@ def choose_patterns(
     if patterns is None:
         allocation = get_allocation(config.allocation)
         options = {name: getattr(config, name) for name in allocation.options}
-        patterns = allocate(allocation.name, model, layers, batches, config.pattern, progress=True, **options)
+        patterns = allocate(allocation.name, model, layers, batches, config.pattern, **options)
         if method.keeps == "blocks":
             save_start(store, patterns, digest)
     return patterns
