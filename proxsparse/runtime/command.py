@@ -5,6 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from proxsparse._start import COMMANDS
 from proxsparse.errors import InputError
 
 
@@ -17,10 +18,12 @@ def program(command: str) -> str:
     return f"python -m proxsparse{' ' if by_name else '.'}{command}"
 
 
-def command_line(command: str) -> str:
-    """The whole command line of this process, for a shell."""
-    start, arguments = program(command), sys.argv[1:]
-    return shlex.join([*start.split(), *(arguments[1:] if start.endswith(f" {command}") else arguments)])
+def command_line() -> str:
+    """The whole command line of this process, for a shell; in a program of the user's own, "train" stands for it."""
+    command, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
+    if program("").endswith(" "):
+        command, *arguments = arguments
+    return shlex.join([*program(command if command in COMMANDS else "train").split(), *arguments])
 
 
 class Parser(argparse.ArgumentParser):
