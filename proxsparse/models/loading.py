@@ -6,8 +6,11 @@ Only this file loads models of transformers.
 import hashlib
 import importlib.util
 import re
+import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -30,9 +33,8 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     Raises:
         InputError: no such model, or files that cannot be read; the message names the model.
     """
-    with phase("importing transformers"):
-        import transformers
-        from transformers import core_model_loading, modeling_gguf_pytorch_utils
+    transformers = import_transformers()
+    from transformers import core_model_loading, modeling_gguf_pytorch_utils
 
     source, gguf_file = locate(name)
     if not gguf_file:
@@ -63,6 +65,15 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     if gguf_file:
         forget_quantization(model)
     return unfold_linears_(model.eval()), tokenizer
+
+
+def import_transformers() -> ModuleType:
+    """The package, which takes seconds to import the first time."""
+    with phase("importing transformers") if "transformers" not in sys.modules else nullcontext():
+        import transformers
+        import transformers.modeling_utils  # the package itself imports its parts late
+
+    return transformers
 
 
 def locate(name: str) -> tuple[str, str | None]:
@@ -121,8 +132,7 @@ def skeleton(folder: Path) -> nn.Module:
     Raises:
         InputError: the folder's config.json is none of a causal language model of transformers.
     """
-    import transformers
-
+    transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):

@@ -85,7 +85,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
     keep, within_node = getattr(config, "pretrained_weights", "cpu"), getattr(config, "shard_within_node", False)
     pretrained = shard_and_move_(model, decoder_blocks(model), device, weight_dtype, keep, within_node)
-    scores = state["scores"] if checkpoint else {"dense": evaluate(model)}
+    scores = state["scores"] if checkpoint else {"dense": evaluate(model, "dense")}
     on_rank_zero(lambda: run_folder.start_run(run_dir, config, checkpoint))
     store = Store(run_dir, folder.run_id, identity_of(config, digest, scores), pretrained, checkpoint, state)
     with store.stop if method.keeps == "checkpoints" else nullcontext():  # others are cut off, and keep their blocks
