@@ -29,9 +29,10 @@ def sparsify_(
     One layer after the other, each dense weight freed before the next is packed: the peak is the model plus one layer.
     Dense layers (lm_head) stay as they are; weights that are tied stay tied and dense. Nothing is replaced if any layer
     is refused. A model of transformers can be saved afterwards, and `from_pretrained` loads the folder packed: give the
-    model that you will save, not a part of it, because its config says which layers are packed. Another dtype:
-    `.half()`, `.bfloat16()`, `.float()` and `.to(dtype)` work here; on a packed model that `from_pretrained` has loaded,
-    transformers refuses `.half()` and `.float()`, and `.to(torch.float16)` or `dtype=` in the call do the same.
+    model that you will save, not a part of it, because its config says which layers are packed.
+
+    The packed model takes `.half()`, `.float()` and `.to(dtype)`. One that `from_pretrained` has loaded refuses the
+    first two, as all quantized models of transformers do: use `.to(dtype)`, or `dtype=` in `from_pretrained`.
 
     Args:
         backend: of the packed layers, see `SparseLinear`.
