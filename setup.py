@@ -160,6 +160,7 @@ setup(
     ],
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
     package_data={
+        "proxsparse": ["py.typed"],
         "proxsparse.recipes": ["*.yaml"],
         "proxsparse.ops": ["*.json"],
     },

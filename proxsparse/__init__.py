@@ -1,19 +1,21 @@
 """proxsparse: learn N:M sparsity masks of pretrained language models by proximal gradient descent.
 
-`import proxsparse` needs torch only; transformers, once imported too, loads packed checkpoints. The command lines are
-`python -m proxsparse.train`, `.prune`, `.pack`, `.evaluate`, `.report` and `.env`.
+`import proxsparse` needs torch only; transformers, once imported too, loads packed checkpoints. The command line is
+`proxsparse COMMAND`, or `python -m proxsparse.COMMAND`.
 """
 
 import os
 
-from proxsparse import _search_path, integrations  # noqa: F401 _search_path before anything else is imported
+from proxsparse import _start, integrations  # noqa: F401 _start before anything else is imported
 from proxsparse._version import __version__
-from proxsparse.inference.convert import sparsify_
-from proxsparse.inference.linear import SparseLinear
-from proxsparse.ops import nm_mask, pack_nm, prox_nm, prox_nm_, unpack_nm, use_backend
-from proxsparse.optim import ProxAdamW, ProxOptimizer
-from proxsparse.patterns import NMPattern
-from proxsparse.reference import reg_nm
+
+if _start.needs_torch:
+    from proxsparse.inference.convert import sparsify_
+    from proxsparse.inference.linear import SparseLinear
+    from proxsparse.ops import nm_mask, pack_nm, prox_nm, prox_nm_, unpack_nm, use_backend
+    from proxsparse.optim import ProxAdamW, ProxOptimizer
+    from proxsparse.patterns import NMPattern
+    from proxsparse.reference import reg_nm
 
 # Installed, triton_kernels is a subpackage of ours (the bare name belongs to another project). In a source checkout it
 # stands beside this folder: adding that parent to the search path makes `proxsparse.triton_kernels` import both ways.

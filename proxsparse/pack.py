@@ -19,6 +19,8 @@ from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import check_folder, headers, weight_files
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.loading import skeleton
+from proxsparse.runtime.command import Parser
+from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
 Packs every 2:4 nn.Linear layer of a pruned checkpoint: in bf16 9/16 of its bytes. Other tensors stay as they are.
@@ -41,14 +43,16 @@ def main(arguments: list[str] | None = None) -> int:
     found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r} is the folder of the model: the result would replace it")
-    plan, done, note, growth = UNPACK if options.unpack else PACK
+    plan, verb, done, note, growth = UNPACK if options.unpack else PACK
     before, overwrite = file_bytes(source), options.overwrite_output_dir
     inputs = {"model": options.model}
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
         require_space(folder.path, growth * before)
         layers, stream = plan(options, config, found, model)
         with atomic_directory(folder.path) as scratch:
-            disk.write_shards(scratch, stream, shard_bytes)
+            tensors = len(found) + len(layers) * (-1 if options.unpack else 1)  # a packed layer has two
+            with phase(verb, tensors, "tensor") as current:
+                disk.write_shards(scratch, current.count(stream), shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
             require_unchanged(source, files)
@@ -77,19 +81,14 @@ def unpacking(_options, config: dict, found: dict, model: nn.Module) -> tuple[li
     return layers, convert.unpack_tensors(found, layers)
 
 
-# What to do, its name, the note on the card, and how many times the bytes of the source the result has at most.
-PACK = packing, "packed", disk.NOTE, 1
-UNPACK = unpacking, "unpacked", b"", 2
+# What to do, its names, the note on the card, and how many times the bytes of the source the result has at most.
+PACK = packing, "packing", "packed", disk.NOTE, 1
+UNPACK = unpacking, "unpacking", "unpacked", b"", 2
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m proxsparse.pack",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="MODEL_DIR", help="folder of a safetensors checkpoint, as proxsparse.train or .prune leave it")
     add("--output_dir", required=True, metavar="DIR", help="the folder to write, whole or not at all")

@@ -1,6 +1,5 @@
 """`python -m proxsparse.report RUN`: writes the report and the plots of a run again."""
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -10,19 +9,23 @@ from proxsparse.io.atomic import write_file
 from proxsparse.io.output_folder import MARKER, read_marker
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.run.report import PLOTS, report_files
+from proxsparse.runtime.command import Parser
+from proxsparse.runtime.progress import phase
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m proxsparse.report", description=__doc__.splitlines()[0])
+    parser = Parser("report", description="Writes the report and the plots of a run again, also while it is running.")
     parser.add_argument("run_dir", type=Path, help="the folder that proxsparse.train wrote (its --output_dir)")
     run_dir = parser.parse_args(arguments).run_dir
     refuse_foreign(run_dir)
     before = files_to_read(run_dir)
-    files = report_files(run_dir)
+    with phase("drawing the report"):
+        files = report_files(run_dir)
     require_unchanged(run_dir, before)
     for name, content in files.items():
         write_file(run_dir / name, content)
     require_unchanged(run_dir, before)
+    print(f"wrote {run_dir / 'report.md'}{' and plots' * any(name in PLOTS for name in files)}")
 
 
 def refuse_foreign(run_dir: Path) -> None:

@@ -13,15 +13,15 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # A new module needs a line here: it says where in the house it lives.
 LAYERS = {
-    "base": "patterns errors io runtime reference _version _search_path",
+    "base": "patterns errors io runtime reference _version _start",
     "ops": "ops",
     "optim": "optim",
     "parts": "models data recipes",
-    "jobs": "training methods allocations evaluation run.config run.resume run.log",
+    "jobs": "training methods allocations evaluation",
     "inference": "inference",
     "integrations": "integrations",
     "runs": "run plan",
-    "commands": "train prune evaluate pack report env",
+    "commands": "__main__ train prune evaluate pack report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",)}

@@ -4,12 +4,12 @@ import math
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from proxsparse.allocations.budget import Layers, check_choice, mean_over_weights, merge_layers, relative
 from proxsparse.allocations.registry import register_allocation
 from proxsparse.errors import InputError, require
 from proxsparse.patterns import NMPattern
+from proxsparse.runtime.progress import phase
 
 HISTOGRAM_BINS = 100  # of log eigenvalues; as AlphaPruning's code, and WeightWatcher's before it
 PEAK_WINDOW = (0.95, 1.5)  # where the tail may begin, in units of the peak; the same source
@@ -30,7 +30,7 @@ def check_alphapruning(epsilon: float) -> None:
     check=check_alphapruning,
 )
 def wish_alphapruning(
-    model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern, progress: bool, *, epsilon: float = 0.3
+    model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern, *, epsilon: float = 0.3
 ) -> list[float]:
     """Decoder blocks with a heavy-tailed spectrum, which are trained well, keep more:
 
@@ -43,8 +43,9 @@ def wish_alphapruning(
             Llama-2-7B have 0.3 with Wanda, 0.5 with magnitude and 0.2 with SparseGPT.
     """
     check_choice(blocks, pattern)
-    layers = tqdm(merge_layers(blocks).items(), desc="spectra", unit="layer", disable=not progress)
-    alphas = {name: alpha_of_layer(name, layer) for name, layer in layers}
+    layers = merge_layers(blocks)
+    with phase("alphapruning: spectra", len(layers), "layer") as current:
+        alphas = {name: alpha_of_layer(name, layer) for name, layer in current.count(layers.items())}
     quotas = 1 - epsilon + 2 * epsilon * relative([sum(map(alphas.get, block)) / len(block) for block in blocks])
     pruned = (1 - pattern.density) * quotas / mean_over_weights(quotas, blocks)
     return (pattern.m * (1 - pruned)).tolist()

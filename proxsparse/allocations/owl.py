@@ -28,7 +28,6 @@ def wish_owl(
     blocks: list[Layers],
     batches: Batches,
     pattern: NMPattern,
-    progress: bool,
     *,
     outlier_factor: float = 6.0,
     spread: float = 2.0,
@@ -53,7 +52,7 @@ def wish_owl(
         scores = [(layers[name].weight.abs() * norms.norms()).float() for name, norms in statistics.items()]
         shares.append(outlier_share(scores, outlier_factor))
 
-    walk(model, layers, batches, FeatureNorms, visit, progress)
+    walk(model, layers, batches, FeatureNorms, visit, "owl")
     extra = spread * relative(shares)
     return (pattern.n + extra - mean_over_weights(extra, blocks)).tolist()
 

@@ -10,13 +10,14 @@ from proxsparse.errors import InputError
 from proxsparse.methods.registry import check_option_names, options_of
 from proxsparse.methods.walk import Batches
 from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.runtime.progress import shown
 
 
 @dataclass(frozen=True)
 class Allocation:
     """One row of the table.
 
-    `wish(model, blocks, batches, pattern, progress, **options)` gives one wish per item of `blocks`: the layers by name
+    `wish(model, blocks, batches, pattern, **options)` gives one wish per item of `blocks`: the layers by name
     of each decoder block that has any. Without needs_data it does not look at the batches.
     """
 
@@ -71,6 +72,7 @@ def allocate(
         layers: the layers to prune, from `models.prunable_layers(model, pattern)`.
         batches: calibration samples as in `prune_`; ignored unless the allocation needs data.
         pattern: the budget: as many weights are kept as if all layers had this one, see `nearest_counts`.
+        progress: show progress bars on stderr.
         options: of the allocation; `allocation(name).options` has their names and defaults.
     Raises:
         InputError: an unknown allocation or option, an option out of range, or nothing to share out; by name.
@@ -80,7 +82,8 @@ def allocate(
     chosen.check(**chosen.options | options)
     blocks = by_decoder_block(model, layers)
     try:
-        wishes = chosen.wish(model, blocks, batches, pattern, progress, **options)
+        with shown(progress):
+            wishes = chosen.wish(model, blocks, batches, pattern, **options)
     except InputError as error:
         raise InputError(f"allocation {name!r}: {error}") from error
     counts = nearest_counts(wishes, [numel(block) for block in blocks], pattern)

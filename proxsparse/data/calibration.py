@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from proxsparse.errors import InputError
+from proxsparse.runtime.progress import Phase, phase
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
 
@@ -54,11 +55,16 @@ def calibration_batches(
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     documents = (texts[index] for index in order if texts[index].strip())
-    if packing:
-        samples = packed_samples(documents, tokenizer, num_samples, seq_len)
-    else:
-        tokenised = (tokenizer(text, truncation=True, max_length=seq_len)["input_ids"] for text in documents)
-        samples = list(islice((tokens for tokens in tokenised if len(tokens) >= 2), num_samples))
+    with phase("tokenizing the calibration text", num_samples, "sample") as current:
+        if packing:
+            samples = packed_samples(documents, tokenizer, num_samples, seq_len, current)
+        else:
+            tokenized = (tokenizer(text, truncation=True, max_length=seq_len)["input_ids"] for text in documents)
+            samples = []
+            for tokens in islice((tokens for tokens in tokenized if len(tokens) >= 2), num_samples):
+                samples.append(tokens)
+                current.step()
+        current.result = f"{sum(map(len, samples)):,} tokens"
     if not samples:
         needed = f"{seq_len} tokens in all; add text or lower seq_len" if packing else "2 tokens; add text"
         raise InputError(f"{len(texts)} texts make no sample: it takes at least {needed}")
@@ -84,7 +90,9 @@ def single_samples(batches: Iterable[dict[str, Tensor]]) -> Iterator[Tensor]:
             yield ids[mask.bool()][None]
 
 
-def packed_samples(documents: Iterable[str], tokenizer, num_samples: int, seq_len: int) -> list[list[int]]:
+def packed_samples(
+    documents: Iterable[str], tokenizer, num_samples: int, seq_len: int, current: Phase
+) -> list[list[int]]:
     """At most `num_samples` windows of exactly `seq_len` tokens of document, eos, document, eos, ..."""
     stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id
     for document in documents:
@@ -94,6 +102,7 @@ def packed_samples(documents: Iterable[str], tokenizer, num_samples: int, seq_le
         tokens = tokenizer(document, truncation=True, max_length=wanted - len(stream) + 1)["input_ids"]
         if len(tokens) >= 2:
             stream += tokens if not stream or eos in (None, stream[-1]) else [eos, *tokens]
+            current.done = min(len(stream), wanted) // seq_len
     return [stream[i : i + seq_len] for i in range(0, min(len(stream), wanted) - seq_len + 1, seq_len)]
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from proxsparse.errors import InputError
+from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
 DOCUMENTS_OF_A_DATA_SET = 10_000  # the samples are drawn from them
@@ -39,12 +40,14 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: at least one document is needed; give a limit >= 1, or none")
-    texts, documents = [], 0
-    for where, row in open_source(source, split):
-        texts.append(text_of(row, where, text_field))
-        documents += bool(texts[-1].strip())
-        if documents == limit:
-            break
+    texts = []
+    with phase(f"reading {source}", limit, "document") as current:
+        for where, row in open_source(source, split):
+            texts.append(text_of(row, where, text_field))
+            current.step(bool(texts[-1].strip()))
+            if current.done == limit:
+                break
+        current.total = documents = current.done
     if not documents:
         raise InputError(f"{source}: no document with text in it; choose another file or data set")
     return texts

@@ -10,7 +10,8 @@ from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import all_reduce_sum as sum_over_processes
-from proxsparse.runtime.distributed import shard_items
+from proxsparse.runtime.distributed import shard_items, world_size
+from proxsparse.runtime.progress import phase
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Perplexity:
 
 def evaluation_tokens(text: str, tokenizer) -> Tensor:
     """The whole text in tokens, int64 [N]; verbose=False, as it is meant to be longer than the model's positions."""
-    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    with phase("tokenizing the evaluation text") as current:
+        tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+        current.result = f"{len(tokens):,} tokens"
+    return tokens
 
 
 @torch.no_grad()
@@ -34,6 +38,7 @@ def perplexity(
     seq_len: int,
     max_windows: int | None = None,
     autocast_dtype: torch.dtype | None = None,
+    title: str = "perplexity",
 ) -> Perplexity:
     """exp(mean over windows of -1/(L-1) sum_{t>=2} log p(x_t | x_<t)), windows of L = seq_len tokens, the rest dropped.
 
@@ -44,6 +49,7 @@ def perplexity(
         seq_len: L >= 2, stated by the caller and never taken from the model's configuration.
         max_windows: only the first windows; None means all.
         autocast_dtype: compute in this dtype under autocast; None computes in the weights' own.
+        title: of the progress bar.
     Raises:
         InputError: seq_len below 2, or a text shorter than one window.
     """
@@ -58,11 +64,14 @@ def perplexity(
     windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows
     device = next(model.parameters()).device
     losses = []
-    with evaluating(model):
+    with evaluating(model), phase(title, windows, "window") as current:
         # one copy for all windows, and losses are read at the end: each copy and read makes the host wait for a GPU
         for window, counts in shard_items(token_ids[: windows * seq_len].to(device).view(windows, 1, seq_len)):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits
             losses.append(counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]))
-    mean = sum_over_processes([sum(torch.stack(losses).tolist())])[0] / windows
-    return Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len)
+            current.step(world_size())
+        mean = sum_over_processes([sum(torch.stack(losses).tolist())])[0] / windows
+        score = Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len)
+        current.result = f"{score.value:,.2f}"
+    return score

@@ -23,6 +23,7 @@ from torch import nn
 
 from proxsparse.data.sources import read_path
 from proxsparse.errors import InputError
+from proxsparse.runtime.progress import phase
 
 INSTALL = "pip install 'lm-eval[hf]'"
 METRICS = ("acc", "acc_norm", "mc1", "mc2")  # of `zero_shot`, each with a standard error by the name METRIC_stderr
@@ -95,28 +96,35 @@ def zero_shot(
         InputError: unknown task, number out of range, lm-eval or a file missing, a file damaged or without a field.
     """
     names = check_request(tasks, data_dir, limit, batch_size, num_fewshot)
+    import lm_eval.models.huggingface
     from lm_eval import simple_evaluate
 
-    specifications = [
-        task_from_hub(name) if data_dir is None else task_from_file(name, Path(data_dir)) for name in names
-    ]
-    loaded = [task for specification in specifications for task in load_tasks(specification)]
-    lm = language_model(model, tokenizer, batch_size, autocast_dtype)
-    for task in loaded:
-        refuse_long_answers(task, lm, limit)
-    # One call for all: requests are batched by length across tasks, and those that mc1 and mc2 share are run once.
-    results = simple_evaluate(
-        model=lm,
-        tasks=loaded,
-        task_manager=task_manager(),
-        num_fewshot=num_fewshot or None,  # None: each task's own, 0 for all seven
-        limit=limit,
-        log_samples=False,
-        random_seed=None,  # the caller's generators stay as they are: nothing here is random
-        numpy_random_seed=None,
-        torch_random_seed=None,
-    )
-    return {name: scores(TASKS[name], results) for name in names}
+    with (
+        phase(", ".join(names), unit="request") as current,
+        current.instead_of_tqdm(lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface),
+    ):
+        specifications = [
+            task_from_hub(name) if data_dir is None else task_from_file(name, Path(data_dir)) for name in names
+        ]
+        loaded = [task for specification in specifications for task in load_tasks(specification)]
+        lm = language_model(model, tokenizer, batch_size, autocast_dtype)
+        for task in loaded:
+            refuse_long_answers(task, lm, limit)
+        # One call for all: requests are batched by length across tasks, and those that mc1 and mc2 share are run once.
+        results = simple_evaluate(
+            model=lm,
+            tasks=loaded,
+            task_manager=task_manager(),
+            num_fewshot=num_fewshot or None,  # None: each task's own, 0 for all seven
+            limit=limit,
+            log_samples=False,
+            random_seed=None,  # the caller's generators stay as they are: nothing here is random
+            numpy_random_seed=None,
+            torch_random_seed=None,
+        )
+        found = {name: scores(TASKS[name], results) for name in names}
+        current.result = ", ".join(f"acc {score['acc']:.4f}" for score in found.values())
+    return found
 
 
 def average(scores_by_task: dict[str, dict]) -> float:
@@ -166,7 +174,8 @@ def is_installed() -> bool:
 def require_lm_eval() -> None:
     """Raises InputError with the command that installs lm-eval."""
     try:
-        import lm_eval.models.huggingface  # noqa: F401
+        with phase("importing lm-eval"):
+            import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
         raise InputError(f"--tasks needs lm-eval, which cannot be imported ({error}); run: {INSTALL}") from error
 

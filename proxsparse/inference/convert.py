@@ -17,6 +17,7 @@ from proxsparse.ops import pack_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.patterns import FLOAT_DTYPES
+from proxsparse.runtime.progress import phase
 
 Stream = Iterator[tuple[str, Tensor]]  # the tensors of a checkpoint by name, one after the other
 
@@ -31,6 +32,9 @@ def sparsify_(
     Dense layers (lm_head) stay as they are; weights that are tied stay tied and dense. Nothing is replaced if any layer
     is refused. A model of transformers can be saved afterwards, and `from_pretrained` loads the folder packed: give the
     model that you will save, not a part of it, because its config says which layers are packed.
+
+    The packed model takes `.half()`, `.float()` and `.to(dtype)`. One that `from_pretrained` has loaded refuses the
+    first two, as all quantized models of transformers do: use `.to(dtype)`, or `dtype=` in `from_pretrained`.
 
     Args:
         backend: of the packed layers, see `SparseLinear`.
@@ -181,11 +185,13 @@ def packable_layers(
 ) -> list[list[str]]:
     """The layers to pack, each by all its names; `weight_of` gives the weight of a name. Raises as `sparsify_` does."""
     linears, tied, chosen = names_of_modules(model, nn.Linear), tied_weights(model), []
-    for names in linears:
-        name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
-        if is_selected(name, include, exclude) and is_packable(name, weight_of(name), bool(include), is_tied):
-            refuse_altered(model, name)
-            chosen.append(names)
+    with phase(f"looking for {PATTERN} layers", unit="layer") as current:
+        for names in current.count(linears):
+            name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
+            if is_selected(name, include, exclude) and is_packable(name, weight_of(name), bool(include), is_tied):
+                refuse_altered(model, name)
+                chosen.append(names)
+        current.result = f"{len(chosen)} found"
     if not chosen:
         raise ValueError(
             f"nothing to pack: none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "

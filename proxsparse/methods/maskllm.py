@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from tqdm import tqdm
 
 from proxsparse.data.calibration import add_labels, sample_stream
 from proxsparse.errors import InputError, require
@@ -15,6 +14,7 @@ from proxsparse.methods.registry import compute_masks, get_method, register_meth
 from proxsparse.methods.walk import Batches, apply_mask_, full_precision
 from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
+from proxsparse.runtime.progress import phase
 
 INITIAL_STD = 0.01
 NO_PRIOR = "none"
@@ -45,7 +45,6 @@ def prune_maskllm(
     layers: dict[str, nn.Linear],
     batches: Batches,
     patterns: dict[str, NMPattern],
-    progress: bool = False,
     *,
     epochs: int = 1,
     learning_rate: float = 5e-4,
@@ -93,9 +92,7 @@ def prune_maskllm(
     if steps < 1:
         raise InputError("maskllm: no calibration batch; give at least one")
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
-    preferred = (
-        {} if prior == NO_PRIOR else compute_masks(get_method(prior), model, layers, batches, patterns, progress)
-    )
+    preferred = {} if prior == NO_PRIOR else compute_masks(get_method(prior), model, layers, batches, patterns)
     generator = torch.Generator(model.device).manual_seed(seed)
     logits = {name: first_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
     for name, mask in preferred.items():
@@ -104,8 +101,8 @@ def prune_maskllm(
     learned = list(logits.values())
     optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=weight_decay)
     stream = sample_stream(batches, seed)
-    with evaluating(model), torch.enable_grad(), tqdm(total=steps, desc="maskllm", disable=not progress) as bar:
-        for step in range(steps):
+    with evaluating(model), torch.enable_grad(), phase("maskllm", steps) as current:
+        for step in current.count(range(steps)):
             time = step / steps
             sharpness = linear(scale, final_scale, time), linear(tau, final_tau, time)
             weights = {
@@ -126,8 +123,7 @@ def prune_maskllm(
                 )
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()
-            bar.set_postfix_str(f"loss {loss.item():.3f}")
-            bar.update()
+            current.note = f"loss {loss.item():.3f}"
     return {name: apply_mask_(layer, hard_mask(logits[name], choices[name])) for name, layer in layers.items()}
 
 

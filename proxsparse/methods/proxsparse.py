@@ -52,7 +52,6 @@ def learn_masks(
     layers: dict[str, nn.Linear],
     batches: Batches,
     patterns: dict[str, NMPattern],
-    progress: bool = False,
     store: Store | None = None,
     **options,
 ) -> dict[str, Tensor]:
@@ -83,7 +82,7 @@ def learn_masks(
     else:
         scaled = options.scaling == "activation"
         scales = activation_scaling(model, layers, batches, options.scaling_samples) if scaled else {}
-        first = initial_masks(parse_start(options.start), model, layers, batches, patterns, progress)
+        first = initial_masks(parse_start(options.start), model, layers, batches, patterns)
     learned = make_learnable_layers(layers, pretrained, scales, patterns, options.forward == "masked", first)
     state = TrainState.begin(model, learned, options, steps)
     if store.checkpoint:
@@ -96,7 +95,7 @@ def learn_masks(
         torch.autocast(model.device.type, enabled=False),
         torch.enable_grad(),
         evaluating(model),  # the modes of all modules come back
-        RunLog(store.directory, state.step, state.all_steps, pattern, options.report_to, progress) as log,
+        RunLog(store.directory, state.step, state.all_steps, pattern, options.report_to) as log,
     ):
         learn(
             state, own_samples(batches, options.seed, state.batches), dtype, log, store.stop, lambda: save(store, state)

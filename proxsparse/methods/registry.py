@@ -14,13 +14,14 @@ from proxsparse.methods.walk import Batches, prune_layers_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.runtime.progress import shown
 
 
 @dataclass(frozen=True)
 class Method:
     """One row of the table.
 
-    `prune(model, layers, batches, patterns, progress, **options)` prunes the model in place and returns the masks:
+    `prune(model, layers, batches, patterns, **options)` prunes the model in place and returns the masks:
 
         layers: layer name -> nn.Linear, in model order
         batches: calibration samples, dicts of input_ids and attention_mask (labels too where there are), int64 [B, T]
@@ -87,7 +88,7 @@ def register_layer_method(
     needs_data = statistics is not None
 
     def add(prune_layer: Callable) -> Callable:
-        prune = partial(prune_layers_, prune_layer, statistics)
+        prune = partial(prune_layers_, name, prune_layer, statistics)
         options = options_of(prune_layer)
         more = {"keeps": "blocks" if needs_data else "", "check": check}
         _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, **more)
@@ -146,6 +147,7 @@ def prune_(
         pattern: one for all layers, or one for every layer by its name (what `allocation.allocate` returns): then the
             layers that it does not name stay as they are.
         include, exclude: which layers, as in `models.prunable_layers`.
+        progress: show progress bars on stderr.
         store: where the method keeps its progress: decoder blocks that are finished, or checkpoints. The same call
             with the same store continues there. maskllm, and methods that need no data, keep none.
         options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
@@ -160,7 +162,8 @@ def prune_(
     layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
     if chosen.keeps:
         options |= {"store": store}
-    return chosen.prune(model, layers, batches, patterns, progress, **options)
+    with shown(progress):
+        return chosen.prune(model, layers, batches, patterns, **options)
 
 
 @torch.no_grad()
@@ -170,13 +173,12 @@ def compute_masks(
     layers: dict[str, nn.Linear],
     batches: Batches,
     patterns: dict[str, NMPattern],
-    progress: bool = False,
 ) -> dict[str, Tensor]:
     """The masks of a method with its own defaults, and no weight update where it can do without; the weights stay."""
     options = {name: False for name in chosen.options if name == "update_weights"}
     weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     try:
-        return chosen.prune(model, layers, batches, patterns, progress, **options)
+        return chosen.prune(model, layers, batches, patterns, **options)
     finally:
         for name, layer in layers.items():
             layer.weight.copy_(weights[name])

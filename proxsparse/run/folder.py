@@ -24,6 +24,7 @@ from proxsparse.run.model_card import write_card
 from proxsparse.run.report import write_report
 from proxsparse.run.result import finite
 from proxsparse.runtime.distributed import on_rank_zero, world_size
+from proxsparse.runtime.progress import phase
 
 # Flags that may name a file or a folder which the run reads.
 INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoint")
@@ -132,7 +133,7 @@ def save_checkpoint(
         snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
     with atomic_directory(run_dir) as scratch:
         save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
-    with atomic_directory(run_dir) as scratch:
+    with phase("saving the model"), atomic_directory(run_dir) as scratch:
         model.save_pretrained(scratch)
         tokenizer.save_pretrained(scratch)
         output_folder.claim(run_dir, [entry.name for entry in scratch.iterdir()])

@@ -87,13 +87,13 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
     keep, within_node = getattr(config, "pretrained_weights", "cpu"), getattr(config, "shard_within_node", False)
     pretrained = shard_and_move_(model, decoder_blocks(model), device, weight_dtype, keep, within_node)
-    scores = state["scores"] if checkpoint else {"dense": evaluate(model)}
+    scores = state["scores"] if checkpoint else {"dense": evaluate(model, "dense")}
     on_rank_zero(lambda: run_folder.start_run(run_dir, config, checkpoint))
     store = Store(run_dir, folder.run_id, identity_of(config, digest, scores), pretrained, checkpoint, state)
     with store.stop if method.keeps == "checkpoints" else nullcontext():  # others are cut off, and keep their blocks
         with autocast(device, compute_dtype):
             patterns = choose_patterns(config, method, store, model, layers, batches, digest)
-            masks = method.prune(model, layers, batches, patterns, True, **with_store(options, method, store))
+            masks = method.prune(model, layers, batches, patterns, **with_store(options, method, store))
         snap_(model, pretrained, masks, updated)
         whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
         on_rank_zero(lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config))
@@ -163,7 +163,7 @@ def choose_patterns(
     if patterns is None:
         allocation = get_allocation(config.allocation)
         options = {name: getattr(config, name) for name in allocation.options}
-        patterns = allocate(allocation.name, model, layers, batches, config.pattern, progress=True, **options)
+        patterns = allocate(allocation.name, model, layers, batches, config.pattern, **options)
         if method.keeps == "blocks":
             save_start(store, patterns, digest)
     return patterns

@@ -13,8 +13,9 @@ from proxsparse.allocations.uniform import UNIFORM
 from proxsparse.errors import InputError
 from proxsparse.methods import Method, get_method, list_methods
 from proxsparse.run.config import NOT_REPEATED, RunConfig, TrainConfig
-from proxsparse.run.flags import Parser, add_fields, add_flag, convert, read_settings
+from proxsparse.run.flags import add_fields, add_flag, convert, read_settings
 from proxsparse.run.recipes import DEFAULT_RECIPE, recipe_path
+from proxsparse.runtime.command import Parser
 from proxsparse.training.options import SCALING_DEFAULTS
 
 PROXSPARSE = TrainConfig.method
@@ -37,7 +38,7 @@ def parse_config(arguments: list[str]) -> TrainConfig:
         InputError: an unknown flag or recipe, an absent or malformed file, a value that makes no sense.
     """
     parser = Parser(
-        prog="proxsparse train",
+        "train",
         usage="%(prog)s [--flag VALUE ...]",
         description="Learn an N:M sparsity mask of a pretrained language model (ProxSparse, Algorithm 1).",
         epilog="With no arguments a 135M-parameter model is pruned on text that comes with Python: no network needed.",
@@ -123,7 +124,7 @@ def parse_prune(arguments: list[str]) -> TrainConfig | argparse.Namespace:
 
 def split_method(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The values of --method and --allocation, and the command line without them."""
-    parser = Parser(add_help=False)
+    parser = Parser("prune", add_help=False)
     parser.add_argument("--method")
     parser.add_argument("--allocation", default=UNIFORM)
     return parser.parse_known_args(arguments)
@@ -144,7 +145,7 @@ def prune_settings(path: str, types: dict[str, type]) -> dict:
 def prune_parser() -> Parser:
     """All flags of `proxsparse prune`, the options of all methods among them; values stay text."""
     parser = Parser(
-        prog="proxsparse prune",
+        "prune",
         usage="%(prog)s --method NAME [--flag VALUE ...]",
         description="Prune a pretrained language model to N:M sparsity by one of many methods; --list prints them.",
         epilog=f"--method {PROXSPARSE} is proxsparse train, with its flags; see proxsparse train --help.",

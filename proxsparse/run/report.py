@@ -26,6 +26,7 @@ from proxsparse.run.sections import (
     table,
     top_text,
 )
+from proxsparse.runtime.progress import phase
 
 MOST = 2**63  # an integer beyond is no figure of a run, and too large for a float
 PLOTTABLE = 1e30  # beyond it the axes' arithmetic overflows
@@ -61,8 +62,10 @@ DARK, LIGHT, GRID = "#1b5e8c", "#9fc3dc", "#dfe3e6"
 
 def write_report(run_dir: Path) -> None:
     """Writes the files of `report_files` into `run_dir`; every file is replaced in one piece."""
-    for name, content in report_files(run_dir).items():
-        write_file(Path(run_dir) / name, content)
+    with phase("report") as current:
+        for name, content in report_files(run_dir).items():
+            write_file(Path(run_dir) / name, content)
+        current.result = "wrote report.md"
 
 
 def report_files(run_dir: Path) -> dict[str, bytes]:

@@ -2,7 +2,6 @@
 
 import collections
 import math
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from proxsparse.models.checks import check_length
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import RunConfig
+from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero
 
@@ -29,19 +29,20 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 def perplexity_of(
     config: RunConfig, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
-) -> Callable[[nn.Module], Perplexity | None]:
-    """A function model -> perplexity on the held-out text (None with --eval_data none); reads the text now.
+) -> Callable[[nn.Module, str], Perplexity | None]:
+    """A function (model, its name) -> perplexity on the held-out text (None with --eval_data none); reads it now.
 
     Raises:
         InputError: the text cannot be read, or the model has fewer positions than the window.
     """
     if config.eval_data == "none":
-        return lambda model: None
+        return lambda model, name: None
     source = config.eval_data
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
     check_length(model, config.eval_seq_len, "eval_seq_len")
     tokens = evaluation_tokens(text, tokenizer)
-    return lambda model: perplexity(model, tokens, config.eval_seq_len, config.eval_max_windows, autocast_dtype)
+    how = config.eval_seq_len, config.eval_max_windows, autocast_dtype
+    return lambda model, name: perplexity(model, tokens, *how, title=f"perplexity of the {name} model")
 
 
 def scores_under(
@@ -49,7 +50,7 @@ def scores_under(
     model: nn.Module,
     pretrained: dict[str, Tensor],
     weight_dtype: torch.dtype,
-    evaluate: Callable[[nn.Module], Perplexity | None],
+    evaluate: Callable[[nn.Module, str], Perplexity | None],
     updated: bool = False,
 ) -> dict[str, Perplexity | None]:
     """The perplexity of the pretrained weights under each set of masks; None for those that Ctrl-C cut off.
@@ -61,7 +62,7 @@ def scores_under(
         for name, masks in contenders.items():
             snap_(model, pretrained, masks, updated)
             cast_parameters_(model, weight_dtype)
-            scores[name] = evaluate(model)
+            scores[name] = evaluate(model, name)
     except KeyboardInterrupt:
         print("\ninterrupted: the masks are saved, the perplexity is not measured", file=sys.stderr)
     return scores
@@ -122,11 +123,10 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, config:
 
 def as_result(config: RunConfig, device: torch.device, figures: dict) -> dict:
     """What result.json holds: who made this, of what, where, and the figures."""
-    command = "prune" if Path(sys.argv[0]).stem == "prune" else "train"
     return {
         "version": __version__,
         **{key: getattr(config, key) for key in IDENTITY if hasattr(config, key)},
-        "command": shlex.join(["python", "-m", f"proxsparse.{command}", *sys.argv[1:]]),
+        "command": command_line(),
         "config": vars(config),
         "environment": environment(device),
         "peak_memory_bytes": peak_memory_bytes(device),

@@ -14,10 +14,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from proxsparse._version import __version__
-from proxsparse.errors import InputError, describe_error
+from proxsparse.errors import InputError, describe_error, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.atomic import write_file
 from proxsparse.io.output_folder import FINISHED_BLOCKS, OutputFolder, checkpoints
@@ -171,14 +172,20 @@ def progress_in(run_dir: Path) -> str:
     return ", ".join(names)
 
 
+def may_pass(error: BaseException) -> bool:
+    """Whether repeating a command may get past the error: a signal, the disk, the network, a GPU, another process."""
+    from_outside = (KeyboardInterrupt, OSError, dist.DistError, torch.AcceleratorError)
+    return isinstance(error, from_outside) or (isinstance(error, Exception) and is_full_disk(error))
+
+
 @contextmanager
 def naming_progress(final: Path, progress: Callable[[], str]) -> Iterator[None]:
-    """Adds to any error but an InputError what the run has kept, if anything, and how to continue it."""
+    """Adds what the run has kept, if anything, to an error after which the same command may work."""
     try:
         yield
-    except InputError:
-        raise
     except BaseException as error:
+        if not may_pass(error):
+            raise
         with suppress(OSError):  # the disk itself may be gone
             kept = f"{found} kept" if final.is_dir() and (found := progress()) else ""
             kept = kept or ("" if final.is_dir() else f"{final} cannot be reached")

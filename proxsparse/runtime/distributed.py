@@ -19,12 +19,27 @@ from torch import Tensor
 from proxsparse.errors import InputError
 
 T = TypeVar("T")
+SET_BY_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(hours=2)  # the others wait while the first process writes a large model
 
 
 def launched_world_size() -> int:
-    """How many processes torchrun has started, this one among them; without it 1."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """How many processes torchrun has started, this one among them; without it 1.
+
+    Raises:
+        InputError: WORLD_SIZE is set, but not what torchrun sets with it.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1":
+        return 1
+    missing = [name for name in SET_BY_TORCHRUN if not os.environ.get(name)]
+    if missing or not size.isdecimal():
+        reason = f"not set: {', '.join(missing)}" if missing else "not a number"
+        raise InputError(
+            f"WORLD_SIZE={size} in the environment is not from torchrun ({reason}); start several processes with "
+            "torchrun, or unset WORLD_SIZE"
+        )
+    return int(size)
 
 
 def local_device(name: str) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from proxsparse.io.mask_files import pack_mask, unpack_mask
 from proxsparse.runtime.distributed import is_rank_zero, world_size
+from proxsparse.runtime.progress import phase
 
 # ---------------------------------------------------------------------------------------------- shards
 
@@ -55,18 +56,20 @@ def shard_and_move_(
     shards = device_mesh(device, within_node) if world_size() > 1 else None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pretrained, placed = {}, set()
-    for module in (*blocks, model):
-        own = {names[id(p)]: p for p in module.parameters() if id(p) in names and names[id(p)] not in placed}
-        loaded = {name: parameter.detach() for name, parameter in own.items()}
-        for parameter in own.values():
-            parameter.data = parameter.detach().to(device, dtype, copy=keep == "disk").contiguous()
-        if shards is not None:
-            fully_shard(module, mesh=shards, reshard_after_forward=True)  # also of the root: evaluation has no backward
-            module.set_gradient_divide_factor(1.0)  # a sum: the loss is divided already, see learning.backward
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        for name, weight in loaded.items():
-            pretrained[name] = copy_to(local_rows(model.get_parameter(name), weight), keep, device)
-        placed |= own.keys()
+    with phase(f"moving the model to {device}", unit="module") as current:
+        for module in current.count([*blocks, model]):
+            own = {names[id(p)]: p for p in module.parameters() if id(p) in names and names[id(p)] not in placed}
+            loaded = {name: parameter.detach() for name, parameter in own.items()}
+            for parameter in own.values():
+                parameter.data = parameter.detach().to(device, dtype, copy=keep == "disk").contiguous()
+            if shards is not None:
+                # also of the root: evaluation has no backward
+                fully_shard(module, mesh=shards, reshard_after_forward=True)
+                module.set_gradient_divide_factor(1.0)  # a sum: the loss is divided already, see learning.backward
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+            for name, weight in loaded.items():
+                pretrained[name] = copy_to(local_rows(model.get_parameter(name), weight), keep, device)
+            placed |= own.keys()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
     return {name: pretrained[name] for name, _ in model.named_parameters()}

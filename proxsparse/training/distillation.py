@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL
-from proxsparse.runtime.distributed import gather_in_order, shard_items
+from proxsparse.runtime.distributed import gather_in_order, shard_items, world_size
+from proxsparse.runtime.progress import phase
 
 # Tokens of the teacher's distribution that are kept one by one; the rest of the vocabulary counts as one more token:
 # a full distribution would take vocabulary / 64 times the memory for every token of the calibration text.
@@ -22,8 +23,12 @@ def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
 
     Adds teacher_tokens, int32 [R, K], the K = 64 likeliest next tokens, and teacher_probs, bfloat16 [R, K].
     """
-    shared = [(likeliest(logits_at_labels(model, batch)[0]), counts) for batch, counts in shard_items(batches)]
-    targets = gather_in_order([target for target, counts in shared if counts], len(batches))
+    own = []
+    with phase("targets of the teacher", sum(len(batch["input_ids"]) for batch in batches), "sample") as current:
+        for batch, counts in shard_items(batches):
+            own += [likeliest(logits_at_labels(model, batch)[0])] * counts
+            current.step(len(batch["input_ids"]) * world_size())
+        targets = gather_in_order(own, len(batches))
     return [batch | target for batch, target in zip(batches, targets, strict=True)]
 
 

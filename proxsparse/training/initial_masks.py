@@ -66,12 +66,11 @@ def initial_masks(
     layers: dict[str, nn.Linear],
     batches: list[dict[str, Tensor]],
     patterns: dict[str, NMPattern],
-    progress: bool = False,
 ) -> dict[str, Tensor]:
     """The masks to start from: layer name -> bool [out_features, in_features]; {} is the ranking of the weights.
 
     Raises what the method raises.
     """
     if isinstance(start, Method):
-        return compute_masks(start, model, layers, batches, patterns, progress)
+        return compute_masks(start, model, layers, batches, patterns)
     return start or {}

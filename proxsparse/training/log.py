@@ -1,16 +1,14 @@
-"""Where a run's figures go: metrics.jsonl, a progress bar, and the tracker of --report_to."""
+"""Where the figures of a run go: metrics.jsonl, the progress bar, and the tracker of --report_to."""
 
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
-
-from tqdm import tqdm
 
 from proxsparse.errors import InputError
 from proxsparse.io.output_folder import NEXT
 from proxsparse.runtime.distributed import is_rank_zero
+from proxsparse.runtime.progress import phase
 
 
 class RunLog:
@@ -23,7 +21,6 @@ class RunLog:
         done: the number of steps before.
         steps: the number of all steps.
         pattern: N:M, for the bar.
-        progress: whether to show the bar.
     """
 
     def __init__(
@@ -33,31 +30,30 @@ class RunLog:
         steps: int,
         pattern: str,
         report_to: str = "none",
-        progress: bool = True,
     ):
         self.pattern, writes = pattern, run_dir is not None and is_rank_zero()
         self.file = (run_dir / "metrics.jsonl" if writes else Path(os.devnull)).open("a", encoding="utf-8")
-        bar = {"desc": "learning masks", "unit": "step", "dynamic_ncols": True}
-        self.bar = tqdm(total=steps, initial=done, file=sys.stderr, disable=not (progress and is_rank_zero()), **bar)
+        self.bar = phase("learning the masks", steps, done=done)
         self.track, self.close_tracker = TRACKERS[report_to if writes else "none"](run_dir, done)
 
     def step(self, row: dict) -> None:
         """Records one step; `row` holds "step" and numbers."""
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        self.bar.set_postfix_str(
+        self.learning.result = f"loss {row['loss']:.3f}"
+        self.learning.note = (
             f"loss {row['loss']:.3f} lr {row['learning_rate']:.1e} "
-            f"{self.pattern} {row['feasible_share']:.1%} changed {row['mask_change']:.2%}",
-            refresh=False,
+            f"{self.pattern} {row['feasible_share']:.1%} changed {row['mask_change']:.2%}"
         )
-        self.bar.update()
+        self.learning.step()
         self.track(row)
 
     def __enter__(self) -> "RunLog":
+        self.learning = self.bar.__enter__()
         return self
 
-    def __exit__(self, *_exception) -> None:
-        self.bar.close()
+    def __exit__(self, *exception) -> None:
+        self.bar.__exit__(*exception)
         self.file.close()
         self.close_tracker()
 

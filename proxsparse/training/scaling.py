@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
 from proxsparse.models.checks import check_finite
-from proxsparse.runtime.distributed import all_reduce_sum_, shard_items
+from proxsparse.runtime.distributed import all_reduce_sum_, shard_items, world_size
+from proxsparse.runtime.progress import phase
 from proxsparse.runtime.sharding import local, mean_of_shards
 
 # A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
@@ -47,9 +48,12 @@ def activation_scaling(
 
     handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
     try:
-        for ids, counts in shard_items(list(islice(single_samples(batches), samples))):
-            factor = float(counts)
-            model(input_ids=ids.to(model.device), use_cache=False)
+        inputs = list(islice(single_samples(batches), samples))
+        with phase("scaling by the activations", len(inputs), "sample") as current:
+            for ids, counts in shard_items(inputs):
+                factor = float(counts)
+                model(input_ids=ids.to(model.device), use_cache=False)
+                current.step(world_size())
     finally:
         for handle in handles:
             handle.remove()

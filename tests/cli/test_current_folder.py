@@ -5,16 +5,23 @@ import sys
 
 import pytest
 
+from proxsparse._start import COMMANDS
+
 SHADOWED = ("yaml", "json", "pathlib", "numpy", "torch", "transformers", "safetensors", "datasets", "triton", "ninja")
 
+# What pip installs as bin/proxsparse.
+SCRIPT = "import sys\nfrom proxsparse.__main__ import main\nsys.exit(main())\n"
+MODULES = [["-m", f"proxsparse.{name}"] for name in COMMANDS]
+FRONT_DOORS = [["-m", "proxsparse"], ["-m", "proxsparse", "pack"], ["SCRIPT"], ["SCRIPT", "pack"]]
 
-COMMANDS = [["-m", f"proxsparse.{name}"] for name in ("train", "prune", "evaluate", "pack", "report", "env")]
 
-
-@pytest.mark.parametrize("command", [*COMMANDS, ["-u", "-mproxsparse.pack"]], ids=lambda command: command[-1])
+@pytest.mark.parametrize("command", [*MODULES, *FRONT_DOORS, ["-u", "-mproxsparse.pack"]], ids=" ".join)
 def test_no_module_of_the_current_folder_is_imported(command, tmp_path):
     for name in SHADOWED:
         (tmp_path / f"{name}.py").write_text("open('imported', 'w').write(__name__)\nraise SystemExit('a stranger')\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "proxsparse").write_text(SCRIPT)
+    command = [word.replace("SCRIPT", str(tmp_path / "bin" / "proxsparse")) for word in command]
     arguments = [] if command[-1] == "proxsparse.env" else ["--help"]
     done = subprocess.run([sys.executable, *command, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()

@@ -130,6 +130,15 @@ def test_dtype(dtype, folders):
     assert torch.equal(model.get_submodule(LAYER).dense_weight(), dense.get_submodule(LAYER).weight)
 
 
+def test_another_dtype_after_loading(folders):
+    model = load(folders[1], dtype=torch.bfloat16)
+    for refused in (model.half, model.float):
+        with pytest.raises(ValueError, match="quantized"):
+            refused()
+    for cast in (model.to(torch.float16), sparsify_(load(folders[0])).half()):
+        assert {parameter.dtype for parameter in cast.parameters()} == {torch.float16}
+
+
 def test_a_part_sparsified_and_the_whole_saved(folders, tmp_path):
     model = load(folders[0])
     sparsify_(model.model)  # the config is that of the whole, the names are those of the part

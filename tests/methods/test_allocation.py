@@ -59,7 +59,7 @@ def layers_of_block(model, index):
 
 def wishes_of(name, model, batches, pattern="2:4", **options):
     blocks = by_decoder_block(model, prunable_layers(model))
-    return get_allocation(name).wish(model, blocks, batches, NMPattern.parse(pattern), False, **options)
+    return get_allocation(name).wish(model, blocks, batches, NMPattern.parse(pattern), **options)
 
 
 def best_by_trying(wishes, sizes, pattern):
@@ -214,7 +214,7 @@ def test_unequal_decoder_blocks_come_as_near_as_they_can(name, deep_model, batch
     blocks = by_decoder_block(model, layers)
     patterns = allocate(name, model, layers, batches, pattern, **OPTIONS[name])
     sizes = [sum(layer.weight.numel() for layer in block.values()) for block in blocks]
-    wishes = get_allocation(name).wish(model, blocks, batches, pattern, False, **OPTIONS[name])
+    wishes = get_allocation(name).wish(model, blocks, batches, pattern, **OPTIONS[name])
     counts = [next(patterns[layer].n for layer in block) for block in blocks]
     assert len(set(sizes)) == 2
     assert np.average(wishes, weights=sizes) == pytest.approx(2)

@@ -45,7 +45,7 @@ def hooked_inputs(model, batches):
 @pytest.mark.parametrize("family", MODELS)
 def test_an_unpruned_model_is_replayed_exactly(family, tiny_model, batches):
     model, walked = tiny_model(family), {}
-    walk(model, prunable_layers(model), batches, Inputs, walked.update, progress=False)
+    walk(model, prunable_layers(model), batches, Inputs, walked.update)
     expected = hooked_inputs(model, batches)
     assert walked.keys() == expected.keys()
     for name, rows in expected.items():
@@ -84,7 +84,7 @@ def test_later_blocks_see_the_pruned_ones(tiny_model, batches):
             model.get_submodule(name).weight.data.mul_(0.5)
 
     layers = prunable_layers(model)
-    walk(model, layers, batches, Inputs, halve, progress=False)
+    walk(model, layers, batches, Inputs, halve)
     first_pruned = tiny_model()
     for name, layer in prunable_layers(first_pruned).items():
         layer.weight.data.mul_(0.5 if ".0." in name else 1.0)
@@ -151,7 +151,7 @@ def test_wanda_scores_of_the_first_block(tiny_model, batches):
     """||X_j||_2 over all tokens of all documents, and the mask that |W_ij| * ||X_j||_2 gives."""
     model, collected = tiny_model(), {}
     rows = hooked_inputs(model, batches)
-    walk(model, prunable_layers(model), batches, FeatureNorms, collected.update, progress=False)
+    walk(model, prunable_layers(model), batches, FeatureNorms, collected.update)
     masks = prune_(tiny_model(), "wanda", batches)
     first = [name for name in masks if ".0." in name]
     assert len(first) == 7

@@ -1,0 +1,42 @@
+"""`proxsparse COMMAND ...`, or `python -m proxsparse COMMAND ...`: runs one of the commands.
+
+`python -m proxsparse.COMMAND` is the same. Without a command, and for --help and --version, torch is not imported.
+"""
+
+import importlib
+import sys
+
+from proxsparse import __version__
+from proxsparse._start import COMMANDS
+from proxsparse.errors import InputError, run_command
+
+
+def main() -> int:
+    """Runs the command that the first argument names. Returns the exit code."""
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command in COMMANDS:
+        module = importlib.import_module(f"proxsparse.{command}")
+        return run_command(lambda: module.main(arguments))
+    return run_command(lambda: answer(command))
+
+
+def answer(option: str) -> None:
+    """Prints what --help or --version asks for. Raises InputError for anything else."""
+    if option in ("-h", "--help"):
+        print(help_text())
+    elif option == "--version":
+        print(f"proxsparse {__version__}")
+    else:
+        raise InputError(f"{option}: no such command; choose from {', '.join(COMMANDS)}")
+
+
+def help_text() -> str:
+    """What --help prints: a line for each command."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
+    usage, more = "usage: proxsparse COMMAND [ARGUMENT ...]", "proxsparse COMMAND --help lists the flags of a command."
+    return "\n".join([usage, "", "commands:", *lines, "", more])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Progress on stderr: what a command is doing, how long it will take, and one line when a phase has ended.
+
+    with phase("perplexity", len(windows), "window") as current:
+        for window in windows:
+            ...
+            current.step()
+        current.result = f"{value:.2f}"
+
+A terminal shows a bar with the time left. A file or a pipe gets a line every half minute, without "\\r". Command lines
+turn progress on with `shown`; a library call prints nothing. Of several processes only rank zero prints.
+"""
+
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from types import ModuleType
+from typing import TypeVar
+
+T = TypeVar("T")
+TERMINAL_INTERVAL_S, FILE_INTERVAL_S = 0.2, 30.0
+_shown: ContextVar[bool] = ContextVar("proxsparse_progress", default=False)
+
+
+@contextmanager
+def shown(on: bool = True) -> Iterator[None]:
+    """Within the block phases print. False changes nothing: an outer block may have turned progress on."""
+    token = _shown.set(on or _shown.get())
+    try:
+        yield
+    finally:
+        _shown.reset(token)
+
+
+class Phase:
+    """One phase: count with `step`; `note` is shown beside the bar, `result` in the line at the end."""
+
+    def __init__(self, name: str, total: int | None, unit: str, done: int):
+        self.name, self.unit, self.note, self.result = name, unit, "", ""
+        self.started = time.monotonic()
+        self.begin(total, done)
+
+    def begin(self, total: int | None, done: int = 0) -> None:
+        """Counts from `done` to `total`, the number of steps if known; a resumed phase does not begin at 0."""
+        self.first, self.done, self.total, self.counted_from = done, done, total, time.monotonic()
+
+    def step(self, count: int = 1) -> None:
+        """Counts, at most to the total. It prints nothing itself, so it costs nothing in a hot loop."""
+        self.done = min(self.done + count, self.total or math.inf)
+
+    def count(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, each counted when the next one is asked for; where their number is known, it is the total."""
+        if hasattr(items, "__len__"):
+            self.begin(len(items))
+        for item in items:
+            yield item
+            self.step()
+
+    @contextmanager
+    def instead_of_tqdm(self, *modules: ModuleType) -> Iterator[None]:
+        """Within the block the bars of `tqdm` in these modules of other libraries count here, one after the other."""
+        before = [(module, getattr(module, "tqdm", None)) for module in modules]
+        try:
+            for module in modules:
+                module.tqdm = lambda items=None, total=None, **_settings: _Bar(self, items, total)
+            yield
+        finally:
+            for module, tqdm in before:
+                module.tqdm = tqdm
+
+    def bar(self, columns: int) -> str:
+        """The state as tqdm words it, in so many columns; 0 is the same text without the bar."""
+        from tqdm import tqdm
+
+        elapsed = time.monotonic() - self.counted_from
+        if not self.total and not self.done:
+            return f"{self.name}: {tqdm.format_interval(elapsed)}"[: columns or None]
+        ascii_only = not (sys.stderr.encoding or "").lower().startswith("utf")
+        return tqdm.format_meter(
+            self.done, self.total, elapsed, columns, self.name, ascii_only, self.unit, initial=self.first,
+            postfix=self.note,
+        )  # fmt: skip
+
+    def summary(self) -> str:
+        """The line at the end: what, the result, how much in how long."""
+        seconds = time.monotonic() - self.started
+        how_long = f"{seconds:.1f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+        if self.total or self.done:
+            of_total = "" if self.total in (None, self.done) else f" of {self.total:,}"
+            how_long = f"{self.done:,}{of_total} {self.unit}{'s' * ((self.total or self.done) != 1)}, {how_long}"
+        return f"{self.name}: {self.result or 'done'} ({how_long})"
+
+
+class _Bar:
+    """What other libraries use of a tqdm bar, counted in a phase."""
+
+    def __init__(self, current: Phase, items: Iterable | None, total: int | None):
+        self.current, self.items, self.update = current, items, current.step
+        current.begin(total)
+
+    def __iter__(self) -> Iterator:
+        return self.current.count(self.items)
+
+    def close(self) -> None:
+        """Nothing to do: the phase goes on."""
+
+
+@contextmanager
+def phase(name: str, total: int | None = None, unit: str = "step", done: int = 0) -> Iterator[Phase]:
+    """Shows a phase of a command while the block runs; `total` is None where the number of steps is not known."""
+    current = Phase(name, total, unit, done)
+    if not _shown.get() or os.environ.get("RANK", "0") != "0":
+        yield current
+        return
+    ended = threading.Event()
+    painter = threading.Thread(target=_paint, args=(current, ended), daemon=True)
+    painter.start()
+    try:
+        yield current
+    finally:
+        ended.set()
+        painter.join()
+    write_line(current.summary())
+
+
+def _paint(current: Phase, ended: threading.Event) -> None:
+    """Shows the phase again and again until it has ended: the working thread only counts."""
+    if not sys.stderr.isatty():
+        while not ended.wait(FILE_INTERVAL_S):
+            write_line(current.bar(0))
+        return
+    while True:
+        columns = shutil.get_terminal_size().columns - 1
+        _write("\r" + current.bar(columns).ljust(columns))
+        if ended.wait(TERMINAL_INTERVAL_S):
+            break
+    _write("\r" + " " * columns + "\r")
+
+
+def write_line(text: str) -> None:
+    """Prints a line on stderr, in the place of a bar if there is one."""
+    columns = shutil.get_terminal_size().columns - 1 if sys.stderr.isatty() else 0
+    _write(f"\r{' ' * columns}\r{text}\n" if columns else f"{text}\n")
+
+
+def _write(text: str) -> None:
+    with suppress(OSError):  # the terminal is gone or the reader of the pipe has left: no reason to stop the work
+        sys.stderr.write(text)
+        sys.stderr.flush()

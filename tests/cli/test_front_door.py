@@ -1,0 +1,200 @@
+"""The `proxsparse` command: its help, how fast it starts, how a command names itself, and how it ends."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from proxsparse import __main__, _start, env, evaluate, pack, prune, report, train
+from proxsparse._start import COMMANDS
+from proxsparse.errors import BROKEN_PIPE, INTERRUPTED, InputError, run_command
+from proxsparse.ops.backends import cpp
+from proxsparse.run.resume import naming_progress
+from proxsparse.runtime import distributed
+from proxsparse.runtime.command import command_line
+
+BY_NAME = [sys.executable, "-m", "proxsparse"]
+
+
+def run(*arguments, **settings):
+    """The finished process of `python -m proxsparse ...`."""
+    return subprocess.run([*BY_NAME, *arguments], capture_output=True, text=True, **settings)
+
+
+def fails(capsys, main, arguments, *words):
+    """The command fails with one line that holds the words, and prints nothing else."""
+    assert run_command(lambda: main(list(map(str, arguments)))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert all(word in line for word in words), line
+
+
+def test_help_lists_every_command_and_imports_no_torch():
+    done = run("--help", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
+    assert done.returncode == 0
+    for name, what in COMMANDS.items():
+        assert f"  {name:<8}  {what}\n" in done.stdout
+        assert importlib.import_module(f"proxsparse.{name}").main
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "proxsparse.errors" in imported
+    assert not imported & {"torch", "tqdm", "transformers", "numpy"}
+
+
+def test_version_and_an_unknown_command(monkeypatch, capsys):
+    for arguments, code, out, err in (
+        (["--version"], 0, "proxsparse 0.", ""),
+        ([], 0, "usage: proxsparse COMMAND", ""),
+        (["trian"], 2, "", "error: trian: no such command; choose from train, prune, evaluate, pack, report, env\n"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["proxsparse", *arguments])
+        assert __main__.main() == code
+        captured = capsys.readouterr()
+        assert captured.out.startswith(out)
+        assert captured.err == err
+
+
+STARTS = {
+    "/venv/bin/proxsparse {}": "proxsparse {}",
+    "/lib/proxsparse/__main__.py {}": "python -m proxsparse {}",
+    "/lib/proxsparse/{}.py": "python -m proxsparse.{}",
+}
+
+
+@pytest.mark.parametrize(("started", "shown"), STARTS.items())
+@pytest.mark.parametrize("main", [train, prune, evaluate, pack, report, env], ids=lambda module: module.__name__)
+def test_a_command_names_itself_as_it_was_started(started, shown, main, monkeypatch, capsys):
+    name = main.__name__.rpartition(".")[2]
+    monkeypatch.setattr(sys, "argv", [*started.format(name).split(), "--limit", "a b"])
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    assert f"usage: {shown.format(name)} " in capsys.readouterr().out
+    assert command_line() == f"{shown.format(name)} --limit 'a b'"
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "words"),
+    [
+        (evaluate.main, ["model", "--dat", "x"], ["unrecognized arguments: --dat x", "--help"]),
+        (evaluate.main, ["model", "--limit", "few"], ["--limit", "'few'"]),
+        (evaluate.main, ["model", "--precision", "fp8"], ["--precision", "fp8", "bf16"]),
+        (evaluate.main, [], ["required: model"]),
+        (pack.main, ["model"], ["required: --output_dir"]),
+        (pack.main, ["model", "--output_dir"], ["--output_dir", "expected one argument"]),
+        (report.main, [], ["required: run_dir"]),
+        (report.main, ["a", "b"], ["unrecognized arguments: b"]),
+        (env.main, ["--json"], ["unrecognized arguments: --json"]),
+        (prune.main, ["--lerning_rate", "1"], ["--lerning_rate", "--help"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line(main, arguments, words, capsys):
+    fails(capsys, main, arguments, *words)
+
+
+@pytest.mark.parametrize("command", [["--help"], ["prune", "--list"]], ids=" ".join)
+def test_a_reader_that_leaves_ends_a_command_quietly(command):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*BY_NAME, *command], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
+
+
+@pytest.mark.parametrize("command", [["-m", "proxsparse.env"], ["-m", "proxsparse", "env"]], ids=" ".join)
+def test_ctrl_c_during_the_imports_leaves_no_traceback(command, tmp_path):
+    (tmp_path / "torch.py").write_text("print('here', flush=True)\nimport time\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, *command], env=os.environ | {"PYTHONPATH": path}, **streams)
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("", "\ninterrupted\n")
+    assert process.returncode == INTERRUPTED
+
+
+def test_ctrl_c_is_an_exception_once_the_imports_are_done(capsys):
+    """So that a command can clean up."""
+    before = signal.signal(signal.SIGINT, _start.quit_at_once)
+    try:
+        assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_a_warning_is_one_line(capsys):
+    run_command(lambda: warnings.warn("two\n  lines", stacklevel=1))
+    assert capsys.readouterr().err == "warning: two lines\n"
+
+
+@pytest.mark.parametrize(("utf8", "remedy"), [("0", "ascii of this locale; set PYTHONUTF8=1"), ("1", "rename it")])
+def test_a_path_that_the_locale_cannot_read_is_refused_at_once(utf8, remedy, tmp_path):
+    name = "café" if utf8 == "0" else os.fsdecode(b"caf\xe9")
+    (tmp_path / name).mkdir()
+    locale = os.environ | {"LC_ALL": "C", "PYTHONUTF8": utf8}
+    for done in (run("--version", name, env=locale), run("--version", cwd=tmp_path / name, env=locale)):
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: '")
+        assert remedy in done.stderr
+    assert run("--version", "café", env=locale | {"PYTHONUTF8": "1"}).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "words"),
+    [
+        ("2", {}, "(not set: RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT); start several processes"),
+        ("two", dict.fromkeys(distributed.SET_BY_TORCHRUN, "1"), "(not a number); start several processes"),
+    ],
+)
+def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, monkeypatch, capsys):
+    for name, value in ({"WORLD_SIZE": size} | more).items():
+        monkeypatch.setenv(name, value)
+    fails(capsys, train.main, [], f"WORLD_SIZE={size}", words, "with torchrun, or unset WORLD_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        (KeyboardInterrupt(), True),
+        (OSError("No space left on device"), True),
+        (RuntimeError("safetensors: No space left on device (os error 28)"), True),
+        (torch.distributed.DistBackendError("another process has ended"), True),
+        (torch.AcceleratorError("unspecified launch failure"), True),
+        (OverflowError("cannot convert float infinity to integer"), False),
+        (MemoryError(), False),
+        (RuntimeError("nm_mask: backend 'cpp' was chosen explicitly but cannot serve this call"), False),
+        (InputError("--seq_len 0"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_same_command_is_recommended_only_where_it_helps(error, helps, tmp_path):
+    with pytest.raises(type(error)) as raised, naming_progress(tmp_path, lambda: "checkpoint-3"):
+        raise error
+    assert bool(getattr(raised.value, "__notes__", [])) is helps
+
+
+def test_env_says_what_to_do_for_a_faster_backend(monkeypatch, capsys):
+    monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing; remedy: apt install g++")
+    assert env.main([]) == 0
+    if torch.cuda.is_available():
+        return
+    *_, packed_and_ops, torch_build = capsys.readouterr().out.splitlines()
+    assert packed_and_ops.startswith("  cpp for adamw_prox_, nm_mask, ")
+    assert packed_and_ops.endswith(", packed layers: apt install g++")
+    assert "torch" in torch_build
+    assert "GPU" in torch_build
+
+
+def test_env_names_versions_and_compilers(monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
+    env.main([])
+    printed = capsys.readouterr().out
+    for words in (f"torch {torch.__version__}", "Python 3.", "transformers ", "triton ", "CUDA ", "ROCm ", "nvcc "):
+        assert words in printed
+    assert "compilers: missing;" in printed
+    assert "unset PROXSPARSE_BACKEND=reference: the fastest backend" in printed
