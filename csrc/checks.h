@@ -139,7 +139,7 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
 inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, int64_t n, const at::Tensor& values,
                              const at::Tensor& indices) {
   TORCH_CHECK_VALUE(n >= 1 && n <= 3, "n=", n,
-                    ": only blocks of 4 can be packed, as 1:4, 2:4 or 3:4; leave the weight dense");
+                    ": only 1:4, 2:4 and 3:4 weights can be packed; leave the weight dense");
   check_in_features("weight", weight);
   check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
   auto sizes = weight.sizes().vec();

@@ -175,15 +175,16 @@ constexpr Sweeps kSweeps[] = {{0.003f, 2, 3, 6},  {0.01f, 2, 4, 7},  {0.03f, 3, 
                               {0.25f, 9, 13, 28}, {0.3f, 10, 16, 33}};
 constexpr int kSweepRows = sizeof(kSweeps) / sizeof(kSweeps[0]);
 
-// The sweeps for blocks with u1 <= largest <= kConvexUpTo, from row `row` of the table on. Comparisons with constants:
-// a GPU then needs no table in memory.
-template <int Sweeps::* kPrecision, int row = 0, typename T>
+// The sweeps for blocks with u1 <= largest <= kConvexUpTo. Comparisons with constants: a GPU then needs no table in
+// memory.
+template <int Sweeps::* kPrecision, int row = kSweepRows - 1, typename T>
 PROXSPARSE_INLINE int sweeps_needed(T largest) {
-  constexpr Sweeps sweeps = kSweeps[row];
-  if constexpr (row < kSweepRows - 1) {
-    if (largest > sweeps.max_u1) return sweeps_needed<kPrecision, row + 1>(largest);
+  constexpr Sweeps sweeps = kSweeps[row], previous = kSweeps[row > 0 ? row - 1 : 0];
+  if constexpr (row == 0) {
+    return sweeps.*kPrecision;
+  } else {
+    return select(largest > previous.max_u1, sweeps.*kPrecision, sweeps_needed<kPrecision, row - 1>(largest));
   }
-  return sweeps.*kPrecision;
 }
 
 // One sweep of coordinate descent for u1 <= 1, in any order: x_i <- max(u_i - e_2(the three others), 0).

@@ -67,7 +67,7 @@ def test_threads_change_nothing(dtype, compiled):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(kernels.packed_linear(x, *pack_nm(weight), None))
+            results.append(kernels.sparse_linear(x, *pack_nm(weight), None))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -81,7 +81,7 @@ def test_nan_and_infinity_meet_the_kept_weights_alone(dtype, compiled):
     weight[1, 0], weight[2, 0] = torch.nan, -torch.inf
     x = torch.ones(4, 8, dtype=dtype)
     x[1, 2], x[2, 7], x[3, 1] = torch.nan, torch.inf, torch.nan  # the first meets no weight
-    y = kernels.packed_linear(x, *pack_nm(weight), None)
+    y = kernels.sparse_linear(x, *pack_nm(weight), None)
     expected = [[10, "nan", "-inf"], [10, "nan", "-inf"], ["inf", "nan", "nan"], ["nan", "nan", "nan"]]
     assert [[str(number).removesuffix(".0") for number in row] for row in y.tolist()] == [
         [str(number) for number in row] for row in expected
@@ -91,7 +91,7 @@ def test_nan_and_infinity_meet_the_kept_weights_alone(dtype, compiled):
 def test_no_inputs_and_no_outputs(compiled):
     x, bias = torch.ones(3, 0), torch.arange(5.0)
     indices = torch.zeros(5, 0, dtype=torch.uint8)
-    assert torch.equal(kernels.packed_linear(x, torch.zeros(5, 0), indices, bias), bias.expand(3, 5))
+    assert torch.equal(kernels.sparse_linear(x, torch.zeros(5, 0), indices, bias), bias.expand(3, 5))
     assert backend("cpp").linear(x[:, :0], torch.zeros(0, 0), indices[:0], None, None).shape == (3, 0)
 
 
@@ -141,4 +141,4 @@ def test_the_kernel_refuses_what_does_not_fit(changed, message, compiled):
         "y": torch.ones(2, 3),
     }
     with pytest.raises(ValueError, match=message):
-        compiled.packed_linear(**good | changed)
+        compiled.sparse_linear(**good | changed)

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxsparse.inference.backends import register_backend
-from proxsparse.ops.backends.cpp import packed_linear, supports_packed_linear, unpack_into
+from proxsparse.ops.backends.cpp import sparse_linear, supports_sparse_linear, unpack_into
 
 # Up to so many rows the packed weight wins over slabs: two cores of an EPYC 9005 (AVX-512 with BF16), torch 2.13,
 # in_features 576 to 4096; the two meet between 32 and 64 rows in bf16, between 256 and 1024 in fp32. What comes of it:
@@ -14,9 +14,9 @@ FEW_ROWS = {torch.bfloat16: 48, torch.float32: 256}
 SLAB_BYTES = 4 << 20  # of dense weights: they stay in the cache of the cores
 
 
-@register_backend("cpp", supports=supports_packed_linear)
+@register_backend("cpp", supports=supports_sparse_linear)
 def _linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
-    return (packed_linear if len(x) <= FEW_ROWS[x.dtype] else linear_by_slabs)(x, values, indices, bias)
+    return (sparse_linear if len(x) <= FEW_ROWS[x.dtype] else linear_by_slabs)(x, values, indices, bias)
 
 
 def linear_by_slabs(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:

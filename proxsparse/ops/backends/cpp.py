@@ -59,7 +59,7 @@ def _adamw_prox_(*arguments) -> None:
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
     """Of a weight, or of values and indices; then n and m, of which any is served that can be packed."""
-    if _C is not None and not hasattr(_C, "packed_linear"):
+    if _C is not None and not hasattr(_C, "sparse_linear"):
         return "the compiled extension is older than the packed form; remedy: install again"
     return _supports(tensor, 2, 4)
 
@@ -85,16 +85,16 @@ def unpack_into(weight: Tensor, values: Tensor, indices: Tensor, n: int = 2) -> 
     return weight
 
 
-def supports_packed_linear(x: Tensor, values: Tensor) -> str | None:
-    """None, or why `packed_linear` cannot multiply x [rows, in_features] by these values [out_features, k]."""
+def supports_sparse_linear(x: Tensor, values: Tensor) -> str | None:
+    """None, or why `sparse_linear` cannot multiply x [rows, in_features] by these values [out_features, k]."""
     if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype != x.dtype:
         return f"it serves float32 or bfloat16, not {x.dtype} times {values.dtype}"
     return _supports_packed(x) or _supports_packed(values)
 
 
-def packed_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
+def sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias, [rows, out_features]; csrc/ops.h has the contract. Strides may be any."""
     y = x.new_empty((x.shape[0], values.shape[0]))
     bias = None if bias is None else bias.contiguous()
-    _C.packed_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
+    _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
     return y
