@@ -33,8 +33,8 @@ struct AdamWProxCall {
   double decay;        // 1 - lr * weight_decay
   double correction1;  // 1 / (1 - beta1^step), step counted from 1
   double correction2;  // 1 / sqrt(1 - beta2^step)
-  double reg_lambda;  // 0: AdamW without the prox
-  int n;              // weights kept of every 4: 1 or 2
+  double reg_lambda;   // 0: AdamW without the prox
+  int n;               // weights kept of every 4: 1 or 2
   double frozen_lambda, frozen_eps;
   bool stochastic;  // rounding to bfloat16, with the random bits of `seed`
   uint64_t seed;

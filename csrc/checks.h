@@ -1,5 +1,5 @@
-// Checks of the tensors that Python passes, for the CPU and for the GPU: each raises ValueError with the value and the
-// remedy. And the calls (calls.h) made of checked tensors.
+// Checks the arguments that Python passes, on the CPU and on the GPU, and makes the calls (calls.h) from them. Every
+// check raises ValueError with the value and the remedy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -138,8 +138,7 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
 // The weight of an n:4 pattern and its packed form.
 inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, int64_t n, const at::Tensor& values,
                              const at::Tensor& indices) {
-  TORCH_CHECK_VALUE(n >= 1 && n <= 3, "n=", n,
-                    ": only 1:4, 2:4 and 3:4 weights can be packed; leave the weight dense");
+  TORCH_CHECK_VALUE(n >= 1 && n <= 3, "n=", n, ": only 1:4, 2:4 and 3:4 weights can be packed; leave the weight dense");
   check_in_features("weight", weight);
   check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
   auto sizes = weight.sizes().vec();

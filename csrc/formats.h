@@ -41,7 +41,7 @@ struct BFloat16 {  // the upper half of a float32
   static PROXSPARSE_INLINE Value decode(Bits upper) {
     return bits_as<float>(upper & Bits(0xffff0000));
   }
-  // In the upper half, rounded to nearest, ties to even; not for a NaN.
+  // The bits of a float32, rounded to nearest, ties to even; the result is in the upper half. Not for a NaN.
   template <typename Bits>
   static PROXSPARSE_INLINE Bits round(Bits float32) {
     return float32 + Bits(0x7fff) + ((float32 >> 16) & Bits(1));

@@ -25,8 +25,7 @@ struct Block {
   T w1, w2, w3, w4;
 };
 
-// ------------------------------------------------------------------------- arithmetic; cpu/vec.h has overloads for
-// vectors
+// ------------------------------------------------------------------------- arithmetic (for vectors: cpu/vec.h)
 
 // By value: a conditional between two lvalues would be a conditional address, which no compiler vectorizes.
 template <typename T>
@@ -363,7 +362,7 @@ PROXSPARSE_INLINE Block<T> best_with_fourth_24(Block<T> u, Block<T> x) {
 
 // ------------------------------------------------------------------------- 1:4
 
-// The exact prox of a sorted 1:4 block for lambda < 1, where the problem is convex (otherwise it is [z1, 0, 0, 0]).
+// The exact prox of a sorted 1:4 block for lambda < 1, where the problem is convex. (Otherwise it is [z1, 0, 0, 0].)
 // With
 //   w_k = ((z1 + ... + z_k) / (1 + (k - 1) lambda) - gain * sum_{j<k} (z_j - z_k)) / k,  gain = 1 / (1 - lambda)
 // the support is the largest k with w_k > 0, and w_i = w_k + gain * (z_i - z_k) for i <= k. Only differences are

@@ -23,8 +23,8 @@ PROXSPARSE_INLINE Bits random_bits(Bits low, uint32_t high, uint64_t seed) {
   return mix(mix(low ^ Bits(static_cast<uint32_t>(seed))) ^ Bits(high ^ static_cast<uint32_t>(seed >> 32)));
 }
 
-// value -> bfloat16 in the upper half of the result: that of (bits of value + random), random < 2^16, whose mean is the
-// value itself. A zero is +0, and a NaN stays a NaN.
+// Rounds to bfloat16: the result is the upper half of (bits of value + random), 0 <= random < 2^16. The mean over all
+// `random` is the value itself. A zero is +0, and a NaN stays a NaN.
 template <typename V, typename Bits>
 PROXSPARSE_INLINE Bits round_stochastically(V value, Bits random) {
   const Bits bits = bits_as<uint32_t>(value), exponent(0x7f800000), sum = bits + random;

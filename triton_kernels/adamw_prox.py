@@ -10,16 +10,7 @@ import triton
 import triton.language as tl
 
 from .block import largest_finite, shrink
-from .formats import (
-    INTERPRETED,
-    arithmetic_of,
-    is_half,
-    join4,
-    round_stochastically,
-    round_to_nearest,
-    split4,
-    widened,
-)
+from .formats import INTERPRETED, arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
 from .launch import LANES, override_launch
 from .prox import blocks_per_program, check_weight, gain_of
 

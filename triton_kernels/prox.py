@@ -32,8 +32,8 @@ BLOCKS_PER_PIECE = 8 * LANES
 # If not all blocks are small, they are solved in parts of two blocks per lane. This needs fewer registers, so that more
 # warps run at once.
 BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
-# The legal `blocks`, `warps` and `parts`: parts of two blocks per lane. They do not change the results; the fastest must
-# be measured.
+# The legal `blocks`, `warps` and `parts`: parts of two blocks per lane. The results are the same; the fastest has to be
+# measured.
 PROX_LAUNCHES = tuple(
     {"blocks": blocks, "warps": warps, "parts": parts}
     for blocks in (128, 256, 512)

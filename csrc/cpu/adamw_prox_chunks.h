@@ -26,8 +26,7 @@ PROXSPARSE_INLINE auto random_of_blocks(uint64_t seed, int64_t first, bool neede
   uint32_t counted[N];
   for (int lane = 0; lane < N; ++lane) counted[lane] = static_cast<uint32_t>(first) + 4 * lane;
   const B low = B::load(counted);
-  const auto high =
-      static_cast<uint32_t>(first >> 32);  // the same for all: no chunk contains a multiple of 2^32 inside
+  const auto high = static_cast<uint32_t>(first >> 32);  // 2^32 is a multiple of the chunk size: the same for all
   return each([=](B low) { return random_bits(low, high, seed); }, Block<B>{low, low + B(1), low + B(2), low + B(3)});
 }
 

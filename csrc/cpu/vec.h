@@ -361,10 +361,6 @@ template <typename S, int N>
 PROXSPARSE_INLINE S largest(Vec<S, N> v) {
   return largest_lane<N / 2>(v);
 }
-template <typename S, int N>
-PROXSPARSE_INLINE S smallest(Vec<S, N> v) {  // of unsigned integers
-  return ~largest(v ^ Vec<S, N>(~S{0}));
-}
 
 }  // namespace PROXSPARSE_ISA
 }  // namespace proxsparse

@@ -28,16 +28,12 @@ constexpr int kXBytes = 2 * kColumns * 4 * kXWords;  // of shared memory for eac
 // The most warps of a thread block for which the sums and the weights being loaded fit into registers.
 constexpr int max_warps(int groups, int tiles) { return groups > 1 && tiles == 4 ? 8 : 16; }
 
-struct GemvArguments {
-  GemvCall call;  // warps: a multiple of the groups; splits: the thread blocks of a cluster
-};
-
 // ------------------------------------------------------------------------- x
 
 // Copies one warp's part of a step of x to shared memory: kColumns rows from `first` on. Each row is [kChunks][8] units
-// of 16 bytes. Unit 4 * odd + t of a chunk has numbers 8t to 8t+7 of column 2b + odd of a multiplication: blocks n = 4a
-// + 2h + odd of x, with h = t / 2 and two a from 2 * (t % 2) on. It is stored at t ^ b instead of t, so that neither
-// this function nor load_matrices has bank conflicts.
+// of 16 bytes. Unit 4 * odd + t of a chunk has numbers 8t to 8t+7 of column 2b + odd of a multiplication: the
+// blocks 4a + 2h + odd of x, with h = t / 2 and two a from 2 * (t % 2) on. It is stored at t ^ b instead of t, so that
+// neither this function nor load_matrices has bank conflicts.
 template <bool kWhole>  // otherwise columns after the end of the rows become zeros
 __device__ void stage_x(const GemvCall& call, int first, uint32_t column, uint32_t* shared) {
   const uint32_t block = static_cast<uint32_t>(lane()), columns = static_cast<uint32_t>(call.in_features);
@@ -101,9 +97,8 @@ __device__ void add_step(LaneWeights (&weights)[kTiles], const uint32_t* x, cons
 // long pieces of each row. At the end, the sums of the teams and of the thread blocks of a cluster are added in a fixed
 // order.
 template <typename Format, int kGroups, int kTiles, bool kAligned>
-__global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kernel(GemvArguments arguments) {
+__global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kernel(GemvCall call) {
   constexpr int kWarpRows = kTiles * kTile, kBlockRows = kGroups * kWarpRows;
-  const GemvCall& call = arguments.call;
   const int teams = call.warps / kGroups, splits = call.splits, rank = static_cast<int>(blockIdx.y);
   const int member = warp() % kGroups, team = warp() / kGroups;
   const int first = static_cast<int>(blockIdx.x) * kBlockRows;
@@ -201,10 +196,10 @@ cudaError_t current_device(Device& device) {
 
 struct LaunchPlan {
   bool aligned;
-  int groups;  // of 4 rows of x
-  int tiles;   // of each warp
-  int blocks;  // thread blocks along the rows of W
-  GemvArguments arguments;
+  int groups;     // of 4 rows of x
+  int tiles;      // of each warp
+  int blocks;     // thread blocks along the rows of W
+  GemvCall call;  // warps: a multiple of the groups; splits: the thread blocks of a cluster
 };
 
 int power_of_two(int number, int most) {  // the largest that is at most both
@@ -229,16 +224,15 @@ LaunchPlan plan_launch(const GemvCall& call, const Device& device) {
   if (device.generation < 9) splits = 1;  // no clusters
   const int most = max_warps(groups, tiles), fit = (steps + splits - 1) / splits * groups;
   const int warps = call.warps > 0 ? call.warps : std::min(blocks > device.processors ? 8 : 16, fit);
-  GemvArguments arguments{call};
-  arguments.call.splits = splits;
-  arguments.call.warps = std::max(std::min(warps, most) / groups, 1) * groups;
-  return {aligned, groups, tiles, blocks, arguments};
+  GemvCall launched = call;
+  launched.splits = splits;
+  launched.warps = std::max(std::min(warps, most) / groups, 1) * groups;
+  return {aligned, groups, tiles, blocks, launched};
 }
 
 template <typename Format, int kGroups, int kTiles, bool kAligned>
 cudaError_t launch(const LaunchPlan& plan, cudaStream_t stream) {
-  GemvArguments arguments = plan.arguments;
-  GemvCall& call = arguments.call;
+  GemvCall call = plan.call;
   const auto kernel = gemv_kernel<Format, kGroups, kTiles, kAligned>;
   if (call.splits > 1 || call.dependent) {  // PTX for an older GPU, compiled by the driver, supports neither
     cudaFuncAttributes attributes{};
@@ -268,7 +262,7 @@ cudaError_t launch(const LaunchPlan& plan, cudaStream_t stream) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
   }
-  return cudaLaunchKernelEx(&config, kernel, arguments);
+  return cudaLaunchKernelEx(&config, kernel, call);
 }
 
 template <typename Format, int kGroups>

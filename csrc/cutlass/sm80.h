@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cutlass/cutlass.h"
-// This comment keeps the order: SparseGemm needs cutlass.h.
+// SparseGemm needs cutlass.h first; this comment keeps clang-format from sorting it.
 #include "cutlass/gemm/device/gemm_sparse.h"
 #include "tile.h"
 

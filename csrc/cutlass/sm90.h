@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cutlass/cutlass.h"
-// This comment keeps the order: the collectives need cutlass.h.
+// The collectives need cutlass.h first; this comment keeps clang-format from sorting it.
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
