@@ -1,4 +1,4 @@
-// proxsparse._C: names only.
+// proxsparse._C: the Python names of the functions in ops.h.
 #include <torch/csrc/utils/pybind.h>
 
 #include "ops.h"
@@ -19,6 +19,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              without_gil);
   module.def("unpack_n4", &proxsparse::unpack_n4, py::arg("values"), py::arg("indices"), py::arg("n"),
              py::arg("weight"), without_gil);
-  module.def("packed_linear", &proxsparse::packed_linear, py::arg("x"), py::arg("values"), py::arg("indices"),
+  module.def("sparse_linear", &proxsparse::sparse_linear, py::arg("x"), py::arg("values"), py::arg("indices"),
              py::arg("bias"), py::arg("y"), without_gil);
 }

@@ -1,4 +1,4 @@
-// What the loops over blocks need of a function: inlined without exception, or no compiler makes vector code of them.
+// PROXSPARSE_INLINE, for the functions of the loops over blocks: no compiler vectorizes a loop with a call in it.
 #pragma once
 
 #ifdef __CUDACC__
@@ -7,7 +7,13 @@
 #define PROXSPARSE_INLINE inline __attribute__((always_inline))
 #endif
 
-// The same source compiled for several instruction sets must not meet itself under one name in the linker.
+#ifdef __CUDACC__
+#define PROXSPARSE_UNROLL _Pragma("unroll")
+#else
+#define PROXSPARSE_UNROLL _Pragma("GCC unroll 8")
+#endif
+
+// The same source is compiled for several instruction sets. One namespace for each keeps the linker from merging them.
 #ifndef PROXSPARSE_ISA
 #define PROXSPARSE_ISA portable
 #endif
@@ -15,7 +21,7 @@
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// The type of one number of T, which is T itself unless T is a vector of numbers.
+// The type of one number of T: T itself, unless T is a vector of numbers.
 template <typename T>
 struct ScalarOf {
   using Type = T;

@@ -1,38 +1,33 @@
-// The proximal operator of ONE block of four weights, for any caller: each function takes numbers of type T, which may
-// be one number or a vector of numbers, and is free of branches, so that a loop over blocks is vector code, and a GPU
-// thread diverges only where its caller wants it to.
+// The proximal operator of ONE block of four weights, on the CPU and on the GPU. T is one number or a vector of
+// numbers. No function has a branch that depends on a number: a loop over blocks becomes vector code, and the threads
+// of a GPU diverge only where the caller branches.
 //
 //   2:4  argmin_{x >= 0}  1/2 |x - u|^2 + e_3(x),           e_3(x) = x1 x2 x3 + x1 x2 x4 + x1 x3 x4 + x2 x3 x4
 //   1:4  argmin_{w >= 0}  1/2 |w - z|^2 + lambda * e_2(w),  e_2(w) = the sum of all w_i w_j, i < j
 //
-// 2:4 is solved in the units in which lambda is 1: u = lambda * z and x = lambda * w, z the magnitudes of the block.
-// u1 >= u2 >= u3 >= u4 unless a function says otherwise. Source of the criteria that name the winning support without
-// solving: our own derivation, checked on 10^7 random blocks; solve_24 and solve_1m of proxsparse/reference/ explain
-// the candidates, but solve all of them.
+// 2:4 is solved in the unit in which lambda is 1: u = lambda * z and x = lambda * w, where z are the magnitudes of the
+// block. u1 >= u2 >= u3 >= u4 unless a function says otherwise. solve_24 and solve_1m in proxsparse/reference explain
+// the candidates, and solve all of them. The criteria here choose the support without solving: our own derivation,
+// checked on 10^7 random blocks.
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "inline.h"
-
-#ifdef __CUDACC__
-#define PROXSPARSE_UNROLL _Pragma("unroll")
-#else
-#define PROXSPARSE_UNROLL _Pragma("GCC unroll 8")
-#endif
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// Four magnitudes; in descending order unless a function says otherwise.
+// Four magnitudes, in descending order unless a function says otherwise.
 template <typename T>
 struct Block {
   T w1, w2, w3, w4;
 };
 
-// ------------------------------------------------------------------------- what a vector type has overloads of
+// ------------------------------------------------------------------------- arithmetic (for vectors: cpu/vec.h)
 
-// By value: a conditional between two lvalues would be a conditional address, which no compiler turns into vector code.
+// By value: a conditional between two lvalues would be a conditional address, which no compiler vectorizes.
 template <typename T>
 PROXSPARSE_INLINE T select(bool condition, T if_true, T if_false) {
   return condition ? if_true : if_false;
@@ -41,7 +36,7 @@ PROXSPARSE_INLINE T select(bool condition, T if_true, T if_false) {
 template <typename T>
 PROXSPARSE_INLINE T larger(T a, T b) {
 #ifdef __CUDA_ARCH__
-  return max(a, b);  // one instruction, but it prefers a number to a NaN
+  return max(a, b);  // one instruction; of a NaN and a number, it returns the number
 #endif
   return a > b ? a : b;
 }
@@ -54,7 +49,16 @@ PROXSPARSE_INLINE T smaller(T a, T b) {
   return a < b ? a : b;
 }
 
-// To 1 or 2 units in the last place in one instruction; a subnormal number counts as zero.
+// max(v, 0) for v <= 1. On a GPU, the instruction that computes v can saturate its result at no cost.
+template <typename T>
+PROXSPARSE_INLINE T at_least_zero(T v) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(T) == 4) return __saturatef(v);
+#endif
+  return larger(v, T(0));
+}
+
+// One instruction, exact to 1 or 2 units in the last place; treats a subnormal number as zero.
 #define PROXSPARSE_APPROXIMATE(function, v)                          \
   [](float x) {                                                      \
     float result;                                                    \
@@ -67,7 +71,8 @@ PROXSPARSE_INLINE T square_root(T v) {
 #ifdef __CUDA_ARCH__
   if constexpr (sizeof(T) == 4) return PROXSPARSE_APPROXIMATE("sqrt", v);
 #endif
-  return std::sqrt(v);
+  using std::sqrt;
+  return sqrt(v);
 }
 
 template <typename T>
@@ -89,9 +94,25 @@ PROXSPARSE_INLINE T reciprocal(T v) {
 template <typename T>
 constexpr bool kIsDouble = sizeof(typename ScalarOf<T>::Type) == 8;
 
+// ------------------------------------------------------------------------- the parameters of a prox
+
+template <typename T>
+struct ProxParams {
+  T lambda, inverse_lambda;  // clamped so that both are finite and positive in T
+  T gain;  // of solve_14: 1 / (1 - lambda), computed in double, because lambda may be 1 in T; 0 for lambda >= 1
+  int n;   // weights kept of every 4: 1 or 2
+
+  ProxParams(double reg_lambda, int n) : n(n) {
+    constexpr double least = std::numeric_limits<T>::min(), most = std::numeric_limits<T>::max();
+    lambda = static_cast<T>(smaller(larger(reg_lambda, least), most));
+    inverse_lambda = 1 / lambda;
+    gain = static_cast<T>(reg_lambda < 1 ? 1 / (1 - reg_lambda) : 0);
+  }
+};
+
 // ------------------------------------------------------------------------- the order of a block
 
-// A block in descending order, and the exchanges of neighbours that led there: stable, so ties go to the lower index.
+// A block in descending order, and the swaps of neighbours that sorted it. The sort is stable: ties keep their order.
 template <typename T>
 struct Sorted {
   using Condition = decltype(T(0) < T(0));
@@ -100,7 +121,7 @@ struct Sorted {
 };
 
 template <typename Condition, typename T>
-PROXSPARSE_INLINE void exchange_if(Condition condition, T& a, T& b) {
+PROXSPARSE_INLINE void swap_if(Condition condition, T& a, T& b) {
   const T old = a;
   a = select(condition, b, a);
   b = select(condition, old, b);
@@ -108,11 +129,11 @@ PROXSPARSE_INLINE void exchange_if(Condition condition, T& a, T& b) {
 
 template <typename T>
 PROXSPARSE_INLINE auto descending(T& a, T& b) {
-  const auto exchanged = a < b;
+  const auto swapped = a < b;
   const T high = larger(a, b), low = smaller(a, b);
   a = high;
   b = low;
-  return exchanged;
+  return swapped;
 }
 
 template <typename T>
@@ -122,45 +143,58 @@ PROXSPARSE_INLINE Sorted<T> sort_descending(Block<T> m) {
   return {m, first12, first34, first23, second12, second34, second23};
 }
 
-// x, in the order of the sorted block, in the order before sorting.
+// Returns x, which is in the order of the sorted block, in the order before sorting.
 template <typename T>
 PROXSPARSE_INLINE Block<T> unsort(const Sorted<T>& sorted, Block<T> x) {
-  exchange_if(sorted.second23, x.w2, x.w3);
-  exchange_if(sorted.second34, x.w3, x.w4);
-  exchange_if(sorted.second12, x.w1, x.w2);
-  exchange_if(sorted.first23, x.w2, x.w3);
-  exchange_if(sorted.first34, x.w3, x.w4);
-  exchange_if(sorted.first12, x.w1, x.w2);
+  swap_if(sorted.second23, x.w2, x.w3);
+  swap_if(sorted.second34, x.w3, x.w4);
+  swap_if(sorted.second12, x.w1, x.w2);
+  swap_if(sorted.first23, x.w2, x.w3);
+  swap_if(sorted.first34, x.w3, x.w4);
+  swap_if(sorted.first12, x.w1, x.w2);
   return x;
 }
 
 // ------------------------------------------------------------------------- 2:4, the convex range
 
-// Up to u1 = 0.3 the objective has one stationary point on x >= 0, whatever its support, and coordinate descent finds
-// it: no order needed. (Up to 0.16 it is strictly convex: off the diagonal, the row sums of its Hessian are below 1;
-// beyond, by experiment: no miss in 10^7 random blocks up to 0.31.)
+// Up to u1 = 0.3 the objective has one stationary point on x >= 0, and coordinate descent finds it; the magnitudes may
+// be in any order. (Up to 0.16 the objective is strictly convex: the off-diagonal row sums of its Hessian are below 1.
+// From there on by experiment: no miss in 10^7 random blocks up to 0.31.)
 constexpr double kConvexUpTo = 0.3;
 
-// Sweeps from x = u after which the error of every weight is below 3e-5 u1 (enough for a result that is rounded to 8 or
-// 11 bits), 1e-7 u1 (float) and 1e-15 u1 (double): worst of 72,000 blocks of all families of tests/ops/blocks.py.
+// The number of sweeps from x = u after which the error of every weight is below 3e-5 u1 (`rounded`: enough for a
+// result that is rounded to 8 or 11 bits), 1e-7 u1 (float32) and 1e-15 u1 (float64), for u1 <= max_u1. Source: the
+// worst of 72,000 blocks of all families in tests/ops/blocks.py.
 struct Sweeps {
-  float reach;  // for u1 up to this
-  int rounded, single, twice;
+  float max_u1;
+  int rounded, float32, float64;
 };
 constexpr Sweeps kSweeps[] = {{0.003f, 2, 3, 6},  {0.01f, 2, 4, 7},  {0.03f, 3, 5, 10},  {0.06f, 4, 6, 13},
                               {0.1f, 5, 8, 17},   {0.13f, 6, 9, 19}, {0.16f, 6, 10, 21}, {0.2f, 7, 12, 24},
                               {0.25f, 9, 13, 28}, {0.3f, 10, 16, 33}};
 constexpr int kSweepRows = sizeof(kSweeps) / sizeof(kSweeps[0]);
 
-// One sweep of coordinate descent in any order of the magnitudes: x_i <- max(u_i - e_2(the three others), 0).
+// The sweeps for blocks with u1 <= largest <= kConvexUpTo. Comparisons with constants: a GPU then needs no table in
+// memory.
+template <int Sweeps::* kPrecision, int row = kSweepRows - 1, typename T>
+PROXSPARSE_INLINE int sweeps_needed(T largest) {
+  constexpr Sweeps sweeps = kSweeps[row], previous = kSweeps[row > 0 ? row - 1 : 0];
+  if constexpr (row == 0) {
+    return sweeps.*kPrecision;
+  } else {
+    return select(largest > previous.max_u1, sweeps.*kPrecision, sweeps_needed<kPrecision, row - 1>(largest));
+  }
+}
+
+// One sweep of coordinate descent for u1 <= 1, in any order: x_i <- max(u_i - e_2(the three others), 0).
 template <typename T>
 PROXSPARSE_INLINE Block<T> sweep_24(Block<T> u, Block<T> x) {
-  const T zero = T(0), sum12 = x.w1 + x.w2;
-  x.w4 = larger(u.w4 - x.w1 * x.w2 - sum12 * x.w3, zero);
-  x.w3 = larger(u.w3 - x.w1 * x.w2 - sum12 * x.w4, zero);
+  const T sum12 = x.w1 + x.w2;
+  x.w4 = at_least_zero(u.w4 - x.w1 * x.w2 - sum12 * x.w3);
+  x.w3 = at_least_zero(u.w3 - x.w1 * x.w2 - sum12 * x.w4);
   const T sum34 = x.w3 + x.w4;
-  x.w2 = larger(u.w2 - x.w3 * x.w4 - sum34 * x.w1, zero);
-  x.w1 = larger(u.w1 - x.w3 * x.w4 - sum34 * x.w2, zero);
+  x.w2 = at_least_zero(u.w2 - x.w3 * x.w4 - sum34 * x.w1);
+  x.w1 = at_least_zero(u.w1 - x.w3 * x.w4 - sum34 * x.w2);
   return x;
 }
 
@@ -173,17 +207,17 @@ PROXSPARSE_INLINE T objective_24(Block<T> u, Block<T> x) {
          x.w4 * (x.w1 * x.w2 + (x.w1 + x.w2) * x.w3);
 }
 
-// From u1 = (1 + sqrt 2) / 2 on a 3-sparse candidate never beats the 2-sparse one; dense ones lose from 1 on.
+// For u1 >= (1 + sqrt 2) / 2 no 3-sparse candidate is better than the 2-sparse one; for u1 >= 1 no dense one is.
 constexpr double kTwoSparseFrom = 1.2071067811865475;
 
-// Where true, (u1, u2, 0, 0) is the optimum. 3 supports beat 2 at some x3 = t only if k(t) < 0 there,
-//   k(t) = t/2 - u3 + (p^2 / (1 + t) - m^2 / (1 - t)) / 4,  p = u1 + u2, m = u1 - u2, 0 <= t <= u3;
-// k(0) = u1 u2 - u3 decides alone where u1^2 + u2^2 <= 1, and the minimum of each of its terms bounds it elsewhere.
+// Where true, (u1, u2, 0, 0) is the optimum. A 3-sparse point with x3 = t can be better only if k(t) < 0,
+//   k(t) = t/2 - u3 + (p^2 / (1 + t) - m^2 / (1 - t)) / 4,  p = u1 + u2, m = u1 - u2, 0 <= t <= u3.
+// If u1^2 + u2^2 <= 1, the sign of k(0) = u1 u2 - u3 decides. Otherwise the minima of the terms of k bound it.
 template <typename T>
 PROXSPARSE_INLINE auto two_sparse_24(Block<T> u) {
   const T p = u.w1 + u.w2, m = u.w1 - u.w2, half = p * T(0.5);
   const T rising = select(half < T(0.7071067811865476), half * half, p * T(0.7071067811865476) - T(0.5));
-  const T bound = (rising - u.w3) * (T(1) - u.w3) - T(0.25) * m * m;  // times 1 - u3
+  const T bound = (rising - u.w3) * (T(1) - u.w3) - T(0.25) * m * m;  // of k, times 1 - u3
   return (u.w1 >= T(kTwoSparseFrom)) |
          ((u.w3 <= u.w1 * u.w2) & ((u.w1 * u.w1 + u.w2 * u.w2 <= T(1)) | ((bound >= T(0)) & (u.w3 < T(1)))));
 }
@@ -195,21 +229,21 @@ PROXSPARSE_INLINE T euler_step(T f, T slope, T curvature, T floor) {
   return T(2) * f * reciprocal(larger(larger(slope, T(0)) + root, floor));
 }
 
-// Steps until the objective is within 1e-6 (float) and 1e-15 (double) of u1^2 of the optimum on 2 million random
-// blocks.
+// The steps after which the objective is at most 1e-6 u1^2 (float) or 1e-15 u1^2 (double) above the optimum, for all of
+// 2 million random blocks.
 template <typename T>
 constexpr int kEulerSteps = kIsDouble<T> ? 5 : 3;
 
 template <typename T>
 struct ThreeSparse {
   Block<T> x;
-  T gain;  // at most 0 where x beats (u1, u2, 0, 0): k(t) as above
+  T gain;  // k(t) as above: at most 0 where x is better than (u1, u2, 0, 0)
 };
 
 // The candidate with x4 = 0. With x1 and x2 eliminated, t = x3 is the root in [0, 0.75] of
 //   phi(t) = t - u3 + (P / (1 + t))^2 - (M / (1 - t))^2,  P = (u1 + u2) / 2, M = (u1 - u2) / 2
-// Left of its inflection phi is convex, right of it concave; from there, or from u3 if that is smaller, Newton's step
-// and all that follow converge monotonically.
+// phi is convex to the left of its inflection and concave to the right. The iteration starts at the smaller of the
+// inflection and u3, takes one Newton step, then Euler steps, and converges monotonically.
 template <typename T>
 PROXSPARSE_INLINE ThreeSparse<T> three_sparse_24(Block<T> u) {
   const T one = T(1), zero = T(0), P = T(0.5) * (u.w1 + u.w2), M = T(0.5) * (u.w1 - u.w2);
@@ -227,7 +261,7 @@ PROXSPARSE_INLINE ThreeSparse<T> three_sparse_24(Block<T> u) {
       t = t - euler_step(f, slope, T(6) * (slope1 * r1 - slope2 * r2), T(1e-6));
     }
   }
-  t = smaller(larger(t, zero), start);  // where phi has no root: up to the start x2 > 0, and the gain is a true one
+  t = smaller(larger(t, zero), start);  // in case phi has no root: x2 > 0 up to the start, so the gain is valid
   const T inverse = reciprocal(one - t * t), half_sum = P * (inverse - t * inverse),
           half_gap = M * (inverse + t * inverse);
   Block<T> x{half_sum + half_gap, larger(half_sum - half_gap, zero), zero, zero};
@@ -242,10 +276,10 @@ PROXSPARSE_INLINE ThreeSparse<T> three_sparse_24(Block<T> u) {
 template <typename T>
 struct DenseCandidate {
   Block<T> x;
-  T x4;  // before it was clamped: clearly negative where the dense problem has no solution
+  T x4;  // before clamping: clearly negative where the dense problem has no solution
 };
 
-// x_i of the dense candidate; the first form loses nothing where R_i and e = 1 - s nearly cancel.
+// x_i of the dense candidate; the first form keeps its accuracy where R_i and e = 1 - s nearly cancel.
 template <typename T>
 PROXSPARSE_INLINE T dense_member(T u, T q, T root, T e) {
   const T stable = T(2) * (u - q) * reciprocal(root + e), plain = T(0.5) * (root - e);
@@ -254,7 +288,7 @@ PROXSPARSE_INLINE T dense_member(T u, T q, T root, T e) {
 
 // The candidate with all four weights. With s = x1 + x2 + x3 + x4, every x_i = (s - 1 + R_i) / 2, and s is the root of
 //   2 s - 4 + R1 + R2 + R3 + R4 = 0,  R_i = sqrt(s^2 + 1 + 4 u_i - 2 (u1 + u2 + u3 + u4))
-// The unknown v is s itself where k4 >= 0 and the signed root R4 where k4 < 0: convex in v either way.
+// The unknown v is s if k4 >= 0, and the signed root R4 if k4 < 0; the left-hand side is convex in v in both cases.
 template <typename T>
 PROXSPARSE_INLINE DenseCandidate<T> dense_24(Block<T> u) {
   const T zero = T(0), one = T(1), two = T(2), tiny = T(1e-30);
@@ -294,19 +328,19 @@ PROXSPARSE_INLINE Block<T> choose(typename Sorted<T>::Condition condition, Block
           select(condition, if_true.w3, if_false.w3), select(condition, if_true.w4, if_false.w4)};
 }
 
-// The better of the 2-sparse and the 3-sparse candidate, where two_sparse_24 does not name the first.
+// The better of the 2-sparse and the 3-sparse candidate, for blocks where two_sparse_24 is false.
 template <typename T>
 PROXSPARSE_INLINE Block<T> best_without_fourth_24(Block<T> u) {
   const ThreeSparse<T> three = three_sparse_24(u);
   return choose((u.w3 > u.w1 * u.w2) | (three.gain <= T(0)), three.x, Block<T>{u.w1, u.w2, T(0), T(0)});
 }
 
-// A dense optimum apart from x, the best point with x4 = 0, needs u4 > 0.9277 e_2(x): by experiment, a search for the
-// least ratio among 10^7 such blocks ends at u1 = u2 = u3 = u4 = 0.875.
+// Let x be the best point with x4 = 0. A dense optimum away from x needs u4 > 0.9277 e_2(x). By experiment: the search
+// for the least ratio among 10^7 such blocks ends at u1 = u2 = u3 = u4 = 0.875.
 constexpr double kDenseFrom = 0.92;
 
-// Where true, the dense candidate may beat x, the best one with x4 = 0. Up to u1 + u2 = 1 it does so just where u4
-// grows out of x (u4 > e_2(x1, x2, x3)); beyond, it may also lie apart from x.
+// Where true, the dense candidate may be better than x, the best one with x4 = 0. For u1 + u2 <= 1 this is so exactly
+// if x4 = 0 is not stationary, u4 > e_2(x1, x2, x3); otherwise the dense candidate may also lie away from x.
 template <typename T>
 PROXSPARSE_INLINE auto dense_may_win_24(Block<T> u, Block<T> x) {
   const T pairs = x.w1 * x.w2 + (x.w1 + x.w2) * x.w3;
@@ -314,11 +348,11 @@ PROXSPARSE_INLINE auto dense_may_win_24(Block<T> u, Block<T> x) {
          ((u.w4 > pairs) | ((u.w1 + u.w2 > T(1)) & (u.w4 > T(kDenseFrom) * pairs)));
 }
 
-// Rounding hides which candidate wins near a continuous transition: the denser valid one is the accurate one there.
+// Near a continuous transition, rounding hides which candidate is better. There the denser valid one is more accurate.
 template <typename T>
 constexpr double kTie = 1 + 4 * (kIsDouble<T> ? 2.220446049250313e-16 : 1.1920929e-07);
 
-// The better of x and the dense candidate, where dense_may_win_24.
+// The better of x and the dense candidate, for blocks where dense_may_win_24 is true.
 template <typename T>
 PROXSPARSE_INLINE Block<T> best_with_fourth_24(Block<T> u, Block<T> x) {
   const DenseCandidate<T> dense = dense_24(u);
@@ -328,10 +362,11 @@ PROXSPARSE_INLINE Block<T> best_with_fourth_24(Block<T> u, Block<T> x) {
 
 // ------------------------------------------------------------------------- 1:4
 
-// Exact prox of a sorted 1:4 block for lambda < 1, where it is convex (from 1 on it is [z1, 0, 0, 0]). With
+// The exact prox of a sorted 1:4 block for lambda < 1, where the problem is convex. (Otherwise it is [z1, 0, 0, 0].)
+// With
 //   w_k = ((z1 + ... + z_k) / (1 + (k - 1) lambda) - gain * sum_{j<k} (z_j - z_k)) / k,  gain = 1 / (1 - lambda)
-// the last k with w_k > 0 wins, and w_i = w_k + gain * (z_i - z_k) for i <= k. `gain` has to come from a lambda in
-// double, which may be 1 in T; as only differences are multiplied by it, ties stay exact however close to 1 it is.
+// the support is the largest k with w_k > 0, and w_i = w_k + gain * (z_i - z_k) for i <= k. Only differences are
+// multiplied by the gain, so ties stay exact for any lambda < 1.
 template <typename T>
 PROXSPARSE_INLINE Block<T> solve_14(Block<T> z, T lambda, T gain) {
   const T sum2 = z.w1 + z.w2, sum3 = sum2 + z.w3, sum4 = sum3 + z.w4;

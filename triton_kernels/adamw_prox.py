@@ -1,6 +1,6 @@
-"""AdamW, the gradient of the frozen-weight term, the metric and the exact prox in one pass over all tensors.
+"""AdamW, the gradient of the frozen-weight term, the scale and the exact prox in one pass over all tensors.
 
-The equations are those of `proxsparse.reference.adamw_prox.adamw_prox`; the prox of a block is that of block.py.
+The equations are in `proxsparse.reference.adamw_prox`; block.py has the prox of a block.
 """
 
 import math
@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from .block import largest_finite, shrink
-from .formats import INTERPRETED, arithmetic_of, is_half, join4, nearest, split4, stochastic, widened
-from .launch import LANES, with_given
+from .formats import INTERPRETED, arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
+from .launch import LANES, override_launch
 from .prox import blocks_per_program, check_weight, gain_of
 
-# Two blocks a lane: a step moves 40 to 110 bytes a block, which leaves time for any arithmetic but no registers.
+# Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 2 * LANES, 1
-# The legal `blocks` and `warps`: 2 or 4 blocks a lane. The results are the same.
+# The legal `blocks` and `warps`: 2 or 4 blocks per lane. They do not change the results.
 ADAMW_PROX_LAUNCHES = tuple(
     {"blocks": blocks, "warps": warps}
     for blocks in (64, 128, 256)
@@ -27,7 +27,7 @@ ADAMW_PROX_LAUNCHES = tuple(
 
 @triton.jit
 def mix(x):
-    """A bijection of uint32 words after which every bit depends on all."""
+    """A bijection of uint32 words after which every bit depends on all bits of x."""
     x ^= x >> 16
     x *= tl.full((), 0x7FEB352D, tl.uint32)
     x ^= x >> 15
@@ -36,15 +36,15 @@ def mix(x):
 
 
 @triton.jit
-def first_hash(index, seed_low, seed_high):
-    """32 random bits for each flat position (int64); the next 32 are mix(first_hash)."""
+def random_bits(index, seed_low, seed_high):
+    """32 random bits for each flat position (int64); mix() of them gives 32 more."""
     low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     return mix(mix(low ^ seed_low.to(tl.uint32, bitcast=True)) ^ high ^ seed_high.to(tl.uint32, bitcast=True))
 
 
 @triton.jit
-def prox_of(w, c, reg_lambda, gain, N: tl.constexpr, BLOCKS: tl.constexpr, PER_ACCESS: tl.constexpr):
-    """[4 * BLOCKS] -> the prox of c * w divided back by c (None means 1); zeros are +0.0."""
+def prox_scaled(w, c, reg_lambda, gain, N: tl.constexpr, BLOCKS: tl.constexpr, PER_ACCESS: tl.constexpr):
+    """[4 * BLOCKS] -> the prox of c * w, divided by c (None means 1); zeros are +0.0."""
     v = tl.abs(w if c is None else w * c)
     v0, v1, v2, v3 = split4(v, BLOCKS)
     largest = reg_lambda * largest_finite(v0, v1, v2, v3)
@@ -55,36 +55,38 @@ def prox_of(w, c, reg_lambda, gain, N: tl.constexpr, BLOCKS: tl.constexpr, PER_A
 
 
 @triton.jit
-def stored(x, bits, dtype: tl.constexpr):
-    """x in `dtype`: to bfloat16 stochastically where there are `bits`, else to nearest even; zeros are +0.0."""
-    return stochastic(x, bits) if bits is not None and dtype == tl.bfloat16 else nearest(x, dtype)
+def rounded(x, random, dtype: tl.constexpr):
+    """x in `dtype`: rounded stochastically if `random` is given and dtype is bfloat16, else to nearest."""
+    return (
+        round_stochastically(x, random) if random is not None and dtype == tl.bfloat16 else round_to_nearest(x, dtype)
+    )
 
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def adamw_prox_kernel(
-    weight_ptr,  # [numel], contiguous, as all tensors; changed in place
+    weight_ptr,  # [numel], changed in place; all tensors are contiguous
     grad_ptr,  # [numel], dtype of the weight
     exp_avg_ptr,  # [numel], the arithmetic's dtype or bfloat16; changed in place
     exp_avg_sq_ptr,  # [numel], dtype of exp_avg; changed in place
     master_ptr,  # [numel], float32, or None; changed in place
     pretrained_ptr,  # [numel], dtype of the weight, or None
     scale_ptr,  # c, [columns], the arithmetic's dtype, or None
-    columns,  # in_features; without a scale all of the weight is one row
-    pieces,  # programs a row
-    decay: tl.float64,  # 1 - lr * weight_decay; the annotations keep Triton from passing fp32
+    columns,  # in_features; without a scale, the whole weight is one row
+    pieces,  # programs per row
+    decay: tl.float64,  # 1 - lr * weight_decay; without the annotations Triton would pass fp32
     rate: tl.float64,  # lr / (1 - beta1^t)
     root_factor: tl.float64,  # 1 / sqrt(1 - beta2^t)
     beta1: tl.float64,
     beta2: tl.float64,
     eps: tl.float64,
     reg_lambda: tl.float64,  # > 0 unless N = 0
-    gain: tl.float64,  # 1 / (1 - reg_lambda), or 0 from 1 on
+    gain: tl.float64,  # 1 / (1 - reg_lambda), or 0 if reg_lambda >= 1
     frozen_lambda: tl.float64,
     frozen_eps: tl.float64,
-    seed_low,  # the halves of the seed, int32, or None: round to nearest
+    seed_low,  # the halves of the seed, int32, or None: rounding to nearest
     seed_high,
     N: tl.constexpr,  # weights kept of every 4: 1 or 2; 0: no prox
-    BLOCKS: tl.constexpr,  # blocks a program, all of one row
+    BLOCKS: tl.constexpr,  # blocks per program, all in one row
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     moment: tl.constexpr = exp_avg_ptr.dtype.element_ty
@@ -131,18 +133,18 @@ def adamw_prox_kernel(
     w = w * decay - step
     if N:
         PER_ACCESS: tl.constexpr = 2 if is_half(dtype) else 1
-        w = prox_of(w, c, reg_lambda, gain, N, BLOCKS, PER_ACCESS)
+        w = prox_scaled(w, c, reg_lambda, gain, N, BLOCKS, PER_ACCESS)
 
     weight_bits, mean_bits, square_bits = None, None, None
     if seed_low is not None:
-        first = first_hash(index, seed_low, seed_high)
-        weight_bits, mean_bits, square_bits = first >> 16, first & 0xFFFF, mix(first) & 0xFFFF
+        random = random_bits(index, seed_low, seed_high)
+        weight_bits, mean_bits, square_bits = random >> 16, random & 0xFFFF, mix(random) & 0xFFFF
     if master_ptr is not None:
         tl.store(master_ptr + index, w, mask=inside)
         weight_bits = None
-    tl.store(weight_ptr + index, stored(w, weight_bits, dtype), mask=inside)
-    tl.store(exp_avg_ptr + index, stored(mean, mean_bits, moment), mask=inside)
-    tl.store(exp_avg_sq_ptr + index, stored(square, square_bits, moment), mask=inside)
+    tl.store(weight_ptr + index, rounded(w, weight_bits, dtype), mask=inside)
+    tl.store(exp_avg_ptr + index, rounded(mean, mean_bits, moment), mask=inside)
+    tl.store(exp_avg_sq_ptr + index, rounded(square, square_bits, moment), mask=inside)
 
 
 def adamw_prox_n4_(
@@ -177,10 +179,11 @@ def adamw_prox_n4_(
         scale: in float32 (float64 for a float64 weight), or None.
         n: 1 or 2, ignored if reg_lambda is 0.
         seed: in [-2^63, 2^64), or None.
-        blocks, warps: blocks of 4 weights a program and its warps, one of ADAMW_PROX_LAUNCHES. They change the speed,
-            not the result. None: what is expected to be the fastest.
+        blocks, warps: blocks of 4 weights and warps per program, one of ADAMW_PROX_LAUNCHES. They change the speed, not
+            the result. None: the choice that is expected to be the fastest.
     Raises:
-        ValueError: the prox cannot serve n or the shape of the weight; blocks and warps are not in ADAMW_PROX_LAUNCHES.
+        ValueError: the prox does not support n or the shape of the weight, or blocks and warps are not in
+            ADAMW_PROX_LAUNCHES.
     """
     if reg_lambda > 0:
         check_weight(weight, n)
@@ -189,7 +192,7 @@ def adamw_prox_n4_(
     columns = weight.numel() if scale is None else weight.shape[-1]
     default = blocks_per_program(weight, triton.cdiv(columns, 4)) if INTERPRETED else BLOCKS_PER_PROGRAM
     given = {"blocks": blocks, "warps": warps}
-    launch = with_given({"blocks": default, "warps": NUM_WARPS}, given, ADAMW_PROX_LAUNCHES)
+    launch = override_launch({"blocks": default, "warps": NUM_WARPS}, given, ADAMW_PROX_LAUNCHES)
     pieces = triton.cdiv(columns, 4 * launch["blocks"])
     halves = (None, None) if seed is None else (int32(seed), int32(seed >> 32))
     with torch.cuda.device_of(weight):  # Triton launches on the current device
@@ -221,5 +224,5 @@ def adamw_prox_n4_(
 
 
 def int32(x: int) -> int:
-    """The lower 32 bits of x as a signed number."""
+    """The lower 32 bits of x as a signed integer."""
     return (x + 2**31) % 2**32 - 2**31

@@ -1,7 +1,7 @@
-"""The exact prox of blocks of four weights, in registers; the algorithm and the names of csrc/prox24_block.h.
+"""The exact prox of blocks of four weights, in registers. Algorithm and names are those of csrc/prox24_block.h.
 
-A block is four magnitudes, each a tensor [BLOCKS]; z in the unit of the weights, u = lambda * z in the unit in which
-lambda is 1, w and x = lambda * w the solution. u1 >= u2 >= u3 >= u4 unless a function says otherwise.
+A block is four magnitudes, each a tensor [BLOCKS]: z in the unit of the weights, u = lambda * z in the unit in which
+lambda is 1; the solution is w or x = lambda * w. u1 >= u2 >= u3 >= u4 unless a function says otherwise.
 """
 
 import triton
@@ -9,20 +9,20 @@ import triton.language as tl
 
 from .formats import PTX
 
-# From u1 = (1 + sqrt 2) / 2 on a 3-sparse candidate never beats the 2-sparse one; dense ones lose from 1 on.
+# For u1 >= (1 + sqrt 2) / 2 no 3-sparse candidate is better than the 2-sparse one; for u1 >= 1 no dense one is.
 TWO_SPARSE_FROM = tl.constexpr(1.2071067811865475)
-# Up to u1 = 0.3 coordinate descent from u finds the one stationary point (csrc/prox24_block.h, kConvexUpTo).
+# Up to u1 = 0.3 there is one stationary point, and coordinate descent finds it (csrc/prox24_block.h, kConvexUpTo).
 CONVEX_UP_TO = tl.constexpr(0.3)
 DENSE_FROM = tl.constexpr(0.92)
-# Blocks a lane of a GPU holds where it solves them: the dense ones of a lane take turns.
+# Blocks per lane in solve_24: the dense candidates of a lane are solved one after the other.
 BLOCKS_PER_LANE = tl.constexpr(2)
 
 # ---------------------------------------------------------------------------------------------- arithmetic
 
 
 @triton.jit
-def special(x, SINGLE: tl.constexpr, exact):
-    """float32 on NVIDIA: one instruction of the special function unit (2^-22 relative); else the exact function."""
+def approximate(x, SINGLE: tl.constexpr, exact):
+    """float32 on NVIDIA's GPUs: one instruction of the special function unit (error 2^-22); otherwise `exact`."""
     if not PTX or x.dtype == tl.float64:
         y = exact
     else:
@@ -32,17 +32,17 @@ def special(x, SINGLE: tl.constexpr, exact):
 
 @triton.jit
 def reciprocal(x):
-    return special(x, "rcp", 1 / x)
+    return approximate(x, "rcp", 1 / x)
 
 
 @triton.jit
 def square_root(x):
-    return special(x, "sqrt", tl.sqrt(x))
+    return approximate(x, "sqrt", tl.sqrt(x))
 
 
 @triton.jit
 def inverse_square_root(x):
-    return special(x, "rsqrt", tl.rsqrt(x))
+    return approximate(x, "rsqrt", tl.rsqrt(x))
 
 
 @triton.jit
@@ -60,13 +60,13 @@ def swap_if(swap, a, b):
 
 @triton.jit
 def descending(a, b):
-    """(larger, smaller, whether they were exchanged); equal values stay in place."""
+    """(larger, smaller, whether they were swapped); equal values are not swapped."""
     return tl.maximum(a, b), tl.minimum(a, b), b > a
 
 
 @triton.jit
 def sort4(a, b, c, d):
-    """Descending and stable (neighbours only), so ties go to the lower index; and the six decisions, for `unsort4`."""
+    """Sorts in descending order by swapping neighbours, so ties keep their order; also returns the six swaps."""
     a, b, ab1 = descending(a, b)
     c, d, cd1 = descending(c, d)
     b, c, bc1 = descending(b, c)
@@ -78,7 +78,7 @@ def sort4(a, b, c, d):
 
 @triton.jit
 def unsort4(a, b, c, d, ab1, cd1, bc1, ab2, cd2, bc2):
-    """The exchanges of `sort4` backwards."""
+    """The inverse of `sort4`: the swaps in reverse order."""
     b, c = swap_if(bc2, b, c)
     a, b = swap_if(ab2, a, b)
     c, d = swap_if(cd2, c, d)
@@ -95,9 +95,9 @@ def unsort4(a, b, c, d, ab1, cd1, bc1, ab2, cd2, bc2):
 def best_pair(z3, z4, w1, w2, w3, minus_lambda):
     """(w3, w4): w_i <- max(z_i - lambda * e_2(the three others), 0), w4 first.
 
-    The sign is that of lambda, once: Triton 3.6 spends an instruction on every negation.
+    Takes -lambda, because Triton 3.6 needs an instruction for every negation.
     """
-    x1 = minus_lambda * w1  # lambda first, so that huge weights do not overflow under a small lambda
+    x1 = minus_lambda * w1  # lambda first, so that huge weights do not overflow if lambda is small
     sum12 = tl.fma(minus_lambda, w2, x1)
     t3, t4 = tl.fma(x1, w2, z3), tl.fma(x1, w2, z4)
     w4 = positive(tl.fma(sum12, w3, t4))
@@ -107,7 +107,7 @@ def best_pair(z3, z4, w1, w2, w3, minus_lambda):
 
 @triton.jit
 def sweep_24(z1, z2, z3, z4, w1, w2, w3, w4, minus_lambda):
-    """One sweep of coordinate descent; the magnitudes in any order and unit. 16 instructions."""
+    """One sweep of coordinate descent, for magnitudes in any order and unit. 16 instructions."""
     w3, w4 = best_pair(z3, z4, w1, w2, w3, minus_lambda)
     w1, w2 = best_pair(z1, z2, w3, w4, w1, minus_lambda)
     return w1, w2, w3, w4
@@ -117,8 +117,9 @@ def sweep_24(z1, z2, z3, z4, w1, w2, w3, w4, minus_lambda):
 def descend_24(z1, z2, z3, z4, reg_lambda, largest, HALF: tl.constexpr):
     """Coordinate descent from z, in any order, for lambda * z_i <= `largest` <= CONVEX_UP_TO.
 
-    The sweeps leave an error of at most 1e-5 z1 where the result is rounded to 16 bits (HALF), and of rounding alone
-    otherwise; the lines below lie above what 110,000 blocks of all families of tests/ops/blocks.py needed.
+    After the sweeps, the error is at most 1e-5 z1 if the result will be rounded to 16 bits (HALF), and at the level of
+    rounding otherwise. Source of the formulas: an upper bound of the sweeps that 110,000 blocks of all families in
+    tests/ops/blocks.py needed.
     """
     if z1.dtype == tl.float64:
         sweeps = (8 + 90 * largest).to(tl.int32)
@@ -144,10 +145,10 @@ def objective_24(u1, u2, u3, u4, x1, x2, x3, x4):
 
 @triton.jit
 def dense_may_win_24(u1, u2, u3, u4, x1, x2, x3):
-    """Where true, the dense candidate may beat x, the best one with x4 = 0.
+    """Where true, the dense candidate may be better than x, the best one with x4 = 0.
 
-    Up to u1 + u2 = 1 it wins just where u4 grows out of x, u4 > e_2(x). Beyond, of 5.1 million blocks of all families
-    of tests/ops/blocks.py none won below 0.927 e_2(x), where all four are equal.
+    For u1 + u2 <= 1 it is better exactly if u4 > e_2(x). Otherwise, in 5.1 million blocks of all families in
+    tests/ops/blocks.py it was never better for u4 < 0.927 e_2(x), the ratio at which all four weights are equal.
     """
     return (u3 > u1 * u2) & (u1 < 1) & (u4 > DENSE_FROM * (x1 * x2 + (x1 + x2) * x3))
 
@@ -161,12 +162,12 @@ def euler_step(f, slope, curvature, floor):
 
 @triton.jit
 def three_sparse_24(u1, u2, u3, steps):
-    """(x1, x2, x3, gain): eliminating x1 and x2 exactly leaves phi(t) = 0 in t = x3, 0 <= t <= 0.75; x4 = 0.
+    """(x1, x2, x3, gain) with x4 = 0. Eliminating x1 and x2 exactly leaves phi(t) = 0 in t = x3, 0 <= t <= 0.75.
 
-    t * gain is what x gains over the 2-sparse (u1, u2, 0, 0).
+    The objective of x is lower than that of the 2-sparse candidate (u1, u2, 0, 0) by t * gain.
     """
     total, difference = u1 + u2, u1 - u2
-    inflection = u2 * reciprocal(u1 + square_root(total * difference) + 1e-30)  # phi'' = 0; monotone from here
+    inflection = u2 * reciprocal(u1 + square_root(total * difference) + 1e-30)  # phi'' = 0: monotone from here
     t = tl.minimum(tl.minimum(inflection, u3), 0.75)
     half_total, half_difference = 0.5 * total, 0.5 * difference
     for _ in range(steps):
@@ -189,9 +190,9 @@ def three_sparse_24(u1, u2, u3, steps):
 
 @triton.jit
 def dense_24(u1, u2, u3, u4, steps):
-    """(x1, x2, x3, x4, x4 unclamped): with s = sum x every x_i = (s - 1 + R_i) / 2, which leaves 2s - 4 + sum R_i = 0.
+    """(x1, x2, x3, x4, x4 unclamped). With s = sum x, every x_i = (s - 1 + R_i) / 2, which leaves 2s - 4 + sum R_i = 0.
 
-    The unknown v is s itself where k4 >= 0, and the signed root R_4 where k4 < 0; F is convex in v either way.
+    The unknown v is s if k4 >= 0, and the signed root R_4 if k4 < 0; the left-hand side is convex in v in both cases.
     x4 unclamped is clearly negative where the dense problem has no solution.
     """
     total, k4 = u1 + u2 + u3 + u4, 1 - 2 * (u1 + u2 + u3 - u4)
@@ -218,7 +219,7 @@ def dense_24(u1, u2, u3, u4, steps):
     shift = 0.5 * (1 - s)
     x1, x2 = 0.5 * square_root(square + k1) - shift, 0.5 * square_root(square + k2) - shift
     x3, x4 = 0.5 * square_root(square + k3) - shift, 0.5 * root4 - shift
-    # Where R_i and 1 - s nearly cancel, a sweep restores the relative accuracy.
+    # A sweep restores the relative accuracy where R_i and 1 - s nearly cancel.
     y1, y2 = tl.minimum(positive(x1), u1), tl.minimum(positive(x2), u2)
     y3, y4 = tl.minimum(positive(x3), u3), tl.minimum(positive(x4), u4)
     y1, y2, y3, y4 = sweep_24(u1, u2, u3, u4, y1, y2, y3, y4, -1.0)
@@ -230,7 +231,7 @@ def dense_24(u1, u2, u3, u4, steps):
 
 @triton.jit
 def best_without_fourth_24(u1, u2, u3, steps):
-    """(x1, x2, x3): the better of the 2-sparse and the 3-sparse candidate; the latter wherever u3 > u1 u2."""
+    """(x1, x2, x3): the better of the 2-sparse and the 3-sparse candidate; always the latter if u3 > u1 u2."""
     x1, x2, x3, gain = three_sparse_24(u1, u2, u3, steps)
     three = (u1 < TWO_SPARSE_FROM) & (tl.maximum(u3 - u1 * u2, gain) > 0)
     return tl.where(three, x1, u1), tl.where(three, x2, u2), tl.where(three, x3, 0.0)
@@ -241,30 +242,30 @@ def best_with_fourth_24(u1, u2, u3, u4, x1, x2, x3, steps, TIE: tl.constexpr):
     """(x1, x2, x3, x4): the better of x and the dense candidate."""
     y1, y2, y3, y4, raw4 = dense_24(u1, u2, u3, u4, steps)
     LEAST: tl.constexpr = -1e-15 if u1.dtype == tl.float64 else -5e-7
-    ours, theirs = objective_24(u1, u2, u3, u4, x1, x2, x3, 0.0), objective_24(u1, u2, u3, u4, y1, y2, y3, y4)
-    dense = (raw4 > LEAST) & (y4 > 0) & (theirs <= TIE * ours)
+    value, dense_value = objective_24(u1, u2, u3, u4, x1, x2, x3, 0.0), objective_24(u1, u2, u3, u4, y1, y2, y3, y4)
+    dense = (raw4 > LEAST) & (y4 > 0) & (dense_value <= TIE * value)
     return tl.where(dense, y1, x1), tl.where(dense, y2, x2), tl.where(dense, y3, x3), tl.where(dense, y4, 0.0)
 
 
 @triton.jit
-def lanes(x, PER_LANE: tl.constexpr, PER_ACCESS: tl.constexpr):
-    """[BLOCKS] -> [lane, PER_LANE]: the blocks that one lane holds, PER_ACCESS of which are neighbours in memory."""
+def by_lane(x, PER_LANE: tl.constexpr, PER_ACCESS: tl.constexpr):
+    """[BLOCKS] -> [lane, PER_LANE]: the blocks of each lane, in groups of PER_ACCESS neighbours in memory."""
     LANES: tl.constexpr = x.shape[0] // PER_LANE
     x = tl.reshape(x, (PER_LANE // PER_ACCESS, LANES, PER_ACCESS))
     return tl.reshape(tl.permute(x, (1, 0, 2)), (LANES, PER_LANE))
 
 
 @triton.jit
-def blocks(x, PER_LANE: tl.constexpr, PER_ACCESS: tl.constexpr):
-    """The inverse of `lanes`."""
+def by_block(x, PER_LANE: tl.constexpr, PER_ACCESS: tl.constexpr):
+    """The inverse of `by_lane`."""
     LANES: tl.constexpr = x.shape[0]
     x = tl.reshape(x, (LANES, PER_LANE // PER_ACCESS, PER_ACCESS))
     return tl.reshape(tl.permute(x, (1, 0, 2)), (LANES * PER_LANE,))
 
 
 @triton.jit
-def picked(which, x):
-    """[lane, PER_LANE] -> [lane]: the one number >= 0 that `which` names in every lane."""
+def of_lane(which, x):
+    """[lane, PER_LANE] -> [lane]: the number (>= 0) of the one block for which `which` is true in each lane."""
     return tl.max(tl.where(which, x, 0.0), axis=1)
 
 
@@ -272,37 +273,37 @@ def picked(which, x):
 def solve_24(u1, u2, u3, u4, steps, PER_LANE: tl.constexpr, PER_ACCESS: tl.constexpr):
     """The exact prox of sorted blocks.
 
-    Few blocks may be dense where this solver is needed, and each lane holds PER_LANE: every turn of the loop solves one
-    dense candidate a lane, whichever block it belongs to, until no lane has one left.
+    Each lane has PER_LANE blocks, few of which may be dense. Every iteration of the loop solves one dense candidate per
+    lane, of any of its blocks, until no lane has one left.
     """
     TIE: tl.constexpr = 1 + 4 * (2.0**-52 if u1.dtype == tl.float64 else 2.0**-23)
     x1, x2, x3 = best_without_fourth_24(u1, u2, u3, steps)
-    left = lanes(dense_may_win_24(u1, u2, u3, u4, x1, x2, x3).to(tl.int32), PER_LANE, PER_ACCESS)
-    u1, u2 = lanes(u1, PER_LANE, PER_ACCESS), lanes(u2, PER_LANE, PER_ACCESS)
-    u3, u4 = lanes(u3, PER_LANE, PER_ACCESS), lanes(u4, PER_LANE, PER_ACCESS)
-    x1, x2 = lanes(x1, PER_LANE, PER_ACCESS), lanes(x2, PER_LANE, PER_ACCESS)
-    x3 = lanes(x3, PER_LANE, PER_ACCESS)
+    left = by_lane(dense_may_win_24(u1, u2, u3, u4, x1, x2, x3).to(tl.int32), PER_LANE, PER_ACCESS)
+    u1, u2 = by_lane(u1, PER_LANE, PER_ACCESS), by_lane(u2, PER_LANE, PER_ACCESS)
+    u3, u4 = by_lane(u3, PER_LANE, PER_ACCESS), by_lane(u4, PER_LANE, PER_ACCESS)
+    x1, x2 = by_lane(x1, PER_LANE, PER_ACCESS), by_lane(x2, PER_LANE, PER_ACCESS)
+    x3 = by_lane(x3, PER_LANE, PER_ACCESS)
     x4 = tl.zeros_like(x3)
     place = tl.arange(0, PER_LANE)[None, :]
     while tl.max(left) > 0:
         first = tl.min(tl.where(left > 0, place, PER_LANE), axis=1)
         which = first[:, None] == place
         y1, y2, y3, y4 = best_with_fourth_24(
-            picked(which, u1),
-            picked(which, u2),
-            picked(which, u3),
-            picked(which, u4),
-            picked(which, x1),
-            picked(which, x2),
-            picked(which, x3),
+            of_lane(which, u1),
+            of_lane(which, u2),
+            of_lane(which, u3),
+            of_lane(which, u4),
+            of_lane(which, x1),
+            of_lane(which, x2),
+            of_lane(which, x3),
             steps,
             TIE,
         )
         x1, x2 = tl.where(which, y1[:, None], x1), tl.where(which, y2[:, None], x2)
         x3, x4 = tl.where(which, y3[:, None], x3), tl.where(which, y4[:, None], x4)
         left = tl.where(which, 0, left)
-    x1, x2 = blocks(x1, PER_LANE, PER_ACCESS), blocks(x2, PER_LANE, PER_ACCESS)
-    return x1, x2, blocks(x3, PER_LANE, PER_ACCESS), blocks(x4, PER_LANE, PER_ACCESS)
+    x1, x2 = by_block(x1, PER_LANE, PER_ACCESS), by_block(x2, PER_LANE, PER_ACCESS)
+    return x1, x2, by_block(x3, PER_LANE, PER_ACCESS), by_block(x4, PER_LANE, PER_ACCESS)
 
 
 # ---------------------------------------------------------------------------------------------- 1:4
@@ -313,8 +314,8 @@ def solve_14(z1, z2, z3, z4, reg_lambda, gain):
     """argmin 1/2 |w - z|^2 + lambda * e_2(w) of a sorted block.
 
     lambda >= 1, where gain = 0: (z1, 0, 0, 0). lambda < 1 (convex), where gain = 1 / (1 - lambda): with
-    w_k = ((z1 + ... + zk) / (1 + (k - 1) lambda) - gain * sum_{j<k} (zj - zk)) / k the last k with w_k > 0 wins, and
-    w_i = w_k + gain * (z_i - z_k) for i <= k. Only differences are multiplied by the gain: ties stay exact.
+    w_k = ((z1 + ... + zk) / (1 + (k - 1) lambda) - gain * sum_{j<k} (zj - zk)) / k, the support is the largest k with
+    w_k > 0, and w_i = w_k + gain * (z_i - z_k) for i <= k. Only differences are multiplied by gain: ties stay exact.
     """
     sum2 = z1 + z2
     sum3 = sum2 + z3
@@ -336,9 +337,9 @@ def solve_14(z1, z2, z3, z4, reg_lambda, gain):
 
 @triton.jit
 def largest_of(m0, m1, m2, m3):
-    """The largest of all magnitudes; NaN or infinite if one of them is."""
+    """The largest of all magnitudes; NaN or infinity if one of them is."""
     bits: tl.constexpr = tl.uint64 if m0.dtype == tl.float64 else tl.uint32
-    # Magnitudes are ordered like their bits, and integers reduce in one instruction.
+    # The bits of magnitudes have the order of the magnitudes, and integers are reduced in one instruction.
     b0, b1 = m0.to(bits, bitcast=True), m1.to(bits, bitcast=True)
     b2, b3 = m2.to(bits, bitcast=True), m3.to(bits, bitcast=True)
     return tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3))).to(m0.dtype, bitcast=True)
@@ -346,13 +347,13 @@ def largest_of(m0, m1, m2, m3):
 
 @triton.jit
 def all_finite(m0, m1, m2, m3):
-    """[BLOCKS]: whether a block has neither a NaN nor an infinity."""
+    """[BLOCKS]: true for blocks without a NaN or an infinity."""
     return (m0 < float("inf")) & (m1 < float("inf")) & (m2 < float("inf")) & (m3 < float("inf"))
 
 
 @triton.jit
 def largest_finite(m0, m1, m2, m3):
-    """The largest magnitude of the blocks that are finite: the others must not choose for them."""
+    """The largest magnitude of the finite blocks, which chooses their solver."""
     finite = all_finite(m0, m1, m2, m3)
     m0, m1 = tl.where(finite, m0, 0.0), tl.where(finite, m1, 0.0)
     m2, m3 = tl.where(finite, m2, 0.0), tl.where(finite, m3, 0.0)
@@ -361,12 +362,12 @@ def largest_finite(m0, m1, m2, m3):
 
 @triton.jit
 def shrink_sorted(m0, m1, m2, m3, reg_lambda, gain, largest, N: tl.constexpr, PER_ACCESS: tl.constexpr):
-    """The exact prox of finite magnitudes; what did not shrink keeps its bits."""
+    """The exact prox of finite magnitudes; magnitudes that do not shrink keep their bits."""
     unit = reg_lambda if N == 2 else 1.0  # 2:4 is solved in the unit in which lambda is 1
     z1, z2, z3, z4, ab1, cd1, bc1, ab2, cd2, bc2 = sort4(m0, m1, m2, m3)  # before rounding can make two of them equal
     u1, u2, u3, u4 = unit * z1, unit * z2, unit * z3, unit * z4
     if N == 2:
-        # 2 steps where they leave 1e-6 u1^2 of the objective (float32)
+        # 2 steps where they suffice for 1e-6 u1^2 of the objective (float32)
         steps = 5 if m0.dtype == tl.float64 else tl.where(largest <= 0.35, 2, 3)
         x1, x2, x3, x4 = solve_24(u1, u2, u3, u4, steps, BLOCKS_PER_LANE, PER_ACCESS)
     else:
@@ -380,12 +381,12 @@ def shrink_sorted(m0, m1, m2, m3, reg_lambda, gain, largest, N: tl.constexpr, PE
 
 @triton.jit
 def shrink(m0, m1, m2, m3, reg_lambda, gain, largest, N: tl.constexpr, HALF: tl.constexpr, PER_ACCESS: tl.constexpr):
-    """The exact prox of any magnitudes; a block with a NaN or an infinity stays as it is.
+    """The exact prox of any magnitudes; a block with a NaN or an infinity does not change.
 
     Args:
-        largest: lambda times `largest_finite`, or more; it chooses the solver.
+        largest: lambda times `largest_finite`, or more. It chooses the solver.
         HALF: whether the result will be rounded to 16 bits.
-        PER_ACCESS: how many of the BLOCKS_PER_LANE blocks of a lane are neighbours in memory.
+        PER_ACCESS: the number of blocks of a lane that are neighbours in memory.
     """
     if (N == 2) & (largest <= CONVEX_UP_TO):
         w0, w1, w2, w3 = descend_24(m0, m1, m2, m3, reg_lambda, largest, HALF)

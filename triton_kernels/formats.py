@@ -1,8 +1,8 @@
-"""How weights lie in memory: as words, so that a lane loads 16 bytes and two 16-bit weights are rounded at once.
+"""The storage of weights as words, so that a lane loads 16 bytes and rounds two 16-bit weights at once.
 
-A word is a uint32 that holds two bfloat16 or float16 weights (the first in its lower half) or one float32, or a uint64
-that holds one float64. A block of four weights is two words or four. `x0, x1, x2, x3`: the four weights of every block,
-each a tensor [BLOCKS] in the arithmetic (float64 for float64, float32 otherwise).
+A word is a uint32 with two bfloat16 or float16 weights (the first in its lower half) or one float32, or a uint64 with
+one float64. A block of four weights is two or four words. `x0, x1, x2, x3` are the four weights of every block, each a
+tensor [BLOCKS] in the dtype of the arithmetic (float64 for float64, float32 otherwise).
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 
 # Triton's interpreter truncates where the GPU rounds to nearest.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# Inline assembly is for NVIDIA's GPUs: the interpreter and AMD's GPUs take plain Triton instead.
+# Inline assembly works only on NVIDIA's GPUs. The interpreter and AMD's GPUs use plain Triton.
 PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
 
 
@@ -23,42 +23,42 @@ def is_half(dtype):
 
 @triton.constexpr_function
 def word_of(dtype):
-    """The type of a word."""
+    """The dtype of a word."""
     return tl.uint64 if dtype.primitive_bitwidth == 64 else tl.uint32
 
 
 @triton.constexpr_function
 def arithmetic_of(dtype):
-    """The type to compute in."""
+    """The dtype of the arithmetic."""
     return tl.float64 if dtype.primitive_bitwidth == 64 else tl.float32
 
 
 @triton.constexpr_function
 def words_in(blocks, dtype):
-    """How many words `blocks` blocks of four weights are."""
+    """The number of words in `blocks` blocks of four weights."""
     return 2 * blocks if dtype.primitive_bitwidth == 16 else 4 * blocks
 
 
 @triton.constexpr_function
-def sign_bits(dtype):
+def sign_mask(dtype):
     return {16: 0x80008000, 32: 0x80000000, 64: 0x8000000000000000}[dtype.primitive_bitwidth]
 
 
-@triton.jit
-def signs_of(dtype: tl.constexpr):
-    """A word in which the sign bits are set."""
-    return tl.full((), sign_bits(dtype), word_of(dtype))
-
-
 @triton.constexpr_function
-def magnitude_bits(dtype):
-    return {16: 0x7FFF7FFF, 32: 0x7FFFFFFF, 64: 0x7FFFFFFFFFFFFFFF}[dtype.primitive_bitwidth]
+def magnitude_mask(dtype):
+    return (2**64 - 1 if dtype.primitive_bitwidth == 64 else 2**32 - 1) ^ sign_mask(dtype)
 
 
 @triton.jit
-def magnitude_bits_of(dtype: tl.constexpr):
-    """A word in which all other bits are set: ~signs_of(dtype), which the interpreter of Triton 3.6 cannot compute."""
-    return tl.full((), magnitude_bits(dtype), word_of(dtype))
+def sign_bits(dtype: tl.constexpr):
+    """A word in which only the sign bits are set."""
+    return tl.full((), sign_mask(dtype), word_of(dtype))
+
+
+@triton.jit
+def magnitude_bits(dtype: tl.constexpr):
+    """A word in which all other bits are set: ~sign_bits(dtype), which the interpreter of Triton 3.6 cannot compute."""
+    return tl.full((), magnitude_mask(dtype), word_of(dtype))
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def join4(x0, x1, x2, x3, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def halves(word, dtype: tl.constexpr):
+def unpack_halves(word, dtype: tl.constexpr):
     """The two 16-bit numbers of every word, in float32."""
     if dtype == tl.bfloat16:  # the upper half of a float32
         low, high = (word << 16).to(tl.float32, bitcast=True), (word & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -88,8 +88,8 @@ def halves(word, dtype: tl.constexpr):
 
 
 @triton.jit
-def bits_to_nearest(x, dtype: tl.constexpr):
-    """The 16 bits, in a uint32, of the bfloat16 or float16 nearest to a float32, ties to even; not for NaN."""
+def rounded_bits(x, dtype: tl.constexpr):
+    """The 16 bits, in a uint32, of the bfloat16 or float16 nearest to a float32, ties to even. Not for NaN."""
     if dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -99,18 +99,13 @@ def bits_to_nearest(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def word_of_halves(low, high, dtype: tl.constexpr):
+def pack_halves(low, high, dtype: tl.constexpr):
     """Two float32 numbers, rounded to nearest, in one word."""
     if not PTX:
-        word = bits_to_nearest(low, dtype) | (bits_to_nearest(high, dtype) << 16)
-    elif dtype == tl.bfloat16:
-        word = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.uint32, is_pure=True, pack=1
-        )
+        word = rounded_bits(low, dtype) | (rounded_bits(high, dtype) << 16)
     else:
-        word = tl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.uint32, is_pure=True, pack=1
-        )
+        ASM: tl.constexpr = f"cvt.rn.{'bf16x2' if dtype == tl.bfloat16 else 'f16x2'}.f32 $0, $2, $1;"
+        word = tl.inline_asm_elementwise(ASM, "=r,f,f", [low, high], dtype=tl.uint32, is_pure=True, pack=1)
     return word
 
 
@@ -119,8 +114,8 @@ def unpack(words, dtype: tl.constexpr, BLOCKS: tl.constexpr):
     """The words of BLOCKS blocks -> (x0, x1, x2, x3)."""
     if is_half(dtype):
         first, second = tl.split(tl.reshape(words, (BLOCKS, 2)))
-        x0, x1 = halves(first, dtype)
-        x2, x3 = halves(second, dtype)
+        x0, x1 = unpack_halves(first, dtype)
+        x2, x3 = unpack_halves(second, dtype)
     else:
         x0, x1, x2, x3 = split4(words.to(dtype, bitcast=True), BLOCKS)
     return x0, x1, x2, x3
@@ -130,7 +125,7 @@ def unpack(words, dtype: tl.constexpr, BLOCKS: tl.constexpr):
 def pack(x0, x1, x2, x3, dtype: tl.constexpr, BLOCKS: tl.constexpr):
     """The inverse of `unpack`, rounding to nearest (ties to even)."""
     if is_half(dtype):
-        first, second = word_of_halves(x0, x1, dtype), word_of_halves(x2, x3, dtype)
+        first, second = pack_halves(x0, x1, dtype), pack_halves(x2, x3, dtype)
         words = tl.reshape(tl.join(first, second), (2 * BLOCKS,))
     else:
         words = join4(x0, x1, x2, x3, BLOCKS).to(word_of(dtype), bitcast=True)
@@ -139,40 +134,40 @@ def pack(x0, x1, x2, x3, dtype: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def with_signs_of(old, magnitudes, dtype: tl.constexpr):
-    """Packed magnitudes with the signs of the numbers in `old`; a zero is +0.0, unless the old number was a zero too.
+    """Packed magnitudes with the signs of the numbers in `old`. A zero is +0.0, except where the old number is -0.0.
 
-    For all numbers of a word at once: 0x7fff + magnitude carries into the sign bit unless the magnitude is 0, and
-    0x8000 - |old| leaves one there only if |old| is 0; neither disturbs the number next to it.
+    All numbers of a word at once: the sign bit of 0x7fff + magnitude is set unless the magnitude is 0, and that of
+    0x8000 - |old| is set only if |old| is 0. Neither sum affects the neighbouring number.
     """
-    signs, others = signs_of(dtype), magnitude_bits_of(dtype)
+    signs, others = sign_bits(dtype), magnitude_bits(dtype)
     keeps_sign = (magnitudes + others) | (signs - (old & others))
     return magnitudes | (old & keeps_sign & signs)
 
 
-# ---------------------------------------------------------------------------------------------- number by number
+# ---------------------------------------------------------------------------------------------- single numbers
 
 
 @triton.jit
 def widened(x, arithmetic: tl.constexpr):
-    """x in the arithmetic's dtype, exactly."""
-    if x.dtype == tl.bfloat16:  # by bits, as the interpreter flushes small ones
+    """x in the dtype of the arithmetic, exactly."""
+    if x.dtype == tl.bfloat16:  # by bits, because the interpreter flushes small numbers to zero
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(arithmetic)
 
 
 @triton.jit
 def bfloat16_of(bits):
-    """The bfloat16 with these 16 bits (in a uint32); a zero is +0.0."""
+    """The bfloat16 with the given 16 bits (in a uint32); a zero is +0.0."""
     bits = tl.where((bits & 0x7FFF) == 0, 0, bits)
     return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def nearest(x, dtype: tl.constexpr):
-    """x in `dtype`, to nearest even; zeros are +0.0."""
+def round_to_nearest(x, dtype: tl.constexpr):
+    """x in `dtype`, rounded to nearest, ties to even; zeros are +0.0."""
     if dtype == tl.bfloat16:
         x = x.to(tl.float32)
-        bits = bits_to_nearest(x, dtype) if INTERPRETED else x.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
+        bits = rounded_bits(x, dtype) if INTERPRETED else x.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
         y = bfloat16_of(tl.where(x == x, bits, 0x7FC0))
     else:
         y = x.to(dtype)
@@ -181,11 +176,11 @@ def nearest(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def stochastic(x, bits):
-    """x -> bfloat16: the upper half of (bits of x in float32) + r, r = `bits` in [0, 2^16); zeros are +0.0.
+def round_stochastically(x, random):
+    """x in bfloat16: the upper half of (bits of x in float32) + `random`, 0 <= random < 2^16; zeros are +0.0.
 
-    A NaN stays a NaN: its own bits could carry into the sign.
+    A NaN is handled separately, because the sum could carry into its sign.
     """
     x = x.to(tl.float32)
-    upper = (x.to(tl.uint32, bitcast=True) + bits) >> 16
+    upper = (x.to(tl.uint32, bitcast=True) + random) >> 16
     return bfloat16_of(tl.where(x == x, upper, 0x7FC0))

@@ -1,6 +1,6 @@
-"""The prox of 2:4 and 1:4 blocks in place: one pass over memory, every block solved in registers (block.py).
+"""The prox of 2:4 and 1:4 blocks in place: one pass over memory, with every block solved in registers (block.py).
 
-The conventions (what keeps its bits, which zeros, which ties) are those of `proxsparse.reference.prox.prox_nm`.
+The conventions (unchanged bits, signs of zeros, ties) are those of `proxsparse.reference.prox_nm`.
 """
 
 import functools
@@ -15,7 +15,7 @@ from .formats import (
     INTERPRETED,
     arithmetic_of,
     is_half,
-    magnitude_bits_of,
+    magnitude_bits,
     pack,
     split4,
     unpack,
@@ -23,15 +23,16 @@ from .formats import (
     word_of,
     words_in,
 )
-from .launch import LANES, compiler_options, programs_for, registers_for, with_given
+from .launch import LANES, compiler_options, override_launch, programs_for, registers_for
 
-# A piece is what a program solves at once, 2 KB: 256 blocks of a bf16 weight, fewer of wider ones. One warp solves it:
-# the largest weight of the piece, which chooses the solver, then comes from one instruction without a barrier. The 8
-# blocks of a lane share what every lane does once.
+# A program solves one piece at a time: 2 KB, 256 blocks of a bf16 weight, fewer of wider weights. One warp solves it,
+# because the largest weight of the piece, which chooses the solver, then comes from one instruction without a barrier.
+# With 8 blocks per lane, the work that every lane does once is shared.
 BLOCKS_PER_PIECE = 8 * LANES
-# Blocks that are not all small are solved in parts, two blocks a lane: fewer registers, so that more warps fit.
+# If not all blocks are small, they are solved in parts of two blocks per lane. This needs fewer registers, so that more
+# warps run at once.
 BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
-# The legal `blocks`, `warps` and `parts`: parts of two blocks a lane. The results are the same; the fastest has to be
+# The legal `blocks`, `warps` and `parts`: parts of two blocks per lane. The results are the same; the fastest has to be
 # measured.
 PROX_LAUNCHES = tuple(
     {"blocks": blocks, "warps": warps, "parts": parts}
@@ -40,9 +41,9 @@ PROX_LAUNCHES = tuple(
     for parts in (2, 4)
     if blocks == BLOCKS_PER_PART * warps * parts
 )
-# The interpreter pays per program and operation, not per block.
+# The time of the interpreter depends on the number of programs and operations, not of blocks.
 BLOCKS_IN_INTERPRETER = 65536
-# Weights a row of the table of a list covers: long rows keep the table small, short ones waste few turns at the end.
+# Weights per row of the table of a list. Long rows keep the table small; short rows waste less work at the end.
 WEIGHTS_PER_ROW = 2**18
 TRITON_DTYPE = {
     torch.float32: tl.float32,
@@ -53,29 +54,31 @@ TRITON_DTYPE = {
 
 
 @triton.jit
-def scale_of(scale_ptr, column, columns, BLOCKS: tl.constexpr, arithmetic: tl.constexpr):
+def load_scale(scale_ptr, column, columns, BLOCKS: tl.constexpr, arithmetic: tl.constexpr):
     """|c| of the four weights of every block from `column` on."""
-    place = column + tl.arange(0, 4 * BLOCKS)
-    scale = tl.load(scale_ptr + place, mask=place < columns, other=1.0).to(arithmetic)
+    index = column + tl.arange(0, 4 * BLOCKS)
+    scale = tl.load(scale_ptr + index, mask=index < columns, other=1.0).to(arithmetic)
     return split4(tl.abs(scale), BLOCKS)
 
 
 @triton.jit
 def magnitudes(words, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr):
     """|c * w| of every block."""
-    m0, m1, m2, m3 = unpack(words & magnitude_bits_of(dtype), dtype, BLOCKS)
+    m0, m1, m2, m3 = unpack(words & magnitude_bits(dtype), dtype, BLOCKS)
     if scale_ptr is not None:
-        c0, c1, c2, c3 = scale_of(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
+        c0, c1, c2, c3 = load_scale(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
         m0, m1, m2, m3 = m0 * c0, m1 * c1, m2 * c2, m3 * c3
     return m0, m1, m2, m3
 
 
 @triton.jit
-def packed(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr):
-    """The words of new weights: |c * w| went from v to w; the bits and signs of `old` where they stay."""
+def new_words(
+    old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """The words of the new weights, where |c * w| changed from v to w. Unchanged weights keep their bits."""
     if scale_ptr is not None:
-        m0, m1, m2, m3 = unpack(old & magnitude_bits_of(dtype), dtype, BLOCKS)
-        c0, c1, c2, c3 = scale_of(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
+        m0, m1, m2, m3 = unpack(old & magnitude_bits(dtype), dtype, BLOCKS)
+        c0, c1, c2, c3 = load_scale(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))
         w0, w1 = tl.where(w0 < v0, w0 / c0, m0), tl.where(w1 < v1, w1 / c1, m1)
         w2, w3 = tl.where(w2 < v2, w2 / c2, m2), tl.where(w3 < v3, w3 / c3, m3)
     return with_signs_of(old, pack(w0, w1, w2, w3, dtype, BLOCKS), dtype)
@@ -86,18 +89,18 @@ def prox_part(
     words_ptr, words, start, scale_ptr, column, columns, reg_lambda, gain, largest,
     N: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The prox of BLOCKS blocks, of which no finite one exceeds `largest`, in units of 1 / lambda."""
+    """The prox of BLOCKS blocks; `largest` is lambda times the largest weight of the finite blocks, or more."""
     word = start + tl.arange(0, words_in(BLOCKS, dtype))
     old = tl.load(words_ptr + word, mask=word < words, other=0)
     v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
     w0, w1, w2, w3 = shrink(v0, v1, v2, v3, reg_lambda, gain, largest, N, is_half(dtype), 2 if is_half(dtype) else 1)
-    new = packed(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
+    new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
     tl.store(words_ptr + word, new, mask=word < words)
 
 
 @triton.jit
 def load_words(words_ptr, words, BLOCKS: tl.constexpr, dtype: tl.constexpr):
-    """The BLOCKS blocks from words_ptr on, as far as there are `words`; none if that is <= 0."""
+    """BLOCKS blocks from words_ptr on, of which `words` words exist (none if words <= 0); the rest are zeros."""
     word = tl.arange(0, words_in(BLOCKS, dtype))
     return tl.load(words_ptr + word, mask=word < words, other=0)
 
@@ -107,23 +110,23 @@ def prox_piece(
     old, words_ptr, words, scale_ptr, column, columns, reg_lambda, gain,
     N: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The prox of a piece, `old`, which was loaded from words_ptr."""
+    """The prox of a piece, `old`, which has been loaded from words_ptr."""
     WORDS: tl.constexpr = words_in(BLOCKS, dtype)
     v0, v1, v2, v3 = magnitudes(old, scale_ptr, column, columns, dtype, BLOCKS)
     largest = reg_lambda * largest_of(v0, v1, v2, v3)
     if (N == 2) & (largest <= CONVEX_UP_TO):
         w0, w1, w2, w3 = descend_24(v0, v1, v2, v3, reg_lambda, largest, is_half(dtype))
-        new = packed(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
+        new = new_words(old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype, BLOCKS)
         word = tl.arange(0, WORDS)
         tl.store(words_ptr + word, new, mask=word < words)
     else:
         if largest != largest or largest == float("inf"):
             largest = reg_lambda * largest_finite(v0, v1, v2, v3)
-        # In parts, again from the cache: fewer blocks at once leave registers for more warps.
+        # In parts, which are loaded again from the cache: fewer blocks at once leave registers for more warps.
         for part in range(PARTS):
-            first, place = part * (WORDS // PARTS), column + part * (4 * BLOCKS // PARTS)
+            first, start = part * (WORDS // PARTS), column + part * (4 * BLOCKS // PARTS)
             prox_part(
-                words_ptr, words, first, scale_ptr, place, columns, reg_lambda, gain, largest, N, BLOCKS // PARTS, dtype
+                words_ptr, words, first, scale_ptr, start, columns, reg_lambda, gain, largest, N, BLOCKS // PARTS, dtype
             )
 
 
@@ -131,8 +134,8 @@ def prox_piece(
 def piece_of_weight(
     piece, total, weight_ptr, scale_ptr, columns, pieces, BLOCKS: tl.constexpr, dtype: tl.constexpr
 ):  # fmt: skip
-    """(pointer to the first word of a piece, words from there to the end of its row, <= 0 beyond the last, column)."""
-    words = columns // (4 * BLOCKS // words_in(BLOCKS, dtype))  # a row
+    """(pointer to the first word of a piece, words from there to the end of its row, column); words <= 0: no piece."""
+    words = columns // (4 * BLOCKS // words_in(BLOCKS, dtype))  # per row
     row_ptr = weight_ptr.to(tl.pointer_type(word_of(dtype)), bitcast=True)
     if scale_ptr is not None:
         row = piece // pieces
@@ -144,22 +147,22 @@ def piece_of_weight(
     return row_ptr + start, left, piece * (4 * BLOCKS)
 
 
-# Both kernels: every program takes each num_programs-th piece, and loads the next piece before it solves this one, so
-# that it does not wait for memory. Pieces do not overlap, so no load meets a store.
+# In both kernels, a program solves every num_programs-th piece. It loads the next piece before it solves the current
+# one, so that it does not wait for memory. Pieces do not overlap, so no load reads what a store has changed.
 
 
 @triton.jit(do_not_specialize=["pieces", "total"])
 def prox_n4_kernel(
-    weight_ptr,  # [numel], contiguous, at a multiple of 16 bytes; changed in place
+    weight_ptr,  # [numel], contiguous, 16-byte aligned; changed in place
     scale_ptr,  # [columns] or None
-    columns,  # in_features; without a scale all of the weight is one row
-    pieces,  # of a row, BLOCKS blocks each
-    total,  # pieces of all rows
-    reg_lambda: tl.float64,  # > 0; the annotation keeps Triton from passing it as fp32
-    gain: tl.float64,  # 1 / (1 - lambda), or 0 from lambda = 1 on: the launcher's double tells 0.99999999 from 1
+    columns,  # in_features; without a scale, the whole weight is one row
+    pieces,  # pieces per row, BLOCKS blocks each
+    total,  # pieces in all rows
+    reg_lambda: tl.float64,  # > 0; without the annotation Triton would pass fp32
+    gain: tl.float64,  # 1 / (1 - lambda), or 0 if lambda >= 1; in fp64, because fp32 would round 0.99999999 to 1
     N: tl.constexpr,  # weights kept of every 4: 1 or 2
-    BLOCKS: tl.constexpr,  # blocks a piece
-    PARTS: tl.constexpr,  # of a piece, where not all of its blocks are small
+    BLOCKS: tl.constexpr,  # blocks per piece
+    PARTS: tl.constexpr,  # parts of a piece, if not all of its blocks are small
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
@@ -178,22 +181,22 @@ def prox_n4_kernel(
 
 @triton.jit
 def piece_of_table(piece, total, table_ptr, PIECES: tl.constexpr, BLOCKS: tl.constexpr, dtype: tl.constexpr):
-    """(pointer to the first word of a piece, words from there on, <= 0 if there are none, lambda, gain)."""
+    """(pointer to the first word of a piece, words from there on, lambda, gain); words <= 0: no piece."""
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    row_ptr, there = table_ptr + piece // PIECES * 4, piece < total
-    words_ptr = tl.multiple_of(tl.load(row_ptr, mask=there, other=0).to(tl.pointer_type(word_of(dtype))), 16)
-    weights = tl.multiple_of(tl.load(row_ptr + 1, mask=there, other=0).to(tl.int32), 16)
-    reg_lambda = tl.load(row_ptr + 2, mask=there, other=0).to(tl.float64, bitcast=True).to(arithmetic)
-    gain = tl.load(row_ptr + 3, mask=there, other=0).to(tl.float64, bitcast=True).to(arithmetic)
+    row_ptr, exists = table_ptr + piece // PIECES * 4, piece < total
+    words_ptr = tl.multiple_of(tl.load(row_ptr, mask=exists, other=0).to(tl.pointer_type(word_of(dtype))), 16)
+    weights = tl.multiple_of(tl.load(row_ptr + 1, mask=exists, other=0).to(tl.int32), 16)
+    reg_lambda = tl.load(row_ptr + 2, mask=exists, other=0).to(tl.float64, bitcast=True).to(arithmetic)
+    gain = tl.load(row_ptr + 3, mask=exists, other=0).to(tl.float64, bitcast=True).to(arithmetic)
     start = piece % PIECES * words_in(BLOCKS, dtype)
     return words_ptr + start, weights // (4 * BLOCKS // words_in(BLOCKS, dtype)) - start, reg_lambda, gain
 
 
 @triton.jit(do_not_specialize=["total"])
 def prox_list_kernel(
-    table_ptr,  # int64 [rows, 4]: address of the first weight, their number (a multiple of 16), bits of lambda and gain
-    total,  # pieces of all rows
-    PIECES: tl.constexpr,  # of a row, BLOCKS blocks each
+    table_ptr,  # int64 [rows, 4]: address of the first weight, how many (a multiple of 16), bits of lambda and gain
+    total,  # pieces in all rows
+    PIECES: tl.constexpr,  # pieces per row, BLOCKS blocks each
     N: tl.constexpr,
     BLOCKS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -216,9 +219,9 @@ def prox_list_kernel(
 
 
 def check_weight(weight: torch.Tensor, n: int) -> None:
-    """Raises ValueError for what these kernels cannot serve."""
+    """Raises ValueError if these kernels do not support the weight or n."""
     if n not in (1, 2):
-        raise ValueError(f"n={n}: these kernels serve 2:4 and 1:4; use the reference backend for other patterns")
+        raise ValueError(f"n={n}: these kernels support 2:4 and 1:4; use the reference backend for other patterns")
     if weight.ndim == 0 or weight.shape[-1] % 4 or not weight.is_contiguous():
         raise ValueError(
             f"weight of shape {list(weight.shape)}, strides {list(weight.stride())}: it must be contiguous with a last "
@@ -227,28 +230,40 @@ def check_weight(weight: torch.Tensor, n: int) -> None:
 
 
 def gain_of(reg_lambda: float) -> float:
-    """1 / (1 - lambda), which 1:4 needs in the launcher's double; 0 from lambda = 1 on, where one weight stays."""
+    """1 / (1 - lambda) for 1:4, in fp64; 0 if lambda >= 1, where only the largest weight of a block remains."""
     return 1 / (1 - reg_lambda) if reg_lambda < 1 else 0.0
 
 
-def blocks_per_program(weight: torch.Tensor, blocks: int, scale: torch.Tensor | None = None) -> int:
-    """Blocks of a piece, for a weight with `blocks` blocks in a row: 2 KB of it, or of its scale as float32."""
+def blocks_per_program(weight: torch.Tensor, blocks: int, scaled: bool = False) -> int:
+    """Blocks per piece for a weight with `blocks` blocks per row: 2 KB of the weight, or of its scale in float32."""
     if INTERPRETED:
         return max(8, min(triton.next_power_of_2(blocks), BLOCKS_IN_INTERPRETER))
-    return BLOCKS_PER_PIECE // (max(weight.dtype.itemsize, 4 if scale is not None else 2) // 2)
+    return BLOCKS_PER_PIECE // (max(weight.dtype.itemsize, 4 if scaled else 2) // 2)
 
 
-def launch_parameters(
-    weight: torch.Tensor, row: int, scale: torch.Tensor | None, given: dict[str, int | None]
-) -> dict[str, int]:
+def launch_parameters(weight: torch.Tensor, row: int, scaled: bool, given: dict[str, int | None]) -> dict[str, int]:
     """blocks, warps and parts for rows of `row` blocks: those that are `given` (not None), else the expected best.
 
     Raises:
-        ValueError: they are not one of PROX_LAUNCHES.
+        ValueError: the result is not one of PROX_LAUNCHES.
     """
-    blocks = blocks_per_program(weight, row, scale)
+    blocks = blocks_per_program(weight, row, scaled)
     launch = {"blocks": blocks, "warps": 1, "parts": 4 if INTERPRETED else max(2, blocks // BLOCKS_PER_PART)}
-    return with_given(launch, given, PROX_LAUNCHES)
+    return override_launch(launch, given, PROX_LAUNCHES)
+
+
+def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: int, launch: dict, **constants) -> None:
+    """Launches a kernel of this file for `total` pieces of weights like `weight`."""
+    registers = registers_for(weight, scaled, launch)
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        kernel[(programs_for(weight.device, total, launch["warps"], registers),)](
+            *arguments,
+            BLOCKS=launch["blocks"],
+            PARTS=launch["parts"],
+            num_warps=launch["warps"],
+            **constants,
+            **compiler_options(registers),
+        )
 
 
 def prox_n4_(
@@ -261,7 +276,7 @@ def prox_n4_(
     warps: int | None = None,
     parts: int | None = None,
 ) -> None:
-    """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{n:4}(V), divided back by c, in place; n is 1 or 2.
+    """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{n:4}(V), divided by c, in place; n is 1 or 2.
 
     Reg_{n:4}(V) sums e_{n+1}(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
     Arithmetic is fp64 for float64 and fp32 otherwise, rounded once to the dtype of the weight.
@@ -271,8 +286,8 @@ def prox_n4_(
             the environment had TRITON_INTERPRET=1 when triton was imported. Changed in place. May be empty.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(n-1); 0 is the identity.
         scale: c, [in_features], positive (only |c| counts), floating point, on the device of `weight`; None means 1.
-        blocks, warps, parts: blocks of a piece, warps that solve it, parts of a piece whose blocks are not all small:
-            one of PROX_LAUNCHES. They change the speed, not the result. None: what is expected to be the fastest.
+        blocks, warps, parts: blocks per piece, warps per program, and parts of a piece whose blocks are not all small;
+            one of PROX_LAUNCHES. They change the speed, not the result. None: the choice expected to be the fastest.
     Raises:
         ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, the weight is not contiguous, or blocks,
             warps and parts are not one of PROX_LAUNCHES.
@@ -280,32 +295,19 @@ def prox_n4_(
     check_weight(weight, n)
     if reg_lambda == 0 or weight.numel() == 0:
         return
-    if weight.data_ptr() % 16:  # a view that starts anywhere: the kernel loads 16 bytes at once
+    if weight.data_ptr() % 16:  # an unaligned view; the kernel loads 16 bytes at once
         aligned = weight.clone()
         prox_n4_(aligned, reg_lambda, n, scale, blocks=blocks, warps=warps, parts=parts)
         weight.copy_(aligned)
         return
     columns = weight.numel() if scale is None else weight.shape[-1]
     given = {"blocks": blocks, "warps": warps, "parts": parts}
-    launch = launch_parameters(weight, columns // 4, scale, given)
+    launch = launch_parameters(weight, columns // 4, scale is not None, given)
     pieces = triton.cdiv(columns, 4 * launch["blocks"])
     total = weight.numel() // columns * pieces
-    registers = registers_for(weight, scale, launch)
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
-        prox_n4_kernel[(programs_for(weight.device, total, launch["warps"], registers),)](
-            weight,
-            None if scale is None else scale.contiguous(),
-            columns,
-            pieces,
-            total,
-            float(reg_lambda),
-            gain_of(reg_lambda),
-            N=n,
-            BLOCKS=launch["blocks"],
-            PARTS=launch["parts"],
-            num_warps=launch["warps"],
-            **compiler_options(registers),
-        )
+    scale = None if scale is None else scale.contiguous()
+    numbers = columns, pieces, total, float(reg_lambda), gain_of(reg_lambda)
+    start(prox_n4_kernel, (weight, scale, *numbers), weight, scale is not None, total, launch, N=n)
 
 
 def prox_list_n4_(
@@ -319,13 +321,13 @@ def prox_list_n4_(
 ) -> None:
     """`prox_n4_` for each weight with its own lambda, in one launch, in place.
 
-    The launch reads a table of addresses, sizes and lambdas. It is copied to the GPU from pinned memory without waiting
-    for the GPU (32 bytes for 2^18 weights: 0.8 MB for 6.5 billion), and kept as long as nothing in it changes.
-    A weight whose size or address is not a multiple of 16 gets a launch of its own.
+    The kernel reads a table of addresses, sizes and lambdas (32 bytes for 2^18 weights: 0.8 MB for 6.5 billion), which
+    is copied from pinned memory without waiting for the GPU and reused until one of its entries changes. A weight
+    whose size or address is not a multiple of 16 is solved in a separate launch.
 
     Args:
         weights: as for `prox_n4_`, all of one dtype and on one device; they must not overlap.
-        reg_lambdas: one a weight.
+        reg_lambdas: one for each weight.
         blocks, warps, parts: as for `prox_n4_`.
     Raises:
         ValueError: as `prox_n4_`, or the weights differ in dtype or device.
@@ -336,7 +338,7 @@ def prox_list_n4_(
         if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
             raise ValueError(
                 f"a {weight.dtype} weight on {weight.device} in a list of {weights[0].dtype} on {weights[0].device}: "
-                "one launch serves one dtype and one device; make several lists"
+                "one launch supports one dtype and one device; use several lists"
             )
         if weight.numel() % 16 or weight.data_ptr() % 16:
             prox_n4_(weight, reg_lambda, n, **given)
@@ -347,32 +349,21 @@ def prox_list_n4_(
     device, dtype = weights[0].device, weights[0].dtype
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     table = table_of(tuple(entries), dtype.itemsize, device, stream)
-    launch = launch_parameters(weights[0], WEIGHTS_PER_ROW // 4, None, given)
+    launch = launch_parameters(weights[0], WEIGHTS_PER_ROW // 4, False, given)
     pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * launch["blocks"])
     total = len(table) * pieces
-    registers = registers_for(weights[0], None, launch)
-    with torch.cuda.device_of(weights[0]):
-        prox_list_kernel[(programs_for(device, total, launch["warps"], registers),)](
-            table,
-            total,
-            PIECES=pieces,
-            N=n,
-            BLOCKS=launch["blocks"],
-            PARTS=launch["parts"],
-            dtype=TRITON_DTYPE[dtype],
-            num_warps=launch["warps"],
-            **compiler_options(registers),
-        )
+    constants = {"PIECES": pieces, "N": n, "dtype": TRITON_DTYPE[dtype]}
+    start(prox_list_kernel, (table, total), weights[0], False, total, launch, **constants)
 
 
 @functools.lru_cache(maxsize=8)
 def table_of(entries: tuple, itemsize: int, device: torch.device, stream: int) -> torch.Tensor:
-    """What prox_list_kernel reads, int64 [rows, 4]: WEIGHTS_PER_ROW weights of one tensor a row, fewer in its last.
+    """The table of prox_list_kernel, int64 [rows, 4]: WEIGHTS_PER_ROW weights of a tensor per row, fewer in its last.
 
     Args:
-        entries: (address, number of weights, lambda) of every weight.
-        itemsize: bytes of a weight.
-        stream: that the table is made and read on; on another one it might not have arrived yet.
+        entries: (address, number of weights, lambda) for each weight.
+        itemsize: bytes per weight.
+        stream: the stream that copies and reads the table; on another stream, the copy might not be complete.
     """
     addresses, sizes, reg_lambdas = zip(*entries, strict=True)
     addresses, sizes = torch.tensor(addresses), torch.tensor(sizes)

@@ -1,4 +1,4 @@
-// Which instruction set the kernels run with.
+// Chooses the instruction set of the kernels.
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
@@ -11,7 +11,7 @@
 namespace proxsparse {
 namespace {
 
-// In ascending order; a name without kernels is a limit that holds anyway.
+// In ascending order. A build without the kernels of a name accepts the name as a limit.
 constexpr const char* kNames[] = {"default", "avx2", "avx512", "avx512_bf16"};
 constexpr const Kernels* kKernels[] = {
     &kDefaultKernels,

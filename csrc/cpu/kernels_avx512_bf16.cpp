@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with dot products of bfloat16 and with 16-bit lanes that expand.
+// The kernels for AVX-512 with bfloat16 dot products (BF16) and 16-bit expansion (VBMI2).
 #include "standard.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -1,4 +1,4 @@
-// The kernels for what every CPU of the architecture has.
+// The kernels for the instructions that every CPU of the architecture has.
 #include "standard.h"
 
 #define PROXSPARSE_ISA portable

@@ -1,10 +1,10 @@
-// Defines one table of kernels: included last by a file that has chosen an instruction set.
+// Defines one table of kernels. The including file has chosen the instruction set, and includes this header last.
 #pragma once
 
 #include "adamw_prox_chunks.h"
-#include "linear_tiles.h"
 #include "mask_blocks.h"
 #include "prox_chunks.h"
+#include "sparse_linear_tiles.h"
 #include "unpack_rows.h"
 
 namespace proxsparse {
@@ -18,7 +18,7 @@ constexpr Kernels kKernels = {
      adamw_prox_chunks<Float16, BFloat16>},
     {mask_blocks<Float32>, mask_blocks<Float64>, mask_blocks<BFloat16>, mask_blocks<Float16>},
     {unpack_24_rows<uint32_t>, unpack_24_rows<uint64_t>, unpack_24_rows<uint16_t>, unpack_24_rows<uint16_t>},
-    {linear_tiles<Float32>, nullptr, linear_tiles<BFloat16>, nullptr},
+    {sparse_linear_tiles<Float32>, nullptr, sparse_linear_tiles<BFloat16>, nullptr},
     kReadsBFloat16,
 };
 

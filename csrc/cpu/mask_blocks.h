@@ -1,14 +1,14 @@
 // The n largest of every four scores.
 #pragma once
 
-#include "formats.h"
+#include "../formats.h"
 #include "kernels.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// For each position of a block, how many of its magnitudes stand before it in descending order; ties keep their order.
-// The ranks are of type T: mixed widths would cost the vector code conversions.
+// For each position of a block: how many magnitudes come before it in descending order; ties keep their order. The
+// ranks have type T because mixed widths would make the vector code convert them.
 template <typename T>
 struct Ranks {
   T r1, r2, r3, r4;
@@ -26,11 +26,11 @@ PROXSPARSE_INLINE Ranks<T> rank_descending(Block<T> m) {
 
 // Blocks `begin` to `end`.
 template <typename Format>
-void mask_blocks(const MaskArguments& arguments, int64_t begin, int64_t end) {
+void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;
-  const auto* score = static_cast<const typename Format::Storage*>(arguments.score);
-  bool* mask = arguments.mask;
-  const T first_dropped = T(arguments.n) - T(0.5);
+  const auto* score = static_cast<const typename Format::Storage*>(call.score);
+  bool* mask = call.mask;
+  const T first_dropped = T(call.n) - T(0.5);
   const auto comparable = [](T value) __attribute__((always_inline)) {
     return value == value ? value : std::numeric_limits<T>::infinity();
   };

@@ -1,5 +1,5 @@
-// What the kernels need of the standard library, included before an instruction set is chosen: its functions may be
-// shared with the rest of the program, which runs on any CPU.
+// The standard headers of the kernels. They must be included before an instruction set is chosen: the linker may share
+// their functions with the rest of the program, which runs on any CPU.
 #pragma once
 
 #ifdef __x86_64__

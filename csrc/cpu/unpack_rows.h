@@ -1,4 +1,4 @@
-// 2:4 rows to dense ones. The numbers are bit patterns.
+// 2:4 rows to dense rows. The numbers are bit patterns.
 #pragma once
 
 #include "../inline.h"
@@ -12,22 +12,22 @@ constexpr int kSegment = 512;  // weights whose indices, 64 bytes, are read toge
 
 #if PROXSPARSE_VECTOR_BYTES == 64
 
-// By the nibble i0 | i1 << 2: which of the four weights of a block are kept, 1 << i0 | 1 << i1.
-struct KeptOfBlock {
+// For the nibble i0 | i1 << 2, the bits of the kept weights of a block: 1 << i0 | 1 << i1.
+struct BitsOfNibble {
   alignas(16) uint8_t of[16];
 };
-constexpr KeptOfBlock kKeptOfBlock = [] {
-  KeptOfBlock kept;
+constexpr BitsOfNibble kBitsOfNibble = [] {
+  BitsOfNibble kept;
   for (int nibble = 0; nibble < 16; ++nibble) kept.of[nibble] = 1 << (nibble & 3) | 1 << (nibble >> 2);
   return kept;
 }();
 
-// For each byte of the indices of a segment, eight bits that say which of its weights are kept.
-struct Kept {
+// For each byte of the indices of a segment, the eight bits of the kept weights.
+struct KeptWeights {
   alignas(64) uint8_t bytes[kSegment / 8];
 
   PROXSPARSE_INLINE void load(const uint8_t* indices, int count) {
-    const auto table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kKeptOfBlock.of)));
+    const auto table = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kBitsOfNibble.of)));
     const auto nibble = _mm512_set1_epi8(0x0f);
     const auto packed = _mm512_maskz_loadu_epi8(~uint64_t{0} >> (64 - count), indices);
     const auto first = _mm512_shuffle_epi8(table, _mm512_and_si512(packed, nibble));
@@ -42,7 +42,7 @@ constexpr bool kExpands16 = true;
 constexpr bool kExpands16 = false;
 #endif
 
-// Weights that unpack_step writes.
+// The weights that unpack_step writes.
 template <typename Storage>
 constexpr int kStep = sizeof(Storage) == 2 && !kExpands16 ? 16 : 64 / sizeof(Storage);
 
@@ -68,12 +68,12 @@ PROXSPARSE_INLINE void unpack_step(const Storage* values, const uint8_t* kept, S
 
 #else
 
-struct Kept {
-  const uint8_t* bytes;  // the indices themselves
+struct KeptWeights {
+  const uint8_t* bytes;  // here, the indices themselves
   PROXSPARSE_INLINE void load(const uint8_t* indices, int) { bytes = indices; }
 };
 
-// Where each of eight weights finds its value among the four of their byte of indices; 4: it is +0.
+// For each byte of indices and each of its eight weights: which of the four values it is, or 4 for +0.
 struct Sources {
   alignas(64) uint8_t of[256][8];
 };
@@ -113,14 +113,14 @@ PROXSPARSE_INLINE void unpack_step(const Storage* values, const uint8_t* indices
 
 // Rows `begin` to `end`.
 template <typename Storage>
-void unpack_24_rows(const UnpackArguments& arguments, int64_t begin, int64_t end) {
+void unpack_24_rows(const PackCall& call, int64_t begin, int64_t end) {
   constexpr int step = kStep<Storage>;
-  const int64_t in_features = arguments.in_features, row_bytes = (in_features + 7) / 8;
+  const int64_t in_features = call.in_features, row_bytes = (in_features + 7) / 8;
   for (int64_t row = begin; row < end; ++row) {
-    const auto* values = static_cast<const Storage*>(arguments.values) + row * in_features / 2;
-    auto* weight = static_cast<Storage*>(arguments.weight) + row * in_features;
-    const uint8_t* indices = arguments.indices + row * row_bytes;
-    Kept kept;
+    const auto* values = static_cast<const Storage*>(call.values) + row * in_features / 2;
+    auto* weight = static_cast<Storage*>(call.weight) + row * in_features;
+    const uint8_t* indices = call.indices + row * row_bytes;
+    KeptWeights kept;
     for (int64_t first = 0; first < in_features; first += kSegment) {
       const int count = in_features - first < kSegment ? in_features - first : kSegment;
       kept.load(indices + first / 8, (count + 7) / 8);

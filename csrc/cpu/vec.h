@@ -1,6 +1,6 @@
-// Vec<S, N>: N numbers of type S that are computed on together, with the operators of one number, so that one template
-// serves a single block and N blocks at a time. Built on the vector types of GCC and Clang, PROXSPARSE_VECTOR_BYTES
-// wide; a Vec may span several, so that the CPU computes on one while it waits for another.
+// Vec<S, N>: N numbers of type S with the operators of one number, so that one template serves one block and N blocks
+// at a time. Vec uses the vector types of GCC and Clang, PROXSPARSE_VECTOR_BYTES wide. A Vec may consist of several of
+// them: the CPU then computes one while it waits for the result of another.
 #pragma once
 
 #include "../inline.h"
@@ -9,11 +9,11 @@
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// As many numbers as one vector holds.
+// The numbers in one vector.
 template <typename S>
 constexpr int kLanes = PROXSPARSE_VECTOR_BYTES / sizeof(S);
 
-// One vector, or two halves: members, because no compiler keeps an array of vectors in registers.
+// One vector, or two halves. Members, because no compiler keeps an array of vectors in registers.
 template <typename S, int N>
 struct Lanewise {
   Lanewise<S, N / 2> low, high;
@@ -26,7 +26,7 @@ struct Lanewise<S, N> {
   Raw raw;
 };
 
-// Result lanes f(lanes, lanes, ...), a vector at a time.
+// f(lanes, lanes, ...), applied to one vector at a time.
 template <typename S, int N, typename F, typename... Arguments>
 PROXSPARSE_INLINE Lanewise<S, N> lanewise(F f, const Arguments&... arguments) {
   if constexpr (N == kLanes<S>) {
@@ -36,7 +36,7 @@ PROXSPARSE_INLINE Lanewise<S, N> lanewise(F f, const Arguments&... arguments) {
   }
 }
 
-// All bits of a lane are set where a condition holds.
+// All bits of a lane are set where the condition is true.
 template <typename I, int N>
 struct Mask {
   Lanewise<I, N> lanes;
@@ -113,12 +113,12 @@ struct Vec {
   template <int M>
   static PROXSPARSE_INLINE Lanewise<S, M> broadcast(S value, const Lanewise<S, M>&) {
     if constexpr (M == kLanes<S>) {
-      return {value - Raw{}};  // x - 0 is x, also for -0
+      return {value - Raw{}};  // x - 0 = x, even for x = -0
     } else {
       return {broadcast(value, Lanewise<S, M / 2>{}), broadcast(value, Lanewise<S, M / 2>{})};
     }
   }
-  // A vector at a time: a compiler may copy memory in smaller pieces, and then the CPU has to wait for all of them.
+  // One vector at a time. A compiler may copy memory in smaller pieces, and the CPU then waits for all of them.
   template <int M>
   static PROXSPARSE_INLINE void copy(const char* memory, Lanewise<S, M>& to) {
     if constexpr (M == kLanes<S>) {
@@ -165,7 +165,7 @@ PROXSPARSE_INLINE auto sign_bits(Vec<S, N> v) {
   return bits_as<Bits>(v) & Vec<Bits, N>(~(~Bits{0} >> 1));
 }
 
-// ------------------------------------------------------------------------- what x86 does better than a compiler
+// ------------------------------------------------------------------------- functions with instructions for x86
 
 #if PROXSPARSE_VECTOR_BYTES == 64
 #define PROXSPARSE_INTRINSIC(name) _mm512_##name
@@ -178,7 +178,7 @@ PROXSPARSE_INLINE auto sign_bits(Vec<S, N> v) {
 template <typename S, int N>
 PROXSPARSE_INLINE Vec<S, N> larger(Vec<S, N> a, Vec<S, N> b) {
   const auto of_vectors = [](auto a, auto b) {
-#ifdef __x86_64__  // GCC makes two instructions of a maximum with zero
+#ifdef __x86_64__  // GCC emits two instructions for a maximum with zero
     if constexpr (std::is_same_v<S, float>) return PROXSPARSE_INTRINSIC(max_ps)(a, b);
     if constexpr (std::is_same_v<S, double>) return PROXSPARSE_INTRINSIC(max_pd)(a, b);
 #endif
@@ -193,7 +193,7 @@ PROXSPARSE_INLINE Vec<S, N> smaller(Vec<S, N> a, Vec<S, N> b) {
 }
 
 template <typename S, int N>
-PROXSPARSE_INLINE Vec<S, N> square_root(Vec<S, N> v) {
+PROXSPARSE_INLINE Vec<S, N> sqrt(Vec<S, N> v) {
   const auto of_vector = [](auto v) {
     for (int lane = 0; lane < kLanes<S>; ++lane) v[lane] = std::sqrt(v[lane]);
     return v;
@@ -201,7 +201,8 @@ PROXSPARSE_INLINE Vec<S, N> square_root(Vec<S, N> v) {
   return Vec<S, N>::of(of_vector, v);
 }
 
-// 1 / sqrt(v), for a finite v > 0; in float from the CPU's estimate and a Newton step, exact up to the last bit or two.
+// 1 / sqrt(v) for a finite v > 0. For float: the CPU's estimate and one Newton step, exact except for the last one or
+// two bits.
 template <typename S, int N>
 PROXSPARSE_INLINE Vec<S, N> inverse_square_root(Vec<S, N> v) {
   if constexpr (std::is_same_v<S, float> && PROXSPARSE_VECTOR_BYTES >= 32) {
@@ -215,11 +216,11 @@ PROXSPARSE_INLINE Vec<S, N> inverse_square_root(Vec<S, N> v) {
     const Vec<S, N> half(S(0.5));
     return y + y * (half - half * v * y * y);
   } else {
-    return Vec<S, N>(1) / square_root(v);
+    return Vec<S, N>(1) / sqrt(v);
   }
 }
 
-// Which lanes of a mask are set, one bit each.
+// One bit for each lane of a mask.
 template <typename I, int N>
 PROXSPARSE_INLINE uint32_t lane_bits(const Lanewise<I, N>& mask) {
   if constexpr (N > kLanes<I>) {
@@ -237,7 +238,7 @@ PROXSPARSE_INLINE uint32_t lane_bits(const Lanewise<I, N>& mask) {
 }
 
 #if PROXSPARSE_VECTOR_BYTES == 32
-// For each set of 8 lanes, which lane stands at each place once they are packed; or, unpacked, the place each comes
+// For each set of 8 lanes: `packed` has the lane at each place after packing, `unpacked` the place that each lane comes
 // from.
 struct Permutations {
   alignas(32) int32_t packed[256][8], unpacked[256][8];
@@ -254,7 +255,7 @@ struct Permutations {
 inline constexpr Permutations kPermutations;
 #endif
 
-// Writes the lanes named by `bits`, closely packed; up to N numbers behind them may be overwritten.
+// Writes the lanes named by `bits` without gaps. May overwrite up to N numbers after them.
 template <typename S, int N>
 PROXSPARSE_INLINE void store_packed(const Lanewise<S, N>& v, uint32_t bits, S* memory) {
   if constexpr (N > kLanes<S>) {
@@ -277,7 +278,7 @@ PROXSPARSE_INLINE void store_packed(const Lanewise<S, N>& v, uint32_t bits, S* m
   }
 }
 
-// Replaces the lanes named by `bits`, in order, by the numbers at `memory`; reads up to N of them.
+// Replaces the lanes named by `bits`, in order, by the numbers at `memory`. May read up to N numbers.
 template <typename S, int N>
 PROXSPARSE_INLINE void load_packed(Lanewise<S, N>& v, uint32_t bits, const S* memory) {
   if constexpr (N > kLanes<S>) {
@@ -308,7 +309,7 @@ PROXSPARSE_INLINE void load_packed(Lanewise<S, N>& v, uint32_t bits, const S* me
 
 // ------------------------------------------------------------------------- lanes in another order
 
-// The lanes of(0), of(1), ... of a and b, b's counted from the end of a; each of one vector.
+// Lanes of(0), of(1), ... of the vectors a and b; the lanes of b follow those of a.
 template <typename Lane, typename S, int N, int... i>
 PROXSPARSE_INLINE Vec<S, N> shuffle(Vec<S, N> a, Vec<S, N> b, std::integer_sequence<int, i...>) {
   return Vec<S, N>::of([](auto a, auto b) { return __builtin_shufflevector(a, b, Lane::of(i)...); }, a, b);
@@ -324,7 +325,7 @@ struct EverySecond {  // of two vectors
   static constexpr int of(int i) { return 2 * i + start; }
 };
 template <int start, int N>
-struct Alternating {  // half of one vector with half of the other
+struct Alternating {  // half of one vector and half of the other, lane by lane
   static constexpr int of(int i) { return start * N / 2 + i / 2 + i % 2 * N; }
 };
 template <int distance, int N>
@@ -359,10 +360,6 @@ PROXSPARSE_INLINE S largest_lane(Vec<S, N> v) {
 template <typename S, int N>
 PROXSPARSE_INLINE S largest(Vec<S, N> v) {
   return largest_lane<N / 2>(v);
-}
-template <typename S, int N>
-PROXSPARSE_INLINE S smallest(Vec<S, N> v) {  // of unsigned integers
-  return ~largest(v ^ Vec<S, N>(~S{0}));
 }
 
 }  // namespace PROXSPARSE_ISA

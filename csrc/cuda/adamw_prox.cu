@@ -1,10 +1,10 @@
-// A step of AdamW, the gradient of the frozen-weight term, the metric and the prox, in one pass over memory.
+// A step of AdamW, the gradient of the frozen-weight term, the scale and the prox, in one pass over memory.
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 
+#include "../adamw.h"
+#include "../random.h"
 #include "launch.h"
-#include "random.h"
 #include "solve.h"
 
 namespace proxsparse::gpu {
@@ -17,88 +17,71 @@ struct AdamWArguments {
   const typename Weight::Storage* grad;
   typename Moment::Storage *exp_avg, *exp_avg_sq;
   T* master;                                   // or null
-  const typename Weight::Storage* pretrained;  // or null: no frozen-weight term
+  const typename Weight::Storage* pretrained;  // or null
   const T* scale;                              // or null
   int64_t size, in_features;
-  T beta1, one_minus_beta1, beta2, one_minus_beta2, eps;
-  T decay;        // 1 - lr * weight_decay
-  T rate;         // lr / (1 - beta1^t)
-  T root_factor;  // 1 / sqrt(1 - beta2^t)
-  T frozen_lambda, frozen_eps;
-  Regulariser<T> reg;
+  AdamW<T> adamw;
+  ProxParams<T> params;
   bool prox, stochastic, aligned;  // aligned: all tensors begin at a multiple of 16 bytes
   uint64_t seed;
 };
 
-// d/dw of the frozen-weight term: 2 w (w - w0) (2 w - w0) / (w0 + eps sign(w0))^2, sign(0) = 1.
-template <typename T>
-__device__ T frozen_gradient(T w, T pretrained, T eps) {
-  const T denominator = pretrained + (pretrained < 0 ? -eps : eps);
-  return 2 * w * (w - pretrained) * (2 * w - pretrained) / (denominator * denominator);
-}
-
-template <typename T, int kCount>
-__device__ void divide(T (&value)[kCount], const T* c) {
-  PROXSPARSE_UNROLL
-  for (int i = 0; i < kCount; ++i) value[i] /= c[i];
-}
-
-// Which numbers a warp takes of every tensor, and the memory it may use on the way.
-struct Place {
+// The numbers that a warp takes of every tensor, and a buffer in shared memory.
+struct WarpRange {
   int64_t first, size;
   void* buffer;
-  bool direct;  // every tensor is aligned, and the warp's share of it whole: no detour through the buffer
+  bool direct;  // every tensor is aligned and contains the whole range: the buffer is not needed
 };
 
-// What a lane reads of every tensor, as it is in memory.
+// The numbers that a lane reads of every tensor, as they are stored.
 template <typename Weight, typename Moment, int kPiece>
-struct Words {
+struct LaneNumbers {
   Piece<typename Weight::Storage, kPiece> weight, grad, pretrained;
   Piece<typename Weight::Arithmetic, kPiece> master;
   Piece<typename Moment::Storage, kPiece> exp_avg, exp_avg_sq;
 };
 
 template <typename Storage, int kPiece>
-__device__ void read(const Storage* tensor, Place place, Piece<Storage, kPiece>& words) {
+__device__ void read(const Storage* tensor, WarpRange range, Piece<Storage, kPiece>& numbers) {
   Piece<Storage, kPiece> piece[1];
-  Share<const Storage, 1, kPiece>(tensor, place.first, place.size, place.buffer, place.direct).load(piece);
-  words = piece[0];
+  WarpTile<const Storage, 1, kPiece>(tensor, range.first, range.size, range.buffer, range.direct).load(piece);
+  numbers = piece[0];
 }
 
-// Every load comes before the first use of any, so that a warp waits for memory once.
+// Every load comes before the first use of any, so that a warp waits for memory only once.
 template <typename Weight, typename Moment, int kPiece>
-__device__ void read(const AdamWArguments<Weight, Moment>& call, Place place, Words<Weight, Moment, kPiece>& words) {
-  read(call.grad, place, words.grad);
-  read<typename Moment::Storage>(call.exp_avg, place, words.exp_avg);
-  read<typename Moment::Storage>(call.exp_avg_sq, place, words.exp_avg_sq);
-  if (call.pretrained) read(call.pretrained, place, words.pretrained);
+__device__ void read(const AdamWArguments<Weight, Moment>& call, WarpRange range,
+                     LaneNumbers<Weight, Moment, kPiece>& numbers) {
+  read(call.grad, range, numbers.grad);
+  read<typename Moment::Storage>(call.exp_avg, range, numbers.exp_avg);
+  read<typename Moment::Storage>(call.exp_avg_sq, range, numbers.exp_avg_sq);
+  if (call.pretrained) read(call.pretrained, range, numbers.pretrained);
   if (call.master) {
-    read<typename Weight::Arithmetic>(call.master, place, words.master);
+    read<typename Weight::Arithmetic>(call.master, range, numbers.master);
   } else {
-    read<typename Weight::Storage>(call.weight, place, words.weight);
+    read<typename Weight::Storage>(call.weight, range, numbers.weight);
   }
 }
 
-// Zeros are +0. `bits(i)` are those of number i for a bfloat16 that is rounded stochastically.
-template <typename Format, int kPiece, typename T, typename Bits>
-__device__ void write(const T (&value)[kPiece], typename Format::Storage* tensor, Place place, bool stochastic,
-                      Bits bits) {
+// Zeros are +0. random(i): 16 random bits for number i, for stochastic rounding to bfloat16.
+template <typename Format, int kPiece, typename T, typename Random>
+__device__ void write(const T (&value)[kPiece], typename Format::Storage* tensor, WarpRange range, bool stochastic,
+                      Random random) {
   Piece<typename Format::Storage, kPiece> piece[1];
-  if constexpr (std::is_same_v<Format, BFloat16>) {
-    if (stochastic) {
+  if (std::is_same_v<Format, BFloat16> && stochastic) {
+    if constexpr (std::is_same_v<Format, BFloat16>) {
       PROXSPARSE_UNROLL
       for (int i = 0; i < kPiece; i += 2) {
-        const uint32_t low = stochastic_bfloat16(static_cast<float>(value[i]), bits(i));
-        const uint32_t high = stochastic_bfloat16(static_cast<float>(value[i + 1]), bits(i + 1));
-        piece[0].words.word[i / 2] = high << 16 | low;
+        const uint32_t low = round_stochastically(static_cast<float>(value[i]), random(i));
+        const uint32_t high = round_stochastically(static_cast<float>(value[i + 1]), random(i + 1));
+        piece[0].words.word[i / 2] = __byte_perm(low, high, 0x7632);  // the upper halves
       }
-    } else {
-      pack(Format(), value, piece[0]);
     }
   } else {
     pack(Format(), value, piece[0]);
   }
-  Share<typename Format::Storage, 1, kPiece>(tensor, place.first, place.size, place.buffer, place.direct).store(piece);
+  WarpTile<typename Format::Storage, 1, kPiece>(tensor, range.first, range.size, range.buffer, range.direct)
+      .store(piece);
 }
 
 template <typename Weight, typename Moment>
@@ -106,17 +89,17 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
     adamw_prox_kernel(AdamWArguments<Weight, Moment> call) {
   using T = typename Weight::Arithmetic;
   constexpr int kPiece = sizeof(typename Weight::Storage) == 2 ? 8 : 4, kBlocks = kPiece / 4;
-  __shared__ Tile<T, kBlocks * kLanes> tiles[kWarps];
-  Tile<T, kBlocks * kLanes>& tile = tiles[warp()];
+  __shared__ WarpBlocks<T, kBlocks * kLanes> shared[kWarps];
+  WarpBlocks<T, kBlocks * kLanes>& blocks = shared[warp()];
 
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp()) * kPiece * kLanes;
   const int64_t position = first + lane() * kPiece;
-  const Place place{first, call.size, &tile, call.aligned && first + kPiece * kLanes <= call.size};
-  Words<Weight, Moment, kPiece> words;
-  if (place.direct) {
-    read(call, {first, call.size, &tile, true}, words);
+  const WarpRange range{first, call.size, &blocks, call.aligned && first + kPiece * kLanes <= call.size};
+  LaneNumbers<Weight, Moment, kPiece> numbers;
+  if (range.direct) {
+    read(call, {first, call.size, &blocks, true}, numbers);
   } else {
-    read(call, {first, call.size, &tile, false}, words);
+    read(call, {first, call.size, &blocks, false}, numbers);
   }
   T c[kPiece];
   PROXSPARSE_UNROLL
@@ -130,42 +113,36 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
     }
   }
 
-  T w[kPiece], grad[kPiece], mean[kPiece], mean_square[kPiece];
-  unpack(Weight(), words.grad, grad);
-  unpack(Moment(), words.exp_avg, mean);
-  unpack(Moment(), words.exp_avg_sq, mean_square);
+  T w[kPiece], grad[kPiece], exp_avg[kPiece], exp_avg_sq[kPiece];
+  unpack(Weight(), numbers.grad, grad);
+  unpack(Moment(), numbers.exp_avg, exp_avg);
+  unpack(Moment(), numbers.exp_avg_sq, exp_avg_sq);
   if (call.master) {
-    unpack(Native<T>(), words.master, w);
+    unpack(Native<T>(), numbers.master, w);
   } else {
-    unpack(Weight(), words.weight, w);
+    unpack(Weight(), numbers.weight, w);
   }
   if (call.pretrained) {
     T pretrained[kPiece];
-    unpack(Weight(), words.pretrained, pretrained);
+    unpack(Weight(), numbers.pretrained, pretrained);
     PROXSPARSE_UNROLL
-    for (int i = 0; i < kPiece; ++i) {
-      grad[i] += call.frozen_lambda * frozen_gradient(w[i], pretrained[i], call.frozen_eps);
-    }
+    for (int i = 0; i < kPiece; ++i) grad[i] += call.adamw.frozen_gradient(w[i], pretrained[i]);
   }
-  // the base step on v = c * w with the gradient g / c
-  if (call.scale) divide(grad, c);
-  T step[kPiece];
   PROXSPARSE_UNROLL
-  for (int i = 0; i < kPiece; ++i) {
-    mean[i] = call.beta1 * mean[i] + call.one_minus_beta1 * grad[i];
-    mean_square[i] = call.beta2 * mean_square[i] + call.one_minus_beta2 * grad[i] * grad[i];
-    step[i] = call.rate * mean[i] / (std::sqrt(mean_square[i]) * call.root_factor + call.eps);
+  for (int i = 0; i < kPiece; ++i) {  // the step of v = c * w, whose gradient is g / c
+    const T inverse = call.scale ? 1 / c[i] : 1;
+    w[i] = call.adamw.step(w[i], grad[i] * inverse, call.adamw.lr * inverse, exp_avg[i], exp_avg_sq[i]);
   }
-  if (call.scale) divide(step, c);
-  PROXSPARSE_UNROLL
-  for (int i = 0; i < kPiece; ++i) w[i] = w[i] * call.decay - step[i];
-  uint32_t random[kPiece] = {};  // 32 bits a number, computed once; mix() gives 32 more
+  uint32_t random[kPiece] = {};
   if (call.stochastic) {
     PROXSPARSE_UNROLL
-    for (int i = 0; i < kPiece; ++i) random[i] = random_bits(static_cast<uint64_t>(position + i), call.seed);
+    for (int i = 0; i < kPiece; ++i) {
+      const auto index = static_cast<uint64_t>(position + i);
+      random[i] = random_bits(static_cast<uint32_t>(index), static_cast<uint32_t>(index >> 32), call.seed);
+    }
   }
-  write<Moment>(mean, call.exp_avg, place, call.stochastic, [&](int i) { return random[i] & 0xffff; });
-  write<Moment>(mean_square, call.exp_avg_sq, place, call.stochastic, [&](int i) { return mix(random[i]) & 0xffff; });
+  write<Moment>(exp_avg, call.exp_avg, range, call.stochastic, [&](int i) { return random[i] & 0xffff; });
+  write<Moment>(exp_avg_sq, call.exp_avg_sq, range, call.stochastic, [&](int i) { return mix(random[i]) & 0xffff; });
 
   if (call.prox) {
     const auto magnitudes = [&](int b) {
@@ -173,19 +150,18 @@ __global__ void __launch_bounds__(kWarps* kLanes, sizeof(typename Weight::Arithm
                       std::abs(c[4 * b + 2] * w[4 * b + 2]), std::abs(c[4 * b + 3] * w[4 * b + 3])};
     };
     const auto shrink_weights = [&](int b, Block<T> v) {
-      T magnitude[4] = {v.w1, v.w2, v.w3, v.w4};
-      bool shrinks[4];
+      const T magnitude[4] = {v.w1, v.w2, v.w3, v.w4};
       PROXSPARSE_UNROLL
-      for (int i = 0; i < 4; ++i) shrinks[i] = magnitude[i] < std::abs(c[4 * b + i] * w[4 * b + i]);
-      if (call.scale) divide(magnitude, c + 4 * b);
-      PROXSPARSE_UNROLL
-      for (int i = 0; i < 4; ++i) shrink(w[4 * b + i], shrinks[i] ? magnitude[i] : std::abs(w[4 * b + i]));
+      for (int i = 0; i < 4; ++i) {
+        const T c_i = c[4 * b + i], old = std::abs(w[4 * b + i]);
+        shrink(w[4 * b + i], magnitude[i] < c_i * old ? (call.scale ? magnitude[i] / c_i : magnitude[i]) : old);
+      }
     };
-    solve_blocks<Native<T>, kBlocks, kBlocks>(tile, call.reg, magnitudes, shrink_weights);
+    solve_blocks<Native<T>, kBlocks, kBlocks>(blocks, call.params, magnitudes, shrink_weights);
   }
   const auto upper = [&](int i) { return random[i] >> 16; };
-  if (call.master) write<Native<T>>(w, call.master, place, false, upper);
-  write<Weight>(w, call.weight, place, call.stochastic && !call.master, upper);
+  if (call.master) write<Native<T>>(w, call.master, range, false, upper);
+  write<Weight>(w, call.weight, range, call.stochastic && !call.master, upper);
 }
 
 template <typename Weight, typename Moment>
@@ -193,9 +169,7 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
   using T = typename Weight::Arithmetic;
   using WeightStorage = typename Weight::Storage;
   using MomentStorage = typename Moment::Storage;
-  const auto number = [](double value) { return static_cast<T>(value); };
-  const void* pretrained = call.frozen_lambda > 0 ? call.pretrained : nullptr;
-  const void* tensors[] = {call.weight, call.grad, call.exp_avg, call.exp_avg_sq, call.master, pretrained};
+  const void* tensors[] = {call.weight, call.grad, call.exp_avg, call.exp_avg_sq, call.master, call.pretrained};
   const auto is_aligned = [](const void* tensor) { return reinterpret_cast<uintptr_t>(tensor) % 16 == 0; };
   const AdamWArguments<Weight, Moment> arguments{
       .weight = static_cast<WeightStorage*>(call.weight),
@@ -203,27 +177,18 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
       .exp_avg = static_cast<MomentStorage*>(call.exp_avg),
       .exp_avg_sq = static_cast<MomentStorage*>(call.exp_avg_sq),
       .master = static_cast<T*>(call.master),
-      .pretrained = static_cast<const WeightStorage*>(pretrained),
+      .pretrained = static_cast<const WeightStorage*>(call.pretrained),
       .scale = static_cast<const T*>(call.scale),
-      .size = call.size,
+      .size = call.numel,
       .in_features = call.in_features,
-      .beta1 = number(call.beta1),
-      .one_minus_beta1 = number(1 - call.beta1),
-      .beta2 = number(call.beta2),
-      .one_minus_beta2 = number(1 - call.beta2),
-      .eps = number(call.eps),
-      .decay = number(1 - call.lr * call.weight_decay),
-      .rate = number(call.lr / (1 - std::pow(call.beta1, call.step))),
-      .root_factor = number(1 / std::sqrt(1 - std::pow(call.beta2, call.step))),
-      .frozen_lambda = number(call.frozen_lambda),
-      .frozen_eps = number(call.frozen_eps),
-      .reg = regulariser<T>(call.reg_lambda, call.n),
+      .adamw = AdamW<T>(call),
+      .params = ProxParams<T>(call.reg_lambda, call.n),
       .prox = call.reg_lambda > 0,
       .stochastic = call.stochastic,
       .aligned = std::all_of(std::begin(tensors), std::end(tensors), is_aligned),
       .seed = call.seed,
   };
-  return launch_warps(adamw_prox_kernel<Weight, Moment>, call.size, kLanes * (sizeof(WeightStorage) == 2 ? 8 : 4),
+  return launch_warps(adamw_prox_kernel<Weight, Moment>, call.numel, kLanes * (sizeof(WeightStorage) == 2 ? 8 : 4),
                       arguments, stream);
 }
 
@@ -236,7 +201,7 @@ cudaError_t launch(const AdamWProxCall& call, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream) {
-  return with_format(call.type, [&](auto format) { return launch<decltype(format)>(call, stream); });
+  return with_format(call.dtype, [&](auto format) { return launch<decltype(format)>(call, stream); });
 }
 
 }  // namespace proxsparse::gpu

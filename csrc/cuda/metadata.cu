@@ -1,5 +1,5 @@
-// The places of a packed weight as CUTLASS's kernels want them ("E"), from the canonical form (proxsparse/reference/pack.py).
-// In the reading of csrc/cutlass: W is A [M, K], M = out_features; a row of indices is K / 8 bytes.
+// The places of a packed weight (proxsparse/reference/pack.py) in the order of CUTLASS's matrix E. As in csrc/cutlass,
+// W is A [M, K], M = out_features; a row of indices has K / 8 bytes.
 #include "launch.h"
 #include "sparse_mma.h"
 #include "warp.h"
@@ -12,12 +12,12 @@ __device__ inline uint32_t halves(uint32_t first, uint32_t second, bool upper) {
   return __byte_perm(first, second, upper ? 0x7632 : 0x5410);
 }
 
-// sm_80. E is uint16, 16 columns each; 32 rows by 32 columns are 128 consecutive bytes: of rows g, g + 8, g + 16 and
-// g + 24, 16 bytes for each g < 8: (g, first half), (g + 8, first), (g, second), (g + 8, second), then the same of g +
-// 16 and g + 24. All row groups come before the next 32 columns.
+// sm_80. E is uint16; each number describes 16 columns. 32 rows by 32 columns are 128 consecutive bytes, 16 for each
+// g < 8: (row g, first half), (g + 8, first), (g, second), (g + 8, second), then the same for rows g + 16 and g + 24.
+// All groups of rows come before the next 32 columns.
 __global__ void __launch_bounds__(kWarps* kLanes) metadata_sm80_kernel(MetadataCall call) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kWarps + warp()) * kLanes + lane();
-  const int64_t groups = call.out_features / 4;  // of 4 rows; lanes beside each other write beside each other
+  const int64_t groups = call.out_features / 4;  // of 4 rows; neighbouring lanes write to neighbouring addresses
   const int64_t group = i % groups, columns = i / groups;
   if (columns >= call.in_features / 64) return;
   const int bytes = call.in_features / 8;
@@ -50,9 +50,9 @@ __device__ Words4 load_row(const MetadataCall& call, int64_t row, int64_t first)
   return words;
 }
 
-// sm_90. Padded to multiples of 64 rows and 128 columns, which are 1024 consecutive bytes; all rows come before the
-// next 128 columns. In them, from the slowest: 4 groups of 16 rows, 2 halves of 32 columns, 8 rows, 4 groups of 32
-// columns, rows r and r + 8, 2 bytes.
+// sm_90. Padded to multiples of 64 rows and 128 columns; 64 by 128 are 1024 consecutive bytes, and all rows come before
+// the next 128 columns. The dimensions of the 1024 bytes, slowest first: 4 groups of 16 rows, 2 halves of 32 columns, 8
+// rows, 4 groups of 32 columns, rows r and r + 8, 2 bytes.
 __global__ void __launch_bounds__(kWarps* kLanes) metadata_sm90_kernel(MetadataCall call) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kWarps + warp()) * kLanes + lane();
   const int64_t pairs = (call.out_features + 63) / 64 * 32;  // of rows r and r + 8

@@ -1,14 +1,15 @@
-// Dense 2:4 weights to the packed form of proxsparse/reference/pack.py and back, bit for bit. A thread takes the two blocks of
-// a byte of places at a time.
+// Dense 2:4 weights to the packed form of proxsparse/reference/pack.py and back, bit for bit. A thread processes the
+// two blocks of one byte of places at a time.
 #include <bit>
 
+#include "../packed_places.h"
 #include "launch.h"
 #include "warp.h"
 
 namespace proxsparse::gpu {
 namespace {
 
-constexpr int kBytesOfLane = 4;  // of places: their loads are in flight together
+constexpr int kBytesOfLane = 4;  // of places, which are loaded at the same time
 constexpr int kBytesOfWarp = kBytesOfLane * kLanes;
 
 template <typename Word, int kCount>
@@ -16,18 +17,18 @@ struct alignas(sizeof(Word) * kCount) Group {
   Word word[kCount];
 };
 
-// Blocks 2 * byte and 2 * byte + 1 of a row: `first` counts the blocks of all rows. The second one may be missing.
-struct Two {
-  int64_t first;
-  bool second;
+// The two blocks of a byte of places; the last byte of a row may have only one.
+struct BlockPair {
+  int64_t first;  // index among the blocks of all rows
+  bool has_second;
 
-  __device__ Two(int64_t byte, int blocks) {
-    if (blocks % 2 == 0) {  // the bytes of all rows follow each other
-      first = 2 * byte, second = true;
+  __device__ BlockPair(int64_t byte, int blocks) {
+    if (blocks % 2 == 0) {  // the byte's index is that of the pair
+      first = 2 * byte, has_second = true;
     } else {
       const int bytes = (blocks + 1) / 2;
       const int64_t row = byte / bytes;
-      first = row * blocks + 2 * (byte - row * bytes), second = byte - row * bytes + 1 < bytes;
+      first = row * blocks + 2 * (byte - row * bytes), has_second = byte - row * bytes + 1 < bytes;
     }
   }
 };
@@ -37,12 +38,12 @@ struct PackArguments {
   Word* weight;
   Word* values;
   uint8_t* indices;
-  int* infeasible;
-  int64_t bytes;  // of all places
-  int blocks;     // of a row
+  int* infeasible;  // null: unpack
+  int64_t bytes;    // of places, in all rows
+  int blocks;       // in a row
 };
 
-// `visit(byte)` for the bytes of this thread.
+// Calls visit(byte) for each byte of this thread.
 template <typename Visit>
 __device__ void each_byte(int64_t bytes, Visit visit) {
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp()) * kBytesOfWarp + lane();
@@ -71,21 +72,20 @@ __device__ inline Group<uint32_t, 4> unpacked(Group<uint32_t, 2> values, uint32_
 template <typename Word>
 __global__ void __launch_bounds__(kWarps* kLanes) unpack_kernel(PackArguments<Word> call) {
   each_byte(call.bytes, [&](int64_t byte) {
-    const Two blocks(byte, call.blocks);
+    const BlockPair blocks(byte, call.blocks);
     const auto* values = reinterpret_cast<const Group<Word, 2>*>(call.values) + blocks.first;
     auto* weight = reinterpret_cast<Group<Word, 4>*>(call.weight) + blocks.first;
     const uint32_t places = call.indices[byte];
     weight[0] = unpacked(values[0], places);
-    if (blocks.second) weight[1] = unpacked(values[1], places >> 4);
+    if (blocks.has_second) weight[1] = unpacked(values[1], places >> 4);
   });
 }
 
 // ------------------------------------------------------------------------- packing
 
-// The places of the two that are kept, as a nibble: numbers that are not zero, then -0.0, then +0.0; lower places
-// first.
+// kept_places of a block, as a nibble.
 template <typename Word>
-__device__ uint32_t kept_places(const Group<Word, 4>& block, bool& infeasible) {
+__device__ uint32_t places_of(const Group<Word, 4>& block, bool& infeasible) {
   uint32_t nonzero = 0, negative_zero = 0;
   PROXSPARSE_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -94,16 +94,7 @@ __device__ uint32_t kept_places(const Group<Word, 4>& block, bool& infeasible) {
     negative_zero |= uint32_t{magnitude == 0 && block.word[i] != 0} << i;
   }
   infeasible |= __popc(nonzero) > 2;
-  uint32_t kept = 0;
-  const uint32_t ranks[] = {nonzero, negative_zero, 0xf & ~(nonzero | negative_zero)};
-  PROXSPARSE_UNROLL
-  for (const uint32_t rank : ranks) {
-    const uint32_t lowest = rank & -rank, next = (rank ^ lowest) & -(rank ^ lowest);
-    if (__popc(kept) < 2) kept |= lowest;
-    if (__popc(kept) < 2) kept |= next;
-  }
-  const uint32_t first = kept & -kept, second = kept ^ first;
-  return static_cast<uint32_t>(__popc(first - 1) | __popc(second - 1) << 2);
+  return kept_places<2>(nonzero, negative_zero);
 }
 
 template <typename Word>
@@ -121,14 +112,14 @@ template <typename Word>
 __global__ void __launch_bounds__(kWarps* kLanes) pack_kernel(PackArguments<Word> call) {
   bool infeasible = false;
   each_byte(call.bytes, [&](int64_t byte) {
-    const Two blocks(byte, call.blocks);
+    const BlockPair blocks(byte, call.blocks);
     const auto* weight = reinterpret_cast<const Group<Word, 4>*>(call.weight) + blocks.first;
     auto* values = reinterpret_cast<Group<Word, 2>*>(call.values) + blocks.first;
-    const uint32_t low = kept_places(weight[0], infeasible);
+    const uint32_t low = places_of(weight[0], infeasible);
     values[0] = packed(weight[0], low);
     uint32_t high = 0;
-    if (blocks.second) {
-      high = kept_places(weight[1], infeasible);
+    if (blocks.has_second) {
+      high = places_of(weight[1], infeasible);
       values[1] = packed(weight[1], high);
     }
     call.indices[byte] = static_cast<uint8_t>(low | high << 4);
@@ -137,22 +128,26 @@ __global__ void __launch_bounds__(kWarps* kLanes) pack_kernel(PackArguments<Word
 }
 
 template <typename Word>
-cudaError_t launch(const PackCall& call, cudaStream_t stream) {
-  const int blocks = call.in_features / 4;
+cudaError_t launch(const PackCall& call, int* infeasible, cudaStream_t stream) {
+  const int blocks = static_cast<int>(call.in_features / 4);
   const PackArguments<Word> arguments{static_cast<Word*>(call.weight),
                                       static_cast<Word*>(call.values),
                                       call.indices,
-                                      call.infeasible,
+                                      infeasible,
                                       call.rows * ((blocks + 1) / 2),
                                       blocks};
-  return launch_warps(call.infeasible ? pack_kernel<Word> : unpack_kernel<Word>, arguments.bytes, kBytesOfWarp,
-                      arguments, stream);
+  return launch_warps(infeasible ? pack_kernel<Word> : unpack_kernel<Word>, arguments.bytes, kBytesOfWarp, arguments,
+                      stream);
 }
 
 }  // namespace
 
-cudaError_t launch_pack(const PackCall& call, cudaStream_t stream) {
-  return call.bytes_of_weight == 2 ? launch<uint16_t>(call, stream) : launch<uint32_t>(call, stream);
+cudaError_t launch_pack(const PackCall& call, int bytes_of_weight, int* infeasible, cudaStream_t stream) {
+  return bytes_of_weight == 2 ? launch<uint16_t>(call, infeasible, stream) : launch<uint32_t>(call, infeasible, stream);
+}
+
+cudaError_t launch_unpack(const PackCall& call, int bytes_of_weight, cudaStream_t stream) {
+  return launch_pack(call, bytes_of_weight, nullptr, stream);
 }
 
 }  // namespace proxsparse::gpu

@@ -1,4 +1,4 @@
-// The instructions of the gemv that C++ has no words for. The tests replace those after __CUDACC__.
+// The instructions of the gemv that exist only in PTX. The tests replace those inside #ifdef __CUDACC__.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@
 
 namespace proxsparse::gpu {
 
-constexpr uint32_t kAnyPlaces = 0x44444444u;  // 0 and 1 of every block: where there are no weights
+constexpr uint32_t kAnyPlaces = 0x44444444u;  // places 0 and 1 of every block, for blocks after the end
 
 struct alignas(16) Words4 {
   uint32_t word[4];
@@ -18,8 +18,8 @@ struct alignas(8) Words2 {
   uint32_t word[2];
 };
 
-// For data that is read only once: it leaves the L1 cache to x. Not ld.global.nc: those the compiler moves to after
-// wait_for_previous_kernel.
+// For data that is read only once: it does not evict x from the L1 cache. Not ld.global.nc, which the compiler would
+// move to after wait_for_previous_kernel.
 __device__ inline Words4 load_once(const Words4* source) {
 #ifdef __CUDA_ARCH__
   Words4 got;
@@ -45,8 +45,8 @@ __device__ inline Words2 load_once(const Words2* source) {
 // D += A B by a warp: A [16, 32] 2:4, B [32, 8], D [16, 8] in fp32 (PTX ISA, "mma.sp", m16n8k32). Lane 4g+q holds
 //   a        the two values of block q of row g, of block q of row g+8, of block q+4 of each
 //   b        rows 2q+8t and 2q+8t+1 of column g, t = 0 to 3
-//   places   of four blocks, a nibble each: row g in the lower half, row g+8 in the upper; only lanes with
-//            q = 2 kSelector (blocks 0 to 3) and 2 kSelector + 1 (blocks 4 to 7) are asked
+//   places   of four blocks, a nibble each: row g in the lower half, row g+8 in the upper; read only from lanes with
+//            q = 2 kSelector (blocks 0 to 3) and q = 2 kSelector + 1 (blocks 4 to 7)
 //   d        columns 2q and 2q+1 of row g, then of row g+8
 #define PROXSPARSE_MMA_SP(type)                                                                                       \
   asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." type "." type                            \
@@ -73,8 +73,8 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four 8x8 matrices of 16-bit numbers from shared memory: lane 8t+r brings the address of row r of matrix t, 16 bytes.
-// Lane 4g+q gets numbers 2q and 2q+1 of row g of each.
+// Loads four 8x8 matrices of 16-bit numbers from shared memory. Lane 8t+r provides the address of row r of matrix t, 16
+// bytes. Lane 4g+q receives numbers 2q and 2q+1 of row g of each matrix.
 __device__ inline Words4 load_matrices(const uint32_t* row) {
   Words4 got;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -84,7 +84,7 @@ __device__ inline Words4 load_matrices(const uint32_t* row) {
   return got;
 }
 
-// 8 bytes of global to shared memory without waiting for them; zeros unless `exists`. Both are 8-byte aligned.
+// Starts to copy 8 bytes from global to shared memory; zeros unless `exists`. Both must be 8-byte aligned.
 __device__ inline void copy_8_bytes(uint32_t* shared, const uint16_t* global, bool exists) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(exists ? 8 : 0)
@@ -92,16 +92,16 @@ __device__ inline void copy_8_bytes(uint32_t* shared, const uint16_t* global, bo
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // of this thread
 
-// Synchronises the kWarps warps with index / kWarps == group: at most 8 groups a thread block.
+// Synchronises the kWarps warps with index / kWarps == group. At most 8 groups in a thread block.
 template <int kWarps>
 __device__ inline void sync_warps(int group) {
   if (kWarps == 1) return __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(kWarps * 32) : "memory");  // barrier 0 is __syncthreads
 }
 
-// Programmatic dependent launch (compute capability 9.0): the next kernel of the stream may start once every thread
-// block has come to the first; the second waits until the kernels before this one have ended and their memory is
-// visible. Neither does anything where the kernels were launched without the attribute.
+// Programmatic dependent launch (compute capability 9.0). The next kernel of the stream may start once every thread
+// block has called allow_next_kernel. wait_for_previous_kernel waits until the previous kernels have ended and their
+// writes are visible. Without the launch attribute neither has an effect.
 __device__ inline void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -113,15 +113,15 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-// Thread blocks of a cluster see each other's shared memory; compute capability 9.0. The first also makes what was
-// written before visible after it, which takes a fence for the whole GPU (MEMBAR.ALL.GPU); the second only waits until
-// all threads of the cluster have come to it.
+// Barriers of a cluster, whose thread blocks can read each other's shared memory (compute capability 9.0). After
+// cluster_sync all earlier writes are visible, which costs a fence for the whole GPU (MEMBAR.ALL.GPU).
+// cluster_arrive_wait only waits for all threads.
 __device__ inline void cluster_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
-__device__ inline void cluster_meet() {
+__device__ inline void cluster_arrive_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory");
 #endif
@@ -137,7 +137,7 @@ __device__ inline float load_from_block(const float* shared, int rank) {
 }
 #endif
 
-// The same for a selector that is known once loops are unrolled.
+// The same for a selector that is known after loop unrolling.
 template <typename Format>
 __device__ inline void mma_sp(Format format, int selector, float (&d)[4], const uint32_t (&a)[4],
                               const uint32_t (&b)[4], uint32_t places) {

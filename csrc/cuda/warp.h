@@ -1,5 +1,4 @@
-// What every kernel here needs: the lanes of a warp, and aligned pieces of memory.
-// One warp works alone: no kernel waits for another warp.
+// The lanes of a warp, and aligned pieces of memory. Each warp works alone: no function here waits for another warp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,28 +11,28 @@
 namespace proxsparse::gpu {
 
 constexpr int kLanes = 32;
-constexpr int kWarps = 4;  // a thread block
+constexpr int kWarps = 4;  // in a thread block
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ inline int lane() { return static_cast<int>(threadIdx.x % kLanes); }
 __device__ inline int warp() { return static_cast<int>(threadIdx.x / kLanes); }
 
-// The order of the bits of numbers >= 0 is their own order, and a NaN is the largest of all.
-__device__ inline uint32_t order(float number) { return __float_as_uint(number); }
-__device__ inline uint32_t order(double number) { return __float_as_uint(__double2float_ru(number)); }
+// The bits of numbers >= 0 have the order of the numbers; a NaN is above all numbers.
+__device__ inline uint32_t ordered_bits(float number) { return __float_as_uint(number); }
+__device__ inline uint32_t ordered_bits(double number) { return __float_as_uint(__double2float_ru(number)); }
 
-__device__ inline float warp_maximum(uint32_t order) { return __uint_as_float(__reduce_max_sync(kAllLanes, order)); }
+__device__ inline float warp_maximum(uint32_t bits) { return __uint_as_float(__reduce_max_sync(kAllLanes, bits)); }
 
-// How many lanes before this one say yes; and how many in all.
-struct Count {
+// The number of lanes whose condition is true: before this lane, and in the whole warp.
+struct LaneCount {
   int before, all;
 };
-__device__ inline Count count_lanes(bool yes) {
-  const unsigned lanes = __ballot_sync(kAllLanes, yes);
+__device__ inline LaneCount count_lanes(bool condition) {
+  const unsigned lanes = __ballot_sync(kAllLanes, condition);
   return {__popc(lanes & ((1u << lane()) - 1)), __popc(lanes)};
 }
 
-// kCount consecutive numbers as registers hold them, two to a register if they have 16 bits; `Words` moves at once.
+// kCount consecutive numbers in registers, two in each if they have 16 bits. `Words` is loaded and stored at once.
 template <typename Storage, int kCount>
 struct Piece {
   using Word = std::conditional_t<sizeof(Storage) == 2, uint32_t, Storage>;
@@ -43,9 +42,10 @@ struct Piece {
   } words;
 };
 
-// The numbers that a warp takes of a tensor: kPieces pieces a lane, neighbouring lanes beside each other.
+// The consecutive numbers of a tensor that one warp processes: kPieces pieces for each lane. Neighbouring lanes have
+// neighbouring pieces.
 template <typename Number, int kPieces, int kPiece>
-struct Share {
+struct WarpTile {
   using Storage = std::remove_const_t<Number>;
   using Words = typename Piece<Storage, kPiece>::Words;
   static constexpr int kNumbers = kPieces * kPiece * kLanes;
@@ -53,19 +53,20 @@ struct Share {
   Number* tensor;
   int64_t first, size;  // the first number of the warp; the numbers of the tensor
   Storage* buffer;      // kNumbers in shared memory, 16-byte aligned
-  bool direct;          // the whole share exists, and is 16-byte aligned: no detour through the buffer
+  bool direct;          // the whole tile lies in the tensor and is 16-byte aligned: the buffer is not needed
 
-  __device__ Share(Number* tensor, int64_t first, int64_t size, void* buffer)
-      : Share(tensor, first, size, buffer, reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && first + kNumbers <= size) {}
+  __device__ WarpTile(Number* tensor, int64_t first, int64_t size, void* buffer)
+      : WarpTile(tensor, first, size, buffer,
+                 reinterpret_cast<uintptr_t>(tensor) % 16 == 0 && first + kNumbers <= size) {}
 
-  // For a kernel of many tensors, which decides once for all of them.
-  __device__ Share(Number* tensor, int64_t first, int64_t size, void* buffer, bool direct)
+  // For a kernel that decides `direct` once for several tensors.
+  __device__ WarpTile(Number* tensor, int64_t first, int64_t size, void* buffer, bool direct)
       : tensor(tensor), first(first), size(size), buffer(static_cast<Storage*>(buffer)), direct(direct) {}
 
-  // Of a piece of this lane in the share.
+  // The position of a piece of this lane in the tile.
   static __device__ int offset(int piece) { return lane() * kPiece + piece * kLanes * kPiece; }
 
-  // Zeros stand for what lies behind the end of the tensor.
+  // Numbers after the end of the tensor are loaded as zeros.
   __device__ void load(Piece<Storage, kPiece> (&pieces)[kPieces]) const {
     if (direct) return copy(tensor + first, pieces);
 #pragma unroll 1
@@ -97,13 +98,13 @@ struct Share {
   }
 };
 
-// Starts as many warps as `size` numbers need.
+// Starts the warps for `size` numbers.
 template <typename Arguments>
-cudaError_t launch_warps(void (*kernel)(Arguments), int64_t size, int numbers_a_warp, const Arguments& arguments,
+cudaError_t launch_warps(void (*kernel)(Arguments), int64_t size, int numbers_per_warp, const Arguments& arguments,
                          cudaStream_t stream) {
-  const int64_t numbers_a_block = int64_t{numbers_a_warp} * kWarps;
+  const int64_t numbers_per_block = int64_t{numbers_per_warp} * kWarps;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((size + numbers_a_block - 1) / numbers_a_block));
+  config.gridDim = dim3(static_cast<unsigned>((size + numbers_per_block - 1) / numbers_per_block));
   config.blockDim = dim3(kWarps * kLanes);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, arguments);

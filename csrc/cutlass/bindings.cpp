@@ -1,37 +1,31 @@
-// proxsparse._C_cutlass: CUTLASS's sparse matrix multiplications, for proxsparse/inference/backends/cutlass.py. As in
-// csrc/cuda/bindings.cpp the stream is a number, and the device of the tensors must be the current one.
-#include <ATen/core/Tensor.h>
+// proxsparse._C_cutlass: CUTLASS's sparse matrix multiplications, for proxsparse/ops/backends/cutlass.py. As in
+// csrc/cuda/bindings.cpp, the stream is a number, and the device of the tensors must be the current one.
 #include <torch/csrc/utils/pybind.h>
 
-#include <optional>
 #include <string>
 
+#include "../checks.h"
 #include "gemm.h"
 
 namespace proxsparse::gemm {
 namespace {
 
-using OptionalTensor = std::optional<at::Tensor>;
-
 const Tile& tile_named(int64_t architecture, const std::string& name) {
   for (const Tile& tile : tiles()) {
     if (tile.architecture == architecture && tile.name == name) return tile;
   }
-  TORCH_CHECK_VALUE(false, "tile ", name, " for sm_", architecture, " was not built; install again on this machine");
+  TORCH_CHECK_VALUE(false, "tile ", name, " for sm_", architecture, " was not built; install proxsparse again");
 }
 
-// Contiguous, on the GPU, of these sizes, at a multiple of 16 bytes.
 const void* checked(const char* name, const at::Tensor& tensor, at::IntArrayRef sizes, at::ScalarType dtype) {
-  const void* data = tensor.const_data_ptr();
-  TORCH_CHECK_VALUE(tensor.is_cuda() && tensor.is_contiguous() && tensor.sizes() == sizes &&
-                        tensor.scalar_type() == dtype && reinterpret_cast<uintptr_t>(data) % 16 == 0,
-                    name, " is ", tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device(),
-                    ": it must be a contiguous CUDA tensor, ", dtype, " ", sizes, ", at a multiple of 16 bytes");
-  return data;
+  check_tensor(name, tensor, at::kCUDA, sizes, dtype);
+  check_alignment(name, tensor, 16);
+  return tensor.const_data_ptr();
 }
 
 Call call_of(const at::Tensor& values, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(values.dim() == 2 && x.dim() == 2, "values and x must be matrices");
+  TORCH_CHECK_VALUE(values.dim() == 2 && x.dim() == 2, "values of shape ", values.sizes(), " and x of shape ",
+                    x.sizes(), " must have two dimensions");
   const int64_t out_features = values.size(0), rows = x.size(0), in_features = 2 * values.size(1);
   Call call{};
   call.values = checked("values", values, {out_features, in_features / 2}, at::kBFloat16);
@@ -52,7 +46,7 @@ void gemm(int64_t architecture, const std::string& tile, const at::Tensor& value
           int64_t stream) {
   const int64_t out_features = values.size(0), rows = x.size(0), columns = x.size(1);
   const bool transposed = architecture == 80;
-  TORCH_CHECK_VALUE(!(transposed && bias), "the tiles for sm_80 know no bias");
+  TORCH_CHECK_VALUE(!(transposed && bias), "bias: the tiles for sm_80 do not support it; pass none");
   Call call = call_of(values, x);
   const int64_t padded = (out_features + 63) / 64 * 64 * ((columns + 127) / 128 * 16);
   call.metadata = checked("metadata", metadata, {transposed ? out_features * columns / 8 : padded}, at::kByte);
@@ -60,8 +54,8 @@ void gemm(int64_t architecture, const std::string& tile, const at::Tensor& value
   checked("y", y, {transposed ? out_features : rows, transposed ? rows : out_features}, at::kBFloat16);
   call.y = y.mutable_data_ptr();
   call.workspace = workspace.mutable_data_ptr();
-  const char* wrong = tile_named(architecture, tile).run(call, reinterpret_cast<cudaStream_t>(stream));
-  TORCH_CHECK(!wrong, "CUTLASS tile ", tile, " for sm_", architecture, ": ", wrong);
+  const char* error = tile_named(architecture, tile).run(call, reinterpret_cast<cudaStream_t>(stream));
+  TORCH_CHECK(!error, "CUTLASS tile ", tile, " for sm_", architecture, ": ", error);
 }
 
 std::vector<std::pair<int, std::string>> names() {

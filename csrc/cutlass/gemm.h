@@ -1,5 +1,5 @@
-// y = x W^T + bias by CUTLASS, for many rows of x: no torch and no CUTLASS here, so that every file can include it.
-// One file holds one tile, because each takes a minute to compile; a tile that is linked puts itself into the list.
+// y = x W^T + bias with CUTLASS, for many rows of x. This header needs neither torch nor CUTLASS. Each tile has a file
+// of its own, because it takes a minute to compile; a linked tile adds itself to the list.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,13 +9,13 @@
 
 namespace proxsparse::gemm {
 
-// All of bfloat16 and 16-byte aligned. For CUTLASS W is A [out_features, in_features], x^T is B, and what it writes is
-// D.
+// All tensors are bfloat16 and 16-byte aligned. In CUTLASS's terms, W is A [out_features, in_features], x^T is B, and
+// the result is D.
 struct Call {
   const void* values;    // [out_features, in_features / 2]
   const void* metadata;  // csrc/cuda/metadata.cu
   const void* x;         // [rows, in_features]
-  const void* bias;      // [out_features]; null means 0. Architecture 80 knows no bias
+  const void* bias;      // [out_features]; null means 0. Architecture 80 does not support it
   void* y;               // [rows, out_features]; architecture 80: [out_features, rows]
   int out_features, rows, in_features;
   void* workspace;
@@ -23,9 +23,9 @@ struct Call {
 
 struct Tile {
   const char* name;
-  int architecture;                                           // 80: that and newer; 90: only that
-  size_t (*workspace_bytes)(const Call& call);                // that `run` needs
-  const char* (*run)(const Call& call, cudaStream_t stream);  // null, or what is wrong
+  int architecture;                                           // 80: 8.0 and newer; 90: only 9.0
+  size_t (*workspace_bytes)(const Call& call);                // needed by `run`
+  const char* (*run)(const Call& call, cudaStream_t stream);  // null, or the error
 };
 
 inline std::vector<Tile>& tiles() {

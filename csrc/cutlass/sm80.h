@@ -1,14 +1,14 @@
-// A tile for all GPUs since Ampere: mma.sp. It writes y^T, knows no bias, and wants rows to be a multiple of 8.
+// A tile for all GPUs since Ampere: mma.sp. It writes y^T, has no bias, and needs a multiple of 8 rows.
 #pragma once
 
 #include "cutlass/cutlass.h"
-// keeps the order: SparseGemm needs cutlass.h
+// SparseGemm needs cutlass.h first; this comment keeps clang-format from sorting it.
 #include "cutlass/gemm/device/gemm_sparse.h"
 #include "tile.h"
 
 namespace proxsparse::gemm {
 
-// A warp computes kWarpOut by kWarpRows of the kOut by kRows.
+// A thread block computes kOut by kRows of y, each of its warps kWarpOut by kWarpRows.
 template <int kOut, int kRows, int kWarpOut, int kWarpRows, int kStages>
 struct Sm80 {
   static constexpr int kArchitecture = 80;

@@ -1,8 +1,8 @@
-// A tile for Hopper: wgmma on sparse A, fed by the tensor memory accelerator; only for sm_90a.
+// A tile for Hopper: sparse wgmma with the tensor memory accelerator; only for sm_90a.
 #pragma once
 
 #include "cutlass/cutlass.h"
-// keeps the order: the collectives need cutlass.h
+// The collectives need cutlass.h first; this comment keeps clang-format from sorting it.
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/gemm/device/gemm_universal_adapter.h"
@@ -12,8 +12,8 @@
 
 namespace proxsparse::gemm {
 
-// Schedule: of the main loop; EpilogueSchedule: of writing y. TileScheduler: void gives each tile of y to one thread
-// block. The metadata is that of all tiles with 128 columns.
+// Schedule is that of the main loop, EpilogueSchedule that of writing y. With TileScheduler = void, one thread block
+// computes each tile of y. All tiles with 128 columns read the same metadata.
 template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
           typename TileScheduler = void>
 struct Sm90 {

@@ -1,4 +1,4 @@
-// Thousands of rows of x; two thread blocks share them.
+// Thousands of rows of x; the two thread blocks of a cluster share them.
 #include "sm90.h"
 
 namespace proxsparse::gemm {

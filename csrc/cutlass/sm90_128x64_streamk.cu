@@ -1,6 +1,6 @@
-// Up to a hundred rows of x and few out_features, so that the tiles of y are fewer than the multiprocessors: stream-K
-// splits in_features between thread blocks, which add up their fp32 partial sums in a fixed order in the workspace.
-// Where the tiles of y fill the GPU, CUTLASS's heuristic splits nothing.
+// Up to a hundred rows of x, and so few out_features that y has fewer tiles than the GPU has multiprocessors. Stream-K
+// splits in_features between thread blocks, which add their fp32 partial sums in the workspace in a fixed order. If the
+// tiles of y fill the GPU, CUTLASS's heuristic does not split.
 #include "sm90.h"
 
 namespace proxsparse::gemm {

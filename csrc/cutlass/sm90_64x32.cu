@@ -1,4 +1,4 @@
-// The smallest: up to a few dozen rows of x.
+// Up to a few dozen rows of x.
 #include "sm90.h"
 
 namespace proxsparse::gemm {

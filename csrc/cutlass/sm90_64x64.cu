@@ -1,4 +1,4 @@
-// Two tiles of a thread block take turns: up to a hundred rows of x.
+// Up to a hundred rows of x. Two tiles of a thread block alternate (ping-pong).
 #include "sm90.h"
 
 namespace proxsparse::gemm {

@@ -1,4 +1,4 @@
-// A kind of CUTLASS's kernels as a Tile: it has Gemm, its adapter, arguments(call), and kArchitecture.
+// Makes a Tile of a kind of CUTLASS kernel, which defines Gemm (its adapter), arguments(call) and kArchitecture.
 #pragma once
 
 #include "cutlass/cutlass.h"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc" / "cuda"
-TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]  # in the order of csrc/cuda/launch.h: Type
+TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]  # in the order of Dtype in csrc/calls.h
 
 
 def build(folder: Path, library: str, *kernels: str) -> ctypes.CDLL:

@@ -40,7 +40,7 @@ def check_linear(dtype, in_features, out_features, rows, at_end):
     x = torch.randn(rows, in_features).to(dtype)
     y = fenced(torch.full((rows, out_features), torch.nan, dtype=dtype), at_end)
     arguments = [fenced(tensor, at_end) for tensor in (x, *pack.pack_nm(weight), bias)]
-    _C.packed_linear(*arguments, y)
+    _C.sparse_linear(*arguments, y)
     assert_as_good_as_dense(y, x, weight, bias)
 
 

@@ -35,6 +35,12 @@ class Kernels:
         assert self.library.gemv(*tensors, *sizes, warps, splits, tiles, dependent, 132, 9, 90) == 0
 
     def pack_24(self, weight, values, indices, infeasible, stream):
+        self._pack(weight, values, indices, infeasible)
+
+    def unpack_24(self, values, indices, weight, stream):
+        self._pack(weight, values, indices, None)
+
+    def _pack(self, weight, values, indices, infeasible):
         if weight.numel():
             tensors = (address(tensor) for tensor in (weight, values, indices, infeasible))
             rows, columns = weight.shape

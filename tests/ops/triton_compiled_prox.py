@@ -25,9 +25,9 @@ NUMBERS = ["decay", "rate", "root_factor", "beta1", "beta2", "eps", "reg_lambda"
 
 def launch_of(weight, scale=None, launch=None):
     """(constants, compiler options) of the launcher for these types."""
-    weight, scale = (None if type is None else torch.empty(0, dtype=DTYPE[type]) for type in (weight, scale))
-    launch = prox.launch_parameters(weight, 0, scale, launch or {})
-    options = prox.compiler_options(prox.registers_for(weight, scale, launch)) | {"num_warps": launch["warps"]}
+    weight, scaled = torch.empty(0, dtype=DTYPE[weight]), scale is not None
+    launch = prox.launch_parameters(weight, 0, scaled, launch or {})
+    options = prox.compiler_options(prox.registers_for(weight, scaled, launch)) | {"num_warps": launch["warps"]}
     return {"BLOCKS": launch["blocks"], "PARTS": launch["parts"]}, options
 
 
@@ -131,10 +131,10 @@ def test_all_launch_parameters_of_the_fused_step_compile(parameters, tmp_path):
 
 def test_other_launch_parameters_are_refused():
     weight = torch.empty(0, dtype=torch.bfloat16)
-    assert prox.launch_parameters(weight, 0, None, {"blocks": None}) == {"blocks": 256, "warps": 1, "parts": 4}
+    assert prox.launch_parameters(weight, 0, False, {"blocks": None}) == {"blocks": 256, "warps": 1, "parts": 4}
     for given in ({"blocks": 100}, {"blocks": 128}, {"parts": 3}):  # 128 blocks in 4 parts: one block a lane
         with pytest.raises(ValueError, match=r"launch parameters .*: choose one of .*'blocks': 512"):
-            prox.launch_parameters(weight, 0, None, given)
+            prox.launch_parameters(weight, 0, False, given)
 
 
 @pytest.mark.parametrize("variant", MORE_PROX, ids=str)

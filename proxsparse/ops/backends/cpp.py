@@ -66,7 +66,7 @@ def _adamw_prox_(*arguments) -> None:
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
     """Of a weight, or of values and indices; then n and m, of which any is served that can be packed."""
-    if _C is not None and not hasattr(_C, "packed_linear"):
+    if _C is not None and not hasattr(_C, "sparse_linear"):
         return "the compiled extension is older than the packed form; remedy: install again"
     return _supports(tensor, 2, 4)
 
@@ -108,7 +108,7 @@ def few_rows(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) ->
     """y = x W^T + b, [rows, out_features]; csrc/ops.h has the contract. Any strides."""
     y = x.new_empty((x.shape[0], values.shape[0]))
     bias = None if bias is None else bias.contiguous()
-    _C.packed_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
+    _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
     return y
 
 

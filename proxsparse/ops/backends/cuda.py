@@ -27,7 +27,7 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
         remedy = "with a CUDA build of torch and nvcc, install again"
         return None, f"the compiled CUDA extension is missing ({error}); remedy: {remedy}"
     signature = getattr(getattr(extension, "gemv", None), "__doc__", None) or ""  # pybind11 names each argument there
-    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS:
+    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "unpack_24"):
         return None, "the compiled CUDA extension is of another version of proxsparse; remedy: install again"
     return extension, None
 
@@ -111,8 +111,8 @@ def _supports_unpack(values: Tensor, indices: Tensor, n: int, m: int) -> str | N
 def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
     weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
     rows = math.prod(weight.shape[:-1])
-    matrices = (tensor.view(rows, tensor.shape[-1]) for tensor in (weight, values, indices))
-    _call("pack_24", *matrices, None)
+    matrices = (tensor.view(rows, tensor.shape[-1]) for tensor in (values, indices, weight))
+    _call("unpack_24", *matrices)
     return weight
 
 

@@ -4,11 +4,11 @@
 using namespace proxsparse::gpu;
 
 extern "C" int gemv(const void* x, const void* values, const uint8_t* indices, const void* bias, void* y, int rows,
-                    int out_features, int in_features, int type, int warps, int splits, int tiles, bool dependent,
+                    int out_features, int in_features, int dtype, int warps, int splits, int tiles, bool dependent,
                     int processors, int generation, int code) {
   emulated::processors = processors, emulated::generation = generation, emulated::code = code;
-  return launch_gemv({x, values, indices, bias, y, rows, out_features, in_features, static_cast<Type>(type), warps,
-                      splits, tiles, dependent},
+  return launch_gemv({x, values, indices, bias, y, rows, out_features, in_features,
+                      static_cast<proxsparse::Dtype>(dtype), warps, splits, tiles, dependent},
                      nullptr);
 }
 
@@ -20,7 +20,9 @@ extern "C" void launched(int* numbers) {
 
 extern "C" int pack(void* weight, void* values, uint8_t* indices, int* infeasible, int64_t rows, int in_features,
                     int bytes_of_weight) {
-  return launch_pack({weight, values, indices, infeasible, rows, in_features, bytes_of_weight}, nullptr);
+  const proxsparse::PackCall call{weight, values, indices, rows, in_features};
+  return infeasible ? launch_pack(call, bytes_of_weight, infeasible, nullptr)
+                    : launch_unpack(call, bytes_of_weight, nullptr);
 }
 
 extern "C" int metadata(const uint8_t* indices, uint8_t* metadata, int out_features, int in_features,

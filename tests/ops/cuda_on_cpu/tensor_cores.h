@@ -82,7 +82,7 @@ inline void allow_next_kernel() {}
 inline void wait_for_previous_kernel() { emulated::cluster.thread->previous_ended = true; }
 inline char* dynamic_shared() { return emulated::cluster.block->shared.data(); }
 inline void cluster_sync() { emulated::Collective("cluster_sync"); }
-inline void cluster_meet() { emulated::Collective("cluster_sync"); }
+inline void cluster_arrive_wait() { emulated::Collective("cluster_sync"); }
 inline float load_from_block(const float* shared, int rank) {  // of a cluster along y
   const auto offset = reinterpret_cast<const char*>(shared) - dynamic_shared();
   return *reinterpret_cast<const float*>(emulated::cluster.blocks[rank].shared.data() + offset);

@@ -1,36 +1,37 @@
-// Blocks in vectors: position i of N blocks becomes one Vec, so that one lane computes one block.
+// Blocks in vectors: the weights at position i of N blocks are one Vec, so that each lane computes one block.
 #pragma once
 
-#include "formats.h"
+#include "../formats.h"
 #include "kernels.h"
+#include "vec.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// Vectors that are computed on in turns, because each operation waits for the one before; AVX-512 has twice the
+// Vectors that are computed alternately, because each operation waits for the previous one. AVX-512 has twice as many
 // registers.
 constexpr int kGroup = PROXSPARSE_VECTOR_BYTES == 64 ? 4 : 2;
 
-// of[i][b] belongs to position i of block b. Room for one vector more: packed numbers are written a vector at a time.
+// weight[i][b] is at position i of block b. store_packed needs room for one more vector.
 template <typename T>
-struct Lanes {
-  alignas(64) T of[4][kChunk + 2 * kLanes<T>];
+struct BlockVectors {
+  alignas(64) T weight[4][kChunk + 2 * kLanes<T>];
 
   template <typename V>
   PROXSPARSE_INLINE Block<V> load(int b) const {
-    return {V::load(of[0] + b), V::load(of[1] + b), V::load(of[2] + b), V::load(of[3] + b)};
+    return {V::load(weight[0] + b), V::load(weight[1] + b), V::load(weight[2] + b), V::load(weight[3] + b)};
   }
   template <typename V>
   PROXSPARSE_INLINE void store(int b, Block<V> x) {
-    x.w1.store(of[0] + b);
-    x.w2.store(of[1] + b);
-    x.w3.store(of[2] + b);
-    x.w4.store(of[3] + b);
+    x.w1.store(weight[0] + b);
+    x.w2.store(weight[1] + b);
+    x.w3.store(weight[2] + b);
+    x.w4.store(weight[3] + b);
   }
 };
 
-// The weights of N contiguous blocks as they are stored, one Vec a position: the number itself in a native format, its
-// bits in the upper half of 32 otherwise.
+// N consecutive blocks as they are stored, one Vec for each position: numbers of a native format, otherwise the bits in
+// the upper half of 32.
 template <typename Format, int N, typename T = typename Format::Arithmetic>
 PROXSPARSE_INLINE auto load_stored(const typename Format::Storage* weight) {
   if constexpr (sizeof(T) == sizeof(*weight)) {
@@ -69,7 +70,7 @@ PROXSPARSE_INLINE void store_stored(Block<V> stored, typename Format::Storage* w
   }
 }
 
-// What load_stored gave, as numbers to compute with.
+// The result of load_stored as numbers of the arithmetic.
 template <typename Format, typename V>
 PROXSPARSE_INLINE auto decoded(V stored) {
   using T = typename Format::Arithmetic;
@@ -80,7 +81,7 @@ PROXSPARSE_INLINE auto decoded(V stored) {
   }
 }
 
-// f applied to each position.
+// f applied at each position.
 template <typename F, typename... Blocks>
 PROXSPARSE_INLINE auto each(F f, Blocks... blocks) {
   return Block<decltype(f(blocks.w1...))>{f(blocks.w1...), f(blocks.w2...), f(blocks.w3...), f(blocks.w4...)};

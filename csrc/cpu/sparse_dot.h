@@ -1,21 +1,22 @@
-// The arithmetic of a dot product with 2:4 weights, a step at a time: as many kept values as one vector holds meet the
-// numbers of x at their places, which are picked out of two vectors of x. What is not picked has no influence, be it
-// infinite or NaN.
+// The arithmetic of a dot product with 2:4 weights. In each step, one vector of kept values is multiplied by the
+// numbers of x at their places, which are gathered from two vectors of x. The other numbers of x have no effect, even
+// if they are infinite or NaN.
 #pragma once
 
-#include "formats.h"
+#include "../formats.h"
+#include "vec.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// Lane j: the place of value j, two bits of `bits`, in block j / 2 of `blocks` blocks that lie together.
+// For lane j: the shift to the two bits of the place of value j, and the first weight of its block, j / 2 of `blocks`.
 template <typename Lane, int N>
-struct PickTable {
+struct GatherTable {
   alignas(64) Lane shift[N], block[N];
 };
 template <typename Lane, int N, int blocks>
-constexpr PickTable<Lane, N> kPickTable = [] {
-  PickTable<Lane, N> table;
+constexpr GatherTable<Lane, N> kGatherTable = [] {
+  GatherTable<Lane, N> table;
   for (int j = 0; j < N; ++j) {
     table.shift[j] = 2 * j;
     table.block[j] = j / 2 % blocks * 4;
@@ -30,12 +31,12 @@ PROXSPARSE_INLINE Bits load_bits(const uint8_t* indices) {
   return bits;
 }
 
-// Values and x in float32, or values that become float32.
+// x in float32; values in float32, or converted to it.
 template <typename Format>
 struct InFloat32 {
   using Storage = typename Format::Storage;
   using X = float;
-  static constexpr int kValues = PROXSPARSE_VECTOR_BYTES / 4;  // of a step, which takes twice as many numbers of x
+  static constexpr int kValues = PROXSPARSE_VECTOR_BYTES / 4;  // of a step, which reads twice as many numbers of x
   using Numbers = Vec<float, kValues>;
   using Sums = Numbers;
 
@@ -54,12 +55,12 @@ struct InFloat32 {
       return Format::template decode<Numbers>(bits << 16);
     }
   }
-  static PROXSPARSE_INLINE Sums added(Sums sums, Numbers values, Numbers x) { return sums + values * x; }
+  static PROXSPARSE_INLINE Sums multiply_add(Sums sums, Numbers values, Numbers x) { return sums + values * x; }
 
 #if PROXSPARSE_VECTOR_BYTES == 64
   using Places = __m512i;
   static PROXSPARSE_INLINE Places load_places(const uint8_t* indices) {
-    const auto& table = kPickTable<uint32_t, 16, 8>;
+    const auto& table = kGatherTable<uint32_t, 16, 8>;
     const auto bits =
         _mm512_srlv_epi32(_mm512_set1_epi32(load_bits<uint32_t>(indices)), _mm512_load_si512(table.shift));
     return _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(3), _mm512_load_si512(table.block), 0xea);  // a & b | c
@@ -68,13 +69,13 @@ struct InFloat32 {
     __m512 low, high;
   };
   static PROXSPARSE_INLINE Xs load_x(const X* x) { return {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)}; }
-  static PROXSPARSE_INLINE Numbers picked(Xs x, Places places) {
+  static PROXSPARSE_INLINE Numbers gather(Xs x, Places places) {
     return numbers(_mm512_permutex2var_ps(x.low, places, x.high));
   }
 #elif PROXSPARSE_VECTOR_BYTES == 32
   using Places = __m256i;
   static PROXSPARSE_INLINE Places load_places(const uint8_t* indices) {
-    const auto& table = kPickTable<uint32_t, 8, 2>;
+    const auto& table = kGatherTable<uint32_t, 8, 2>;
     const auto load = [](const uint32_t* memory) __attribute__((always_inline)) {
       return _mm256_load_si256(reinterpret_cast<const __m256i*>(memory));
     };
@@ -85,7 +86,7 @@ struct InFloat32 {
     __m256 low, high;
   };
   static PROXSPARSE_INLINE Xs load_x(const X* x) { return {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
-  static PROXSPARSE_INLINE Numbers picked(Xs x, Places places) {
+  static PROXSPARSE_INLINE Numbers gather(Xs x, Places places) {
     const auto low = _mm256_permutevar8x32_ps(x.low, places), high = _mm256_permutevar8x32_ps(x.high, places);
     return numbers(_mm256_blend_ps(low, high, 0xf0));
   }
@@ -94,7 +95,7 @@ struct InFloat32 {
   static PROXSPARSE_INLINE Places load_places(const uint8_t* indices) { return *indices; }
   using Xs = const X*;
   static PROXSPARSE_INLINE Xs load_x(const X* x) { return x; }
-  static PROXSPARSE_INLINE Numbers picked(Xs x, Places places) {
+  static PROXSPARSE_INLINE Numbers gather(Xs x, Places places) {
     const float numbers[] = {x[places & 3], x[places >> 2 & 3], x[4 + (places >> 4 & 3)], x[4 + (places >> 6)]};
     return Numbers::load(numbers);
   }
@@ -120,7 +121,7 @@ struct ArithmeticOf {
 
 #ifdef PROXSPARSE_BF16
 
-// Values and x in bfloat16: products of neighbours are summed in float32; subnormal numbers count as zero.
+// Values and x in bfloat16. Products of neighbours are summed in float32; subnormal numbers are treated as zero.
 struct InBFloat16 {
   using Storage = uint16_t;
   using X = uint16_t;
@@ -129,14 +130,14 @@ struct InBFloat16 {
   using Sums = Vec<float, 16>;
 
   static PROXSPARSE_INLINE Numbers load_values(const Storage* values) { return _mm512_loadu_si512(values); }
-  static PROXSPARSE_INLINE Sums added(Sums sums, Numbers values, Numbers x) {
+  static PROXSPARSE_INLINE Sums multiply_add(Sums sums, Numbers values, Numbers x) {
     sums.lanes.raw = _mm512_dpbf16_ps(sums.lanes.raw, (__m512bh)values, (__m512bh)x);
     return sums;
   }
   using Places = __m512i;
   static PROXSPARSE_INLINE Places load_places(const uint8_t* indices) {
-    const auto& table = kPickTable<uint16_t, 32, 16>;
-    // Of all 64 bits, the eight that begin at the place, and others above them: the table keeps two.
+    const auto& table = kGatherTable<uint16_t, 32, 16>;
+    // The low byte of lane j: eight of the 64 bits, from those of value j on. The mask keeps two.
     const auto all = _mm512_set1_epi64(load_bits<uint64_t>(indices));
     const auto bits = _mm512_multishift_epi64_epi8(_mm512_load_si512(table.shift), all);
     return _mm512_ternarylogic_epi32(bits, _mm512_set1_epi16(3), _mm512_load_si512(table.block), 0xea);  // a & b | c
@@ -145,7 +146,7 @@ struct InBFloat16 {
     __m512i low, high;
   };
   static PROXSPARSE_INLINE Xs load_x(const X* x) { return {_mm512_loadu_si512(x), _mm512_loadu_si512(x + 32)}; }
-  static PROXSPARSE_INLINE Numbers picked(Xs x, Places places) {
+  static PROXSPARSE_INLINE Numbers gather(Xs x, Places places) {
     return _mm512_permutex2var_epi16(x.low, places, x.high);
   }
 };

@@ -1,0 +1,172 @@
+// Checks the arguments that Python passes, on the CPU and on the GPU, and makes the calls (calls.h) from them. Every
+// check raises ValueError with the value and the remedy.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cmath>
+#include <optional>
+
+#include "calls.h"
+
+namespace proxsparse {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline const void* data_or_null(const OptionalTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+
+inline Dtype dtype_of(const at::Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return kFloat32;
+    case at::kDouble:
+      return kFloat64;
+    case at::kBFloat16:
+      return kBFloat16;
+    case at::kHalf:
+      return kFloat16;
+    default:
+      TORCH_CHECK_VALUE(false, name, " has dtype ", tensor.scalar_type(),
+                        ": convert it to float32, float64, bfloat16 or float16");
+  }
+}
+
+// The dtype of the arithmetic.
+inline at::ScalarType arithmetic_of(const at::Tensor& weight) {
+  return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+inline int64_t in_features_of(const at::Tensor& weight) { return weight.dim() == 0 ? 1 : weight.size(-1); }
+
+inline void check_tensor(const char* name, const at::Tensor& tensor, at::DeviceType device, at::IntArrayRef sizes,
+                         at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(tensor.device().type() == device && tensor.is_contiguous() && tensor.sizes() == sizes &&
+                        tensor.scalar_type() == dtype,
+                    name, " of shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(), " on ", tensor.device(),
+                    ": it must be a contiguous ", dtype, " tensor of shape ", sizes, " on ", at::Device(device));
+}
+
+inline void check_alignment(const char* name, const at::Tensor& tensor, int64_t bytes) {
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0, name, " of shape ",
+                    tensor.sizes(), " must begin at a multiple of ", bytes, " bytes");
+}
+
+inline void check_in_features(const char* name, const at::Tensor& weight) {
+  TORCH_CHECK_VALUE(weight.dim() > 0 && weight.size(-1) % 4 == 0, name, " of shape ", weight.sizes(),
+                    ": in_features must be a multiple of 4; exclude this layer");
+}
+
+inline void check_n(int64_t n) {
+  TORCH_CHECK_VALUE(n == 1 || n == 2, "n=", n, ": this kernel supports 1:4 and 2:4; choose another backend");
+}
+
+inline void check_reg_lambda(double reg_lambda) {
+  TORCH_CHECK_VALUE(reg_lambda >= 0 && std::isfinite(reg_lambda), "reg_lambda=", reg_lambda,
+                    " must be a finite number >= 0");
+}
+
+// The arguments of prox_n4_ (ops.h).
+inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, double reg_lambda, int64_t n,
+                             const OptionalTensor& scale) {
+  check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
+  check_in_features("weight", weight);
+  check_n(n);
+  check_reg_lambda(reg_lambda);
+  if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
+  return {.weight = weight.mutable_data_ptr(),
+          .scale = data_or_null(scale),
+          .numel = weight.numel(),
+          .in_features = in_features_of(weight),
+          .dtype = dtype_of(weight, "weight"),
+          .reg_lambda = reg_lambda,
+          .n = static_cast<int>(n)};
+}
+
+// The arguments of adamw_prox_ (ops.h).
+inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor& weight, const at::Tensor& grad,
+                                        const at::Tensor& exp_avg, const at::Tensor& exp_avg_sq,
+                                        const OptionalTensor& master, const OptionalTensor& pretrained,
+                                        const OptionalTensor& scale, int64_t step, double lr, double beta1,
+                                        double beta2, double eps, double weight_decay, double reg_lambda, int64_t n,
+                                        double frozen_lambda, double frozen_eps, std::optional<int64_t> seed) {
+  const Dtype kind = dtype_of(weight, "weight");
+  const at::ScalarType dtype = weight.scalar_type(), arithmetic = arithmetic_of(weight);
+  const bool moments_bfloat16 = exp_avg.scalar_type() == at::kBFloat16 && kind != kFloat64;
+  const auto check = [&](const char* name, const at::Tensor& tensor, at::ScalarType expected) {
+    check_tensor(name, tensor, device, weight.sizes(), expected);
+  };
+  check("weight", weight, dtype);
+  check("grad", grad, dtype);
+  check("exp_avg", exp_avg, moments_bfloat16 ? at::kBFloat16 : arithmetic);
+  check("exp_avg_sq", exp_avg_sq, exp_avg.scalar_type());
+  TORCH_CHECK_VALUE(!master || kind == kBFloat16 || kind == kFloat16, "master: a ", dtype,
+                    " weight needs no master copy; pass none");
+  if (master) check("master", *master, at::kFloat);
+  if (pretrained) check("pretrained", *pretrained, dtype);
+  TORCH_CHECK_VALUE(pretrained || frozen_lambda == 0, "frozen_lambda=", frozen_lambda, " needs the pretrained weights");
+  if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic);
+  TORCH_CHECK_VALUE(step >= 1, "step=", step, ": steps are counted from 1");
+  check_reg_lambda(reg_lambda);
+  if (reg_lambda > 0) check_n(n);
+  if (reg_lambda > 0) check_in_features("weight", weight);
+  return {.weight = weight.mutable_data_ptr(),
+          .exp_avg = exp_avg.mutable_data_ptr(),
+          .exp_avg_sq = exp_avg_sq.mutable_data_ptr(),
+          .master = master ? master->mutable_data_ptr() : nullptr,
+          .grad = grad.const_data_ptr(),
+          .pretrained = frozen_lambda > 0 ? data_or_null(pretrained) : nullptr,
+          .scale = data_or_null(scale),
+          .numel = weight.numel(),
+          .in_features = in_features_of(weight),
+          .dtype = kind,
+          .moments_bfloat16 = moments_bfloat16,
+          .lr = lr,
+          .beta1 = beta1,
+          .beta2 = beta2,
+          .eps = eps,
+          .decay = 1 - lr * weight_decay,
+          .correction1 = 1 / (1 - std::pow(beta1, step)),
+          .correction2 = 1 / std::sqrt(1 - std::pow(beta2, step)),
+          .reg_lambda = reg_lambda,
+          .n = static_cast<int>(n),
+          .frozen_lambda = frozen_lambda,
+          .frozen_eps = frozen_eps,
+          .stochastic = seed.has_value(),
+          .seed = static_cast<uint64_t>(seed.value_or(0))};
+}
+
+// The weight of an n:4 pattern and its packed form.
+inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, int64_t n, const at::Tensor& values,
+                             const at::Tensor& indices) {
+  TORCH_CHECK_VALUE(n >= 1 && n <= 3, "n=", n, ": only 1:4, 2:4 and 3:4 weights can be packed; leave the weight dense");
+  check_in_features("weight", weight);
+  check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
+  auto sizes = weight.sizes().vec();
+  const int64_t in_features = sizes.back();
+  sizes.back() = in_features / 4 * n;
+  check_tensor("values", values, device, sizes, weight.scalar_type());
+  sizes.back() = (sizes.back() + 3) / 4;
+  check_tensor("indices", indices, device, sizes, at::kByte);
+  return {.weight = weight.mutable_data_ptr(),
+          .values = values.mutable_data_ptr(),
+          .indices = indices.mutable_data_ptr<uint8_t>(),
+          .rows = in_features == 0 ? 0 : weight.numel() / in_features,
+          .in_features = in_features};
+}
+
+// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W, all of one dtype.
+inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, const at::Tensor& values,
+                                const at::Tensor& indices, const OptionalTensor& bias, const at::Tensor& y) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && values.dim() == 2 && x.size(1) % 4 == 0, "x of shape ", x.sizes(),
+                    " and values of shape ", values.sizes(),
+                    ": both must have two dimensions, and in_features must be a multiple of 4");
+  const at::ScalarType dtype = x.scalar_type();
+  const int64_t rows = x.size(0), in_features = x.size(1), out_features = values.size(0);
+  check_tensor("x", x, device, {rows, in_features}, dtype);
+  check_tensor("values", values, device, {out_features, in_features / 2}, dtype);
+  check_tensor("indices", indices, device, {out_features, (in_features + 7) / 8}, at::kByte);
+  if (bias) check_tensor("bias", *bias, device, {out_features}, dtype);
+  check_tensor("y", y, device, {rows, out_features}, dtype);
+}
+
+}  // namespace proxsparse

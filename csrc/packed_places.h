@@ -1,0 +1,29 @@
+// Which weights of a block the packed form keeps; proxsparse/reference/pack.py describes the form.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "inline.h"
+
+namespace proxsparse {
+
+// The places of the n weights that are kept, ascending, two bits each: nonzeros first, then -0.0, then +0.0, and lower
+// places before higher ones. nonzero, negative_zero: one bit for each weight of the block.
+template <int n>
+PROXSPARSE_INLINE constexpr uint32_t kept_places(uint32_t nonzero, uint32_t negative_zero) {
+  uint32_t kept = 0, places = 0;
+  const uint32_t ranks[] = {nonzero, negative_zero, 0xf & ~(nonzero | negative_zero)};
+  PROXSPARSE_UNROLL
+  for (uint32_t candidates : ranks) {
+    PROXSPARSE_UNROLL
+    for (int i = 0; i < n; ++i, candidates &= candidates - 1) {
+      if (std::popcount(kept) < n) kept |= candidates & -candidates;
+    }
+  }
+  PROXSPARSE_UNROLL
+  for (int i = 0; i < n; ++i, kept &= kept - 1) places |= static_cast<uint32_t>(std::countr_zero(kept)) << 2 * i;
+  return places;
+}
+
+}  // namespace proxsparse
