@@ -49,6 +49,9 @@ def draw_perplexity(axes) -> None:
     axes.bar_label(bars, [figure_text(latest[name]) for name in methods], padding=3, fontsize=9)
     axes.axvline(dense, color=DENSE, linestyle="--")
     axes.text(dense * 1.04, len(methods) - 0.45, f"dense {figure_text(dense)}", color="#555555", fontsize=9)
+    axes.set(xscale="log", xlim=(15, 9000), ylim=(-0.6, len(methods)))
+    axes.set_title("Perplexity at 2:4: lower is better", fontweight="bold", fontsize=11)
+    axes.set_xlabel("WikiText-2 test, SmolLM2-135M (log scale)", fontsize=9)
     kinds = [Patch(color=FROZEN, label="pretrained weights"), Patch(color=UPDATED, label="updated weights")]
     axes.legend(handles=kinds, loc="center right", frameon=False, fontsize=9)
 
