@@ -1,6 +1,7 @@
 # Commands for a newcomer; each does all its own set-up in .venv:
 #   make prune         learn the 2:4 mask of a 135M-parameter language model, with no network beyond the packages
 #   make test          run the tests
+#   make docs          build the documentation: docs/_build/index.html
 #   make test-oldest   run the tests on the oldest supported torch and transformers, in .venv-oldest: 5 GB of packages
 PYTHON      ?= python3
 VENV        := .venv
@@ -9,7 +10,7 @@ BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PINNED      := $(VENV)/constraints.txt
 
-.PHONY: help prune test test-oldest lint setup clean
+.PHONY: help prune test test-oldest lint docs setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +34,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/*.h' 'tests/*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+
+docs: $(VENV)/ready-docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
 
 setup: $(VENV)/ready
 
@@ -58,5 +62,10 @@ $(VENV)/ready: setup.py pyproject.toml $(CONSTRAINTS) $(wildcard csrc/*.* csrc/*
 	  if cmp -s $$other/suffix $(VENV)/suffix; then rm -f $$other/ready; fi; done
 	@touch $@
 
+# Sphinx and its theme: 60 MB that only the documentation needs.
+$(VENV)/ready-docs: $(VENV)/ready
+	$(PIP) install -c $(PINNED) sphinx myst-parser furo
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info proxsparse/*.so
+	rm -rf .venv .venv-oldest build docs/_build *.egg-info proxsparse/*.so

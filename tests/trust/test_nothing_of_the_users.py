@@ -1,4 +1,4 @@
-"""What every command believes, replaces and removes, one case each: the rows of the table in docs/checkpointing.md."""
+"""What every command believes, replaces and removes, one case each: the rows of the table in docs/training.md."""
 
 import json
 import os

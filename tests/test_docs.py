@@ -1,0 +1,249 @@
+"""README and docs: every snippet runs, every command line is accepted by its parser, every named file and flag exists.
+
+The two ways to write the training loop agree bit for bit.
+"""
+
+import gzip
+import json
+import re
+import runpy
+import shlex
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import byte_tokenizer, tiny_model
+
+from proxsparse import NMPattern, evaluate, nm_mask, pack, sparsify_
+from proxsparse.data.sources import evaluation_text, load_texts
+from proxsparse.evaluation import zero_shot
+from proxsparse.models.layers import prunable_layers
+from proxsparse.run.config import TrainConfig
+from proxsparse.run.parse import parse_config, parse_prune, prune_parser
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+each_page = pytest.mark.parametrize("page", PAGES + DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
+README = PAGES[0].read_text(encoding="utf-8")
+ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the only new line\n"
+FLAGS_OF_OTHERS = {"--no-build-isolation", "--nproc-per-node", "--nnodes", "--port", "--help"}
+MADE_LATER = {ROOT / "proxsparse" / "ops" / "tuned.json"}  # on a machine with a GPU
+
+
+def snippets(text: str) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+# ---------------------------------------------------------------------------------------------- snippets
+
+
+def tiny_batches() -> list[dict[str, torch.Tensor]]:
+    """Three batches for a model with 260 tokens."""
+    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 260, (3, 1, 12))]
+
+
+def fake_data_set(name: str, config: str, split: str, streaming: bool = False):
+    """In the place of the Hub's C4 and WikiText-2: rows as there, a few; C4 is streamed."""
+    rows = [{"text": text, "timestamp": None} for text in (" = Title = \n", "", "Some words . \n")]
+    return SimpleNamespace(take=lambda count: rows) if streaming else rows
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch) -> dict:
+    """A current folder with the checkpoints that pages name, and the names that their snippets use."""
+    from transformers import TrainingArguments
+    from transformers.cli import transformers as command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", fake_data_set)
+    monkeypatch.setattr(command, "main", lambda: None)
+    pruned = tiny_model("llama", torch.bfloat16)
+    with torch.no_grad():
+        for layer in prunable_layers(pruned).values():
+            layer.weight.copy_(torch.where(nm_mask(layer.weight.abs()), layer.weight, 0.0))
+    pruned.save_pretrained("runs/qwen")
+    sparsify_(pruned).save_pretrained("runs/qwen-packed")
+    for folder in ("runs/qwen", "runs/qwen-packed"):
+        byte_tokenizer().save_pretrained(folder)
+    batches = tiny_batches()
+    return {
+        "model": tiny_model("llama", initializer_range=1.0),  # weights so large that lambda = 0.25 prunes
+        "batches": batches,
+        "args": TrainingArguments(tmp_path, max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True),
+        "data": [{name: row[0] for name, row in batch.items()} for batch in batches],
+        "texts": ["Two of every four weights stay.", "The others become zero."] * 4,
+        "tokenizer": byte_tokenizer(),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES + DOCS if "```python" in page.read_text()], ids=lambda p: p.name
+)
+def test_snippets_run(page, workplace):
+    for snippet in snippets(page.read_text(encoding="utf-8")):
+        exec(compile(snippet, str(page), "exec"), workplace)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_the_trainer_leaves_a_pruned_model_and_its_masks(workplace, tmp_path):
+    (snippet,) = (s for s in snippets((ROOT / "docs" / "training.md").read_text()) if "MaskTrainer" in s)
+    exec(snippet, workplace)
+    assert {"model.safetensors", "masks.safetensors"} <= {path.name for path in tmp_path.iterdir()}
+    layers = prunable_layers(workplace["model"]).values()
+    assert all(NMPattern(2, 4).is_feasible(layer.weight) for layer in layers)
+
+
+def test_the_data_of_the_results_is_what_their_commands_read(workplace, tmp_path):
+    text = (ROOT / "docs" / "results.md").read_text()
+    exec(snippets(text)[0], workplace)
+    named = set(re.findall(r"\bdata/([\w.]+\.(?:gz|raw))", text))
+    assert named == {path.name for path in (tmp_path / "data").iterdir()}
+    assert load_texts("data/c4_train_sample.jsonl.gz", "train")[2] == "Some words . \n"
+    assert evaluation_text("data/wiki.test.raw") == " = Title = \n\n\n\n\nSome words . \n"
+    with gzip.open("data/c4_validation_first1025.jsonl.gz", "rt") as file:
+        assert json.loads(file.readline()) == {"text": " = Title = \n"}
+
+
+def run(code: str) -> list[torch.Tensor]:
+    """Executes a training loop of the README and returns the weights it leaves."""
+    torch.manual_seed(0)
+    names = {"model": tiny_model("llama", initializer_range=1.0), "batches": tiny_batches()}
+    exec(code, names)
+    return names["weights"]
+
+
+def test_both_loops_agree():
+    wrapped, plain = snippets(README)[:2]
+    setup, loop_and_end = wrapped.split(ONE_LINE)
+    loop = loop_and_end.partition("with torch.no_grad()")[0]
+    fused = ONE_LINE.replace("ProxOptimizer(optimizer", "ProxAdamW(weights, lr=1e-4, weight_decay=0.01")
+    assert all(NMPattern(2, 4).is_feasible(weight) for weight in run(wrapped))
+    for first, second, third in zip(
+        run(setup + ONE_LINE + loop), run(setup + plain), run(setup + fused + loop), strict=True
+    ):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, third, rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in the blocks and in the inline code of a page, without comments."""
+    text = text.replace("\\\n", " ")
+    blocks = re.findall(r"^```(?:bash)?\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line.strip() for block in blocks for line in block.splitlines()]
+    lines += [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    lines += re.findall(r"(?<!`)`([^`]+)`(?!`)", text)
+    start = re.compile(r"proxsparse [a-z]|python3? (-m|\w+/)|torchrun |make [a-z]|bash ")
+    return [shlex.split(line, comments=True) for line in lines if start.match(line)]
+
+
+def check_command(words: list[str]) -> None:
+    """Raises an error if there is no such program, file, target or flag."""
+    program, *arguments = words
+    if program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif program == "proxsparse":
+        parse(*arguments)
+    elif "-m" in arguments and (module := arguments[arguments.index("-m") + 1]).startswith("proxsparse."):
+        parse(module.partition(".")[2], *arguments[arguments.index(module) + 1 :])
+    elif program != "torchrun" and "-m" not in arguments:
+        assert (ROOT / arguments[0]).is_file(), words
+
+
+def parse(command: str, *arguments: str) -> None:
+    """What the command does with its arguments before it loads anything."""
+    match command:
+        case "train" | "prune" | "evaluate" | "pack" | "report" | "env" if not arguments:
+            pass  # its name in a sentence
+        case "train":
+            parse_config(list(arguments))
+        case "prune":
+            assert arguments == ("--list",) or parse_prune(list(arguments))
+        case "evaluate":
+            evaluate.parse(list(arguments))
+        case "pack":
+            pack.parse(list(arguments))
+        case "report":
+            assert len(arguments) == 1
+        case _:
+            assert command == "COMMAND"
+
+
+@each_page
+def test_commands_are_accepted(page, monkeypatch):
+    monkeypatch.setattr(zero_shot, "require_lm_eval", lambda: None)  # its import takes seconds
+    monkeypatch.setattr(zero_shot, "task_file", lambda name, folder: None)
+    for words in commands(page.read_text(encoding="utf-8")):
+        check_command(words)
+
+
+def test_the_walk_finds_commands():
+    """Guards the guard."""
+    found = [" ".join(words[:2]) for page in PAGES + DOCS for words in commands(page.read_text(encoding="utf-8"))]
+    assert {"proxsparse train", "proxsparse pack", "make prune", "python benchmarks/compare_methods.py"} <= set(found)
+    assert len(found) > 60
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    """The flags of all commands, benchmarks and tests."""
+    options = {option for action in prune_parser()._actions for option in action.option_strings}
+    files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
+    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("evaluate", "pack", "prune")]
+    sources = "\n".join(path.read_text() for path in files)
+    flags = {f"--{one.name}" for one in fields(TrainConfig)} | options | FLAGS_OF_OTHERS
+    return flags | set(re.findall(r"--[a-z][\w-]*", sources))
+
+
+@each_page
+def test_flags_exist(page, known_flags):
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"pip install.*", "", page.read_text(encoding="utf-8"))))
+    assert named <= known_flags
+
+
+# ---------------------------------------------------------------------------------------------- names and form
+
+
+@each_page
+def test_named_files_exist(page):
+    text = page.read_text(encoding="utf-8")
+    folders = "proxsparse|csrc|benchmarks|tests|docs|examples|triton_kernels"
+    named = set(re.findall(rf"`((?:{folders})/[\w./-]+?\.\w+)`", text))
+    links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:\s]+)[^):\s]*\)", text)}
+    missing = [path for path in ({ROOT / name for name in named} | links) - MADE_LATER if not path.exists()]
+    assert not missing
+
+
+@each_page
+def test_environment_variables_exist(page):
+    folders = ("proxsparse", "csrc", "benchmarks", "tests")
+    files = [path for folder in folders for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")]
+    code = [path.read_text(encoding="utf-8") for path in [*files, ROOT / "setup.py"]]
+    for name in set(re.findall(r"PROXSPARSE_[A-Z_]+", page.read_text(encoding="utf-8"))):
+        assert any(name in text for text in code), name
+
+
+def test_the_picture_of_the_readme_is_made_from_rows(tmp_path):
+    pytest.importorskip("matplotlib")
+    runpy.run_path(str(ROOT / "docs" / "overview.py"))["draw"](tmp_path / "overview.png")
+    assert (tmp_path / "overview.png").stat().st_size > 10_000
+
+
+def test_the_readme_is_short():
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_a_page_can_be_read_in_one_sitting(page):
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 400
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
