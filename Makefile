@@ -1,6 +1,7 @@
 # Commands for a newcomer; each does all its own set-up in .venv:
 #   make prune         learn the 2:4 mask of a 135M-parameter language model, with no network beyond the packages
-#   make test          run the tests
+#   make test          run the tests that are quick, in parallel: five minutes on two cores
+#   make test-full     run the slow ones: long matrices, fuzzing, many processes, kills
 #   make docs          build the documentation: docs/_build/index.html
 #   make test-oldest   run the tests on the oldest supported torch and transformers, in .venv-oldest: 5 GB of packages
 PYTHON      ?= python3
@@ -10,7 +11,7 @@ BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PINNED      := $(VENV)/constraints.txt
 
-.PHONY: help prune test test-oldest lint docs setup clean
+.PHONY: help prune test test-full test-oldest lint docs setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,15 +20,21 @@ help:
 prune: setup
 	$(BIN)/python -m proxsparse.train $(ARGS)
 
+# One torch thread in each process: threads that compete for the cores are many times slower.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+test-full: setup
+	$(PYTEST) -m slow $(ARGS)
 
 # The same in an environment of its own. PyPI has torch 2.11.0 only as a CUDA build, which brings gigabytes of CUDA
 # packages; where there is nvcc, the CUDA kernels are then built too, except those of CUTLASS, which take minutes each.
 # The GPU machine has Python 3.12, so that is the default where it works (pyenv's python3.12 may only print an error).
 test-oldest: export PROXSPARSE_CUTLASS = 0
 test-oldest:
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS='constraints-oldest.txt constraints.txt' \
+	$(MAKE) test test-full VENV=.venv-oldest CONSTRAINTS='constraints-oldest.txt constraints.txt' \
 	  PYTHON=$(if $(filter file,$(origin PYTHON)),$$(python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON)),$(PYTHON))
 
 lint: setup
