@@ -30,7 +30,7 @@ from proxsparse.evaluation import zero_shot
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.io.atomic import write_file
 from proxsparse.methods import list_methods
-from proxsparse.models.checks import check_length
+from proxsparse.models.checks import fit_window
 from proxsparse.run.report import shortened
 from proxsparse.run.result import finite
 from proxsparse.runtime.device import choose_device, choose_precision, version
@@ -147,7 +147,7 @@ def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace
     compute_dtype = choose_precision(args.precision, choose_device(args.device))[1]
 
     def measure(model, tokenizer) -> dict:
-        check_length(model, args.eval_seq_len, "eval_seq_len")
+        fit_window(model, args.eval_seq_len, args.eval_seq_len, "eval_seq_len")
         tokens = evaluation_tokens(evaluation_text(source), tokenizer)
         result = perplexity(model, tokens, args.eval_seq_len, max_windows, compute_dtype)
         return {"perplexity": result.value, "windows": result.windows}

@@ -14,7 +14,7 @@ from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_reque
 from proxsparse.io.atomic import write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
 from proxsparse.io.reading import files_to_read, require_unchanged
-from proxsparse.models.checks import check_length, refuse_not_finite
+from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.run.result import finite
 from proxsparse.runtime.command import Parser
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     model, tokenizer = load_model(options.model, weight_dtype)
     require_unchanged(Path(options.model), files)
     if texts:
-        check_length(model, options.seq_len, "seq_len")
+        options.seq_len = fit_window(model, options.seq_len, 2048, "seq_len")
     identity = {"model": options.model, "precision": options.precision}
     refuse_not_finite(model)
     if masks is not None:
@@ -113,7 +113,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     text.add_argument("--split", help="split of the data sets; default: the papers' (wikitext2 test, c4 validation)")
     text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
-    text.add_argument("--seq_len", type=int, default=2048, help="window in tokens, default 2048; never the model's own")
+    text.add_argument("--seq_len", type=int, help="window in tokens; default: 2048, or the positions if fewer")
     text.add_argument("--max_windows", type=int, default=-1, help="only the first windows of a text; -1, default: all")
     task = parser.add_argument_group("zero-shot tasks")
     task.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")

@@ -7,14 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.runtime.progress import phase
+from proxsparse.runtime.progress import phase, write_line
 
 
-def check_length(model: nn.Module, tokens: int, flag: str) -> None:
-    """Raises InputError if the model has fewer positions than `tokens`."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and tokens > positions:
-        raise InputError(f"--{flag} {tokens}: the model has {positions} positions; lower --{flag}")
+def fit_window(model: nn.Module, asked: int | None, default: int, flag: str) -> int:
+    """The window in tokens: the one that was asked for, else the default, or the model's positions if these are fewer.
+
+    Raises:
+        InputError: the model has fewer positions than were asked for.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked or default
+    if asked is not None and asked > positions:
+        raise InputError(f"--{flag} {asked}: the model has {positions} positions; lower --{flag}")
+    if asked is None and default > positions:
+        write_line(f"--{flag}: {positions} tokens, the positions of the model (default: {default})")
+    return asked or min(default, positions)
 
 
 @contextmanager

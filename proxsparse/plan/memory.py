@@ -6,7 +6,7 @@ import torch
 
 from proxsparse.plan.activations import count_passes
 from proxsparse.plan.architecture import Shape
-from proxsparse.run.config import TrainConfig
+from proxsparse.run.config import WINDOWS, TrainConfig
 from proxsparse.runtime.device import PRECISIONS, choose_precision
 from proxsparse.training.distillation import KEPT_TOKENS
 
@@ -30,7 +30,9 @@ class Plan:
     """The memory of the run that the flags describe. Raises InputError as `Shape` and `count_passes` do."""
 
     def __init__(self, config: TrainConfig, shape: Shape | None = None):
-        self.config, self.shape = config, shape or Shape(config)
+        windows = {name: getattr(config, name) or default for name, default in WINDOWS.items()}
+        self.config = config = replace(config, **windows)
+        self.shape = shape or Shape(config)
         self.on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         if config.precision == "auto" and self.on_gpu:  # the GPU may be on another machine
             self.dtypes = PRECISIONS["mixed"]

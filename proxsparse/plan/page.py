@@ -32,6 +32,7 @@ see docs/scaling.md. Not included: --start with another method, and writing chec
 def text(config: TrainConfig) -> str:
     """The page. Raises InputError as `Plan` does."""
     plan = Plan(config)
+    config = plan.config
     shape, (phase, buckets), host = plan.shape, plan.on_device(1), plan.on_host(1)
     weights, compute = (str(dtype).removeprefix("torch.") for dtype in plan.dtypes)
     size = f"{shape.weights / 1e9:.2f} billion" if shape.weights >= 1e9 else f"{shape.weights / 1e6:.0f} million"

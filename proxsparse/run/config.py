@@ -10,6 +10,7 @@ from proxsparse.training.options import LearningOptions, Ranges, check_choices, 
 
 LAST = "last"  # the --resume_from_checkpoint that names the newest
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # of one run alone
+WINDOWS = {"seq_len": 512, "eval_seq_len": 1024}  # defaults, in tokens, of models with that many positions
 
 
 @dataclass
@@ -32,12 +33,16 @@ class RunConfig:
     )
     text_field: str = flag("text", "the field of a row that holds the text", "data")
     num_samples: int = flag(400, "calibration samples", "data")
-    seq_len: int = flag(512, "tokens of a sample at most; never taken from the model", "data")
+    seq_len: int | None = flag(
+        None, "tokens of a sample at most; default: 512, or the model's positions if these are fewer", "data"
+    )
     packing: bool = flag(
         False, "join documents into full windows; without it a sample is one truncated document", "data"
     )
     eval_data: str = flag("builtin", "held-out text of the perplexity; a file, a data set, builtin, or none", "data")
-    eval_seq_len: int = flag(1024, "window of the perplexity in tokens", "data")
+    eval_seq_len: int | None = flag(
+        None, "window of the perplexity in tokens; default: 1024, or the model's positions if these are fewer", "data"
+    )
     eval_max_windows: int = flag(8, "windows of the perplexity; -1: all", "data")
     output_dir: str | None = flag(None, "output directory; default: runs/<model>-<date>-<time>", "output")
     overwrite_output_dir: bool = flag(

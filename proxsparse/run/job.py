@@ -15,14 +15,14 @@ from proxsparse.io.mask_files import masks_sha256
 from proxsparse.io.output_folder import OutputFolder
 from proxsparse.methods import Method, get_method
 from proxsparse.methods.store import Store
-from proxsparse.models.checks import check_length, refuse_not_finite
+from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
 from proxsparse.run import result as results
-from proxsparse.run.config import RunConfig
+from proxsparse.run.config import WINDOWS, RunConfig
 from proxsparse.run.resume import (
     MAY_DIFFER,
     check_digest,
@@ -73,6 +73,8 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
     model, tokenizer = load_model(config.model)
     refuse_not_finite(model)
+    for name, default in WINDOWS.items():
+        setattr(config, name, fit_window(model, getattr(config, name), default, name))
     layers = prunable_layers(model, config.pattern, config.include, config.exclude)
     pattern = NMPattern.parse(config.pattern)
     base = base_identity(config.model, model)
@@ -143,7 +145,6 @@ def read_calibration(config: RunConfig, method: Method, model: nn.Module, tokeni
     """The calibration batches; none if neither method nor allocation needs data."""
     if not (method.needs_data or get_allocation(config.allocation).needs_data):
         return []
-    check_length(model, config.seq_len, "seq_len")
     texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     size = getattr(config, "per_device_train_batch_size", 1)
     return calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, config.packing, config.seed)

@@ -13,7 +13,6 @@ from proxsparse._version import __version__
 from proxsparse.allocations.budget import budget, numel
 from proxsparse.data.sources import evaluation_text
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
-from proxsparse.models.checks import check_length
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import RunConfig
@@ -39,7 +38,6 @@ def perplexity_of(
         return lambda model, name: None
     source = config.eval_data
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
-    check_length(model, config.eval_seq_len, "eval_seq_len")
     tokens = evaluation_tokens(text, tokenizer)
     how = config.eval_seq_len, config.eval_max_windows, autocast_dtype
     return lambda model, name: perplexity(model, tokens, *how, title=f"perplexity of the {name} model")

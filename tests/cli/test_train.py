@@ -205,6 +205,17 @@ def test_a_run_that_fails_leaves_no_result(tiny_llama, text_file, tmp_path, monk
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+def test_windows_that_nobody_has_set_fit_the_model(tiny_llama, text_file, tmp_path, capsys):
+    """The model has 128 positions, fewer than the defaults of 512 and 1024 tokens."""
+    flags = ["--model", str(tiny_llama), "--data", str(text_file), "--eval_data", str(text_file), "--max_steps", "1"]
+    assert main([*flags, "--num_samples", "4", "--output_dir", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr().err
+    assert "--seq_len: 128 tokens, the positions of the model (default: 512)" in printed
+    assert "--eval_seq_len: 128 tokens, the positions of the model (default: 1024)" in printed
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["config"]["seq_len"], result["perplexity"]["seq_len"]) == (128, 128)
+
+
 def test_a_yaml_file_may_set_what_the_objective_stands_for(tiny_llama, text_file, tmp_path):
     (tmp_path / "study.yaml").write_text("scaling: none\nupdate: all\n")
     result = train(tiny_llama, text_file, tmp_path / "run", "--config", str(tmp_path / "study.yaml"))
