@@ -104,9 +104,8 @@ def zero_shot(
         phase(", ".join(names), unit="request") as current,
         current.instead_of_tqdm(lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface),
         without_bars(),
-        mock.patch.object(
-            lm_eval.evaluator, "get_git_commit_hash", return_value=None
-        ),  # git complains outside a checkout
+        # git would complain outside a checkout
+        mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None),
     ):
         specifications = [
             task_from_hub(name) if data_dir is None else task_from_file(name, Path(data_dir)) for name in names
