@@ -1,4 +1,4 @@
-"""`python -m proxsparse.evaluate`: perplexity by the pruning papers' convention, accuracy in seven zero-shot tasks."""
+"""`proxsparse evaluate`: perplexity by the pruning papers' convention, accuracy in seven zero-shot tasks."""
 
 import argparse
 import json
@@ -146,7 +146,7 @@ def check_json_file(path: Path, inputs: list[str]) -> None:
         raise InputError(f"--json {path}: it cannot be written; fix the permissions or name another file")
     is_input = any(os.path.exists(name) and path.samefile(name) for name in inputs) if path.exists() else False
     if path.exists() and (is_input or not is_report(path)):
-        raise InputError(f"--json {path}: the file was not written by proxsparse.evaluate; name another file")
+        raise InputError(f"--json {path}: the file was not written by `proxsparse evaluate`; name another file")
 
 
 def is_report(path: Path) -> bool:

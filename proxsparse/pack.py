@@ -1,4 +1,4 @@
-"""`python -m proxsparse.pack`: a pruned checkpoint with its 2:4 layers packed, 9/16 of them in bf16; or dense again.
+"""`proxsparse pack`: a pruned checkpoint with its 2:4 layers packed, 9/16 of them in bf16; or dense again.
 
 The folder that comes out is a Hugging Face checkpoint: after `import proxsparse`, `from_pretrained` loads it.
 """
@@ -90,7 +90,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
-    add("model", metavar="MODEL_DIR", help="folder of a safetensors checkpoint, as proxsparse.train or .prune leave it")
+    add("model", metavar="MODEL_DIR", help="folder of a safetensors checkpoint that `proxsparse prune` has written")
     add("--output_dir", required=True, metavar="DIR", help="the folder to write, whole or not at all")
     add("--unpack", action="store_true", help="the inverse: the dense checkpoint of a packed one")
     add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name has one of these; they must be 2:4")

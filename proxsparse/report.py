@@ -1,4 +1,4 @@
-"""`python -m proxsparse.report RUN`: writes the report and the plots of a run again."""
+"""`proxsparse report RUN`: writes the report and the plots of a run again."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from proxsparse.runtime.progress import phase
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("report", description="Writes the report and the plots of a run again, also while it is running.")
-    parser.add_argument("run_dir", type=Path, help="the folder that proxsparse.train wrote (its --output_dir)")
+    parser.add_argument("run_dir", type=Path, help="the folder that `proxsparse train` wrote (its --output_dir)")
     run_dir = parser.parse_args(arguments).run_dir
     refuse_foreign(run_dir)
     before = files_to_read(run_dir)

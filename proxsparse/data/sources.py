@@ -8,6 +8,7 @@ import reprlib
 import textwrap
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -245,7 +246,8 @@ def read_hub(name: str, config: str | None, split: str, streaming: bool = True) 
 
     what = f"{name}{f', config {config}' if config else ''}, split {split}"
     try:
-        rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        with without_bars():
+            rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
         yield from ((f"{what}, row {i}", row) for i, row in enumerate(rows, 1))
     except Exception as error:  # the hub's clients raise errors of many families: HTTP, OS, Arrow, their own
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
@@ -253,6 +255,20 @@ def read_hub(name: str, config: str | None, split: str, streaming: bool = True) 
             f"{what}: cannot be loaded from the Hugging Face hub ({reason}); check the name (NAME or NAME:CONFIG), "
             "the split and the network, or use a local file or the source builtin"
         ) from error
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Within the block `datasets` shows no bars of its own: a phase is shown already."""
+    import datasets
+
+    before = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            datasets.enable_progress_bars()
 
 
 def read_builtin(split: str) -> Rows:

@@ -17,13 +17,14 @@ import math
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
 
-from proxsparse.data.sources import read_path
+from proxsparse.data.sources import read_path, without_bars
 from proxsparse.errors import InputError
-from proxsparse.runtime.progress import phase
+from proxsparse.runtime.progress import importing, phase
 
 INSTALL = "pip install 'lm-eval[hf]'"
 METRICS = ("acc", "acc_norm", "mc1", "mc2")  # of `zero_shot`, each with a standard error by the name METRIC_stderr
@@ -102,6 +103,9 @@ def zero_shot(
     with (
         phase(", ".join(names), unit="request") as current,
         current.instead_of_tqdm(lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface),
+        without_bars(),
+        # git would complain outside a checkout
+        mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None),
     ):
         specifications = [
             task_from_hub(name) if data_dir is None else task_from_file(name, Path(data_dir)) for name in names
@@ -174,7 +178,7 @@ def is_installed() -> bool:
 def require_lm_eval() -> None:
     """Raises InputError with the command that installs lm-eval."""
     try:
-        with phase("importing lm-eval"):
+        with importing("lm_eval"):
             import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
         raise InputError(f"--tasks needs lm-eval, which cannot be imported ({error}); run: {INSTALL}") from error

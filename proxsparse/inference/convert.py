@@ -195,7 +195,7 @@ def packable_layers(
     if not chosen:
         raise ValueError(
             f"nothing to pack: none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "
-            f"exclude={exclude}; Conv1D and fused experts stay dense); prune the model: python -m proxsparse.prune"
+            f"exclude={exclude}; Conv1D and fused experts stay dense); prune the model: proxsparse prune"
         )
     return chosen
 

@@ -19,7 +19,7 @@ FORMAT_VERSION = 1
 NOTE = b"""
 <!-- proxsparse.pack -->
 The 2:4 layers of this checkpoint are packed: `import proxsparse`, then `AutoModelForCausalLM.from_pretrained` loads it.
-`python -m proxsparse.pack THIS_FOLDER --unpack --output_dir DENSE` gives the dense checkpoint back, every number of it
+`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` gives the dense checkpoint back, every number of it
 (of -0.0 in pruned places +0.0 may come back; the checkpoints of proxsparse have none).
 <!-- /proxsparse.pack -->
 """
@@ -55,7 +55,7 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     """The config.json of a checkpoint. Raises ValueError unless it is there and, as it says, packed, or dense."""
     folder = str(path.parent)
     if not path.is_file():
-        raise ValueError(f"{folder!r} has no {path.name}: give the folder of a pruned checkpoint (proxsparse.prune)")
+        raise ValueError(f"{folder!r} has no {path.name}: give the folder of a pruned checkpoint (`proxsparse prune`)")
     config = read_object(path)
     entry = config.get("quantization_config")
     if packed and entry is None:

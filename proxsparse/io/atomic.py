@@ -86,7 +86,7 @@ def atomic_write(path: Path):
     """Yields a path beside `path` to write to; on success it is synced and renamed, on any error removed.
 
     So no reader sees half of the file, and neither a kill nor a power cut leaves half of it. Two processes may write
-    the same file at once, as a run and proxsparse.report do: each has a scratch file of its own.
+    the same file at once, as a run and `proxsparse report` do: each has a scratch file of its own.
     """
     beside = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
     try:

@@ -29,7 +29,7 @@ from proxsparse.io.file_lock import lock_directory
 MARKER, LOCK, NEXT, COMPLETE = ".proxsparse.json", ".proxsparse.lock", ".next", ".complete"
 FORMAT, MOST_BYTES = "proxsparse-run-1", 1 << 20  # of a marker; one that a run writes has about 3,000 bytes
 RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
-FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped proxsparse.prune continues from
+FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped `proxsparse prune` continues from
 # All that train, prune, pack and report write by fixed names; tokenizers are saved under the names of transformers.
 FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
 TOKENIZERS = {
@@ -302,7 +302,7 @@ def has_progress(path: Path) -> bool:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of proxsparse.train, checkpoint-STEP, the newest last."""
+    """The checkpoints of `proxsparse train`, checkpoint-STEP, the newest last."""
     return sorted((entry for entry in written(path) if entry.name.startswith("checkpoint-")), key=step_of)
 
 

@@ -100,5 +100,5 @@ def refuse_packed(model: nn.Module) -> None:
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         raise InputError(
             f"model {model.name_or_path!r} is not dense (quant_method {quantizer.quantization_config.quant_method}): "
-            "it cannot be pruned; give the dense model (a packed one: python -m proxsparse.pack MODEL_DIR --unpack)"
+            "it cannot be pruned; give the dense model (a packed one: proxsparse pack MODEL_DIR --unpack)"
         )

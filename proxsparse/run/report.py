@@ -95,7 +95,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         reason = "holds no metrics.jsonl" if run_dir.is_dir() else "is not a folder"
-        raise InputError(f"{run_dir} {reason}; give the folder that proxsparse.train wrote (its --output_dir)")
+        raise InputError(f"{run_dir} {reason}; give the folder that `proxsparse train` wrote (its --output_dir)")
     lines = path.read_bytes().splitlines()
     rows = []
     for index, line in enumerate(lines, 1):
@@ -174,7 +174,7 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
     parts = [f"# {title}", top_text(rows, result)]
     if result:
         parts += ["## Held-out perplexity", perplexity_text(result["perplexity"])]
-    no_plots = "No plots: `pip install matplotlib`, then `python -m proxsparse.report` on this folder."
+    no_plots = "No plots: `pip install matplotlib`, then `proxsparse report` on this folder."
     runs = result["config"].get("average_runs") if result else 1
     several = isinstance(runs, int) and runs > 1
     again = [f"Learning begins anew with each of {runs} runs; their mean is kept."] if several else []

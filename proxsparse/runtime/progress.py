@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from types import ModuleType
 from typing import TypeVar
@@ -126,6 +126,11 @@ def phase(name: str, total: int | None = None, unit: str = "step", done: int = 0
         ended.set()
         painter.join()
     write_line(current.summary())
+
+
+def importing(package: str) -> AbstractContextManager:
+    """The phase of importing a package, which may take seconds; nothing once it is imported."""
+    return nullcontext() if package in sys.modules else phase(f"importing {package}")
 
 
 def _paint(current: Phase, ended: threading.Event) -> None:

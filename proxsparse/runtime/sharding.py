@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from proxsparse.io.mask_files import pack_mask, unpack_mask
 from proxsparse.runtime.distributed import is_rank_zero, world_size
 from proxsparse.runtime.progress import phase
 
@@ -139,6 +138,8 @@ def gather_masks(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[s
         masks: layer name -> bool [rows of this process, in_features].
         weights: layer name -> the parameter, which may be sharded.
     """
+    from proxsparse.io.mask_files import pack_mask, unpack_mask  # needs NumPy, which `import proxsparse` must not
+
     found = {}
     for name, mask in masks.items():
         if world_size() > 1:  # as bits

@@ -109,6 +109,18 @@ def test_tasks_and_text_in_one_call_and_the_same_twice(tiny_llama, text_file, ta
 
 
 @needs_lm_eval
+def test_nothing_but_phases_on_stderr(tiny_llama, task_folder, tmp_path, monkeypatch, capfd):
+    """No bars of other libraries, which fill log files; no complaint of git outside a checkout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    flags = [tiny_llama, "--tasks", "piqa", "--data_dir", task_folder, "--limit", 3]
+    assert run_command(lambda: evaluate.main(list(map(str, flags)))) == 0
+    lines = capfd.readouterr().err.split("\n")
+    phases = [line.partition(":")[0] for line in lines if not line.startswith("importing ")]
+    assert phases == [f"loading {tiny_llama}", "checking the weights", "piqa", ""]
+
+
+@needs_lm_eval
 def test_an_error_in_one_task_is_the_row_of_that_task(tiny_llama, task_folder, tmp_path, capsys, monkeypatch):
     """Its answers are longer than the model's positions, or lm-eval itself fails; the others are measured."""
     measure = evaluate.zero_shot

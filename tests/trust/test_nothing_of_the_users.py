@@ -274,7 +274,7 @@ def test_json_replaces_only_an_earlier_report(tmp_path):
     os.mkfifo(fifo)
     row = json.dumps({"model": "a", "precision": "fp32", "data": "b", "perplexity": 1.0})
     for path in (mine, fifo):
-        with pytest.raises(InputError, match=r"the file was not written by proxsparse\.evaluate; name another file"):
+        with pytest.raises(InputError, match=r"the file was not written by `proxsparse evaluate`; name another file"):
             evaluate.parse(["model", "--json", str(path)])
     earlier.write_text(row + "\n")
     link.symlink_to(earlier)
