@@ -37,6 +37,11 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     Raises:
         InputError: an unknown flag or recipe, an absent or malformed file, a value that makes no sense.
     """
+    return make_config(**parse_train_flags(arguments))
+
+
+def parse_train_flags(arguments: list[str]) -> dict[str, object]:
+    """The flags that a command line of `proxsparse train` names, typed, not yet checked: arguments of `make_config`."""
     parser = Parser(
         "train",
         usage="%(prog)s [--flag VALUE ...]",
@@ -45,7 +50,7 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     )
     add_fields(parser, TrainConfig)
     given = vars(parser.parse_args(arguments))
-    return make_config(**{name: convert(f"--{name}", value, TRAIN_TYPES[name]) for name, value in given.items()})
+    return {name: convert(f"--{name}", value, TRAIN_TYPES[name]) for name, value in given.items()}
 
 
 def make_config(**given) -> TrainConfig:
