@@ -3,16 +3,14 @@
 from collections.abc import Sequence
 
 
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(header: Sequence[str] | None, rows: Sequence[Sequence[str]], indent: str = "") -> str:
     """Aligned columns, two spaces apart, columns of numbers to the right; one line for the header and for each row."""
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    right = [is_numeric(column[1:]) for column in columns]
-    lines = []
-    for row in (header, *rows):
-        cells = zip(row, widths, right, strict=True)
-        lines.append("  ".join(cell.rjust(width) if to_right else cell.ljust(width) for cell, width, to_right in cells))
-    return "\n".join(line.rstrip() for line in lines)
+    lines = [*([header] if header else []), *rows]
+    columns = []
+    for cells in zip(*lines, strict=True):
+        width, right = max(map(len, cells)), is_numeric(cells[1:] if header else cells)
+        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    return "\n".join((indent + "  ".join(cells)).rstrip() for cells in zip(*columns, strict=True))
 
 
 def is_numeric(cells: Sequence[str]) -> bool:
