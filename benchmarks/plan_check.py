@@ -15,9 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import common
 import torch
-from random_models import save_random_llama
+from lib import common
+from lib.random_models import save_random_llama
 
 from proxsparse.plan.memory import FREED, Plan
 from proxsparse.run.parse import parse_config
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this, for example: 4 --obj")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args(arguments)
-    where = common.provenance(torch.device("cpu")) | {"command": common.typed("plan_check", arguments)}
+    where = common.provenance(torch.device("cpu")) | {"command": common.command("plan_check", arguments)}
     rows = []
     for processes, flags in CASES:
         if args.only in f"{processes} {flags}":

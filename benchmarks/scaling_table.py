@@ -6,7 +6,7 @@
 import argparse
 import sys
 
-import common
+from lib import common
 
 from proxsparse.plan.cost import cost
 from proxsparse.plan.memory import Plan
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="into docs/scaling.md")
     args = parser.parse_args(arguments)
-    table = common.table(["model", "PFLOP/run", *HEADER], [row for name in MODELS for row in rows(name)])
+    table = common.markdown_table(["model", "PFLOP/run", *HEADER], *(row for name in MODELS for row in rows(name)))
     print(table)
     if args.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)

@@ -1,19 +1,16 @@
-"""The paper's Table 1 with our rows: how long each solver of the 2:4 prox takes, and how far from the optimum it ends.
+"""Repeats the paper's Table 1 with our solvers: their time, and the distance of their results from the optimum.
 
     python benchmarks/solver_quality.py                  # Table 1 and both pictures: about a minute
-    python benchmarks/solver_quality.py --hard           # and blocks on and near ties, some of which EnumALM misses
+    python benchmarks/solver_quality.py --hard           # also blocks on and near ties, some of which EnumALM misses
 
-Table 1 of the paper solves 100 random blocks for 200 lambdas each; it does not say which. Here the blocks are standard
-normal and the lambdas evenly spaced in [0.01, 3]. Everything is float64 on the CPU. All 20,000 problems are solved at
-once by vectorised code, except by `EnumALM in plain Python`, one after the other, which is the paper's own form; the
-op `prox_nm_` is called once for each lambda. `seconds` is the median of at least one run after one to warm up.
+Table 1 of the paper solves 100 random blocks for 200 lambdas each, without saying which. Here the blocks are standard
+normal and the lambdas evenly spaced in [0.01, 3], in float64 on the CPU. Vectorised code solves all 20,000 problems
+together; `EnumALM in plain Python`, the paper's own form, solves them one by one; `prox_nm_` is called once for each
+lambda. `suboptimality` is the largest objective(w) - best, and `misses` counts those above 1e-9. `best` is the least
+objective found by any of these solvers or by coordinate descent from a dozen random starts, up to about 1e-16.
 
-`suboptimality` is the worst objective(w) - best, and `misses` counts those above 1e-9. `best` is the least objective
-that any of these solvers found, or coordinate descent from a dozen random starts; rounding limits it to about 1e-16.
-
-Rows are appended to results/solver_quality.jsonl, the pictures are written beside them:
-regularisation_path.png  the weights of y = [1.4, 1.1, 1.0, 0.7] while lambda grows, with the paper's KKT thresholds
-enum_alm_misses.png      which blocks EnumALM misses, and by how much
+Rows are appended to results/solver_quality.jsonl. Pictures: regularisation_path.png, the weights of one block over
+lambda with the paper's KKT thresholds; enum_alm_misses.png, which blocks EnumALM misses, and by how much.
 """
 
 import argparse
@@ -25,7 +22,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import FOLDER, measure, provenance, save, table
+from lib import plots
+from lib.common import FOLDER, Results, new_parser
+from lib.measure import repeated
 from torch import Tensor
 
 from proxsparse import reference
@@ -36,7 +35,7 @@ from proxsparse.reference import paper_solvers
 
 HEADER = ["problems", "solver", "seconds", "suboptimality", "misses", "iterations", "paper: s", "paper: subopt."]
 CPU = torch.device("cpu")
-# (solver, tolerance, most iterations of a subproblem, the paper's seconds, the paper's worst suboptimality)
+# (solver, tolerance, limit of iterations of a subproblem, the paper's seconds, the paper's largest suboptimality)
 PAPER = {
     "EnumIPM": (paper_solvers.ipm, 1e-13, 1_000, "561.70", "1e-13"),
     "EnumPGD": (paper_solvers.pgd, 1e-10, 100_000, "43.31", "1e-6"),
@@ -47,7 +46,7 @@ MISS = 1e-9
 
 
 class Problems(NamedTuple):
-    """Every one of the blocks y [instances, 4] with every one of the lambdas [lambdas]."""
+    """Each of the blocks y [instances, 4] with each of the lambdas [lambdas]."""
 
     name: str
     y: Tensor
@@ -64,34 +63,30 @@ class Problems(NamedTuple):
         return self.lambdas.repeat_interleave(len(self.y))
 
 
-def main() -> None:
-    args = parse_arguments()
+def main(arguments: list[str] | None = None) -> None:
+    """Prints and saves Table 1, and draws the pictures."""
+    args = parse_arguments(arguments)
     generator = torch.Generator().manual_seed(args.seed)
-    rows = []
+    results = Results("solver_quality", CPU, not args.no_save, arguments)
     for problems in (table_1, hard_problems) if args.hard else (table_1,):
-        rows += compare(problems(args.instances, args.lambdas, generator), generator)
-    rows = [provenance(CPU) | row for row in rows]
-    print(table(HEADER, [cells(row) for row in rows]))
-    if not args.no_save:
-        save("solver_quality", rows)
+        results.add(compare(problems(args.instances, args.lambdas, generator), generator))
+    results.show(HEADER, cells, f"misses: objectives more than {MISS:g} above the best")
     if not args.no_plots:
-        for draw in (draw_path, draw_misses):
-            print(f"wrote {draw(args.plots)}")
+        plots.draw(args.plots / "regularisation_path.png", path_figure)
+        plots.draw(args.plots / "enum_alm_misses.png", misses_figure)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, default=100, help="random blocks")
-    parser.add_argument("--lambdas", type=int, default=200, help="lambdas for each block")
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; None: that of this process."""
+    parser = new_parser(__doc__)
+    parser.add_argument("--instances", type=int, default=100, help="number of random blocks")
+    parser.add_argument("--lambdas", type=int, default=200, help="number of lambdas for each block")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hard", action="store_true", help="blocks on and near ties, lambda * z_1 in [0.3, 1.21]")
+    parser.add_argument("--hard", action="store_true", help="also blocks on and near ties, lambda * z_1 in [0.3, 1.21]")
     parser.add_argument("--plots", type=Path, default=FOLDER / "results", help="folder of the pictures")
-    parser.add_argument("--no-plots", action="store_true", help="Table 1 only")
+    parser.add_argument("--no-plots", action="store_true", help="only Table 1")
     parser.add_argument("--no-save", action="store_true", help="append no rows")
-    return parser.parse_args()
-
-
-# ---------------------------------------------------------------------------------------------- problems
+    return parser.parse_args(arguments)
 
 
 def table_1(instances: int, lambdas: int, generator: torch.Generator) -> Problems:
@@ -101,7 +96,7 @@ def table_1(instances: int, lambdas: int, generator: torch.Generator) -> Problem
 
 
 def hard_problems(instances: int, lambdas: int, generator: torch.Generator) -> Problems:
-    """Half the blocks hold only two different magnitudes, half have four within a few percent; z_1 = 1."""
+    """Half the blocks have only two different magnitudes, half have four within a few percent; z_1 = 1."""
     half = instances // 2
     levels = torch.rand(half, 2, generator=generator, dtype=torch.float64)
     tied = levels.gather(1, torch.randint(2, (half, 4), generator=generator))
@@ -110,36 +105,25 @@ def hard_problems(instances: int, lambdas: int, generator: torch.Generator) -> P
     return Problems("hard", y / y.amax(1, keepdim=True), torch.linspace(0.3, 1.21, lambdas, dtype=torch.float64))
 
 
-# ---------------------------------------------------------------------------------------------- solvers
-
-
 def compare(problems: Problems, generator: torch.Generator) -> list[dict[str, object]]:
-    """A row for each solver: seconds, worst suboptimality, misses and the iterations of a problem."""
+    """A row for each solver: seconds, largest suboptimality, misses and iterations."""
     answers, seconds = {}, {}
     for name, solve in solvers().items():
 
         def run(name: str = name, solve: Callable = solve) -> None:
             answers[name] = solve(problems)
 
-        seconds[name] = measure(run, lambda: None, CPU, repetitions=1)["p50_ms"] / 1000
+        seconds[name] = repeated(run, CPU, repetitions=1, seconds=0.5)["p50_ms"] / 1000
     z = problems.blocks.abs()
     objectives = {name: reference.objective(w.abs(), z, problems.lam, 2) for name, (w, _) in answers.items()}
     best = torch.stack([*objectives.values(), least_objective(problems, generator)]).amin(0)
     rows = []
     for name, (_, iterations) in answers.items():
         above = objectives[name] - best
-        rows.append(
-            {
-                "problems": problems.name,
-                "count": len(best),
-                "solver": name,
-                "seconds": seconds[name],
-                "max_suboptimality": above.max().item(),
-                "misses": (above > MISS).sum().item(),
-                "mean_iterations": iterations.double().mean().item() if iterations is not None else None,
-                "max_iterations": iterations.max().item() if iterations is not None else None,
-            }
-        )
+        row = {"problems": problems.name, "count": len(best), "solver": name, "seconds": seconds[name]}
+        row |= {"max_suboptimality": above.max().item(), "misses": (above > MISS).sum().item()}
+        found = (None, None) if iterations is None else (iterations.double().mean().item(), iterations.max().item())
+        rows.append(row | dict(zip(("mean_iterations", "max_iterations"), found, strict=True)))
     return rows
 
 
@@ -164,7 +148,7 @@ def run_reference(problems: Problems) -> tuple[Tensor, None]:
 
 
 def run_op(problems: Problems) -> tuple[Tensor, None]:
-    """The op of this package on the fastest backend, in place, once for each lambda."""
+    """The op on the fastest backend, in place, once for each lambda."""
     w = problems.blocks
     for blocks, reg_lambda in zip(w.split(len(problems.y)), problems.lambdas.tolist(), strict=True):
         prox_nm_(blocks, reg_lambda)
@@ -172,7 +156,7 @@ def run_op(problems: Problems) -> tuple[Tensor, None]:
 
 
 def plain_alm(problems: Problems) -> tuple[Tensor, Tensor]:
-    """EnumALM as the paper prints it, a block at a time, in Python's floats."""
+    """EnumALM as the paper prints it, one block at a time, in Python floats."""
     _, tolerance, max_iterations, *_ = PAPER["EnumALM"]
     found = []
     for y, lam in zip(problems.blocks.tolist(), problems.lam.tolist(), strict=True):
@@ -221,128 +205,87 @@ def least_objective(problems: Problems, generator: torch.Generator, starts: int 
 
 def cells(row: dict) -> list[str]:
     """A row of the printed table."""
-    iterations = (
-        "" if row["mean_iterations"] is None else f"{row['mean_iterations']:.0f}, at most {row['max_iterations']}"
-    )
+    mean, most = row["mean_iterations"], row["max_iterations"]
     paper = PAPER[row["solver"]][3:] if row["solver"] in PAPER and row["problems"] == "Table 1" else ("", "")
-    suboptimality = f"{row['max_suboptimality']:.1e}"
-    return [
-        row["problems"],
-        row["solver"],
-        f"{row['seconds']:.4f}",
-        suboptimality,
-        str(row["misses"]),
-        iterations,
-        *paper,
-    ]
+    found = [f"{row['max_suboptimality']:.1e}", str(row["misses"]), "" if mean is None else f"{mean:.0f}, max {most}"]
+    return [row["problems"], row["solver"], f"{row['seconds']:.4f}", *found, *paper]
 
-
-# ---------------------------------------------------------------------------------------------- pictures
 
 COLORS = ("#1f5a92", "#d9822b", "#3a8f5c", "#b8433a")
-GRAY = "#5f6670"
 PATH_Y = (1.4, 1.1, 1.0, 0.7)  # the example of the paper's appendix C
 COUNTEREXAMPLE = (1.05, 1.05, 1.05, 0)  # lambda = 1
 
 
-def figure(size: tuple[float, float]):
-    """An empty picture; matplotlib is needed from here on only, and no display."""
-    from matplotlib.figure import Figure
-
-    return Figure(size, dpi=130, layout="constrained")
-
-
-def draw_path(folder: Path) -> Path:
-    """The prox of PATH_Y for growing lambda, by the exact solver and by the paper's three."""
+def path_figure():
+    """The prox of PATH_Y over lambda, by the exact solver and the paper's three."""
     y = torch.tensor(PATH_Y, dtype=torch.float64)
     lambdas = torch.linspace(0.001, 0.8, 1600, dtype=torch.float64)
     exact = reference.prox_nm(lambdas[:, None] * y, 1.0) / lambdas[:, None]
-    leap = exact.diff(dim=0).abs().amax(-1) > 0.05  # the optimum jumps: no line across
-    axes = figure((8.4, 5)).add_subplot(
-        xlabel=r"$\lambda$   [1 / unit of y]", ylabel="weight after the prox   [unit of y]"
-    )
+    leap = exact.diff(dim=0).abs().amax(-1) > 0.05  # the optimum jumps there: the line is broken
+    (axes,) = plots.panels(1, 8.4, 4.4, f"Regularisation path of y = {list(PATH_Y)}")
+    axes.set(xlabel=r"$\lambda$   [1 / unit of y]", ylabel="weight after the prox   [unit of y]")
     for i, color in enumerate(COLORS):
         broken = torch.cat([exact[:1, i], exact[1:, i].masked_fill(leap, math.nan)])
         axes.plot(lambdas, broken, color=color, linewidth=2)
         axes.text(-0.008, PATH_Y[i], f"$y_{i + 1}={PATH_Y[i]}$", color=color, ha="right", va="center")
-    axes.plot([], color=GRAY, linewidth=2, label="exact solver")
+    axes.plot([], color=plots.GRAY, linewidth=2, label="exact solver")
     some = lambdas[40::60]
     for marker, size, (name, (solver, tolerance, most, *_)) in zip("sxo", (8, 6, 4), PAPER.items(), strict=True):
         w = paper_solvers.enum_solve(solver, y.repeat(len(some), 1), some[:, None], tolerance, most).w
-        axes.plot(some, w[:, 0], marker, ms=size, mfc="none", mec="black", mew=0.8, label=name)
-        axes.plot(some, w[:, 1:], marker, ms=size, mfc="none", mec="black", mew=0.8)
+        style = {"ls": "", "marker": marker, "ms": size, "mfc": "none", "mec": "black", "mew": 0.8}
+        axes.plot(some, w[:, 0], label=name, **style)
+        axes.plot(some, w[:, 1:], **style)
     for (name, where), style, side in zip(thresholds(y).items(), ("--", "--", ":"), (1, -1, 1), strict=True):
-        axes.axvline(where, color=GRAY, linestyle=style, linewidth=1.2)
+        axes.axvline(where, color=plots.GRAY, linestyle=style, linewidth=1.2)
         place = {"ha": "left" if side > 0 else "right", "va": "top"}
-        axes.text(where + 0.006 * side, 1.62, f"{name} from {where:.3f}", size=9, color=GRAY, **place)
+        axes.text(where + 0.006 * side, 1.62, f"{name} from {where:.3f}", size=9, color=plots.GRAY, **place)
     axes.set(xlim=(0, 0.8), ylim=(-0.03, 1.64), yticks=[0, 0.5, 1, 1.5])
     axes.tick_params(axis="y", pad=48)
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0.4, 0.03), ncols=2)
-    return finish(axes.figure, folder / "regularisation_path.png", f"Regularisation path of y = {list(PATH_Y)}")
+    return axes.figure
 
 
 def thresholds(z: Tensor) -> dict[str, float]:
-    """The lambdas from which something holds of one sorted block [4], by bisection.
+    """The smallest lambdas, of a fine grid, at which a condition holds for one sorted block [4].
 
-    A candidate is a critical point of g where dg / dw_i >= 0 for the weights at zero (the KKT conditions), that is the
-    3-sparse w where lambda * (w_1 w_2 + w_2 w_3 + w_3 w_1) >= z_4 and (z_1, z_2, 0, 0) where lambda * z_1 z_2 >= z_3.
+    A candidate is a critical point of g where dg / dw_i >= 0 for the weights at zero (the KKT conditions): the 3-sparse
+    w where lambda * (w_1 w_2 + w_2 w_3 + w_3 w_1) >= z_4, and (z_1, z_2, 0, 0) where lambda * z_1 z_2 >= z_3.
     """
-
-    def three_critical(lam: float) -> bool:
-        return lam * reference.elementary_symmetric(reference.prox.three_sparse_candidate(z, lam), 2) >= z[3]
-
-    def two_critical(lam: float) -> bool:
-        return lam * z[0] * z[1] >= z[2]
-
-    def two_optimal(lam: float) -> bool:
-        return bool((reference.prox_nm(z, lam)[2:] == 0).all())
-
-    conditions = {
-        "3-sparse point\ncritical": three_critical,
-        "2-sparse point\ncritical": two_critical,
-        "2-sparse point\noptimal": two_optimal,
+    lam = torch.arange(0.001, 0.8, 1e-5, dtype=torch.float64)[:, None]
+    three = reference.prox.three_sparse_candidate(lam * z, 1.0) / lam
+    holds = {
+        "3-sparse point\ncritical": lam.squeeze() * reference.elementary_symmetric(three, 2) >= z[3],
+        "2-sparse point\ncritical": (lam * z[0] * z[1] >= z[2]).squeeze(),
+        "2-sparse point\noptimal": (reference.prox_nm(lam * z, 1.0)[:, 2:] == 0).all(-1),
     }
-    return {
-        name: bisect(holds, 0.001, reference.prox.TWO_SPARSE_FROM / z[0].item()) for name, holds in conditions.items()
-    }
+    return {name: lam[condition.nonzero()[0]].item() for name, condition in holds.items()}
 
 
-def bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """Where a condition that fails at `low` and holds at `high` begins to hold."""
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def draw_misses(folder: Path) -> Path:
-    """How far EnumALM ends above the optimum, in percent of it: blocks with a tie, worst over the weight left free."""
+def misses_figure():
+    """The objective of EnumALM above the optimum in percent: blocks with a tie, maximum over the free weight."""
     from matplotlib.colors import LogNorm
 
     strength, tie = torch.linspace(0.5, 1.25, 101).double(), torch.linspace(0.3, 1, 85).double()
     u1, ratio = torch.meshgrid(strength, tie, indexing="xy")
-    share = torch.linspace(0, 1, 161, dtype=torch.float64)  # of the way that the free weight can go
+    share = torch.linspace(0, 1, 161, dtype=torch.float64)  # of the range of the free weight
     top, tied = (grid[..., None].expand(-1, -1, len(share)) for grid in (u1, u1 * ratio))
     below, between = tied * share, tied + (top - tied) * share
-    picture = figure((10, 4.9))
+    left, right = plots.panels(2, 5, 4.3, "Where EnumALM misses the optimum (white: it does not)")
     for axes, z, names, rest in (
-        (picture.add_subplot(121), (top, tied, tied, below), ("z_2", "z_3"), "z_4"),
-        (picture.add_subplot(122), (top, between, tied, tied), ("z_3", "z_4"), "z_2"),
+        (left, (top, tied, tied, below), ("z_2", "z_3"), "z_4"),
+        (right, (top, between, tied, tied), ("z_3", "z_4"), "z_2"),
     ):
         percent = 100 * relative_miss(torch.stack(z, dim=-1)).amax(-1)
         hit = percent.where(percent > 1e-3, math.nan)
         mesh = axes.pcolormesh(strength, tie, hit, cmap="YlOrRd", norm=LogNorm(1e-3, 10), rasterized=True)
         axes.set(xlabel=r"strength $\lambda z_1$", ylabel=f"tie ${names[0]} / z_1 = {names[1]} / z_1$")
-        axes.set_title(f"${names[0]} = {names[1]}$, worst over ${rest}$", size=10)
-    picture.colorbar(mesh, ax=picture.axes, label="objective above the optimum   [%]", shrink=0.9)
+        axes.set_title(f"${names[0]} = {names[1]}$, maximum over ${rest}$", size=10)
+    left.figure.colorbar(mesh, ax=[left, right], label="objective above the optimum   [%]", shrink=0.9)
     z1, z2, *_ = COUNTEREXAMPLE
-    axes = picture.axes[0]
-    axes.plot(z1, z2 / z1, "*", ms=14, mfc="white", mec="black", clip_on=False, zorder=3)
-    text = rf"$z = {COUNTEREXAMPLE}$, $\lambda = 1$"
-    axes.annotate(
-        text, (z1, z2 / z1), (0, -62), textcoords="offset points", ha="center", arrowprops={"arrowstyle": "-"}
-    )
-    return finish(picture, folder / "enum_alm_misses.png", "Where EnumALM misses the optimum (white: it does not)")
+    left.plot(z1, z2 / z1, "*", ms=14, mfc="white", mec="black", clip_on=False, zorder=3)
+    text, where = rf"$z = {COUNTEREXAMPLE}$, $\lambda = 1$", {"textcoords": "offset points", "ha": "center"}
+    left.annotate(text, (z1, z2 / z1), (0, -62), arrowprops={"arrowstyle": "-"}, **where)
+    return left.figure
 
 
 def relative_miss(z: Tensor) -> Tensor:
@@ -353,18 +296,8 @@ def relative_miss(z: Tensor) -> Tensor:
         optimum = reference.prox_nm(z, 1.0)
         return reference.objective(found, z, 1.0, 2) / reference.objective(optimum, z, 1.0, 2) - 1
 
-    chunks = z.reshape(-1, 4).split(1 << 16)  # what the cache holds
+    chunks = z.reshape(-1, 4).split(1 << 16)  # a chunk fits into the cache
     return torch.cat([of_chunk(chunk) for chunk in chunks]).view(z.shape[:-1])
-
-
-def finish(picture, file: Path, title: str) -> Path:
-    """Title, frame, and into the file."""
-    picture.suptitle(title, weight="bold", size=12)
-    for axes in picture.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(file)
-    return file
 
 
 if __name__ == "__main__":

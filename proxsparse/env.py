@@ -15,6 +15,7 @@ import torch
 
 import proxsparse
 from proxsparse.errors import run_command
+from proxsparse.io.text_table import text_table
 from proxsparse.ops.registry import AUTOMATIC, chosen_backend, get_kernel, list_backends, list_ops, select
 from proxsparse.ops.sparse_linear import select_kernel
 from proxsparse.runtime.command import Parser
@@ -114,15 +115,13 @@ def row(op: str, choose: Callable, *arguments) -> tuple[dict[str, str | None], s
 
 
 def table(rows: dict[str, tuple[dict, str | None]]) -> str:
-    """A line a row, a column a backend ("serves", "ready" behind it, "-"), and why not."""
-    backends = list(next(iter(rows.values()))[0])
-    width = max(map(len, rows)) + 2
-    lines, why_not = [" " * width + "".join(f"{backend:<12}" for backend in backends)], []
+    """A line for each row, a column for each backend ("serves", "ready" after it, "-"), and why not."""
+    backends, lines, why_not = list(next(iter(rows.values()))[0]), [], []
     for row, (reasons, serving) in rows.items():
         words = {backend: "-" if reason else "ready" for backend, reason in reasons.items()} | {serving: "serves"}
-        lines.append(f"{row:<{width}}" + "".join(f"{words[backend]:<12}" for backend in backends))
+        lines.append([row, *(words[backend] for backend in backends)])
         why_not += [f"  {row} on {backend}: {reason}" for backend, reason in reasons.items() if reason is not None]
-    return "\n".join([*lines, "", "why not:", *why_not])
+    return "\n".join([text_table(["", *backends], lines), "", "why not:", *why_not])
 
 
 if __name__ == "__main__":

@@ -1,40 +1,42 @@
-"""The benchmarks at tiny sizes: what they print and save, what they count, and checks that find a wrong kernel."""
+"""The benchmarks of kernels at tiny sizes: what they count, print and save, and failures that cost one row."""
 
-import json
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import ceilings
-import checking
-import checks_adamw
-import checks_linear
-import checks_prox
-import common
-import eager
-import gpu_checks
-import gpu_parts
 import optimizer_step
 import prox_speed
 import pytest
-import shapes
+import solver_quality
 import torch
+from lib import common, gpu_parts, measure, shapes
+from lib.predictions import predictions, predictions_for
 
+from proxsparse.io.text_table import text_table
 from proxsparse.ops import registry
-from proxsparse.reference.paper_solvers import enum_alm
-from proxsparse.run.recipes import RECIPES
+from proxsparse.run.recipes import RECIPE_NAMES
 
 CPU = torch.device("cpu")
 QUICK = ["--devices", "cpu", "--seconds", "0", "--repetitions", "1"]
 
-# ------------------------------------------------------------------------------------------ shapes
+
+@pytest.fixture
+def rows_of(tmp_path, monkeypatch):
+    """benchmark -> the rows that it has saved so far, in a folder of the test."""
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
+    return lambda name: common.read_rows(tmp_path / f"{name}.jsonl")
 
 
-@pytest.mark.parametrize("name", shapes.PAPER)
-def test_the_models_of_the_paper_have_recipes(name):
-    assert len(shapes.PAPER) == 7
-    assert (RECIPES / f"{name}.yaml").is_file()
+def breaks(*arguments):
+    raise RuntimeError("no such\nkernel")
+
+
+def test_a_text_table_aligns_numbers_to_the_right():
+    table = text_table(["method", "ppl", "note"], [["wanda", "191.6", ""], ["dense", "21.6", "W0"], ["x", "-", ""]])
+    assert table.splitlines() == ["method    ppl  note", "wanda   191.6", "dense    21.6  W0", "x           -"]
+    assert text_table(["a"], []) == "a"
 
 
 @pytest.mark.parametrize(
@@ -48,23 +50,21 @@ def test_the_models_of_the_paper_have_recipes(name):
         ("smollm2-135m", 134_515_008 - 49152 * 576 - 61 * 576),
     ],
 )
-def test_whole_sets_have_the_published_number_of_weights(name, weights):
+def test_the_layers_have_the_published_number_of_weights(name, weights):
     layers = shapes.prunable_layers(name)
     assert len(layers) == 7 * shapes.MODELS[name].blocks
     assert sum(rows * columns for rows, columns in layers) == weights
 
 
-def test_models_of_equal_layers_are_measured_once():
+def test_models_have_recipes_and_those_of_equal_layers_are_measured_once():
+    assert len(shapes.PAPER) == 7
+    assert set(shapes.PAPER) <= set(RECIPE_NAMES)
     assert shapes.distinct(shapes.PAPER) == ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", "llama-2-13b"]
-    assert shapes.distinct(["llama-3.1-8b"]) == ["llama-3.1-8b"]
-
-
-# ------------------------------------------------------------------------------------------ timing
 
 
 def test_a_rotation_leaves_the_caches_and_is_renewed():
-    sets = common.rotation([(256, 1024), (4, 8)], torch.bfloat16, CPU, sigma=1.0)
-    assert len(sets) == common.ROTATION_SETS
+    sets = measure.rotation([(256, 1024), (4, 8)], torch.bfloat16, CPU, sigma=1.0)
+    assert len(sets) == measure.ROTATION_SETS
     for weights in sets:
         assert [tuple(weight.shape) for weight in weights.weights] == [(256, 1024), (4, 8)]
         weights.weights[1].zero_()
@@ -72,14 +72,12 @@ def test_a_rotation_leaves_the_caches_and_is_renewed():
         weights.renew()
         assert torch.equal(weights.weights[1].flatten(), sets[0].source[-32:])
     assert len({weights.flat.data_ptr() for weights in sets}) == len(sets)
-    large = common.rotation([(2**14, 2**13)], torch.bfloat16, CPU, sigma=1.0)
-    assert len(large) == 1
 
 
 def test_copies_and_runs_take_turns():
     calls = []
     runs = {"slow": lambda: (calls.append("slow"), time.sleep(0.004)), "fast": lambda: calls.append("fast")}
-    samples = common.interleaved(runs, lambda: calls.append("copy"), CPU, repetitions=3, seconds=0)
+    samples = measure.interleaved(runs, lambda: calls.append("copy"), CPU, repetitions=3, seconds=0)
     assert calls == ["copy", "slow", "copy", "fast"] * 4  # once to warm up
     assert len(samples["copy"].ms) == 6
     assert samples["slow"].row()["p50_ms"] > 3.9
@@ -87,24 +85,36 @@ def test_copies_and_runs_take_turns():
     assert samples["copy"].row()["share_of_copy"] == 1
 
 
-# ------------------------------------------------------------------------------------------ prox_speed
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_sees_what_a_step_allocates():
+    """In a process of its own: in this one, memory that earlier tests left behind would serve the step."""
+    program = "from lib import measure; import torch; allocate = lambda: torch.ones(2**25); "
+    program += "print(measure.peak_bytes(allocate, torch.device('cpu')))"
+    command, folder = [sys.executable, "-c", program], Path(measure.__file__).parents[1]
+    held = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    assert held == "None" or 2**26 <= int(held) <= 2**29
 
 
-@pytest.mark.parametrize("reg_lambda", [0.25, 25.0])
-def test_the_compilable_formulation_is_enum_alm(reg_lambda):
-    weight = 0.02 * torch.randn(24, 64, dtype=torch.float64)
-    fixed = eager.enum_alm_fixed(weight, torch.tensor(reg_lambda, dtype=torch.float64))
-    assert torch.equal(fixed, enum_alm(weight, reg_lambda, tolerance=0.0, max_sweeps=eager.SWEEPS))
+def test_a_prediction_is_in_the_row_it_was_made_for(tmp_path):
+    row = {"backend": "gemv", "weights": "14336x4096", "rows": 1, "dtype": "bfloat16", "p50_ms": 0.025}
+    made = {"predicted_share": 0.835, "predicted_times_dense": 1.6}
+    assert predictions_for("linear_speed", row | {"device": "NVIDIA H200"}) == made
+    assert predictions_for("linear_speed", row | {"device": "NVIDIA H200", "rows": 12})["predicted_share"] == 0.77
+    for other in ({"device": "an EPYC"}, {"device": "NVIDIA H200", "rows": 2}):
+        assert predictions_for("linear_speed", row | other) == {}
+    common.append_rows(tmp_path / "linear_speed.jsonl", [row | {"device": "NVIDIA H100 80GB HBM3"}])
+    assert common.read_rows(tmp_path / "linear_speed.jsonl")[0]["predicted_share"] == 0.875
+    for known in predictions():
+        assert known["because"]
+        assert {"for", "because"} < known.keys() <= {"for", "because", *made}
+        assert all(0 < value <= 1 for value in known.get("predicted_share", ()))
+        assert all(value is None or 0 < value <= 2 for value in known.get("predicted_times_dense", ()))
 
 
-def test_prox_speed_prints_and_saves_a_row_for_every_provider(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prox_speed, "FOLDER", tmp_path)
-    monkeypatch.setattr(prox_speed, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
-    monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
-    prox_speed.main(
-        [*QUICK, "--shapes", "16x64", "8x32", "--slow_weights", "300", "--models", "Tiny", "--lambdas", "25"]
-    )
-    rows = [json.loads(line) for line in (tmp_path / "results" / "prox_speed.jsonl").read_text().splitlines()]
+def test_prox_speed_prints_and_saves_a_row_for_every_provider(rows_of, tmp_path, capsys):
+    flags = ["--shapes", "16x64", "8x32", "--slow_weights", "300", "--models", "Tiny", "--lambdas", "25"]
+    assert prox_speed.main([*QUICK, *flags]) == 0
+    rows = rows_of("prox_speed")
     fast = {*registry.list_backends("prox_nm_")} - {"triton", "cuda", "reference"}
     found = {(row["weights"], row["dtype"], row["kernel"]) for row in rows}
     for dtype in ("bfloat16", "float32"):
@@ -118,266 +128,76 @@ def test_prox_speed_prints_and_saves_a_row_for_every_provider(tmp_path, monkeypa
         moved = 2 * size * (2 if row["dtype"] == "bfloat16" else 4)
         assert row["gb_per_s"] == pytest.approx(moved / row["p50_ms"] / 1e6)
         assert row["commit"]
-    assert (tmp_path / "results" / "prox_speed_cpu.png").stat().st_size > 1000
-    assert "least share of copying" in capsys.readouterr().out
+    assert (tmp_path / "prox_speed_cpu.png").stat().st_size > 1000
+    assert "least share of the copy's speed" in capsys.readouterr().out
 
 
-def test_a_compiler_that_fails_or_dawdles_costs_one_row(monkeypatch, capsys):
-    def fails(weight, limit_s):
-        raise RuntimeError("no compiler\nwith a long story")
+def test_what_fails_costs_prox_speed_its_own_rows(rows_of, monkeypatch, capsys):
+    """Too little memory for a case, or a broken backend; rows are saved as they are measured."""
+    broken = registry.Kernel("cpp", breaks, supports=lambda *arguments: None)
+    monkeypatch.setitem(registry._kernels, "prox_nm_", registry._kernels["prox_nm_"] | {"cpp": broken})
+    benchmark, saved = prox_speed.benchmark, []
 
-    monkeypatch.setattr(prox_speed, "compiled", fails)
-    prox_speed.main([*QUICK, "--shapes", "8x32", "--models", "--lambdas", "1", "--compile", "--no-save"])
-    printed = capsys.readouterr().out
-    assert printed.count("torch.compile failed: RuntimeError no compiler") == 2
-    with pytest.raises(TimeoutError, match=r"more than 0.05 s"), eager.time_limit(0.05):
-        time.sleep(1)
-
-
-@pytest.fixture
-def prox_rows(tmp_path, monkeypatch):
-    """() -> the rows that prox_speed has saved so far."""
-    file = tmp_path / "prox_speed.jsonl"
-    monkeypatch.setattr(prox_speed, "FOLDER", tmp_path)
-    monkeypatch.setattr(prox_speed, "results_file", lambda name: file)
-    (tmp_path / "results").mkdir()
-    return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def test_rows_of_prox_speed_are_kept_as_they_are_measured(prox_rows, monkeypatch, capsys):
-    """Too little memory for a case, or an end from outside, costs that case and no other."""
-    measure, kept = prox_speed.benchmark, []
-
-    def benchmark(case, args):
-        kept.append(len(prox_rows()))
+    def measured(case, args):
+        saved.append(len(rows_of("prox_speed")))
         if case.name == "16x64":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        yield from measure(case, args)
+        yield from benchmark(case, args)
 
-    monkeypatch.setattr(prox_speed, "benchmark", benchmark)
+    monkeypatch.setattr(prox_speed, "benchmark", measured)
     flags = ["--shapes", "8x32", "16x64", "4x32", "--models", "--dtypes", "float32", "--lambdas", "1", "2"]
     assert prox_speed.main([*QUICK, *flags, "--slow_weights", "0"]) == 1
-    assert 0 == kept[0] < kept[1] == kept[2]
-    assert {(row["weights"], row["lambda"]) for row in prox_rows()} == {
-        (weights, reg_lambda) for weights in ("8x32", "4x32") for reg_lambda in (1, 2)
-    }
+    assert 0 == saved[0] < saved[1] == saved[2]
+    rows = rows_of("prox_speed")
+    assert {(row["weights"], row["lambda"]) for row in rows} == {(w, x) for w in ("8x32", "4x32") for x in (1, 2)}
+    assert {row["kernel"] for row in rows if "p50_ms" in row} == {"copy"}
+    assert {row["note"] for row in rows if row["kernel"] == "cpp"} == {"RuntimeError: no such kernel"}
     assert "failed: 16x64 in torch.float32: OutOfMemoryError" in capsys.readouterr().out
 
 
-def test_a_backend_that_fails_costs_prox_speed_one_row(prox_rows, monkeypatch):
-    def fails(weight, *settings):
-        raise RuntimeError("no such\nkernel")
-
-    broken = registry.Kernel("cpp", fails, supports=lambda *arguments: None)
-    monkeypatch.setitem(registry._kernels, "prox_nm_", registry._kernels["prox_nm_"] | {"cpp": broken})
-    flags = ["--shapes", "8x32", "--models", "--dtypes", "float32", "--lambdas", "1", "--slow_weights", "0"]
-    assert prox_speed.main([*QUICK, *flags]) == 1
-    rows = {row["kernel"]: row for row in prox_rows()}
-    assert rows["cpp"]["note"] == "RuntimeError: no such kernel"
-    assert {name for name, row in rows.items() if "p50_ms" in row} == {"copy"}
-
-
-# ------------------------------------------------------------------------------------------ optimizer_step
-
-
 @pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
-def test_optimizer_step_counts_the_bytes_of_every_optimizer(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
-    monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
-    optimizer_step.main([*QUICK, "--model", "tiny", "--blocks", "2"])
-    rows = [json.loads(line) for line in (tmp_path / "optimizer_step.jsonl").read_text().splitlines()]
-    found = {(row["dtype"], row["optimizer"]): (row["bytes_a_weight"], row["state_bytes_a_weight"]) for row in rows}
+def test_optimizer_step_counts_the_bytes_of_every_optimizer(rows_of, monkeypatch, capsys):
+    monkeypatch.setitem(optimizer_step.OPTIMIZERS, "broken", breaks)
+    assert optimizer_step.main([*QUICK, "--model", "tiny", "--blocks", "2"]) == 1
+    rows = rows_of("optimizer_step")
+    found = {(row["dtype"], row["optimizer"]): row for row in rows}
+    assert found["float32", "broken"]["note"] == "RuntimeError: no such kernel"
+    assert "no such kernel" in capsys.readouterr().out
     expected = {  # weight read and written, gradient read, state read and written
         ("float32", "AdamW"): (28, 8),
         ("float32", "AdamW + EnumALM"): (28, 8),
-        ("float32", "ProxOptimizer(AdamW)"): (28, 8),
-        ("float32", "ProxOptimizer(AdamW), metric"): (28, 8),
-        ("float32", "ProxAdamW"): (28, 8),
-        ("float32", "ProxAdamW, metric"): (28, 8),
+        ("float32", "ProxOptimizer(AdamW), scaling"): (28, 8),
+        ("float32", "ProxAdamW, scaling"): (28, 8),
         ("float32", "ProxAdamW, bf16 moments"): (20, 4),
         ("bfloat16", "AdamW"): (14, 4),
         ("bfloat16", "ProxAdamW"): (22, 8),
-        ("bfloat16", "ProxAdamW, stochastic rounding"): (22, 8),
-        ("bfloat16", "ProxAdamW, the same, bf16 moments"): (14, 4),
+        ("bfloat16", "ProxAdamW, stochastic rounding, bf16 moments"): (14, 4),
         ("bfloat16", "ProxAdamW, masters"): (30, 12),
     }
-    assert expected.items() <= found.items()
-    assert all(row["p50_ms"] > 0 and row["gb_per_s"] > 0 for row in rows)
-
-
-@pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
-def test_an_optimizer_that_fails_costs_one_row(tmp_path, monkeypatch, capsys):
-    def fails(parameters, reg_lambda):
-        raise RuntimeError("no such\nkernel")
-
-    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
-    monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
-    monkeypatch.setitem(optimizer_step.OPTIMIZERS, "broken", fails)
-    flags = ["--model", "tiny", "--blocks", "1", "--dtypes", "float32", "--no-slow"]
-    assert optimizer_step.main([*QUICK, *flags]) == 1
-    rows = {
-        row["optimizer"]: row for row in map(json.loads, (tmp_path / "optimizer_step.jsonl").read_text().splitlines())
-    }
-    assert rows["broken"]["note"] == "RuntimeError: no such kernel"
-    assert all("p50_ms" in row for name, row in rows.items() if name != "broken")
-    assert "ProxAdamW" in rows
-    assert "no such kernel" in capsys.readouterr().out
+    for case, sizes in expected.items():
+        assert (found[case]["bytes_a_weight"], found[case]["state_bytes_a_weight"]) == sizes
+    assert all(row["p50_ms"] > 0 and row["gb_per_s"] > 0 for row in rows if row["optimizer"] != "broken")
 
 
 @pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 def test_the_pauses_of_optimizer_step_fit_into_its_part_of_the_suite(monkeypatch):
     """Before each run a GPU waits, so that launches are not counted: for 7 layers much longer than the run takes."""
-    clock, limit_s = 1.755e9, gpu_parts.PARTS["optimizer_step"].limit_s
-    launches = []
-    monkeypatch.setattr(common, "elapsed_ms", lambda run, device, count=1: launches.append(count + 4) or 1.0)
+    clock, limit_s, launches = 1.755e9, gpu_parts.PARTS["optimizer_step"].limit_s, []
+    monkeypatch.setattr(measure, "elapsed_ms", lambda run, device, count=1: launches.append(count + 4) or 1.0)
     args = optimizer_step.parse_arguments(["--devices", "cpu", "--no-slow"])
-    chosen = common.filled(args, optimizer_step.DEFAULTS["cuda"])
+    chosen = common.with_defaults(args, optimizer_step.DEFAULTS, torch.device("cuda"))
     for dtype in args.dtypes:
-        layers = common.weight_set([(4, 8)] * 7 * chosen.blocks, getattr(torch, dtype), CPU, 0.02)
+        layers = measure.weight_set([(4, 8)] * 7 * chosen.blocks, getattr(torch, dtype), CPU, 0.02)
         assert all("p50_ms" in row for row in optimizer_step.benchmark(layers, chosen))
-    assert sum(launches) * common.LAUNCH_CYCLES / clock < limit_s / 2
+    assert sum(launches) * measure.LAUNCH_CYCLES / clock < limit_s / 2
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_peak_memory_sees_what_a_step_allocates():
-    """In a process of its own: in this one, memory that earlier tests left behind would serve the step."""
-    program = "import optimizer_step, torch; allocate = lambda: torch.ones(2**25); "
-    program += "print(optimizer_step.allocated_by(allocate, torch.device('cpu')))"
-    folder = Path(optimizer_step.__file__).parent
-    command = [sys.executable, "-c", program]
-    held = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    assert held == "None" or 2**26 <= int(held) <= 2**29
-
-
-# ------------------------------------------------------------------------------------------ ceilings
-
-
-def test_ceilings_count_what_is_moved_and_computed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
-    ceilings.main([*QUICK, "--megabytes", "4", "--size", "64"])
-    copy, read, matmul = map(json.loads, (tmp_path / "ceilings.jsonl").read_text().splitlines())
-    assert copy["gb_per_s"] == pytest.approx(2 * 4e6 / copy["p50_ms"] / 1e6)
-    assert read["gb_per_s"] == pytest.approx(4e6 / read["p50_ms"] / 1e6)
-    assert matmul["tflop_per_s"] == pytest.approx(2 * 64**3 / matmul["p50_ms"] / 1e9)
-    assert [row["ceiling"] for row in (copy, read, matmul)] == ["copy 4 MB", "read 4 MB", "matmul 64^3 bf16"]
-    assert "TFLOP/s" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------------------ gpu_checks
-
-
-def test_the_checks_pass_on_this_cpu(capsys):
-    small = ["--device", "cpu", "--small", "--seed", "1"]
-    assert gpu_checks.main([*small, "--backends", "cpp"]) == 0, capsys.readouterr().out
-    assert gpu_checks.main([*small, "--backends", "reference", "--only", "prox_nm_.layouts", "--jobs", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert "passed   prox_nm_.exact" in printed
-    assert printed.count("0 failed") == 2
-
-
-def test_a_check_without_a_kernel_to_check_starts_no_process(monkeypatch, capsys):
-    started = []
-    monkeypatch.setattr(
-        gpu_checks, "in_a_process", lambda check, backend, args: started.append((check, backend)) or ["passed"]
-    )
-    gpu_checks.main(["--device", "cpu", "--small", "--jobs", "2", "--backends", "cpp", "triton"])
-    capsys.readouterr()
-    assert all(check.concerns(backend) for check, backend in started)
-    assert started[0][0].op == "sparse_linear"  # what matters most comes first
-    assert len(started) == len({(check.name, backend) for check, backend in started})
-
-
-def test_a_check_that_hangs_fails_and_the_others_go_on(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_checks, "SMALL_LIMIT_S", 0.2)  # no Python starts in this time
-    flags = [
-        "--device",
-        "cpu",
-        "--small",
-        "--jobs",
-        "2",
-        "--backends",
-        "cpp",
-        "--only",
-        "nm_mask.mask_equals_reference",
-    ]
-    assert gpu_checks.main(flags) == 1
-    assert "failed   nm_mask.mask_equals_reference cpp: stopped after 0.2 s" in capsys.readouterr().out
-
-
-def test_without_judging_the_kernels_run_and_nothing_is_compared(monkeypatch, capsys):
-    def judged(*arguments):
-        raise AssertionError("compared")
-
-    monkeypatch.setattr(checks_prox, "judge_prox", judged)
-    monkeypatch.setattr(checks_linear, "judge_linear", judged)
-    monkeypatch.setattr(checks_adamw, "judge", judged)
-    flags = ["--device", "cpu", "--small", "--backends", "cpp"]
-    assert gpu_checks.main([*flags, "--no_judge"]) == 0, capsys.readouterr().out
-    assert gpu_checks.main(flags) == 1
-    failed = {line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("failed")}
-    assert {"prox_nm_.exact", "sparse_linear.cpp", "adamw_prox_.against_float64"} <= failed
-
-
-def does_nothing(weight, *settings):
-    """Leaves the weight as it is."""
-
-
-def writes_behind(weight, *settings):
-    """Right, and one element too far."""
-    right().run(weight, *settings)
-    weight.as_strided((1,), (1,), weight.storage_offset() + weight.numel()).fill_(1.0)
-
-
-def is_not_exact(weight, *settings):
-    """A hundredth off."""
-    right().run(weight, *settings)
-    weight.mul_(0.99)
-
-
-def makes_negative_zeros(weight, *settings):
-    """Right, but for the sign of zeros."""
-    before = weight.clone()
-    right().run(weight, *settings)
-    weight.copy_(torch.where(weight == 0, torch.zeros_like(weight).copysign(before), weight))
-
-
-def right() -> registry.Kernel:
-    return registry.get_kernel("prox_nm_", "reference")
-
-
-@pytest.mark.parametrize("kernel", [does_nothing, writes_behind, is_not_exact, makes_negative_zeros])
-def test_the_checks_find_a_wrong_prox(kernel, monkeypatch):
-    wrong = registry.Kernel("cpp", kernel, supports=lambda *arguments: None)
-    monkeypatch.setitem(registry._kernels, "prox_nm_", registry._kernels["prox_nm_"] | {"cpp": wrong})
-    found = [check for check in checking.CHECKS if check.op == "prox_nm_"]
-    place = checking.Place(CPU, "cpp", small=True)
-    assert "failed" in [gpu_checks.outcome(check, place, seed=0) for check in found]
-
-
-def forgets_the_moments(weight, grad, exp_avg, *others):
-    """Steps on copies of the moments."""
-    adamw("reference").run(weight, grad, exp_avg.clone(), *others)
-
-
-def ignores_the_seed(*arguments):
-    """Rounds to nearest."""
-    adamw("reference").run(*arguments[:-1], None)
-
-
-def decays_twice(weight, *others):
-    """As with twice the learning rate, a little."""
-    adamw("reference").run(weight, *others)
-    weight.mul_(1 - 1e-3)
-
-
-def adamw(backend: str) -> registry.Kernel:
-    return registry.get_kernel("adamw_prox_", backend)
-
-
-@pytest.mark.parametrize("kernel", [forgets_the_moments, ignores_the_seed, decays_twice])
-def test_the_checks_find_a_wrong_step(kernel, monkeypatch):
-    wrong = registry.Kernel("cpp", kernel, supports=lambda *arguments: None)
-    monkeypatch.setitem(registry._kernels, "adamw_prox_", registry._kernels["adamw_prox_"] | {"cpp": wrong})
-    found = [check for check in checking.CHECKS if check.op == "adamw_prox_"]
-    place = checking.Place(CPU, "cpp", small=True)
-    assert "failed" in [gpu_checks.outcome(check, place, seed=0) for check in found]
+def test_solver_quality_compares_all_solvers_and_draws(rows_of, tmp_path, capsys):
+    solver_quality.main(["--instances", "4", "--lambdas", "3", "--hard", "--plots", str(tmp_path)])
+    rows = rows_of("solver_quality")
+    assert len(rows) == 2 * 6
+    assert all(row["misses"] == 0 and row["max_suboptimality"] < 1e-9 for row in rows if "ours" in row["solver"])
+    assert all((tmp_path / f"{name}.png").exists() for name in ("regularisation_path", "enum_alm_misses"))
+    assert "561.70" in capsys.readouterr().out  # the paper's seconds
+    limits = solver_quality.thresholds(torch.tensor(solver_quality.PATH_Y, dtype=torch.float64))
+    assert list(limits.values()) == pytest.approx([0.27553, 0.64935, 0.66733], abs=2e-5)

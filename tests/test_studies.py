@@ -1,24 +1,23 @@
-"""benchmarks/studies.py on a tiny model: what each study leaves, shared and resumed runs, hard constraints."""
+"""benchmarks/studies.py on a tiny model: rows and pictures, shared and resumed runs, hard constraints."""
 
-import json
-
-import common
 import pytest
 import studies
 import torch
+from lib import common, plots, runs
 from tiny_models import save_texts, save_tiny_model
 
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import load_masks
 from proxsparse.optim import ProxAdamW
-from proxsparse.run.parse import parse_config
+from proxsparse.run import folder as run_folder
 
 RUNS = {"constraints": 4, "lambda1": 3, "lambda2": 3, "samples": 3, "convergence": 3, "early_mask": 3, "norm_gap": 3}
+PAPER = ("--objective", "paper")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model and a text file; what all studies leave there, and how often the learning ran."""
+    """A tiny model and a text file; the files that all studies of this module write."""
     folder = tmp_path_factory.mktemp("studies")
     save_tiny_model("llama", folder / "tiny")
     save_texts(folder / "text.jsonl")
@@ -27,8 +26,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def no_reports(monkeypatch):
-    """The pages and plots of each single run are tested elsewhere and take half of the time."""
-    monkeypatch.setattr(studies.train, "write_report", lambda run_dir: None)
+    """The page and plots of a run are tested elsewhere and take half of the time; a commit that counts."""
+    monkeypatch.setattr(run_folder, "write_report", lambda run_dir: None)
+    monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
 
 
 @pytest.fixture
@@ -44,46 +44,41 @@ def command(folder):
 
 
 @pytest.fixture
-def runs(monkeypatch):
-    """The flags of every run of proxsparse.train from here on."""
-    seen, main = [], studies.train.main
-    monkeypatch.setattr(studies.train, "main", lambda arguments: seen.append(arguments) or main(arguments))
+def started(monkeypatch):
+    """The configs of all runs of the job from here on."""
+    seen, run = [], runs.job.run
+    monkeypatch.setattr(runs.job, "run", lambda config: seen.append(config) or run(config))
     return seen
 
 
 def rows_of(folder):
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    return common.read_rows(folder / "rows.jsonl")
 
 
-def test_all_studies_leave_rows_and_pictures_and_share_their_runs(folder, command, runs, capsys):
-    command("all", "--metric", "none")
+def test_all_studies_write_rows_and_pictures_and_share_their_runs(folder, command, started, capsys):
+    command("all", *PAPER)
     rows = rows_of(folder)
     assert {name: sum(row["study"] == name for row in rows) for name in studies.STUDIES} == RUNS
     # 3 of lambda1, then 2 of lambda2, 2 of samples, hard sparsity and both hard; the base run is in all of them
-    assert len(runs) == 3 + 2 + 2 + 2
+    assert len(started) == 3 + 2 + 2 + 2
     assert str(folder) not in (folder / "rows.jsonl").read_text()
     for name, study in studies.STUDIES.items():
         assert (folder / "out" / f"{name}-tiny-none-dense.png").read_bytes().startswith(b"\x89PNG")
         curves = [row["curve"] for row in rows if row["study"] == name and study.curve]
         assert all(curve[-1][0] == 16 and len(curve) > 10 for curve in curves)
     assert not list(folder.glob("out/cells/*/model*.safetensors"))  # dozens of models would fill the disk
-    assert len(list(folder.glob("out/cells/*/masks.safetensors"))) == len(runs)
+    masks = list(folder.glob("out/cells/*/masks.safetensors"))
+    assert len(masks) == len(started)
+    assert all(len(load_masks(path)) == 14 for path in masks)
     printed = capsys.readouterr().out
     assert all(study.title in printed for study in studies.STUDIES.values())
-    check_what_the_runs_show(rows)
 
-
-def check_what_the_runs_show(rows):
-    """The swept constants reached the learning."""
-    cells = {(row["study"], row["cell"]): row for row in rows}
+    cells = {(row["study"], row["cell"]): row for row in rows}  # the swept constants reached the learning
     shares = [cells["lambda1", factor]["feasible_share"] for factor in ("0.1", "1", "10")]
-    assert shares == sorted(shares)
     assert shares[0] < shares[2]
-    assert (
-        cells["constraints", "hard sparsity"]["feasible_share"]
-        == cells["constraints", "both hard"]["feasible_share"]
-        == 1
-    )
+    assert shares == sorted(shares)
+    hard = [cells["constraints", cell]["feasible_share"] for cell in ("hard sparsity", "both hard")]
+    assert hard == [1, 1]
     gaps = [cells["norm_gap", strength]["norm_gap"] for strength in ("0", "20", "inf")]
     assert gaps[0] > gaps[1] > gaps[2]
     assert cells["constraints", "hard frozen weights"]["masks_sha256"] == cells["lambda2", "inf"]["masks_sha256"]
@@ -91,76 +86,52 @@ def check_what_the_runs_show(rows):
     assert cells["early_mask", "1"]["curve"][-1] == [16, 1]
 
 
-def test_a_second_call_runs_nothing_and_adds_no_row(folder, command, runs):
-    command("lambda1", "--metric", "none")
+def test_a_run_is_repeated_only_if_it_is_asked_for_or_was_of_uncommitted_code(folder, command, started, monkeypatch):
+    flags = (*PAPER, "--max_steps", "2", "--values", "1")
+    command("lambda1", *flags)
     before = rows_of(folder)
-    runs.clear()
-    command("lambda1", "--metric", "none")
-    assert (runs, rows_of(folder)) == ([], before)
-    command("lambda1", "--metric", "none", "--again", "--values", "1")
-    assert len(runs) == 1
-    command("lambda1", "--metric", "none", "--seed", "1", "--values", "1")  # another setting: another run
-    assert len(runs) == 2
-
-
-def test_a_run_that_is_not_the_same_or_not_whole_is_repeated(folder, command, runs):
-    flags = ("--metric", "none", "--max_steps", "2", "--values", "1")
     command("lambda1", *flags)
-    (cell,) = [
-        path.parent for path in folder.glob("out/cells/*/result.json") if json.loads(path.read_text())["steps"] == 2
-    ]
-    result = json.loads((cell / "result.json").read_text())
-    for changed in (
-        {"status": "interrupted"},
-        {"perplexity": None},  # Ctrl-C in the last evaluation
-        {"config": result["config"] | {"seq_len": 63}},  # a default that has changed since
-    ):
-        (cell / "result.json").write_text(json.dumps(result | changed))
-        runs.clear()
-        command("lambda1", *flags)
-        assert len(runs) == 1, changed
-    del result["config"]["metric_samples"]  # a flag that is newer than the run
-    (cell / "result.json").write_text(json.dumps(result))
-    runs.clear()
+    assert (len(started), rows_of(folder)) == (1, before)
+    command("lambda1", *flags, "--again")
+    assert len(started) == 2
+    monkeypatch.setattr(common, "commit", lambda: "a-dirty")
+    command("lambda1", *flags, "--seed", "1")  # another setting: another run
+    command("lambda1", *flags, "--seed", "1")
+    assert len(started) == 3
+    monkeypatch.setattr(common, "commit", lambda: "b")
+    command("lambda1", *flags, "--seed", "1")
     command("lambda1", *flags)
-    assert not runs
+    assert len(started) == 4
+    words = rows_of(folder)[-1]["command"].split()  # it repeats the row; paths without their folders
+    args, others = studies.parse_arguments(words[2:])
+    assert (words[:2], args.study, args.values) == (["python", "benchmarks/studies.py"], "lambda1", ["1"])
+    assert args.quick
+    assert others[:6] == ["--model", "tiny", "--data", "text.jsonl", "--eval_data", "text.jsonl"]
 
 
-def test_a_study_goes_on_where_it_stopped(folder, command, runs, monkeypatch):
-    flags = ("--metric", "activation", "--seed", "2")
+def test_a_study_continues_where_it_stopped(folder, command, started, monkeypatch):
+    flags = ("--seed", "2")
     with monkeypatch.context() as patch:
-        learn = studies.train.learn_masks
+        run = runs.job.run
 
-        def breaks_at_the_second(*arguments):
-            if len(runs) == 2:
+        def stops_at_the_second(config):
+            if len(started) == 1:
                 raise InputError("power cut")
-            return learn(*arguments)
+            return run(config)
 
-        patch.setattr(studies.train, "learn_masks", breaks_at_the_second)
+        patch.setattr(runs.job, "run", stops_at_the_second)
         with pytest.raises(InputError, match="power cut"):
             command("lambda1", *flags)
     command("lambda1", *flags)
-    assert len(runs) == 2 + 2  # the first run is kept, the second starts again
-    assert sum(row["metric"] == "activation" for row in rows_of(folder)) == 3
+    assert len(started) == 3
+    assert sum(row["scaling"] == "activation" for row in rows_of(folder)) == 3
 
 
-@pytest.mark.parametrize("name", ["constraints", "lambda2", "norm_gap"])
-def test_constraints_on_weights_are_studied_where_the_loss_sees_the_weights(folder, command, name):
-    value = "both hard" if name == "constraints" else "20"
-    command(name, "--metric", "activation", "--max_steps", "2", "--values", value)
+@pytest.mark.parametrize(("name", "value"), [("constraints", "both hard"), ("norm_gap", "20")])
+def test_constraints_on_weights_are_studied_where_the_loss_sees_the_weights(folder, command, name, value):
+    command(name, "--max_steps", "2", "--values", value)
     row = rows_of(folder)[-1]
-    assert (row["study"], row["metric"], row["forward"]) == (name, "activation", "dense")
-
-
-def test_the_command_of_a_row_repeats_it(folder, command, runs):
-    command("constraints", "--metric", "none")
-    for row in [row for row in rows_of(folder) if row["study"] == "constraints"]:
-        words = row["command"].replace("--data text.jsonl", f"--data {folder / 'text.jsonl'}").split()
-        if row["cell"] in ("both soft", "hard sparsity"):
-            assert words[:3] == ["python", "-m", "proxsparse.train"]
-            assert parse_config(words[3:]).metric == "none"
-        else:  # proxsparse.train has no flag for lambda_2 = infinity
-            assert words[:3] == ["python", "benchmarks/studies.py", "constraints"]
+    assert (row["study"], row["scaling"], row["forward"]) == (name, "activation", "dense")
 
 
 def test_hard_frozen_weights_keep_pretrained_values():
@@ -175,8 +146,25 @@ def test_hard_frozen_weights_keep_pretrained_values():
             assert (back >= 2).all()
     assert not torch.equal(weight, pretrained)
     weight.grad = torch.randn(8, 16)
-    optimizer.step()  # the constraint has ended with its block
+    optimizer.step()  # the constraint has ended with its context
     assert not (weight == pretrained).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("lambda1", ["--values", "often"], "--values often: lambda1 takes values such as"),
+        ("constraints", ["--values", "both"], "constraints takes 'both soft'"),
+        ("lambda2", ["--eval_data", "none"], "lambda2: it shows the perplexity"),
+        ("samples", ["--lambda", "3"], "unrecognized arguments: --lambda"),
+        # of a later cell: refused before the first run
+        ("lambda1", ["--reg_lambda", "0.002", "--values", "1", "inf"], "--reg_lambda 1000000000"),
+    ],
+)
+def test_bad_input_names_the_remedy(command, started, name, flags, message):
+    with pytest.raises(InputError, match=message):
+        command(name, *flags)
+    assert not started
 
 
 def test_list_names_the_papers_tables_and_figures(capsys):
@@ -185,47 +173,13 @@ def test_list_names_the_papers_tables_and_figures(capsys):
     assert all(name in printed and study.paper in printed for name, study in studies.STUDIES.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "message"),
-    [
-        ("lambda1", ["--values", "often"], "--values often: lambda1 takes values such as"),
-        ("constraints", ["--values", "both"], "constraints takes 'both soft'"),
-        ("lambda2", ["--eval_data", "none"], "lambda2: its figure is the perplexity"),
-        ("samples", ["--lambda", "3"], "unrecognized arguments: --lambda"),
-    ],
-)
-def test_bad_input_names_the_remedy(command, name, flags, message):
-    with pytest.raises(InputError, match=message):
-        command(name, *flags)
-
-
-@pytest.mark.parametrize(
-    ("name", "flags", "message"),
-    [
-        (
-            "lambda1",
-            ["--metric", "activation", "--reg_lambda", "0.002", "--values", "1", "inf"],
-            "--reg_lambda 1000000000",
-        ),
-        ("lambda2", ["--metric", "activation", "--forward", "masked"], "--frozen_lambda 20"),
-    ],
-)
-def test_a_cell_that_cannot_run_is_refused_before_the_first_run(command, runs, name, flags, message):
-    with pytest.raises(InputError, match=message):
-        command(name, *flags)
-    assert not runs
-
-
-def test_masks_of_a_run_are_whole(folder, command):
-    command("lambda1", "--metric", "none", "--values", "1")
-    for path in folder.glob("out/cells/*/masks.safetensors"):
-        assert len(load_masks(path)) == 14
-
-
-def test_a_magnitude_mask_far_above_does_not_press_the_runs_together():
+def test_the_committed_rows_are_drawn_and_a_far_magnitude_mask_does_not_compress_the_picture():
     pytest.importorskip("matplotlib")
-    rows = [row for row in studies.read_rows(common.results_file("studies")) if row["study"] == "lambda1"]
-    axes = studies.study_plots.line(rows, "title").axes[0]
+    rows = common.read_rows(common.results_file("studies"))
+    for name, study in studies.STUDIES.items():
+        (plots.curves if study.curve else plots.perplexities)([row for row in rows if row["study"] == name], "title")
+    lambda1 = [row for row in rows if row["study"] == "lambda1"]
+    axes = plots.perplexities(lambda1, "title").axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels[1] == "magnitude mask: 2,569, beyond the picture"
-    assert max(row["perplexity"]["proxsparse"] for row in rows) < axes.get_ylim()[1] < 300
+    assert labels[1] == "magnitude mask: 2,569, outside the picture"
+    assert max(row["perplexity"]["proxsparse"] for row in lambda1) < axes.get_ylim()[1] < 300

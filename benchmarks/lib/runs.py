@@ -1,0 +1,81 @@
+"""Runs of the pruning job for benchmarks: each has a folder named by its settings, and is done once."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from pathlib import Path
+
+from lib import common
+
+from proxsparse.io.atomic import write_file
+from proxsparse.run import job
+from proxsparse.run.config import LAST, RunConfig, TrainConfig
+from proxsparse.run.resume import NOT_SETTINGS
+from proxsparse.run.sections import shortened
+from proxsparse.runtime.device import choose_device
+
+PROVENANCE = "provenance.json"  # device, versions and commit of a run, written last
+
+
+def run_once(config: RunConfig, folder: Path, again: bool, resumes: bool = True) -> tuple[dict, dict]:
+    """The provenance and result.json of a complete run in the folder; does the run, or the rest of it, if needed.
+
+    A run of code with uncommitted changes is done again at another commit. The folder keeps the masks, and the model
+    only if its weights are updated.
+
+    Args:
+        again: also do again what is complete.
+        resumes: whether a run that was stopped is continued; else it starts again.
+    """
+    here, record = common.provenance(choose_device(config.device)), folder / PROVENANCE
+    if record.exists():
+        made = json.loads(record.read_text(encoding="utf-8"))
+        again = again or not (is_committed(made["commit"]) or made["commit"] == here["commit"])
+        if not again:
+            return made, result_of(folder)
+    config.output_dir, config.overwrite_output_dir = str(folder), again or not resumes
+    config.resume_from_checkpoint = None if config.overwrite_output_dir else LAST
+    record.unlink(missing_ok=True)
+    code, result = job.run(config), result_of(folder)
+    if code != 0 or (result["perplexity"] is None and config.eval_data != "none"):  # Ctrl-C in the last evaluation
+        raise KeyboardInterrupt
+    if not result["updated"]:  # dozens of models would fill the disk
+        for weights in folder.glob("model*.safetensors*"):
+            weights.unlink()
+    write_file(record, json.dumps(here).encode())
+    return here, result
+
+
+def result_of(folder: Path) -> dict | None:
+    """result.json of a run; None without one."""
+    file = folder / "result.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def settings_of(config: RunConfig) -> dict:
+    """Every setting that changes the masks and differs from the default of its field."""
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
+    values = vars(config).items()
+    return {name: value for name, value in values if value != defaults.get(name) and name not in NOT_SETTINGS}
+
+
+def digest(settings: dict) -> str:
+    """Ten digits that identify the settings."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def is_committed(commit: str) -> bool:
+    """Whether the commit names the code exactly, so that its rows count."""
+    return commit != "unknown" and not commit.endswith("-dirty")
+
+
+def label(source: str) -> str:
+    """The last part of a local path, so that rows name no folder of the machine; any other name as it is."""
+    path = Path(source).expanduser()
+    return path.resolve().name if path.exists() else source
+
+
+def quoted(arguments: list[str]) -> str:
+    """The command line in the shell's form; absolute paths without their folders."""
+    return shlex.join("=".join(str(shortened(part)) for part in word.split("=")) for word in arguments)
