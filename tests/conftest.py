@@ -30,17 +30,30 @@ def unwritten_memory_shows():
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def pytest_addoption(parser):
+    parser.addoption("--gpu", action="store_true", help="collect the cases that need a GPU also where there is none")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Cases marked gpu are collected where there is a GPU; elsewhere only with --gpu, and then skipped."""
+    if not torch.cuda.is_available():
+        if not config.getoption("gpu"):
+            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 @pytest.fixture
 def on_backend():
-    """on_backend(op, name, *arguments) -> the device to test on, with `name` chosen explicitly until the test ends.
+    """on_backend(op, (backend, device), *arguments) -> the device; the backend is chosen until the test ends.
 
     Skips the test if that backend does not support (a tensor, *arguments) on this machine, with its own reason.
     """
     with ExitStack() as stack:
 
-        def choose(op: str, name: str, *arguments) -> torch.device:
-            on_gpu = name in ("triton", "cuda") and torch.cuda.is_available()
-            device = torch.device("cuda" if on_gpu else "cpu")
+        def choose(op: str, place: tuple[str, str], *arguments) -> torch.device:
+            name, device = place[0], torch.device(place[1])
             reason = registry.get_kernel(op, name).supports(torch.zeros(1, 4, device=device), *arguments)
             if reason is not None:
                 pytest.skip(f"{name}: {reason}")

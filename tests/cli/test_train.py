@@ -157,7 +157,6 @@ def test_overwriting_leaves_nothing_of_the_earlier_run(tiny_llama, text_file, tm
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_whole_job_on_a_gpu(tiny_llama, text_file, tmp_path):
     train(tiny_llama, text_file, tmp_path / "run", "--device", "cuda")
     check_pruned(tiny_llama, tmp_path / "run")

@@ -99,7 +99,6 @@ def test_a_decode_step_compiles_as_a_whole():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed"])
 def test_a_cuda_graph_says_what_generate_says(name):
     model, input_ids = tiny_model(name).cuda(), prompts().cuda()

@@ -73,7 +73,6 @@ def test_inductor():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("form", ["dense", "dense+merged", "sparse", "sparse+merged"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_cuda_graph_with_glue(name, form):

@@ -334,7 +334,6 @@ def test_exports():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @each_form
 @torch.no_grad()
 def test_a_replayed_graph_multiplies_again(form):

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 from ops.blocks import random_blocks
+from ops.on_each_backend import backends_of
 from reference import ground_truth
 
 from proxsparse import reference
-from proxsparse.ops import adamw_prox_, registry, use_backend
+from proxsparse.ops import adamw_prox_, use_backend
 from proxsparse.patterns import NMPattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 
-BACKENDS = registry.list_backends("adamw_prox_")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NUMBERS = {"step": 3, "lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 TENSORS = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale")
@@ -22,7 +22,7 @@ CHANGED = ("weight", "exp_avg", "exp_avg_sq", "master")
 GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends_of("adamw_prox_"))
 def device(request, on_backend):
     """The device of the backend under test, which serves every call of the test."""
     zeros = torch.zeros(1, 4)

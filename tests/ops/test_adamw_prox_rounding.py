@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from ops.on_each_backend import backends_of
 
 from proxsparse import reference
-from proxsparse.ops import adamw_prox_, registry
+from proxsparse.ops import adamw_prox_
 
 pytestmark = pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 
-BACKENDS = registry.list_backends("adamw_prox_")
 SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15)
 WORD = 2**32 - 1
 # What makes the arithmetic of the step exact in float32, and its results far from bfloat16, in any order of operations:
@@ -17,7 +17,7 @@ WORD = 2**32 - 1
 EXACT = {"step": 1, "lr": 1.0, "betas": (0.5, 0.5), "eps": 1e-8, "weight_decay": 2.0**-10}
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends_of("adamw_prox_"))
 def device(request, on_backend):
     """The device of the backend under test, which serves every call of the test."""
     zeros = torch.zeros(1, 4)

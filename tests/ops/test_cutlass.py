@@ -130,7 +130,6 @@ def layer_on_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("shape", [(72, 144), (96, 8192), (4096, 4096)], ids=str)
 @torch.no_grad()
 def test_every_tile_multiplies_and_twice_the_same(shape, layer_on_gpu):
@@ -146,7 +145,6 @@ def test_every_tile_multiplies_and_twice_the_same(shape, layer_on_gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @torch.no_grad()
 def test_a_capture_derives_the_metadata_in_every_replay(layer_on_gpu):
     layer, other = layer_on_gpu(256, 512), layer_on_gpu(256, 512)

@@ -3,16 +3,16 @@
 import pytest
 import torch
 from ops.blocks import random_blocks
+from ops.on_each_backend import backends_of
 
 from proxsparse import NMPattern, nm_mask
 from proxsparse.ops import registry
 
-BACKENDS = registry.list_backends("nm_mask")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends_of("nm_mask"))
 def device(request, on_backend):
     """The device of the backend under test, which serves every call of the test."""
     return on_backend("nm_mask", request.param, 2, 4)

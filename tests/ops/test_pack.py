@@ -6,19 +6,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops.on_each_backend import backends_of
 
 from proxsparse.ops import pack_nm, registry, unpack_nm, use_backend
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
 
-BACKENDS = registry.list_backends("pack_nm")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 PATTERNS = ["1:4", "2:4", "3:4"]
 NAN = float("nan")
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends_of("pack_nm"))
 def device(request, on_backend):
     """The device of the backend under test, which serves every call of the test."""
     return on_backend("pack_nm", request.param, 2, 4)

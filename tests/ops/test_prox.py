@@ -5,12 +5,11 @@ import functools
 import pytest
 import torch
 from ops.blocks import random_blocks
+from ops.on_each_backend import backends_of
 from reference import ground_truth
 
 from proxsparse import prox_nm, prox_nm_, reference
-from proxsparse.ops import registry
 
-BACKENDS = registry.list_backends("prox_nm_")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # The objective's distance from the optimum, in units of z_1^2. fp32 cannot see differences of a few 1e-7 where two
 # minimisers tie; a half-precision result has been rounded by eps / 2 a weight, to second order in the objective.
@@ -20,7 +19,7 @@ LAMBDAS = {torch.float64: (0.02, 0.7, 1.0, 30.0), torch.float32: (0.02, 0.7, 1.0
 COUNT = {torch.float64: 250_000, torch.float32: 250_000}
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends_of("prox_nm_"))
 def device(request, on_backend):
     """The device of the backend under test, which serves every call of the test."""
     return on_backend("prox_nm_", request.param, 1.0, 2, 4, None)

@@ -3,16 +3,15 @@
 import pytest
 import torch
 from ops.blocks import random_blocks
+from ops.on_each_backend import backends_of
 from reference import ground_truth
 
 from proxsparse import prox_nm, reference
-from proxsparse.ops import registry
 
-BACKENDS = registry.list_backends("prox_nm_")
 GAP = {torch.float64: 1e-11, torch.float32: 2e-6}  # the objective's distance from the optimum, over z_1^2
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends_of("prox_nm_"))
 def device(request, on_backend):
     """The device of the backend under test, which serves every call of the test."""
     return on_backend("prox_nm_", request.param, 1.0, 2, 4, None)

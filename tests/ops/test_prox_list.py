@@ -5,14 +5,13 @@ import re
 import pytest
 import torch
 from ops.blocks import random_blocks
+from ops.on_each_backend import backends_of
 
 from proxsparse import prox_nm
-from proxsparse.ops import prox_nm_list_, registry
-
-BACKENDS = registry.list_backends("prox_nm_list_")
+from proxsparse.ops import prox_nm_list_
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=backends_of("prox_nm_list_"))
 def device(request, on_backend):
     """The device of the backend under test, which serves every call of the test."""
     return on_backend("prox_nm_list_", request.param, 2, 4)
