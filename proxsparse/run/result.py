@@ -42,7 +42,7 @@ def perplexity_of(
     check_length(model, config.eval_seq_len, "eval_seq_len")
     tokens = evaluation_tokens(text, tokenizer)
     how = config.eval_seq_len, config.eval_max_windows, autocast_dtype
-    return lambda model, name: perplexity(model, tokens, *how, title=f"perplexity of the {name} model")
+    return lambda model, name: perplexity(model, tokens, *how, f"perplexity of the {name} model")
 
 
 def scores_under(
