@@ -31,10 +31,10 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     Raises:
         InputError: no such model, or files that cannot be read; the message names the model.
     """
+    source, gguf_file = locate(name)
     transformers = import_transformers()
     from transformers import core_model_loading, modeling_gguf_pytorch_utils
 
-    source, gguf_file = locate(name)
     if not gguf_file:
         source = source if Path(source).is_dir() else download(source)
         refuse_short_files(Path(source))

@@ -40,7 +40,7 @@ def perplexity_of(
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
     tokens = evaluation_tokens(text, tokenizer)
     how = config.eval_seq_len, config.eval_max_windows, autocast_dtype
-    return lambda model, name: perplexity(model, tokens, *how, title=f"perplexity of the {name} model")
+    return lambda model, name: perplexity(model, tokens, *how, f"perplexity of the {name} model")
 
 
 def scores_under(
