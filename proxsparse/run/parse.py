@@ -17,7 +17,7 @@ from proxsparse.run.config import NOT_REPEATED, RunConfig, TrainConfig
 from proxsparse.run.flags import add_fields, add_flag, convert, read_settings
 from proxsparse.run.recipes import DEFAULT_RECIPE, recipe_path
 from proxsparse.runtime.command import Parser
-from proxsparse.training.options import SCALING_DEFAULTS
+from proxsparse.training.options import OBJECTIVES, SCALING_DEFAULTS
 
 PROXSPARSE = TrainConfig.method
 SHARED = tuple(one.name for one in dataclasses.fields(RunConfig))
@@ -68,7 +68,8 @@ def make_config(**given) -> TrainConfig:
     merged: dict = {}
     for source in (from_recipe, from_file, given):
         for name, others in CHOSEN_FOR.items():
-            current = merged.get(name, getattr(TrainConfig, name))
+            objective = merged.get("objective", TrainConfig.objective)
+            current = merged.get(name) or OBJECTIVES[objective].get(name, objective)
             if source.get(name, current) != current:
                 for other in others:
                     merged.pop(other, None)
