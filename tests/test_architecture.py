@@ -19,7 +19,7 @@ HOUSE = {
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert generate glue linear merge packed_checkpoint",
     "integrations": "after_import transformers_quantizer transformers_trainer",
-    "io": "atomic file_lock mask_files model_files output_folder reading yaml_files",
+    "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
     "methods": "admm block_masks finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap walk wanda",
     "models": "checks layers loading snap unfold_linears",
     "ops": "adamw_prox choice mask pack prox prox_list registry sparse_linear tuning",
