@@ -104,12 +104,18 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
     assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
+def default_interrupt():
+    """A shell's background jobs ignore SIGINT, and with them the tests that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("command", [["-m", "proxsparse.env"], ["-m", "proxsparse", "env"]], ids=" ".join)
 def test_ctrl_c_during_the_imports_leaves_no_traceback(command, tmp_path):
     (tmp_path / "torch.py").write_text("print('here', flush=True)\nimport time\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, *command], env=os.environ | {"PYTHONPATH": path}, **streams)
+    where = {"env": os.environ | {"PYTHONPATH": path}, "preexec_fn": default_interrupt}
+    process = subprocess.Popen([sys.executable, *command], **where, **streams)
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30) == ("", "\ninterrupted\n")

@@ -17,7 +17,7 @@ from proxsparse.methods import get_method, list_methods
 from proxsparse.models.loading import load_model
 from proxsparse.prune import main
 from proxsparse.run import folder
-from proxsparse.run.parse import SHARED
+from proxsparse.run.parse import SHARED, rows
 from proxsparse.run.report import number
 
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
@@ -62,7 +62,8 @@ def test_whole_job(name, tiny_llama, text_file, tmp_path, capsys):
     transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
     assert model.dtype == torch.bfloat16
     card = (tmp_path / "run" / "README.md").read_text()
-    assert f"pruned to 2:4 with {name}" in card
+    shown = "ProxSparse" if name == "proxsparse" else name
+    assert f"pruned to 2:4 with {shown}" in card
     assert ("is the pretrained one, unchanged" in card) != get_method(name).updates_weights
     assert f"Held-out perplexity {number(result['perplexity'][name])}, against" in card
     assert get_method(name).paper in card
@@ -217,7 +218,8 @@ def test_help_names_every_option(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    for row in [*map(get_method, list_methods()), *map(get_allocation, list_allocations())]:
+    assert "see proxsparse train --help" in " ".join(printed.split())  # the options of the method proxsparse
+    for row in rows():
         assert all(f"--{name}" in printed for name in row.options)
 
 

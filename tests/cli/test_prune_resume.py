@@ -289,7 +289,7 @@ def test_a_damaged_marker_is_refused(content, stopped, capsys, no_model, tmp_pat
 
 def test_by_its_path(stopped, flags, capsys, no_model, monkeypatch, tmp_path):
     path = tmp_path / "run" / "finished_blocks"
-    refused(capsys, [*stopped, "--resume_from_checkpoint", path / "absent"], "absent", "no such folder")
+    refused(capsys, [*stopped, "--resume_from_checkpoint", path / "absent"], "absent", "no such directory")
     elsewhere = ["--output_dir", tmp_path / "elsewhere"]
     refused(capsys, [*stopped, "--resume_from_checkpoint", path, *elsewhere], "elsewhere", "leave out")
     monkeypatch.undo()

@@ -114,7 +114,7 @@ def test_what_only_one_process_can_do_is_refused_once(forks, flags, tmp_path):
     log = tmp_path / "log"
     codes = forks.run([*flags, "--start", "wanda", "--output_dir", tmp_path / "run"], 2, output=log)
     assert codes == [2, 2]
-    assert "--start wanda is not computed on 2 processes: run proxsparse.prune --method wanda" in log.read_text()
+    assert "--start wanda is not computed on 2 processes: run proxsparse prune --method wanda" in log.read_text()
     codes = forks.run([*flags, "--data", tmp_path / "nothing.jsonl", "--output_dir", tmp_path / "run"], 2, output=log)
     assert codes == [2, 2]
     assert log.read_text().count("nothing.jsonl") == 1  # not once a process

@@ -210,7 +210,7 @@ num_samples: 400
 num_train_epochs: 1.0
 packing: false
 pattern: '2:4'
-metric: activation
+objective: masked
 include: [mlp, attn]
 reg_lambda: 0.001
 learning_rate: 0.005

@@ -234,11 +234,11 @@ def test_pgd_only_ever_descends_and_ends_at_a_critical_point():
 
 
 def test_table_1_in_small(monkeypatch):
-    def run_once(run, prepare, device, repetitions):
+    def run_once(run, *_arguments, **_settings):
         run()
         return {"p50_ms": 1.0}
 
-    monkeypatch.setattr(solver_quality, "measure", run_once)
+    monkeypatch.setattr(solver_quality, "repeated", run_once)
     generator = torch.Generator().manual_seed(0)
     easy = solver_quality.compare(solver_quality.table_1(20, 10, generator), generator)
     hard = solver_quality.compare(solver_quality.hard_problems(20, 10, generator), generator)
@@ -255,11 +255,12 @@ def test_thresholds_of_the_papers_path():
     """By hand: lambda * 1.4 * 1.1 >= 1.0; the other two are where the exact prox loses a weight."""
     y = torch.tensor(solver_quality.PATH_Y, dtype=torch.float64)
     three, two, jump = solver_quality.thresholds(y).values()
-    assert two == pytest.approx(1 / 1.54)
+    assert two == pytest.approx(1 / 1.54, abs=1e-5)  # the step of the grid
     for where, before, after in ((three, 4, 3), (jump, 3, 2)):
-        assert ((prox_nm(y, where - 1e-6) > 0).sum(), (prox_nm(y, where + 1e-6) > 0).sum()) == (before, after)
+        assert ((prox_nm(y, where - 1.1e-5) > 0).sum(), (prox_nm(y, where + 1e-9) > 0).sum()) == (before, after)
 
 
 def test_the_path_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    assert solver_quality.draw_path(tmp_path / "new").read_bytes().startswith(b"\x89PNG")
+    solver_quality.path_figure().savefig(tmp_path / "new.png")
+    assert (tmp_path / "new.png").read_bytes().startswith(b"\x89PNG")

@@ -153,7 +153,7 @@ def test_pack_does_not_replace_the_model_that_it_reads(tmp_path, monkeypatch):
     shutil.copytree(final, final / NEXT)
     for module, name, value in ((pack, "headers", {}), (pack, "skeleton", None), (pack, "file_bytes", 0)):
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
-    monkeypatch.setattr(pack.disk, "read_config", lambda *_, **__: {})
+    monkeypatch.setattr(pack.disk, "read_packed_config", lambda *_, **__: {})
     monkeypatch.setattr(pack, "check_folder", lambda *_: None)
     monkeypatch.setattr(pack, "weight_files", lambda *_: [])
     with pytest.raises(InputError, match=r"\.next is a file of --output_dir .* that this run would replace"):
