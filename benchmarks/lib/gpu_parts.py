@@ -52,7 +52,7 @@ SMALL_TESTS = [
     "tests/ops/test_adamw_prox.py::test_any_number_of_blocks",
     "tests/ops/test_adamw_prox_rounding.py::test_the_bits_are_those_of_the_definition",
     "tests/ops/test_pack.py::test_many_rows",
-    "tests/inference/test_products.py::test_products",
+    "tests/ops/test_products.py::test_products",
 ]
 WHOLE_JOB = ["tests/cli/test_train.py", "-k", "test_whole_job_on_a_gpu"]
 

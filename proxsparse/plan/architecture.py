@@ -73,7 +73,7 @@ def meta_model(name: str) -> tuple[nn.Module, int, bool, str]:
     import transformers
 
     source, gguf_file = locate(name)
-    options = {"trust_remote_code": False} | ({"gguf_file": gguf_file} if gguf_file else {})
+    options = {"gguf_file": gguf_file} if gguf_file else {}
     found = f"{gguf_file or 'config.json'} of {source}"
     try:
         if name in KNOWN and source == name:
@@ -83,9 +83,11 @@ def meta_model(name: str) -> tuple[nn.Module, int, bool, str]:
             found = "proxsparse's own table of architectures"
         else:
             try:  # without a network the Hub takes half a minute to fail
-                config = transformers.AutoConfig.from_pretrained(source, local_files_only=True, **options)
+                config = transformers.AutoConfig.from_pretrained(
+                    source, local_files_only=True, trust_remote_code=False, **options
+                )
             except OSError:
-                config = transformers.AutoConfig.from_pretrained(source, **options)
+                config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
         transformers.AttentionInterface.register(CAUSAL, transformers.AttentionInterface()["sdpa"])
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)

@@ -146,6 +146,28 @@ def test_then_comes_the_exact_prox(dtype, options, pattern, reg_lambda, device):
     assert not tensors["weight"][pruned].signbit().any()
 
 
+@each_dtype_and_part
+def test_two_steps_from_the_same_values_are_equal(dtype, options, device):
+    first = problem((255, 260), dtype, device, seed=11, **options)
+    second = copied(first)
+    for tensors in (first, second):
+        step_(tensors, reg_lambda=0.6, seed=7)
+    assert all(torch.equal(first[name], second[name]) for name in CHANGED if first[name] is not None)
+
+
+def test_a_stochastic_step_is_that_of_the_reference(device):
+    """But for the few values that fp32 rounds otherwise before."""
+    ours = problem((67, 64), torch.bfloat16, device, torch.bfloat16, ("pretrained", "scale"), seed=12)
+    theirs, other = copied(ours), copied(ours)
+    step_(ours, reg_lambda=0.6, seed=2**63 + 5)
+    step_(other, reg_lambda=0.6, seed=6)
+    with use_backend("reference"):
+        step_(theirs, reg_lambda=0.6, seed=2**63 + 5)
+    for name in ("weight", "exp_avg", "exp_avg_sq"):
+        assert (ours[name] != theirs[name]).float().mean() <= 5e-3, name
+        assert not torch.equal(ours[name], other[name]), f"the seed does not change {name}"
+
+
 def test_the_paper_strength_keeps_small_weights(device):
     """Weights of the size 0.02 and lambda 0.25 as in the paper: lambda * z is small, and the prox a small shrink."""
     tensors = problem((64, 64), torch.float32, device, seed=2)

@@ -58,8 +58,8 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_bits_are_those_of_the_definition(seed, device):
-    shape = (5, 37)
-    words = [random_words(index, seed) for index in range(5 * 37)]
+    shape = (67, 37)
+    words = [random_words(index, seed) for index in range(67 * 37)]
     zero, ones = torch.zeros(shape, dtype=torch.bfloat16, device=device), torch.ones(shape, device=device)
 
     weight = bfloat16(*shape)

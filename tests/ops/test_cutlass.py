@@ -1,6 +1,7 @@
 """The backend `cutlass` without a GPU: its metadata against CUTLASS's own layouts, and what it refuses."""
 
 import importlib.util
+import itertools
 import json
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pruned import assert_as_good_as_dense, pruned_linear
 
 from proxsparse import SparseLinear
 from proxsparse.ops import tuning
-from proxsparse.ops.backends import cutlass
+from proxsparse.ops.backends import cuda, cutlass
 from proxsparse.ops.registry import get_kernel
 
 CHECKOUT = Path(__file__).parents[2]
@@ -127,6 +128,22 @@ def layer_on_gpu():
         return layer
 
     return build
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", EQUATIONS)
+def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(architecture):
+    if reason := cuda.missing():
+        pytest.skip(reason)
+    rows, columns = {80: (32, 64), 90: (8, 16)}[architecture]
+    for m, k in itertools.product((1, 3, 8, 17), (1, 2, 5, 16, 41)):
+        indices = torch.randint(0, 256, (m * rows, k * columns // 8), dtype=torch.uint8, device="cuda")
+        size = cutlass.metadata_bytes(m * rows, k * columns, architecture)
+        memory = torch.full((size + 512,), 0xA5, dtype=torch.uint8, device="cuda")
+        cuda.cutlass_metadata_(indices, memory[256:-256], architecture)
+        assert torch.equal(memory[256:-256], EQUATIONS[architecture](indices)), (m, k)
+        assert (memory[:256] == 0xA5).all()
+        assert (memory[-256:] == 0xA5).all()
 
 
 @pytest.mark.gpu

@@ -1,0 +1,106 @@
+"""Tensors of more than 2^31 bytes and 2^32 elements on a GPU: positions need 64 bits."""
+
+import pytest
+import torch
+from ops.on_each_backend import assert_alike, backends_of
+
+from proxsparse import prox_nm, prox_nm_, reference
+from proxsparse.ops import adamw_prox_
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("huge")]
+SEED = 0x9E3779B97F4A7C15
+# Makes the arithmetic of a step exact in fp32: w' = w (1 - 2^-10) where moments and gradient are zero.
+EXACT = {
+    "step": 1,
+    "lr": 1.0,
+    "betas": (0.5, 0.5),
+    "eps": 1e-8,
+    "weight_decay": 2.0**-10,
+}
+
+
+def gpu_kernels(op: str) -> list:
+    return [param for param in backends_of(op) if param.values[0][0] in ("triton", "cuda")]
+
+
+def require_memory(gigabytes: float) -> None:
+    """Skips the test if the GPU has not so much free."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 1e9
+    if gigabytes > 0.95 * free:
+        pytest.skip(f"needs {gigabytes:.0f} GB, {free:.0f} are free")
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "elements"),
+    [(torch.float32, 2**29 + 2**14), (torch.bfloat16, 2**31 + 2**14)],
+)
+@pytest.mark.parametrize("place", gpu_kernels("prox_nm_"))
+def test_the_prox_of_each_chunk_is_that_of_the_chunk_alone(place, dtype, elements, scaled, on_backend):
+    device = on_backend("prox_nm_", place, 1.0, 2, 4, None)
+    require_memory(2.5 * elements * dtype.itemsize / 1e9)
+    scale = 0.5 + torch.rand(4096, device=device) if scaled else None
+    weight = torch.empty(elements // 4096, 4096, dtype=dtype, device=device).normal_(0, 0.02)
+    before = weight.clone()
+    prox_nm_(weight, 25.0, scale=scale)
+    for rows in range(0, len(weight), 2**13):
+        chunk = slice(rows, rows + 2**13)
+        assert_alike(weight[chunk], prox_nm(before[chunk], 25.0, scale=scale))
+    for chunk in (
+        slice(0, 64),
+        slice(len(weight) // 2 - 32, len(weight) // 2 + 32),
+        slice(-64, None),
+    ):
+        c = 1.0 if scale is None else scale.double()
+        assert_alike(
+            weight[chunk].double(),
+            reference.prox_nm(before[chunk].double() * c, 25.0) / c,
+            dtype,
+        )
+
+
+@pytest.mark.parametrize("place", gpu_kernels("adamw_prox_"))
+def test_the_step_and_its_stochastic_rounding_beyond_32_bits(place, on_backend):
+    """Each part is stepped as if alone, and rounded by the hash of its 64-bit position."""
+    zeros = torch.zeros(1, 4, device="cuda")
+    numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, 0.0, 0.1, None)
+    device = on_backend("adamw_prox_", place, zeros, zeros, zeros, None, None, None, *numbers)
+    rows, columns = 2**20 + 4, 4096
+    require_memory(4 * 2 * rows * columns / 1e9 + 4)
+    sizes = (1.0, 0.1, 0.1, 0.1)  # weight, gradient, moments
+    window = [size * torch.randn(64, columns, device=device).bfloat16() for size in sizes]
+    window[3] = window[3].square()
+    tensors = [torch.zeros(rows, columns, dtype=torch.bfloat16, device=device) for _ in range(4)]
+    starts = [start // columns // 16 * 16 for start in (0, 2**31 - 32 * columns, 2**32 - 32 * columns)]
+    parts = [slice(start, start + 64) for start in starts]
+    for part in parts:
+        for tensor, values in zip(tensors, window, strict=True):
+            tensor[part].copy_(values[: len(tensor[part])])
+    settings = {
+        "step": 3,
+        "lr": 1e-2,
+        "betas": (0.9, 0.99),
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "reg_lambda": 25.0,
+    }
+    adamw_prox_(*tensors, **settings)
+    adamw_prox_(*window, **settings)
+    for part in parts:
+        for tensor, values in zip(tensors, window, strict=True):
+            assert torch.equal(tensor[part], values[: len(tensor[part])])
+    assert not tensors[0][64 : starts[1]].any()
+
+    weight = tensors[0].fill_(1.0)
+    for tensor in tensors[1:]:
+        tensor.zero_()
+    adamw_prox_(*tensors, seed=SEED, **EXACT)
+    for part in parts:
+        count = weight[part].numel()
+        index = torch.arange(part.start * columns, part.start * columns + count, device=device)
+        low, high = SEED & 0xFFFFFFFF, SEED >> 32
+        first = reference.mix(reference.mix((index & 0xFFFFFFFF) ^ low) ^ (index >> 32) ^ high)
+        value = torch.full((count,), 1 - 2.0**-10, device=device)
+        expected = reference.stochastic_round(value, (first >> 16).to(torch.int32))
+        assert torch.equal(weight[part].flatten(), expected), "another hash"
