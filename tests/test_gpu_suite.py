@@ -228,7 +228,7 @@ def test_the_commands_of_all_parts_are_understood(monkeypatch):
                 assert (ROOT / script).is_file(), script
                 module = importlib.import_module(Path(script).stem)
                 module.parse_arguments(command[command.index(script) + 1 :])
-    pytest_command = gpu_parts.pytest("--collect-only", "--gpu", "-m", "gpu", *sorted(tests))
+    pytest_command = gpu_parts.pytest("--collect-only", "-q", "--gpu", "-m", "gpu", *sorted(tests))
     done = subprocess.run(pytest_command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     missing = [test for test in gpu_parts.SMALL_TESTS if test not in done.stdout]
