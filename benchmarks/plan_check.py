@@ -86,7 +86,8 @@ def peaks(flags: str, processes: int = 0) -> dict[str, list[int]]:
         with socket.create_server(("localhost", 0)) as probe:
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "proxsparse.train", *flags.split(), "--output_dir", f"{folder}/run"]
-        group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        group = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        group |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         group |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
         environments = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)] or [{}]
         ranks = [subprocess.Popen(command, env=os.environ | own, stdout=output, stderr=output) for own in environments]

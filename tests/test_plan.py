@@ -283,3 +283,12 @@ def test_the_check_compares_runs_in_one_and_in_several_processes(deep, monkeypat
     assert re.search("whole run +--precision bf16 --step_in_backward --max_grad_norm 0 +566 ", printed)
     assert "3,000" in printed
     assert "The plan is within 8" in printed  # 0.56 GB of a process and next to nothing
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_check_trains_in_two_processes(monkeypatch):
+    monkeypatch.setattr(plan_check, "MODEL", (128, 4))
+    row = plan_check.shared_run("", 2)
+    assert len(row["measured"]) == len(row["end"]) == 2
+    assert min(row["measured"]) > 0.5 * row["planned"] > 10**6
