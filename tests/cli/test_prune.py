@@ -70,7 +70,7 @@ def test_whole_job(name, tiny_llama, text_file, tmp_path, capsys):
     assert ("Calibration data: none needed." in card) != get_method(name).needs_data
     assert result["samples"] == (8 if get_method(name).needs_data else 0)
     printed = capsys.readouterr().out
-    assert f"{name:<12}{result['perplexity'][name]:>10.2f}" in printed
+    assert f"{shown:<12}{result['perplexity'][name]:>10.2f}" in printed
     assert str(tmp_path / "run") in printed
 
 
