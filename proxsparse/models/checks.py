@@ -1,5 +1,6 @@
 """Checks of a loaded model and of its outputs: positions, NaN and infinity."""
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -16,12 +17,14 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str) -> 
     Raises:
         InputError: the model has fewer positions than were asked for.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or asked or default
-    if asked is not None and asked > positions:
-        raise InputError(f"--{flag} {asked}: the model has {positions} positions; lower --{flag}")
-    if asked is None and default > positions:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if asked is not None:
+        if asked > positions:
+            raise InputError(f"--{flag} {asked}: the model has {positions} positions; lower --{flag}")
+        return asked
+    if default > positions:
         write_line(f"--{flag}: {positions} tokens, the positions of the model (default: {default})")
-    return asked or min(default, positions)
+    return min(default, positions)
 
 
 @contextmanager
