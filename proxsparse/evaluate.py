@@ -46,8 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     files = files_to_read(Path(options.model))
     model, tokenizer = load_model(options.model, weight_dtype)
     require_unchanged(Path(options.model), files)
-    if texts:
-        options.seq_len = fit_window(model, options.seq_len, 2048, "seq_len")
     identity = {"model": options.model, "precision": options.precision}
     refuse_not_finite(model)
     if masks is not None:
@@ -61,9 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
     for source, text in texts.items():
         tokens = evaluation_tokens(text, tokenizer)
         title = f"perplexity on {source}"
-        score = perplexity(model, tokens, options.seq_len, options.max_windows, autocast_dtype, title)
+        window = fit_window(model, options.seq_len, 2048, "seq_len", len(tokens))
+        score = perplexity(model, tokens, window, options.max_windows, autocast_dtype, title)
         what = {"data": source, "split": splits[source], "perplexity": score.value}
-        report.add(what | {"seq_len": options.seq_len, "windows": score.windows, "tokens": score.tokens})
+        report.add(what | {"seq_len": window, "windows": score.windows, "tokens": score.tokens})
     how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
     scores, failed = {}, []
     for task in choose_tasks(options.tasks):

@@ -11,8 +11,8 @@ from proxsparse.errors import InputError
 from proxsparse.runtime.progress import phase, write_line
 
 
-def fit_window(model: nn.Module, asked: int | None, default: int, flag: str) -> int:
-    """The window in tokens: the one that was asked for, else the default, or the model's positions if these are fewer.
+def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, text_tokens: int | None = None) -> int:
+    """The window in tokens: `asked`, or if it is None the default, at most the model's positions and the text's tokens.
 
     Raises:
         InputError: the model has fewer positions than were asked for.
@@ -22,9 +22,13 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str) -> 
         if asked > positions:
             raise InputError(f"--{flag} {asked}: the model has {positions} positions; lower --{flag}")
         return asked
-    if default > positions:
-        write_line(f"--{flag}: {positions} tokens, the positions of the model (default: {default})")
-    return min(default, positions)
+    limits = {default: "", positions: "the positions of the model"}
+    if text_tokens is not None:
+        limits[max(text_tokens, 2)] = "the length of the text"
+    window = min(limits)
+    if window < default:
+        write_line(f"--{flag}: {window} tokens, {limits[window]} (default: {default})")
+    return window
 
 
 @contextmanager

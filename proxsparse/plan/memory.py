@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from proxsparse.models.checks import fit_window
 from proxsparse.plan.activations import count_passes
 from proxsparse.plan.architecture import Shape
 from proxsparse.run.config import WINDOWS, TrainConfig
@@ -30,9 +31,10 @@ class Plan:
     """The memory of the run that the flags describe. Raises InputError as `Shape` and `count_passes` do."""
 
     def __init__(self, config: TrainConfig, shape: Shape | None = None):
-        windows = {name: getattr(config, name) or default for name, default in WINDOWS.items()}
-        self.config = config = replace(config, **windows)
         self.shape = shape or Shape(config)
+        model = self.shape.two_blocks
+        windows = {name: fit_window(model, getattr(config, name), default, name) for name, default in WINDOWS.items()}
+        self.config = config = replace(config, **windows)
         self.on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         if config.precision == "auto" and self.on_gpu:  # the GPU may be on another machine
             self.dtypes = PRECISIONS["mixed"]

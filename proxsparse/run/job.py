@@ -73,15 +73,14 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
     model, tokenizer = load_model(config.model)
     refuse_not_finite(model)
-    for name, default in WINDOWS.items():
-        setattr(config, name, fit_window(model, getattr(config, name), default, name))
     layers = prunable_layers(model, config.pattern, config.include, config.exclude)
     pattern = NMPattern.parse(config.pattern)
     base = base_identity(config.model, model)
     method.check_model(layers, dict.fromkeys(layers, pattern), base, **options)
     updated = method.updates_weights and options.get("update_weights", True)
     on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
-    batches = read_calibration(config, method, model, tokenizer)
+    seq_len = fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len")
+    batches = read_calibration(config, method, tokenizer, seq_len)
     digest = digest_of(model, batches)
     if checkpoint:
         check_digest(checkpoint, state["digest"], digest)
@@ -112,6 +111,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
             "status": "complete" if store.complete else "interrupted",
             "run_id": folder.run_id,
             "samples": samples,
+            "seq_len": seq_len,
             "paper": method.paper,
             "updated": updated,
             **results.what_was_pruned(layers, patterns, pattern),
@@ -141,13 +141,13 @@ def with_store(options: dict, method: Method, store: Store) -> dict:
     return options | {"store": store} if method.keeps else options
 
 
-def read_calibration(config: RunConfig, method: Method, model: nn.Module, tokenizer) -> list[dict]:
+def read_calibration(config: RunConfig, method: Method, tokenizer, seq_len: int) -> list[dict]:
     """The calibration batches; none if neither method nor allocation needs data."""
     if not (method.needs_data or get_allocation(config.allocation).needs_data):
         return []
     texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     size = getattr(config, "per_device_train_batch_size", 1)
-    return calibration_batches(texts, tokenizer, config.num_samples, config.seq_len, size, config.packing, config.seed)
+    return calibration_batches(texts, tokenizer, config.num_samples, seq_len, size, config.packing, config.seed)
 
 
 def choose_patterns(

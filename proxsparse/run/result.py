@@ -13,9 +13,10 @@ from proxsparse._version import __version__
 from proxsparse.allocations.budget import budget, numel
 from proxsparse.data.sources import evaluation_text
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
+from proxsparse.models.checks import fit_window
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import RunConfig
+from proxsparse.run.config import WINDOWS, RunConfig
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero
@@ -39,7 +40,8 @@ def perplexity_of(
     source = config.eval_data
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
     tokens = evaluation_tokens(text, tokenizer)
-    how = config.eval_seq_len, config.eval_max_windows, autocast_dtype
+    window = fit_window(model, config.eval_seq_len, WINDOWS["eval_seq_len"], "eval_seq_len", len(tokens))
+    how = window, config.eval_max_windows, autocast_dtype
     return lambda model, name: perplexity(model, tokens, *how, f"perplexity of the {name} model")
 
 
@@ -71,7 +73,8 @@ def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) ->
     if any(score is None for score in scores.values()):
         return None
     first = next(iter(scores.values()))
-    table = {"data": config.eval_data, "seq_len": config.eval_seq_len, "windows": first.windows, "tokens": first.tokens}
+    seq_len = first.tokens // first.windows
+    table = {"data": config.eval_data, "seq_len": seq_len, "windows": first.windows, "tokens": first.tokens}
     return table | {name: score.value for name, score in scores.items()}
 
 

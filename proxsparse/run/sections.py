@@ -75,7 +75,9 @@ def perplexity_text(scores: dict | None) -> str:
 
 
 def settings_text(result: dict) -> str:
-    rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in result["config"].items()]
+    used = {"seq_len": result.get("seq_len"), "eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
+    settings = {key: used.get(key) if value is None else value for key, value in result["config"].items()}
+    rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in settings.items()]
     if "reg_lambda" in result:
         low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
         rows.append(("regularisation strength used", low if low == high else f"{low} to {high}, by layer"))

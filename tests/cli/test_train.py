@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ import yaml
 from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
-from proxsparse import NMPattern, prune
+from proxsparse import NMPattern, evaluate, prune
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.mask_files import load_masks, save_masks
+from proxsparse.run import folder as run_folder
 from proxsparse.train import main
 
 QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2", "--max_steps", "4"]
@@ -203,15 +206,33 @@ def test_a_run_that_fails_leaves_no_result(tiny_llama, text_file, tmp_path, monk
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_windows_that_nobody_has_set_fit_the_model(tiny_llama, text_file, tmp_path, capsys):
-    """The model has 128 positions, fewer than the defaults of 512 and 1024 tokens."""
-    flags = ["--model", str(tiny_llama), "--data", str(text_file), "--eval_data", str(text_file), "--max_steps", "1"]
-    assert main([*flags, "--num_samples", "4", "--output_dir", str(tmp_path / "run")]) == 0
+def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
+    """The model has 128 positions, fewer than the defaults of 512 and 1024 tokens. The run can be resumed."""
+    data = ["--data", str(text_file), "--eval_data", str(text_file), "--num_samples", "4"]
+    flags = ["--model", str(tiny_llama), *data, "--max_steps", "2", "--save_steps", "1"]
+    flags += ["--output_dir", str(tmp_path / "run"), "--resume_from_checkpoint", "last"]
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "save_checkpoint", Mock(side_effect=OSError("the disk is gone")))
+        with pytest.raises(OSError, match="disk"):
+            main(flags)
+    assert main(flags) == 0
     printed = capsys.readouterr().err
+    assert re.search("resuming in .*checkpoint-1", printed)
     assert "--seq_len: 128 tokens, the positions of the model (default: 512)" in printed
     assert "--eval_seq_len: 128 tokens, the positions of the model (default: 1024)" in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (result["config"]["seq_len"], result["perplexity"]["seq_len"]) == (128, 128)
+    assert (result["seq_len"], result["perplexity"]["seq_len"]) == (128, 128)
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "| `seq_len` | 128 |" in report
+    assert "| `eval_seq_len` | 128 |" in report
+
+
+def test_an_unset_window_fits_a_short_text(tiny_llama, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("The quick brown fox jumps over the lazy dog.")
+    assert evaluate.main([str(tiny_llama), "--data", str(tmp_path / "short.txt")]) == 0
+    printed = capsys.readouterr()
+    assert "the length of the text (default: 2048)" in printed.err
+    assert "1 windows of 4" in printed.out
 
 
 def test_a_yaml_file_may_set_what_the_objective_stands_for(tiny_llama, text_file, tmp_path):
