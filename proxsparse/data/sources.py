@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from proxsparse.errors import InputError
+from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
@@ -89,13 +90,18 @@ def open_source(source: str, split: str) -> Rows:
     """The rows of a source; a name of `NAMED_SOURCES` wins over a file of that name ("./c4" is the file)."""
     if source in NAMED_SOURCES:
         return NAMED_SOURCES[source](split)
-    path = Path(os.path.expanduser(source))
+    check_source(source)
     if is_local(source):
-        return read_path(path)
-    if not source or source.startswith((".", "/", "~")) or suffix_of(path) in FILE_READERS:
-        raise InputError(f"{source!r}: no such file; check the path, or use the source builtin")
+        return read_path(Path(os.path.expanduser(source)))
     name, _, config = source.partition(":")
     return read_hub(name, config or None, split)
+
+
+def check_source(source: str) -> None:
+    """Raises InputError for the name of a file that does not exist; whether the Hub has a data set is not checked."""
+    named_like_a_file = {*Path(source).suffixes} & {*FILE_READERS, *FOREIGN_SUFFIXES}
+    if not is_local(source) and (not source or source.startswith((".", "/", "~")) or named_like_a_file):
+        raise InputError(f"{source!r}: no such file; check the path, or use the source builtin")
 
 
 def text_of(row: object, where: str, text_field: str) -> str:
@@ -103,7 +109,7 @@ def text_of(row: object, where: str, text_field: str) -> str:
     if isinstance(row, dict):
         if text_field not in row:
             fields = textwrap.shorten(", ".join(map(str, row)), 300) or "none"
-            raise InputError(f"{where}: no field {text_field!r}; name the field with the text, this row has: {fields}")
+            raise InputError(f"{where}: no field {text_field!r}; set --text_field to the field with the text: {fields}")
         row = row[text_field]
     if not isinstance(row, str):
         raise InputError(f"{where}: {reprlib.repr(row)} is not text; a row is a string or an object with a text field")
@@ -124,6 +130,9 @@ def read_path(path: Path) -> Rows:
     """The rows of a file, or of all files with a known suffix in a folder, sorted by name."""
     known = ", ".join(FILE_READERS)
     files = sorted(f for f in path.iterdir() if suffix_of(f) in FILE_READERS) if path.is_dir() else [path]
+    for file in files:
+        if path.is_dir() and not (file.is_file() and is_inside(file, path)):  # a pipe would block
+            raise InputError(f"{file}: is not a regular file of this folder; remove it, or name the file itself")
     if not files:
         raise InputError(f"{path}: no text file in this folder; put files of {known} there")
     for file in files:
@@ -235,6 +244,8 @@ FILE_READERS = {
     ".raw": read_wikitext,
     ".parquet": read_parquet,
 }
+# No data set of the Hub is called so: a name that ends in one of these is that of a file which is not there.
+FOREIGN_SUFFIXES = (".csv", ".tsv", ".xml", ".html", ".zip", ".gz", ".bz2", ".xz", ".zst", ".tar", ".arrow")
 
 
 # ---------------------------------------------------------------------------------------------- named sources

@@ -193,10 +193,14 @@ def packable_layers(
                 chosen.append(names)
         current.result = f"{len(chosen)} found"
     if not chosen:
-        raise ValueError(
-            f"nothing to pack: none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "
-            f"exclude={exclude}; Conv1D and fused experts stay dense); prune the model: proxsparse prune"
-        )
+        if names_of_modules(model, SparseLinear):
+            reason = "the model is packed already"
+        elif len(linears) <= 1:  # lm_head at most, as in GPT-2
+            reason = f"{type(model).__name__} has its weights in Conv1D or other modules, not in nn.Linear layers"
+        else:
+            reason = f"none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "
+            reason += f"exclude={exclude}; Conv1D and fused experts stay dense); prune the model: proxsparse prune"
+        raise ValueError(f"nothing to pack: {reason}")
     return chosen
 
 

@@ -87,6 +87,8 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
     """
     from safetensors import SafetensorError, safe_open
 
+    if Path(path).is_dir():
+        raise InputError(f"mask file {str(path)!r}: it is a directory; give the masks.safetensors in it")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

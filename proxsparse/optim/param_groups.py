@@ -98,7 +98,9 @@ def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
                 "(FullyShardedDataParallel), which cuts blocks; shard with FSDP2's fully_shard instead"
             )
         if parameter.ndim >= 2:
-            check_blocks(parameter, pattern)
+            pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,")
+            if hasattr(parameter, "placements"):  # a call with any parameter would be compiled for each one
+                check_shards(parameter, pattern)
             yield parameter, scale
 
 
@@ -118,11 +120,9 @@ def trained_parameters(group: dict) -> list[tuple[Tensor, Tensor | None]]:
     return trained
 
 
-def check_blocks(parameter: Tensor, pattern: NMPattern) -> None:
-    """Raises ValueError if the parameter, or a shard of it, does not consist of whole blocks."""
-    shape, last = list(parameter.shape), parameter.ndim - 1
-    pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,")
-    placements = getattr(parameter, "placements", ())
+def check_shards(parameter: Tensor, pattern: NMPattern) -> None:
+    """Raises ValueError if the shards of a DTensor do not consist of whole blocks."""
+    shape, last, placements = list(parameter.shape), parameter.ndim - 1, parameter.placements
     along = [i for i, placement in enumerate(placements) if getattr(placement, "dim", None) in (last, -1)]
     shards = math.prod(parameter.device_mesh.size(i) for i in along)
     if shards > 1 and math.ceil(shape[last] / shards) % pattern.m:

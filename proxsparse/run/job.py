@@ -9,7 +9,7 @@ from torch import nn
 from proxsparse import plan
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.calibration import calibration_batches
-from proxsparse.data.sources import load_texts, read_limit
+from proxsparse.data.sources import check_source, load_texts, read_limit
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import masks_sha256
 from proxsparse.io.output_folder import OutputFolder
@@ -54,6 +54,8 @@ def run(config: RunConfig) -> int:
         )
     method.check(**method_options(config, method))
     check_named(config, method)
+    for source in (config.data, config.eval_data):
+        check_source(source)
     device = choose_device(distributed.local_device(config.device))
     distributed.init_process_group(device)
     with run_folder.opened(config, command, MAY_DIFFER) as folder:

@@ -1,5 +1,7 @@
 """The mask that learning starts from: what --start names, whether it fits, and how it is computed."""
 
+from pathlib import Path
+
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
@@ -20,7 +22,7 @@ def parse_start(start: str) -> Start:
     """
     if start == PRETRAINED:
         return None
-    if start.endswith(".safetensors"):
+    if start.endswith(".safetensors") or Path(start).is_dir():
         return load_masks(start)
     chosen = get_method(start, "--start")
     if launched_world_size() > 1:

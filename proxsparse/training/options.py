@@ -155,7 +155,8 @@ RANGES: Ranges = (
         lambda value: value >= 0,
         "a finite number >= 0",
     ),
-    (("learning_rate", "num_train_epochs", "frozen_eps"), lambda value: value > 0, "a finite number > 0"),
+    (("learning_rate", "frozen_eps"), lambda value: value > 0, "a finite number > 0"),
+    (("num_train_epochs",), lambda value: 0 < value <= 1e6, "a number > 0, at most 1,000,000"),
     (("warmup_ratio", "distill"), lambda value: 0 <= value <= 1, "between 0 and 1"),
 )
 
