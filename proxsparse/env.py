@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     ops = op_rows(torch.zeros(4, 8, dtype=torch.bfloat16, device=device))
     packed = packed_rows(device)
     print(f"proxsparse {proxsparse.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(f"device {device_name(device)}, {torch.get_num_threads()} threads")
+    print(f"device {device_name(device)}, threads: {torch.get_num_threads()}")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
     print(f"CUDA {torch.version.cuda or 'missing'}, ROCm {torch.version.hip or 'missing'} (of this torch)")
     print(f"compilers: {program_version(os.environ.get('CXX') or 'c++')}; nvcc {program_version('nvcc')}")
@@ -101,7 +101,7 @@ def packed_rows(device: torch.device) -> dict[str, tuple[dict, str | None]]:
     rows, values = {}, torch.zeros(4096, 2048, dtype=torch.bfloat16, device=device)
     for count in (1, 16, 512):
         x = torch.zeros(count, 4096, dtype=torch.bfloat16, device=device)
-        rows[f"{count} rows"] = row("sparse_linear", select_kernel, x, values)
+        rows[f"{count} row{'s' * (count > 1)}"] = row("sparse_linear", select_kernel, x, values)
     return rows
 
 
@@ -116,12 +116,15 @@ def row(op: str, choose: Callable, *arguments) -> tuple[dict[str, str | None], s
 
 def table(rows: dict[str, tuple[dict, str | None]]) -> str:
     """A line for each row, a column for each backend ("serves", "ready" after it, "-"), and why not."""
-    backends, lines, why_not = list(next(iter(rows.values()))[0]), [], []
+    backends, lines, why_not = list(next(iter(rows.values()))[0]), [], collections.defaultdict(list)
     for row, (reasons, serving) in rows.items():
         words = {backend: "-" if reason else "ready" for backend, reason in reasons.items()} | {serving: "serves"}
         lines.append([row, *(words[backend] for backend in backends)])
-        why_not += [f"  {row} on {backend}: {reason}" for backend, reason in reasons.items() if reason is not None]
-    return "\n".join([text_table(["", *backends], lines), "", "why not:", *why_not])
+        for backend, reason in reasons.items():
+            if reason is not None:
+                why_not[backend, reason].append(row)
+    reasons = [f"  {backend} for {', '.join(names)}: {reason}" for (backend, reason), names in why_not.items()]
+    return "\n".join([text_table(["", *backends], lines), "", "why not:", *reasons])
 
 
 if __name__ == "__main__":

@@ -317,4 +317,4 @@ def test_env_prints_who_serves_and_why_not(capsys, monkeypatch):
     rows = {line.split("  ")[0]: line.split() for line in printed.splitlines() if line}
     assert rows["prox_nm_"][-1] == "serves"
     assert rows["512 rows"][-1] == "serves"
-    assert "1 rows on cusparselt: it serves CUDA GPUs" in printed or torch.cuda.is_available()
+    assert "cusparselt for 1 row, 16 rows, 512 rows: it serves CUDA GPUs" in printed or torch.cuda.is_available()

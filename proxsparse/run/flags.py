@@ -9,14 +9,15 @@ from proxsparse.errors import InputError
 from proxsparse.io.yaml_files import MOST, read_yaml
 
 LIST = list[str] | None
-METAVARS = {bool: "true|false", int: "N", float: "X", float | None: "X"}
+METAVARS = {bool: "true|false", int: "N", float: "X", int | None: "N", float | None: "X"}
+GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
 
 
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
     """Adds a flag for every field of a dataclass, in the groups of --help that the fields name."""
     groups = {group.title: group for group in parser._action_groups}
     types = typing.get_type_hints(flags)
-    for one in dataclasses.fields(flags):
+    for one in sorted(dataclasses.fields(flags), key=lambda one: GROUPS.index(one.metadata["group"])):
         if one.metadata["yaml_only"]:
             continue
         title = one.metadata["group"]
