@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from commands import refused
 
 from proxsparse import __main__, _start, env, evaluate, pack, prune, report, train
 from proxsparse._start import COMMANDS
@@ -26,14 +28,6 @@ def run(*arguments, **settings):
     return subprocess.run([*BY_NAME, *arguments], capture_output=True, text=True, **settings)
 
 
-def fails(capsys, main, arguments, *words):
-    """The command fails with one line that holds the words, and prints nothing else."""
-    assert run_command(lambda: main(list(map(str, arguments)))) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert all(word in line for word in words), line
-
-
 def test_help_lists_every_command_and_imports_no_torch():
     done = run("--help", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0
@@ -45,17 +39,20 @@ def test_help_lists_every_command_and_imports_no_torch():
     assert not imported & {"torch", "tqdm", "transformers", "numpy"}
 
 
-def test_version_and_an_unknown_command(monkeypatch, capsys):
-    for arguments, code, out, err in (
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "err"),
+    [
         (["--version"], 0, "proxsparse 0.", ""),
         ([], 0, "usage: proxsparse COMMAND", ""),
         (["trian"], 2, "", "error: trian: no such command; choose from train, prune, evaluate, pack, report, env\n"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["proxsparse", *arguments])
-        assert __main__.main() == code
-        captured = capsys.readouterr()
-        assert captured.out.startswith(out)
-        assert captured.err == err
+    ],
+)
+def test_version_and_an_unknown_command(arguments, code, out, err, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["proxsparse", *arguments])
+    assert __main__.main() == code
+    captured = capsys.readouterr()
+    assert captured.out.startswith(out)
+    assert captured.err == err
 
 
 STARTS = {
@@ -92,7 +89,7 @@ def test_a_command_names_itself_as_it_was_started(started, shown, main, monkeypa
     ],
 )
 def test_a_wrong_flag_is_one_line(main, arguments, words, capsys):
-    fails(capsys, main, arguments, *words)
+    assert refused(capsys, main, arguments, *words) == []
 
 
 @pytest.mark.parametrize("command", [["--help"], ["prune", "--list"]], ids=" ".join)
@@ -104,17 +101,16 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
     assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
 
 
-def default_interrupt():
-    """A shell's background jobs ignore SIGINT, and with them the tests that they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("command", [["-m", "proxsparse.env"], ["-m", "proxsparse", "env"]], ids=" ".join)
 def test_ctrl_c_during_the_imports_leaves_no_traceback(command, tmp_path):
     (tmp_path / "torch.py").write_text("print('here', flush=True)\nimport time\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    where = {"env": os.environ | {"PYTHONPATH": path}, "preexec_fn": default_interrupt}
+    # a shell's background jobs ignore SIGINT, and with them the tests that they start
+    where = {
+        "env": os.environ | {"PYTHONPATH": path},
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    }
     process = subprocess.Popen([sys.executable, *command], **where, **streams)
     assert process.stdout.readline() == "here\n"
     process.send_signal(signal.SIGINT)
@@ -123,7 +119,6 @@ def test_ctrl_c_during_the_imports_leaves_no_traceback(command, tmp_path):
 
 
 def test_ctrl_c_is_an_exception_once_the_imports_are_done(capsys):
-    """So that a command can clean up."""
     before = signal.signal(signal.SIGINT, _start.quit_at_once)
     try:
         assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == INTERRUPTED
@@ -159,7 +154,8 @@ def test_a_path_that_the_locale_cannot_read_is_refused_at_once(utf8, remedy, tmp
 def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, monkeypatch, capsys):
     for name, value in ({"WORLD_SIZE": size} | more).items():
         monkeypatch.setenv(name, value)
-    fails(capsys, train.main, [], f"WORLD_SIZE={size}", words, "with torchrun, or unset WORLD_SIZE")
+    words = f"WORLD_SIZE={size}", words, "with torchrun, or unset WORLD_SIZE"
+    assert refused(capsys, train.main, [], *words) == []
 
 
 @pytest.mark.parametrize(
@@ -189,10 +185,8 @@ def test_env_says_what_to_do_for_a_faster_backend(monkeypatch, capsys):
     if torch.cuda.is_available():
         return
     *_, packed_and_ops, torch_build = capsys.readouterr().out.splitlines()
-    assert packed_and_ops.startswith("  cpp for adamw_prox_, nm_mask, ")
-    assert packed_and_ops.endswith(", packed layers: apt install g++")
-    assert "torch" in torch_build
-    assert "GPU" in torch_build
+    assert re.fullmatch(r"  cpp for adamw_prox_, nm_mask, .*, packed layers: apt install g\+\+", packed_and_ops)
+    assert re.search("torch.*GPU|GPU.*torch", torch_build)
 
 
 def test_env_names_versions_and_compilers(monkeypatch, capsys):

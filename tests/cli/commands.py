@@ -1,0 +1,53 @@
+"""A command run in this process: one that must succeed, one that must be refused, and what a pruned folder must be."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from proxsparse import NMPattern
+from proxsparse.errors import run_command
+from proxsparse.io.mask_files import load_masks
+from proxsparse.models.loading import load_model
+
+QUICK = ["--num_samples", "8", "--seq_len", "32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
+
+
+def run(main, model, text, output_dir, *flags) -> dict:
+    """Runs train or prune on a model and a text; its result.json."""
+    given = ["--model", model, "--data", text, "--eval_data", text, "--output_dir", output_dir, *QUICK, *flags]
+    assert main(list(map(str, given))) == 0
+    return json.loads((output_dir / "result.json").read_text())
+
+
+def refused(capsys, main, arguments, *words) -> list[str]:
+    """The command must fail with one line that holds all the words; returns the other lines that it prints."""
+    assert run_command(lambda: main(list(map(str, arguments)))) == 2
+    printed = capsys.readouterr()
+    *others, message = printed.err.strip().splitlines()
+    assert message.startswith("error: ")
+    for word in words:
+        assert word in message, message
+    return [*printed.out.splitlines(), *others]
+
+
+def check_pruned(before_folder, run_dir, patterns="2:4", updated=False) -> dict:
+    """Every layer is exactly its N:M, +0.0 elsewhere, its kept bits equal unless updated; the rest is untouched."""
+    files = [load_file(folder / "model.safetensors").keys() for folder in (before_folder, run_dir)]
+    before, after = (dict(load_model(str(folder))[0].named_parameters()) for folder in (before_folder, run_dir))
+    masks = load_masks(run_dir / "masks.safetensors")
+    patterns = dict.fromkeys(masks, patterns) if isinstance(patterns, str) else patterns
+    assert (files[0], before.keys(), masks.keys()) == (files[1], after.keys(), patterns.keys())
+    for name, weight in after.items():
+        pretrained, mask = before[name], masks.get(name.removesuffix(".weight"))
+        assert weight.dtype == pretrained.dtype == torch.bfloat16
+        if mask is None:
+            assert torch.equal(weight, pretrained), name
+            continue
+        assert (weight[~mask] == 0).all(), name
+        assert not weight[~mask].signbit().any(), name
+        assert torch.equal(weight[mask], pretrained[mask]) != updated, name
+        pattern = NMPattern.parse(patterns[name.removesuffix(".weight")])
+        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), name
+        assert pattern.is_feasible(weight), name
+    return masks
