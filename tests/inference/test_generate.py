@@ -4,10 +4,9 @@ import pytest
 import torch
 from pruned import prune_
 from tiny_models import MODELS, tiny_model
-from torch import nn
 
+from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.generate import GreedyDecoder, generate
-from proxsparse.inference.linear import SparseLinear
 
 
 def expected(model, input_ids, max_new_tokens):
@@ -21,35 +20,34 @@ def prompts(batch=2, length=7):
     return torch.randint(3, 260, (batch, length))
 
 
+def decode(decoder, input_ids, new_tokens):
+    tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(new_tokens - 1))]
+    return torch.cat([input_ids, *tokens], 1)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_says_what_generate_says(name):
     model, input_ids = tiny_model(name), prompts()
     found = generate(model, input_ids, 12)  # beyond the sliding windows of 4 and 8
     assert torch.equal(found, expected(model, input_ids, 12))
     assert torch.equal(found[:, :7], input_ids)
+    one = prompts(1, 1)
+    assert torch.equal(generate(model, one, 1), expected(model, one, 1))
 
 
-def test_one_new_token():
-    model, input_ids = tiny_model("llama"), prompts(1, 1)
-    assert torch.equal(generate(model, input_ids, 1), expected(model, input_ids, 1))
-
-
-def test_a_sparse_model_says_what_its_dense_form_says():
-    model, input_ids = tiny_model("llama"), prompts()
-    prune_(model.model.layers)
+def test_a_sparse_model_says_what_its_dense_form_says_also_compiled_as_a_whole():
+    model, input_ids = prune_(tiny_model("llama")), prompts()
     dense = generate(model, input_ids, 8)
-    for name, layer in list(model.model.layers.named_modules()):
-        if isinstance(layer, nn.Linear):
-            model.model.layers.set_submodule(name, SparseLinear.from_linear(layer))
-    assert torch.equal(generate(model, input_ids, 8), dense)
+    assert torch.equal(generate(sparsify_(model), input_ids, 8), dense)
+    decoder = GreedyDecoder(model, 2, 15, lambda step: torch.compile(step, backend="aot_eager", fullgraph=True))
+    assert torch.equal(decode(decoder, input_ids, 8), dense)
 
 
 def test_a_decoder_starts_again_and_keeps_its_memory():
     model, first, second = tiny_model("mistral"), prompts(), prompts()
     decoder = GreedyDecoder(model, 2, 16)
     for input_ids in (first, second, first):
-        tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(9))]
-        assert torch.equal(torch.cat([input_ids, *tokens], 1), expected(model, input_ids, 10))
+        assert torch.equal(decode(decoder, input_ids, 10), expected(model, input_ids, 10))
     with pytest.raises(ValueError, match="cache is full: it was made for length=16"):
         decoder.step()
 
@@ -67,8 +65,7 @@ def test_a_block_on_another_device_than_the_model_counts_its_own_tokens(monkeypa
 
     monkeypatch.setattr(second, "lazy_initialization", elsewhere)
     for _ in range(2):
-        tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(5))]
-        assert torch.equal(torch.cat([input_ids, *tokens], 1), expected(model, input_ids, 6))
+        assert torch.equal(decode(decoder, input_ids, 6), expected(model, input_ids, 6))
     assert first.is_counted_for
     assert second.cumulative_length == decoder.position == 7 + 5
 
@@ -82,20 +79,8 @@ def test_a_faster_step_is_warmed_up_on_memory_that_the_prefill_clears():
             step()
         return lambda: (runs.append("run"), step())
 
-    decoder = GreedyDecoder(model, 2, 10, faster)
-    tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(3))]
-    assert torch.equal(torch.cat([input_ids, *tokens], 1), expected(model, input_ids, 4))
+    assert torch.equal(decode(GreedyDecoder(model, 2, 10, faster), input_ids, 4), expected(model, input_ids, 4))
     assert len(runs) == 4  # one of them to compile
-
-
-def test_a_decode_step_compiles_as_a_whole():
-    model, input_ids = tiny_model("llama"), prompts()
-    mlp = model.model.layers[0].mlp
-    mlp.up_proj = SparseLinear.from_linear(prune_(mlp.up_proj))
-    plain = generate(model, input_ids, 4)
-    decoder = GreedyDecoder(model, 2, 11, lambda step: torch.compile(step, backend="aot_eager", fullgraph=True))
-    tokens = [decoder.prefill(input_ids).clone(), *(decoder.step().clone() for _ in range(3))]
-    assert torch.equal(torch.cat([input_ids, *tokens], 1), plain)
 
 
 @pytest.mark.gpu
@@ -115,13 +100,9 @@ def test_bad_input():
     for wrong in (input_ids[0], input_ids[:, :0], input_ids[:0], input_ids[None]):
         with pytest.raises(ValueError, match=r"input_ids of shape \[.*\] must be \[batch, prompt\]"):
             generate(model, wrong, 4)
-
-
-@pytest.mark.parametrize("shape", [(1, 7), (3, 7), (2, 9)])
-def test_a_decoder_refuses_what_it_was_not_made_for_and_serves_on(shape):
-    model, input_ids = tiny_model("llama"), prompts()
     decoder = GreedyDecoder(model, 2, 8)
     first = decoder.prefill(input_ids).clone()
-    with pytest.raises(ValueError, match=rf"{shape[1]}\]: the decoder was made for batch=2 and length=8 tokens"):
-        decoder.prefill(prompts(*shape))
+    for shape in ((1, 7), (3, 7), (2, 9)):
+        with pytest.raises(ValueError, match=rf"{shape[1]}\]: the decoder was made for batch=2 and length=8 tokens"):
+            decoder.prefill(prompts(*shape))
     assert torch.equal(torch.cat([input_ids, first, decoder.step()], 1), expected(model, input_ids, 2))

@@ -66,7 +66,7 @@ def test_gradient_of_x():
     assert torch.autograd.gradcheck(double, torch.randn(2, 24, dtype=torch.float64, requires_grad=True))
 
 
-def test_a_weight_packed_under_inference_mode_gives_no_gradient_and_says_so():
+def test_gradients_that_there_are_not_are_refused():
     with torch.inference_mode():
         sparse = SparseLinear.from_linear(linear := pruned_linear())
     x = torch.randn(2, 24, requires_grad=True)
@@ -74,26 +74,6 @@ def test_a_weight_packed_under_inference_mode_gives_no_gradient_and_says_so():
         torch.testing.assert_close(sparse(x), linear(x))
     with pytest.raises(RuntimeError, match=r"no dL/dx .* torch.inference_mode\(\): do that under torch.no_grad"):
         sparse(x)
-
-
-def test_an_adapter_learns_beside_it():
-    sparse = SparseLinear.from_linear(pruned_linear())
-    down, up = nn.Linear(24, 2, bias=False), nn.Linear(2, 7, bias=False)
-    nn.init.zeros_(up.weight)
-    model = nn.ModuleList([sparse, down, up])
-    x, target = torch.randn(16, 24), torch.randn(16, 7)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        losses.append((sparse(x) + up(down(x)) - target).square().mean())
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < 0.9 * losses[0]
-    assert sparse.values.grad is None
-
-
-def test_a_packed_weight_that_shall_learn_is_refused():
     sparse = SparseLinear.from_linear(pruned_linear()).requires_grad_(True)
     with pytest.raises(RuntimeError, match="requires_grad_"):
         sparse(torch.randn(2, 24)).sum().backward()
@@ -103,13 +83,12 @@ def test_a_packed_weight_that_shall_learn_is_refused():
 @pytest.mark.parametrize("backend", ["auto", "cpp", "reference"])
 def test_forward_calls_only_what_torch_2_11_compiles(backend, autocast, monkeypatch):
     """Dynamo of torch 2.11, unlike later ones, breaks the graph at `is_autocast_available`."""
-    x, values = torch.zeros(3, 64), torch.zeros(48, 32)
-    if reason := backend == "cpp" and get_kernel("sparse_linear", "cpp").supports(x, values):
+    if reason := backend == "cpp" and get_kernel("sparse_linear", "cpp").supports(
+        torch.zeros(3, 64), torch.zeros(48, 32)
+    ):
         pytest.skip(reason)
     layer, x = SparseLinear.from_linear(pruned_linear(64, 48), backend), torch.randn(3, 64)
-    monkeypatch.setattr(
-        torch.amp, "is_autocast_available", lambda _kind: pytest.fail("Dynamo of 2.11 breaks the graph")
-    )
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda _: pytest.fail("Dynamo of 2.11 breaks the graph"))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x)
         torch.compiler.reset()  # it compiles a function for so many layers only
@@ -129,11 +108,9 @@ def test_compiles_into_one_graph():
 
 
 def test_exports():
-    sparse, x = SparseLinear.from_linear(pruned_linear()), torch.randn(3, 24)
-    rows = torch.export.Dim("rows", max=64)
-    program = torch.export.export(sparse, (x,), dynamic_shapes=({0: rows},))
-    for count in (3, 5):
-        x = torch.randn(count, 24)
+    sparse, rows = SparseLinear.from_linear(pruned_linear()), torch.export.Dim("rows", max=64)
+    program = torch.export.export(sparse, (torch.randn(3, 24),), dynamic_shapes=({0: rows},))
+    for x in (torch.randn(3, 24), torch.randn(5, 24)):
         assert torch.equal(program.module()(x), sparse(x))
 
 
@@ -146,37 +123,26 @@ def test_meta():
 
 
 def test_casts_and_moves():
-    linear = pruned_linear()
-    sparse = SparseLinear.from_linear(linear)
-    for cast in (lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(), lambda m: m.float()):
-        before = sparse.indices.clone()
-        cast(sparse)
-        assert sparse.values.dtype == sparse.bias.dtype
+    sparse = SparseLinear.from_linear(pruned_linear())
+    before = sparse.indices.clone()
+    for dtype in (torch.half, torch.bfloat16, torch.double, torch.float):
+        sparse.to(dtype)
+        assert sparse.values.dtype == sparse.bias.dtype == dtype
         assert torch.equal(sparse.indices, before)
-        x = torch.randn(2, 24).to(sparse.values.dtype)
-        assert sparse(x).dtype == x.dtype
+        assert sparse(torch.randn(2, 24, dtype=dtype)).dtype == dtype
     assert sparse.to("meta").indices.is_meta
 
 
-def test_copies_and_pickles():
+def test_copies_pickles_and_state_dicts():
     sparse, x = SparseLinear.from_linear(pruned_linear()).eval(), torch.randn(2, 24)
-    buffer = io.BytesIO()
-    torch.save(sparse, buffer)
+    torch.save(sparse, buffer := io.BytesIO())
     buffer.seek(0)
-    for other in (
-        copy.deepcopy(sparse),
-        pickle.loads(pickle.dumps(sparse)),
-        torch.load(buffer, weights_only=False),
-    ):
+    for other in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse)), torch.load(buffer, weights_only=False)):
         assert torch.equal(other(x), sparse(x))
         assert not any(p.requires_grad for p in other.parameters())
         assert other.values.data_ptr() != sparse.values.data_ptr()
-
-
-def test_state_dict_round_trip():
-    sparse, x = SparseLinear.from_linear(pruned_linear()), torch.randn(2, 24)
-    other = SparseLinear(24, 7)
     for assign in (False, True):
+        other = SparseLinear(24, 7)
         assert other.load_state_dict(sparse.state_dict(), assign=assign) == ([], [])
         assert torch.equal(other(x), sparse(x))
     assert set(sparse.state_dict()) == {"values", "indices", "bias"}
@@ -191,48 +157,45 @@ def test_state_dict_round_trip():
         ("indices", lambda tensor: tensor.int(), "indices"),
         ("values", lambda tensor: tensor[:, :10], "indices"),
         ("values", lambda tensor: tensor.int(), "dtype"),
+        ("indices", None, "indices"),
     ],
 )
 def test_damaged_state_is_refused_with_the_name_of_the_layer(name, damage, word):
     model = nn.ModuleDict({"up_proj": SparseLinear.from_linear(pruned_linear())})
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    state = {key: tensor.clone() for key, tensor in before.items()}
-    state[f"up_proj.{name}"] = damage(state[f"up_proj.{name}"])
-    with pytest.raises(RuntimeError, match=rf"up_proj: .*{word}"):
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(model.state_dict())
+    tensor = state.pop(f"up_proj.{name}")
+    if damage:
+        state[f"up_proj.{name}"] = damage(tensor)
+    with pytest.raises(RuntimeError, match=rf"up_proj.*{word}"):
         model.load_state_dict(state)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-def test_missing_state_is_refused():
-    sparse = SparseLinear.from_linear(pruned_linear())
-    with pytest.raises(RuntimeError, match="indices"):
-        SparseLinear(24, 7).load_state_dict({"values": sparse.values, "bias": sparse.bias})
-
-
 @pytest.fixture
 def preparing(monkeypatch):
-    """A backend with a form of its own: the dense weight. Returns the list of the dtypes that it has prepared."""
+    """A backend that needs a form of its own, the dense weight. Returns the list of the dtypes that it has prepared."""
     prepared = []
-
-    def prepare(values, indices):
-        prepared.append(values.dtype)
-        return torch.ops.proxsparse.unpack_nm(values, indices, 2, 4)
-
-    def linear(x, values, indices, bias, weight):
-        assert weight.device == x.device
-        return nn.functional.linear(x, weight, bias)
-
-    kernel = Kernel("preparing", linear, lambda x, values: None, prepare)
+    kernel = Kernel(
+        "preparing",
+        lambda x, values, indices, bias, weight: nn.functional.linear(x, weight, bias),
+        lambda x, values: None,
+        lambda values, indices: prepared.append(values.dtype) or torch.ops.proxsparse.unpack_nm(values, indices, 2, 4),
+    )
     monkeypatch.setitem(registry._kernels["sparse_linear"], "preparing", kernel)
     return prepared
 
 
-def test_a_backends_own_form_is_made_once_and_dropped_when_the_weight_changes(preparing):
+def sparse_and_dense(backend="auto"):
+    """A packed layer, the dense one, and two rows of input."""
     linear = pruned_linear()
-    sparse, x = SparseLinear.from_linear(linear, "preparing"), torch.randn(2, 24)
+    return SparseLinear.from_linear(linear, backend), linear, torch.randn(2, 24)
+
+
+def test_a_backends_own_form_is_made_once_and_dropped_when_the_weight_changes(preparing):
+    sparse, linear, x = sparse_and_dense("preparing")
     assert preparing == []
-    torch.testing.assert_close(sparse(x), linear(x))
-    sparse(x)
+    for _ in range(2):
+        torch.testing.assert_close(sparse(x), linear(x))
     assert preparing == [torch.float32]
     sparse.double()(x.double())
     assert preparing == [torch.float32, torch.float64]
@@ -245,8 +208,7 @@ def test_a_backends_own_form_is_made_once_and_dropped_when_the_weight_changes(pr
 
 
 def test_a_backends_own_form_under_autocast_and_compile(preparing):
-    linear = pruned_linear()
-    sparse, x = SparseLinear.from_linear(linear, "preparing"), torch.randn(2, 24)
+    sparse, linear, x = sparse_and_dense("preparing")
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(sparse(x), linear(x))
@@ -263,12 +225,9 @@ def deriving(monkeypatch):
 
     def linear(x, values, indices, bias, weight):
         handed.append(None if weight is None else values.dtype)
-        weight = unpack_nm(values, indices) if weight is None else weight
-        return nn.functional.linear(x, weight, bias)
+        return nn.functional.linear(x, unpack_nm(values, indices) if weight is None else weight, bias)
 
-    def supports(x, values):
-        return "it has had enough rows" if len(x) > 99 else None
-
+    supports = lambda x, values: "it has had enough rows" if len(x) > 99 else None  # noqa: E731
     kernel = Kernel("deriving", linear, supports, unpack_nm, True)
     monkeypatch.setitem(registry._kernels["sparse_linear"], "deriving", kernel)
     monkeypatch.setattr(choice, "order", lambda *arguments: ["preparing", "deriving", "reference"])
@@ -277,36 +236,38 @@ def deriving(monkeypatch):
     choice.forget()
 
 
+def load(layer):
+    layer.load_state_dict(SparseLinear.from_linear(pruned_linear()).state_dict())
+    return layer
+
+
 CHANGES = {
     "cast": lambda layer: layer.double().float(),
     "moved": lambda layer: layer.to("cpu"),
     "copied": copy.deepcopy,
     "pickled": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "loaded": load,
 }
 
 
-@pytest.mark.parametrize("change", [*CHANGES.values(), None], ids=[*CHANGES, "loaded"])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("backend", ["deriving", "auto"])
 def test_a_form_that_is_optional_is_held_until_the_weight_changes(backend, change, deriving):
-    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), backend), torch.randn(2, 24)
+    sparse, linear, x = sparse_and_dense(backend)
     if backend == "auto":
         assert sparse.prepare_("deriving") is sparse
     for _ in range(2):
         torch.testing.assert_close(sparse(x), linear(x))
     assert deriving == [torch.float32] * 2
-    if change:
-        sparse = change(sparse)
-    else:
-        sparse.load_state_dict(SparseLinear.from_linear(linear := pruned_linear()).state_dict())
+    sparse = CHANGES[change](sparse)
     assert sparse.prepared is None
-    torch.testing.assert_close(sparse(x), linear(x))
+    torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.dense_weight(), sparse.bias))
     assert deriving[2:] == [None if backend == "auto" else torch.float32]
 
 
 def test_a_form_is_that_of_one_backend(deriving, preparing):
-    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), "deriving"), torch.randn(2, 24)
-    sparse(x)
-    for backend in ("auto", "preparing"):
+    sparse, linear, x = sparse_and_dense("deriving")
+    for backend in ("deriving", "auto", "preparing"):
         sparse.backend = backend
         torch.testing.assert_close(sparse(x), linear(x))
     assert deriving == [torch.float32, None]
@@ -314,7 +275,7 @@ def test_a_form_is_that_of_one_backend(deriving, preparing):
 
 
 def test_auto_derives_a_form_that_is_optional_and_never_takes_a_backend_that_needs_one(deriving, preparing):
-    sparse, x = SparseLinear.from_linear(pruned_linear()), torch.randn(2, 24)
+    sparse, _, x = sparse_and_dense()
     for _ in range(2):
         sparse(x)
     assert deriving == [None, None]
@@ -327,7 +288,7 @@ def test_auto_derives_a_form_that_is_optional_and_never_takes_a_backend_that_nee
 
 
 def test_a_compiled_call_holds_no_form_that_is_optional_and_uses_one_that_is_held(deriving):
-    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), "deriving"), torch.randn(2, 24)
+    sparse, linear, x = sparse_and_dense("deriving")
     compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
     for _ in range(2):
         torch.testing.assert_close(compiled(x), linear(x))
@@ -339,7 +300,7 @@ def test_a_compiled_call_holds_no_form_that_is_optional_and_uses_one_that_is_hel
 
 @pytest.mark.parametrize("backend", ["deriving", "preparing"])
 def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(backend, deriving, preparing, monkeypatch):
-    sparse, x = SparseLinear.from_linear(linear := pruned_linear(), backend), torch.randn(2, 24)
+    sparse, linear, x = sparse_and_dense(backend)
     capturing = [True]
     monkeypatch.setattr(inference_linear, "is_capturing", lambda tensor: capturing[0])
     torch.testing.assert_close(sparse(x), linear(x))
@@ -366,12 +327,13 @@ def test_a_refused_call_makes_no_form(deriving):
 
 def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monkeypatch):
     auto, other = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "reference"))
-    with pytest.raises(ValueError, match="'reference' reads the packed form; there is nothing to prepare"):
-        auto.prepare_("reference")
-    with pytest.raises(ValueError, match="a layer of backend 'auto' never calls 'preparing'"):
-        auto.prepare_("preparing")
-    with pytest.raises(ValueError, match="a layer of backend 'reference' never calls 'deriving'"):
-        other.prepare_("deriving")
+    for layer, backend, message in (
+        (auto, "reference", "'reference' reads the packed form; there is nothing to prepare"),
+        (auto, "preparing", "a layer of backend 'auto' never calls 'preparing'"),
+        (other, "deriving", "a layer of backend 'reference' never calls 'deriving'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer.prepare_(backend)
     monkeypatch.setattr(inference_linear, "MANY_ROWS", 100)
     with pytest.raises(RuntimeError, match="'deriving' cannot serve this layer: it has had enough rows"):
         auto.prepare_("deriving")

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from proxsparse.models.layers import prunable_layers
+
 
 def correlated_inputs(tokens, features, dtype=torch.float64, seed=0):
     """[tokens, features] from a few common factors plus noise, with feature scales that differ."""
@@ -21,3 +23,23 @@ def layer_and_statistics(statistics, inputs, out_features=6):
     for part in inputs.split(100):
         collected.add(part)
     return layer, collected
+
+
+def output_error(dense, inputs, mask, updated=None):
+    """||X (W - W')^T||_F of the pruned weight W', in its own precision."""
+    pruned = torch.where(mask, dense if updated is None else updated.to(dense.dtype), 0.0)
+    return ((dense - pruned).double() @ inputs.double().T).norm().item()
+
+
+@torch.no_grad()
+def hooked_inputs(model, batches):
+    """Layer name -> one [tokens, in_features] a batch, by plain hooks on plain forward passes."""
+    seen, handles = {name: [] for name in prunable_layers(model)}, []
+    for name, layer in prunable_layers(model).items():
+        hook = lambda _, args, name=name: seen[name].append(args[0].flatten(0, -2))  # noqa: E731
+        handles.append(layer.register_forward_pre_hook(hook))
+    for batch in batches:
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    for handle in handles:
+        handle.remove()
+    return seen

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from layer_cases import hooked_inputs
 
 from proxsparse import NMPattern
 from proxsparse.allocations.alphapruning import alpha_peak
@@ -25,11 +26,7 @@ def deep_model():
     """number of decoder blocks -> a Llama whose blocks differ in their outliers and in the shape of their spectra."""
 
     def build(blocks: int = BLOCKS):
-        import transformers
-
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model("llama", **{**tiny_models.COMMON, "num_hidden_layers": blocks})
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = tiny_models.tiny_model("llama", num_hidden_layers=blocks)
         for layer in prunable_layers(model).values():
             layer.weight.data *= 10.0 ** torch.rand(layer.out_features, 1) ** 2
             layer.weight.data[torch.rand_like(layer.weight) < 0.05 * torch.rand(())] *= 8
@@ -38,23 +35,8 @@ def deep_model():
     return build
 
 
-def dense_inputs(model, batches):
-    """Layer name -> float64 [tokens, in_features] of all batches, by hooks on plain forward passes."""
-    seen = {name: [] for name in prunable_layers(model)}
-    handles = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: seen[name].append(args[0][0].double().numpy()))
-        for name, layer in prunable_layers(model).items()
-    ]
-    with torch.no_grad():
-        for batch in batches:
-            model(input_ids=batch["input_ids"])
-    for handle in handles:
-        handle.remove()
-    return {name: np.concatenate(rows) for name, rows in seen.items()}
-
-
 def layers_of_block(model, index):
-    return {name: layer for name, layer in prunable_layers(model).items() if f"layers.{index}." in name}
+    return prunable_layers(model, include=[rf"layers\.{index}\."])
 
 
 def wishes_of(name, model, batches, pattern="2:4", **options):
@@ -75,21 +57,19 @@ def squared_distance(counts, wishes):
     return sum((n - wish) ** 2 for n, wish in zip(counts, wishes, strict=True))
 
 
-# --------------------------------------------------------------------------------------------------- the rankings
+def between_0_and_1(values):
+    return (np.array(values) - min(values)) / (max(values) - min(values))
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "5:8"])
 def test_owl_wishes_by_hand(pattern, deep_model, batches):
-    model, inputs, outliers = deep_model(), dense_inputs(deep_model(), batches), []
+    model, inputs, outliers = deep_model(), hooked_inputs(deep_model(), batches), []
+    norms = {name: torch.cat(rows).double().square().sum(0).sqrt() for name, rows in inputs.items()}
     for index in range(BLOCKS):
-        scores = [
-            (layer.weight.double().abs().detach().numpy() * np.linalg.norm(inputs[name], axis=0)).ravel()
-            for name, layer in layers_of_block(model, index).items()
-        ]
-        scores = np.concatenate(scores)
-        outliers.append(100 * np.mean(scores > 3 * scores.mean()))
-    outliers = np.array(outliers)
-    ratio = (outliers - outliers.min()) / (outliers.max() - outliers.min()) * 2
+        layers = layers_of_block(model, index).items()
+        scores = torch.cat([(layer.weight.double().abs() * norms[name]).flatten() for name, layer in layers])
+        outliers.append(100 * (scores > 3 * scores.mean()).double().mean().item())
+    ratio = between_0_and_1(outliers) * 2
     expected = NMPattern.parse(pattern).n + ratio - ratio.mean()
     assert wishes_of("owl", model, batches, pattern, outlier_factor=3.0) == pytest.approx(expected, abs=1e-9)
 
@@ -112,13 +92,9 @@ def alpha_by_hand(weight):
 
 def test_alphapruning_wishes_by_hand(deep_model):
     model, epsilon = deep_model(), 0.4
-    alphas = np.array(
-        [
-            np.mean([alpha_by_hand(layer.weight.detach()) for layer in layers_of_block(model, index).values()])
-            for index in range(BLOCKS)
-        ]
-    )
-    quota = (alphas - alphas.min()) / (alphas.max() - alphas.min()) * 2 * epsilon + 1 - epsilon
+    blocks = [layers_of_block(model, index).values() for index in range(BLOCKS)]
+    alphas = [np.mean([alpha_by_hand(layer.weight.detach()) for layer in block]) for block in blocks]
+    quota = between_0_and_1(alphas) * 2 * epsilon + 1 - epsilon
     pruned = 0.5 * quota / quota.mean()
     assert wishes_of("alphapruning", model, (), epsilon=epsilon) == pytest.approx(4 - 4 * pruned, abs=1e-3)
 
@@ -144,19 +120,20 @@ def test_alpha_ignores_the_zeros_of_a_singular_matrix():
     assert singular == pytest.approx([alone, alone], rel=1e-3)
 
 
-# ----------------------------------------------------------------------------------------------------- the budget
-
-
-def test_equal_blocks_meet_the_budget_by_the_nearest_moves():
-    """Rounding gives 7 and 9 of 8: 1.4 and 2.6 are nearest to a boundary; the last is clamped only."""
-    assert nearest_counts([1.3, 1.4, 3.1, 2.1], [7] * 4, NMPattern(2, 4)) == [1, 2, 3, 2]
-    assert nearest_counts([2.6, 2.9, 1.4, 2.0], [7] * 4, NMPattern(2, 4)) == [2, 3, 1, 2]
-    assert nearest_counts([5.0, -3.0, 2.0, 2.0], [7] * 4, NMPattern(2, 4)) == [3, 1, 2, 2]
-
-
-def test_of_equally_good_ways_the_early_blocks_gain():
-    assert nearest_counts([2.5, 1.5], [7] * 2, NMPattern(2, 4)) == [3, 1]
-    assert nearest_counts([1.5, 2.5], [7] * 2, NMPattern(2, 4)) == [2, 2]
+@pytest.mark.parametrize(
+    ("wishes", "counts"),
+    [
+        # rounding gives 7 and 9 of 8: 1.4 and 2.6 are nearest to a boundary; the last is clamped only
+        ([1.3, 1.4, 3.1, 2.1], [1, 2, 3, 2]),
+        ([2.6, 2.9, 1.4, 2.0], [2, 3, 1, 2]),
+        ([5.0, -3.0, 2.0, 2.0], [3, 1, 2, 2]),
+        # of equally good ways the early blocks gain
+        ([2.5, 1.5], [3, 1]),
+        ([1.5, 2.5], [2, 2]),
+    ],
+)
+def test_equal_blocks_meet_the_budget_by_the_nearest_moves(wishes, counts):
+    assert nearest_counts(wishes, [7] * len(wishes), NMPattern(2, 4)) == counts
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8"])
@@ -222,16 +199,11 @@ def test_unequal_decoder_blocks_come_as_near_as_they_can(name, deep_model, batch
     assert budget(layers, patterns) == pytest.approx(np.average(counts, weights=sizes) / 4)
 
 
-# ------------------------------------------------------------------------------------------------ pruning with it
-
-
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 @pytest.mark.parametrize("name", ["owl", "alphapruning"])
-def test_methods_follow_the_allocation(method, name, deep_model, batches):
-    model = deep_model()
-    layers = prunable_layers(model)
+def test_methods_follow_the_allocation(name, deep_model, batches):
+    layers = prunable_layers(model := deep_model())
     patterns = allocate(name, model, layers, batches, "2:4", **OPTIONS[name])
-    masks = prune_(model, method, batches, patterns)
+    masks = prune_(model, "wanda", batches, patterns)
     assert list(masks) == list(layers)
     assert {pattern.n for pattern in patterns.values()} == {1, 2, 3}
     for layer_name, mask in masks.items():
@@ -241,20 +213,10 @@ def test_methods_follow_the_allocation(method, name, deep_model, batches):
     assert sum(mask.sum() for mask in masks.values()) == sum(mask.numel() for mask in masks.values()) / 2
 
 
-def test_uniform_is_no_allocation(deep_model, batches):
-    one, other = deep_model(), deep_model()
-    masks = prune_(one, "wanda", batches, "2:4")
-    patterns = allocate("uniform", other, prunable_layers(other), (), "2:4")
-    for name, mask in prune_(other, "wanda", batches, patterns).items():
-        assert torch.equal(mask, masks[name]), name
-
-
-def test_uniform_works_where_nothing_can_move(deep_model):
-    layers = prunable_layers(model := deep_model(1), "1:2")
-    assert set(allocate("uniform", model, layers, (), "1:2").values()) == {NMPattern(1, 2)}
-
-
-# ------------------------------------------------------------------------------------------------------ bad input
+@pytest.mark.parametrize(("blocks", "pattern"), [(BLOCKS, "2:4"), (1, "1:2")])
+def test_uniform_gives_every_layer_the_pattern(blocks, pattern, deep_model):
+    layers = prunable_layers(model := deep_model(blocks), pattern)
+    assert allocate("uniform", model, layers, (), pattern) == dict.fromkeys(layers, NMPattern.parse(pattern))
 
 
 @pytest.mark.parametrize(
@@ -280,13 +242,11 @@ def test_bad_input_names_the_remedy(name, pattern, options, message, deep_model,
 
 
 @pytest.mark.parametrize("name", ["owl", "alphapruning"])
-def test_one_decoder_block_has_nobody_to_share_with(name, deep_model, batches):
-    model = deep_model(1)
+@pytest.mark.parametrize(("blocks", "include"), [(1, None), (3, [r"layers\.1\."])])
+def test_one_decoder_block_cannot_share(name, blocks, include, deep_model, batches):
+    layers = prunable_layers(model := deep_model(blocks), include=include)
     with pytest.raises(InputError, match=f"'{name}': 1 decoder block with layers.*uniform"):
-        allocate(name, model, prunable_layers(model), batches, "2:4")
-    model = deep_model(3)
-    with pytest.raises(InputError, match="1 decoder block with layers"):
-        allocate(name, model, prunable_layers(model, include=[r"layers\.1\."]), batches, "2:4")
+        allocate(name, model, layers, batches, "2:4")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])

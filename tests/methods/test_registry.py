@@ -15,6 +15,21 @@ def bits(tensor):
     return tensor.detach().contiguous().view(torch.uint8)
 
 
+def check_pruned(model, dense, masks, patterns, updated):
+    """Every layer with a mask is exactly N:M with +0.0 elsewhere, its kept bits equal unless updated; the rest is."""
+    for key, after in model.named_parameters():
+        name = key.removesuffix(".weight")
+        assert after.dtype == dense[key].dtype
+        if name not in masks:
+            assert torch.equal(bits(after), bits(dense[key])), key
+            continue
+        pattern, mask = NMPattern.parse(patterns if isinstance(patterns, str) else patterns[name]), masks[name]
+        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), key
+        assert (bits(after[~mask]) == 0).all(), key
+        assert torch.equal(bits(after[mask]), bits(dense[key][mask])) != updated, key
+
+
+# Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 # Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
 
@@ -26,15 +41,7 @@ def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
     masks = prune_(model, name, batches)
     assert list(masks) == list(prunable_layers(model))
     assert len(masks) == LAYER_COUNT.get(family, 14)
-    for key, after in model.named_parameters():
-        mask = masks.get(key.removesuffix(".weight"))
-        if mask is None:
-            assert torch.equal(bits(after), bits(dense[key])), key
-            continue
-        assert (NMPattern(2, 4).blocks(mask).sum(-1) == 2).all(), key
-        assert (bits(after[~mask]) == 0).all(), key
-        unchanged = torch.equal(bits(after[mask]), bits(dense[key][mask]))
-        assert unchanged != get_method(name).updates_weights, key
+    check_pruned(model, dense, masks, "2:4", get_method(name).updates_weights)
 
 
 @pytest.mark.parametrize("name", list_methods())
@@ -53,46 +60,27 @@ def test_a_pattern_for_every_layer(name, tiny_model, batches):
     patterns = {key: "1:4" if ".0." in key else "3:4" for key in prunable_layers(model) if "c_fc" not in key}
     masks = prune_(model, name, batches, patterns)
     assert list(masks) == list(patterns)
-    for key, mask in masks.items():
-        pattern = NMPattern.parse(patterns[key])
-        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), key
-    for key, after in model.named_parameters():
-        assert torch.equal(after, dense[key]) == (key.removesuffix(".weight") not in masks), key
+    check_pruned(model, dense, masks, patterns, get_method(name).updates_weights)
 
 
 @pytest.mark.parametrize("name", list_methods())
 @pytest.mark.parametrize("pattern", ["1:4", "4:8"])
-def test_other_patterns_and_bfloat16(name, pattern, tiny_model, batches):
-    model = tiny_model(dtype=torch.bfloat16)
-    masks = prune_(model, name, batches, pattern)
-    for layer_name, layer in prunable_layers(model).items():
-        assert layer.weight.dtype == torch.bfloat16
-        assert (NMPattern.parse(pattern).blocks(masks[layer_name]).sum(-1) == NMPattern.parse(pattern).n).all()
-        assert NMPattern.parse(pattern).is_feasible(layer.weight)
-
-
-@pytest.mark.parametrize("name", list_methods())
-def test_exclude_leaves_layers_dense(name, tiny_model, batches):
-    model, dense = tiny_model(), tiny_model().state_dict()
-    masks = prune_(model, name, batches, exclude=[r"layers\.0\.", "down_proj"])
+def test_other_patterns_in_bfloat16_with_layers_left_out(name, pattern, tiny_model, batches):
+    model, dense = (tiny_model(dtype=torch.bfloat16) for _ in range(2))
+    masks = prune_(model, name, batches, pattern, exclude=[r"layers\.0\.", "down_proj"])
     assert len(masks) == 6
-    for key, after in model.state_dict().items():
-        assert torch.equal(after, dense[key]) == (key.removesuffix(".weight") not in masks), key
+    check_pruned(model, dict(dense.named_parameters()), masks, pattern, get_method(name).updates_weights)
 
 
 @pytest.mark.parametrize("name", list_methods())
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])  # an expert sees tokens, and does not know which are padding
 def test_padding_does_not_count(family, name, tiny_model, batches):
-    ids = batches[0]["input_ids"]
-    padding = torch.full((1, 5), 7)
-    padded = {
-        "input_ids": torch.cat([ids, padding], dim=1),
-        "attention_mask": torch.cat([torch.ones_like(ids), torch.zeros_like(padding)], dim=1),
-    }
+    ids, padding = batches[0]["input_ids"], torch.full((1, 5), 7)
+    mask = torch.cat([torch.ones_like(ids), torch.zeros_like(padding)], dim=1)
+    padded = {"input_ids": torch.cat([ids, padding], dim=1), "attention_mask": mask}
     alone, beside = tiny_model(family), tiny_model(family)
     masks, padded_masks = prune_(alone, name, batches[:1]), prune_(beside, name, [padded])
-    for layer_name, mask in masks.items():
-        assert torch.equal(mask, padded_masks[layer_name]), layer_name
+    assert all(torch.equal(mask, padded_masks[layer]) for layer, mask in masks.items())
     for one, other in zip(alone.parameters(), beside.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
@@ -109,9 +97,31 @@ def test_training_modes_come_back(tiny_model, batches):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_unknown_method_lists_the_choices(tiny_model):
-    with pytest.raises(InputError, match=rf"'obs'.*{', '.join(list_methods())}"):
-        prune_(tiny_model(), "obs")
+def without_layers(model):
+    for block in model.model.layers:
+        block.self_attn = block.mlp = torch.nn.Identity()
+
+
+def overflowing(model):
+    model.model.layers[1].input_layernorm.weight.data[0] = torch.inf
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "method", "options", "message"),
+    [
+        ("llama", None, "obs", {}, rf"'obs'.*{', '.join(list_methods())}"),
+        ("llama", None, "magnitude", {"pattern": {"lm_head": "2:4"}}, r"lm_head.*no such"),
+        ("llama", without_layers, "magnitude", {}, r"no layer to prune: 0 nn\.Linear"),
+        ("llama", overflowing, "wanda", {}, r"model\.layers\.1\.self_attn\.q_proj: .*overflow"),
+        ("mixtral", None, "wanda", {}, r"layers\.0\.mlp\.experts\.\d\..*no calibration token.*--exclude"),
+    ],
+)
+def test_what_cannot_be_pruned_is_named(family, change, method, options, message, tiny_model, batches):
+    model = tiny_model(family)
+    if change:
+        change(model)
+    with pytest.raises(InputError, match=message):
+        prune_(model, method, [{name: tensor[:, :1] for name, tensor in batches[0].items()}], **options)
 
 
 @pytest.mark.parametrize("name", list_methods())
@@ -126,32 +136,3 @@ def test_options_need_a_default():
         @register_layer_method("x", updates_weights=False, paper="none")
         def prune_x(weight, statistics, pattern, *, rate):
             """Never registered."""
-
-
-def test_a_pattern_of_a_layer_that_is_not_there(tiny_model):
-    with pytest.raises(InputError, match=r"lm_head.*no such"):
-        prune_(tiny_model(), "magnitude", pattern={"lm_head": "2:4"})
-
-
-def test_a_model_without_linear_layers(tiny_model):
-    model = tiny_model()
-    for block in model.model.layers:
-        block.self_attn = block.mlp = torch.nn.Identity()
-    with pytest.raises(InputError, match=r"no layer to prune: 0 nn\.Linear"):
-        prune_(model, "magnitude")
-
-
-def test_an_expert_that_no_token_reached_is_named(tiny_model, batches):
-    with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts\.\d\..*no calibration token.*--exclude"):
-        prune_(tiny_model("mixtral"), "wanda", [one_token(batches[0])])
-
-
-def one_token(batch):
-    return {name: tensor[:, :1] for name, tensor in batch.items()}
-
-
-def test_overflowing_inputs_name_the_layer(tiny_model, batches):
-    model = tiny_model()
-    model.model.layers[1].input_layernorm.weight.data[0] = torch.inf
-    with pytest.raises(InputError, match=r"model\.layers\.1\.self_attn\.q_proj: .*overflow"):
-        prune_(model, "wanda", batches)
