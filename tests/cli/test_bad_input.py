@@ -208,11 +208,13 @@ def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
     ("arguments", "words"),
     [
         (["./absent"], ["./absent"]),
+        ([UP, "--data", "{data}", "--seq_len", "64"], [f"{UP}.weight has weights that are NaN"]),
         (["{model}", "--data", "{data}", "--seq_len", "0"], ["seq_len=0"]),
         (["{model}", "--data", "{data}", "--seq_len", "1000000"], ["1000000", "128 positions", "lower --seq_len"]),
     ],
 )
-def test_evaluate_refuses(arguments, words, tiny_llama, text_file, capsys):
+def test_evaluate_refuses(arguments, words, tiny_llama, text_file, capsys, bad_files, monkeypatch):
+    monkeypatch.chdir(bad_files)
     refused(capsys, evaluate.main, [a.format(model=tiny_llama, data=text_file) for a in arguments], *words)
 
 

@@ -8,7 +8,6 @@ import torch
 from commands import refused
 from pruned import pruned_model
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_model
 
 from proxsparse import evaluate, pack, prune, train
 from proxsparse.inference import packed_checkpoint
@@ -41,12 +40,11 @@ def packed(source, target, *flags):
 
 
 @pytest.fixture
-def spoiled(run_dir, packed_dir, tmp_path):
-    """spoiled(change) -> a copy of the run's folder, or of the packed one, that `change` has changed."""
+def spoiled(run_dir, tmp_path):
+    """spoiled(change) -> a copy of the run's folder that `change` has changed."""
 
-    def make(change, from_packed=False):
-        folder = shutil.copytree(packed_dir if from_packed else run_dir, tmp_path / "spoiled")
-        change(folder)
+    def make(change):
+        change(folder := shutil.copytree(run_dir, tmp_path / "spoiled"))
         return folder
 
     return make
@@ -124,21 +122,30 @@ def test_include_and_exclude(run_dir, tmp_path):
     assert packed_layers(folder) == [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def test_overwriting_leaves_nothing_of_what_was_there(run_dir, tmp_path, capsys):
+def test_overwriting_leaves_nothing_of_what_was_there_but_a_folder_named_like_a_file(run_dir, tmp_path, capsys):
     target = packed(run_dir, tmp_path / "packed", "--max_shard_size", "20KB")
     refused(capsys, pack.main, [run_dir, "--output_dir", target], "not empty", "--overwrite_output_dir")
+    (target / "vocab.json").mkdir()
+    (target / "model.safetensors").write_text("damaged")
     packed(run_dir, target, "--overwrite_output_dir")
     assert sorted(path.name for path in target.glob("model*")) == ["model.safetensors"]
+    assert (target / "vocab.json").is_dir()
+    assert len(model_tensors(target)) > 14
 
 
-def test_an_interrupted_pack_leaves_nothing(run_dir, tmp_path, monkeypatch):
+def test_an_interrupted_pack_leaves_nothing_and_one_that_was_killed_is_repeated(run_dir, tmp_path, monkeypatch):
     def interrupted(*_arguments, **_keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pack, "copy_files", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        packed(run_dir, tmp_path / "packed")
+    with monkeypatch.context() as patch:
+        patch.setattr(pack, "copy_files", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            packed(run_dir, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+    write_marker(tmp_path, {"format": "", "run_id": "1", "command": "pack", "settings": {}, "others": []})
+    (tmp_path / ".incomplete").mkdir()
+    (tmp_path / ".incomplete" / "0.part").write_text("half")
+    assert not (packed(run_dir, tmp_path) / ".incomplete").exists()
 
 
 def test_evaluate_takes_a_packed_folder(run_dir, packed_dir, text_file, capsys):
@@ -148,22 +155,6 @@ def test_evaluate_takes_a_packed_folder(run_dir, packed_dir, text_file, capsys):
         assert evaluate.main([str(folder), *flags]) == 0
         scores.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"])
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
-
-
-def test_a_folder_named_like_a_file_survives_overwriting(run_dir, tmp_path):
-    folder = packed(run_dir, tmp_path / "out")
-    (folder / "vocab.json").mkdir()
-    (folder / "model.safetensors").write_text("damaged")
-    packed(run_dir, folder, "--overwrite_output_dir")
-    assert (folder / "vocab.json").is_dir()
-    assert len(model_tensors(folder)) > 14
-
-
-def test_a_pack_that_was_killed_is_repeated(run_dir, tmp_path):
-    write_marker(tmp_path, {"format": "", "run_id": "1", "command": "pack", "settings": {}, "others": []})
-    (tmp_path / ".incomplete").mkdir()
-    (tmp_path / ".incomplete" / "0.part").write_text("half")
-    assert not (packed(run_dir, tmp_path) / ".incomplete").exists()
 
 
 def test_code_of_a_checkpoint_never_runs(spoiled, tmp_path, monkeypatch, capsys):
@@ -178,16 +169,6 @@ def test_code_of_a_checkpoint_never_runs(spoiled, tmp_path, monkeypatch, capsys)
     refused(capsys, pack.main, [folder, "--output_dir", tmp_path / "out"], "auto_map", "never run")
     refused(capsys, evaluate.main, [folder, "--data", "builtin"], "auto_map", "never run")
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_layer_that_is_tied_is_refused_only_where_it_is_named(tmp_path, capsys):
-    model = pruned_model()
-    model.config.tie_word_embeddings = True
-    model.tie_weights()
-    model.save_pretrained(tmp_path / "model")
-    flags = [tmp_path / "model", "--output_dir", tmp_path / "out", "--include", "mlp", "lm_head"]
-    refused(capsys, pack.main, flags, "lm_head: its weight is tied")
-    packed(tmp_path / "model", tmp_path / "out")
 
 
 def test_nothing_is_written_before_all_is_decided(tiny_llama, spoiled, tmp_path, monkeypatch, capsys):
@@ -273,45 +254,21 @@ def index_of(content):
     return lambda folder: (folder / "model.safetensors.index.json").write_text(content)
 
 
-def forget_layer(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["layers"].remove(UP)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
-    ("from_packed", "damage", "words"),
+    ("damage", "words"),
     [
-        (False, cut, ["model.safetensors", "cut off"]),
-        (False, lambda folder: (folder / "model.safetensors").unlink(), ["no model.safetensors"]),
-        (False, index_of('{"weight_map": {"a": "b.safetensors"}}'), ["no b.safetensors"]),
-        (False, index_of('{"weights": 1}'), ["index.json is malformed"]),
-        (False, index_of('{"weight_map": {}}'), ["index.json holds no tensors"]),
-        (False, lambda folder: save_file({}, folder / "model.safetensors"), ["model.safetensors holds no tensors"]),
-        (False, lambda folder: (folder / "config.json").write_text("{"), ["config.json", "malformed"]),
-        (False, lambda folder: (folder / "config.json").write_text("{}"), ["config.json"]),
-        (False, rewrite(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][1:]})), [UP, "[63, 32]", "[64, 32]"]),
-        (False, rewrite(lambda t: t[f"{UP}.weight"][0, :4].fill_(1.0)), [UP, "1 of 512 blocks", "exclude"]),
-        (True, cut, ["model.safetensors", "cut off"]),
-        (True, rewrite(lambda t: t.pop(f"{UP}.indices")), [UP, "no file has"]),
-        (True, rewrite(lambda t: t[f"{UP}.indices"].zero_()), ["model.safetensors", UP, "out of order"]),
-        (
-            True,
-            rewrite(lambda t: t.update({f"{UP}.weight": torch.zeros(64, 32)})),
-            [f"{UP}.weight", "lists this layer"],
-        ),
-        (True, forget_layer, [f"{UP}.indices", "config.json does not list"]),
+        (cut, ["model.safetensors", "cut off"]),
+        (lambda folder: (folder / "model.safetensors").unlink(), ["no model.safetensors"]),
+        (index_of('{"weight_map": {"a": "b.safetensors"}}'), ["no b.safetensors"]),
+        (index_of('{"weights": 1}'), ["index.json is malformed"]),
+        (index_of('{"weight_map": {}}'), ["index.json holds no tensors"]),
+        (lambda folder: save_file({}, folder / "model.safetensors"), ["model.safetensors holds no tensors"]),
+        (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "malformed"]),
+        (lambda folder: (folder / "config.json").write_text("{}"), ["config.json"]),
+        (rewrite(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][1:]})), [UP, "[63, 32]", "[64, 32]"]),
+        (rewrite(lambda t: t[f"{UP}.weight"][0, :4].fill_(1.0)), [UP, "1 of 512 blocks", "exclude"]),
     ],
 )
-def test_damaged_folders(from_packed, damage, words, spoiled, tmp_path, capsys):
-    flags = [spoiled(damage, from_packed), "--output_dir", tmp_path / "out", *(["--unpack"] if from_packed else [])]
-    refused(capsys, pack.main, flags, *words)
+def test_damaged_folders(damage, words, spoiled, tmp_path, capsys):
+    refused(capsys, pack.main, [spoiled(damage), "--output_dir", tmp_path / "out"], *words)
     assert not names_in(tmp_path / "out")
-
-
-def test_a_mixture_packs_its_attention_only(tmp_path):
-    model = save_tiny_model("mixtral", tmp_path / "model")
-    flags = ["--method", "magnitude", "--model", str(model), "--output_dir", str(tmp_path / "run")]
-    assert prune.main([*flags, "--eval_data", "none"]) == 0
-    layers = packed_layers(packed(tmp_path / "run", tmp_path / "packed"))
-    assert layers == [f"model.layers.{i}.self_attn.{x}_proj" for i in (0, 1) for x in "qkvo"]

@@ -260,17 +260,6 @@ def test_changed_data_is_refused(flags, text_file, in_child, tmp_path, capsys):
     refused(capsys, prune.main, [*arguments, *RESUME], "--data have changed")
 
 
-def test_a_damaged_block_is_pruned_again(stopped, in_child, run_dir):
-    block = run_dir / "finished_blocks" / BLOCKS[0]
-    block.write_bytes(block.read_bytes()[:-10])
-    code, said = in_child([*stopped, *RESUME])
-    assert code == 0
-    assert f"{BLOCKS[0]} is damaged (" in said
-    resumed = result_of(run_dir)
-    assert in_child([*stopped, "--overwrite_output_dir"])[0] == 0
-    assert result_of(run_dir) == resumed
-
-
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"{", b'{"format": "proxsparse-run-1"}', b"[" * 100_000])
 def test_a_damaged_marker_is_refused(content, stopped, capsys, no_model, run_dir):
     (run_dir / ".proxsparse.json").write_bytes(content)

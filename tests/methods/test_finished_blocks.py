@@ -1,4 +1,4 @@
-"""A walk that was stopped goes on behind the decoder blocks that are kept on disk, and ends with the same bits."""
+"""A walk that was stopped continues after the decoder blocks that are kept on disk, and ends with the same bits."""
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ def store(tmp_path):
 
 @pytest.fixture
 def blocks(store):
-    """Its folder of finished blocks."""
     return store.directory / FINISHED_BLOCKS
 
 
@@ -30,31 +29,28 @@ class Stopped(Exception):
 
 
 @pytest.fixture
-def stop_after(monkeypatch):
-    """stop_after(k): the walk ends as soon as k decoder blocks are kept."""
+def prune_first(monkeypatch, batches, store):
+    """prune_first(model, method): the walk ends as soon as the first decoder block is kept in the store."""
 
-    def arm(count):
-        def save(folder, *arguments):
-            finished_blocks.save_block(folder, *arguments)
-            if len(list(folder.iterdir())) == count:
-                raise Stopped
+    def save(*arguments):
+        finished_blocks.save_block(*arguments)
+        raise Stopped
 
-        monkeypatch.setattr(walk, "save_block", save)
+    def prune(model, method, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(walk, "save_block", save)
+            with pytest.raises(Stopped):
+                prune_(model, method, batches, store=store, **options)
 
-    return arm
+    return prune
 
 
 @pytest.fixture
 def visited(monkeypatch):
     """The indices of the decoder blocks whose inputs are collected from now on."""
-    indices = []
-
-    def counted(block, index, *arguments):
-        indices.append(index)
-        return statistics_of(block, index, *arguments)
-
-    statistics_of = walk.statistics_of
-    monkeypatch.setattr(walk, "statistics_of", counted)
+    indices, statistics_of = [], walk.statistics_of
+    count = lambda block, index, *rest: indices.append(index) or statistics_of(block, index, *rest)  # noqa: E731
+    monkeypatch.setattr(walk, "statistics_of", count)
     return indices
 
 
@@ -66,37 +62,24 @@ def check_same(model, masks, other, other_masks):
         assert torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)), name
 
 
-def stopped(stop_after, tiny_model, batches, store, name, family="llama", **options):
-    """A folder with the first decoder block of a run that was stopped."""
-    stop_after(1)
-    with pytest.raises(Stopped):
-        prune_(tiny_model(family), name, batches, store=store, **options)
-    stop_after(-1)
-
-
 @pytest.mark.parametrize("name", BY_BLOCK)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2-mixed"])
-def test_a_stopped_walk_goes_on_with_the_same_bits(name, family, tiny_model, batches, stop_after, visited, store):
-    undisturbed, resumed = tiny_model(family), tiny_model(family)
+def test_a_stopped_walk_continues_with_the_same_bits(name, family, tiny_model, batches, prune_first, visited, store):
+    undisturbed, stopped, resumed, complete = (tiny_model(family) for _ in range(4))
     masks = prune_(undisturbed, name, batches)
-    stopped(stop_after, tiny_model, batches, store, name, family)
+    prune_first(stopped, name)
     visited.clear()
-    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, store=store))
-    assert visited == [1]
-    complete = tiny_model(family)
-    check_same(undisturbed, masks, complete, prune_(complete, name, batches, store=store))
-    assert visited == [1]
+    for model in (resumed, complete):
+        check_same(undisturbed, masks, model, prune_(model, name, batches, store=store))
+        assert visited == [1]
 
 
 @pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
-def test_in_bfloat16_and_with_layers_left_out(name, tiny_model, batches, stop_after, store, blocks):
+def test_in_bfloat16_and_with_layers_left_out(name, tiny_model, batches, prune_first, store, blocks):
     options = {"pattern": "4:8", "exclude": ["down_proj", r"layers\.1\.self_attn"]}
-    undisturbed, resumed = tiny_model(dtype=torch.bfloat16), tiny_model(dtype=torch.bfloat16)
+    undisturbed, stopped, resumed = (tiny_model(dtype=torch.bfloat16) for _ in range(3))
     masks = prune_(undisturbed, name, batches, **options)
-    stop_after(1)
-    with pytest.raises(Stopped):
-        prune_(tiny_model(dtype=torch.bfloat16), name, batches, store=store, **options)
-    stop_after(-1)
+    prune_first(stopped, name, **options)
     check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, store=store, **options))
     files = {path.name for path in blocks.iterdir()}
     assert files == {"model.layers.0.safetensors", "model.layers.1.mlp.safetensors"}
@@ -110,46 +93,38 @@ def test_what_keeps_no_blocks_leaves_the_folder_alone(tiny_model, batches, store
     assert not list(blocks.iterdir())
 
 
-LAYER = "model.layers.0.mlp.up_proj"  # [64, 32]
+def change(edit):
+    def damage(path):
+        edit(tensors := load_file(path))
+        save_file(tensors, path)
+
+    return damage
+
+
+MASK, WEIGHT = "model.layers.0.mlp.up_proj.mask", "model.layers.0.mlp.up_proj.weight"  # [64, 32]
 DAMAGES = {
     "empty": lambda path: path.write_bytes(b""),
     "cut off": lambda path: path.write_bytes(path.read_bytes()[:-100]),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
-    "no mask": lambda path: change(path, lambda tensors: tensors.pop(f"{LAYER}.mask")),
-    "another layer": lambda path: change(path, lambda tensors: tensors.update({"other.mask": torch.zeros(1)})),
-    "not 2:4": lambda path: change(path, lambda tensors: tensors[f"{LAYER}.mask"].zero_()),
-    "mask of bools": lambda path: change(
-        path, lambda tensors: tensors.update({f"{LAYER}.mask": torch.ones(64, 4) > 0})
-    ),
-    "mask too small": lambda path: change(path, lambda tensors: halve(tensors, f"{LAYER}.mask")),
-    "weight too small": lambda path: change(path, lambda tensors: halve(tensors, f"{LAYER}.weight")),
-    "weight in bf16": lambda path: change(path, lambda tensors: to_bf16(tensors, f"{LAYER}.weight")),
+    "no mask": change(lambda tensors: tensors.pop(MASK)),
+    "another layer": change(lambda tensors: tensors.update({"other.mask": torch.zeros(1)})),
+    "not 2:4": change(lambda tensors: tensors[MASK].zero_()),
+    "mask of bools": change(lambda tensors: tensors.update({MASK: torch.ones(64, 4) > 0})),
+    "mask too small": change(lambda tensors: tensors.update({MASK: tensors[MASK][:32].clone()})),
+    "weight too small": change(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:32].clone()})),
+    "weight in bf16": change(lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].bfloat16()})),
 }
 
 
-def change(path, edit):
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path)
-
-
-def halve(tensors, name):
-    tensors[name] = tensors[name][:32].clone()
-
-
-def to_bf16(tensors, name):
-    tensors[name] = tensors[name].bfloat16()
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_pruned_anew_aloud(damage, tiny_model, batches, stop_after, visited, store, blocks, capsys):
-    undisturbed, resumed = tiny_model(), tiny_model()
+def test_a_damaged_file_is_pruned_again(damage, tiny_model, batches, prune_first, visited, store, blocks, capsys):
+    undisturbed, stopped, resumed = (tiny_model() for _ in range(3))
     masks = prune_(undisturbed, "sparsegpt", batches)
-    stopped(stop_after, tiny_model, batches, store, "sparsegpt")
+    prune_first(stopped, "sparsegpt")
     DAMAGES[damage](path := blocks / "model.layers.0.safetensors")
     visited.clear()
-    if damage == "a folder":  # nobody's work of ours: it cannot be replaced, and that is said
+    if damage == "a folder":  # not written by this program, so it is not replaced
         with pytest.raises(OSError, match=r"layers\.0"):
             prune_(resumed, "sparsegpt", batches, store=store)
     else:
@@ -160,7 +135,7 @@ def test_a_damaged_file_is_pruned_anew_aloud(damage, tiny_model, batches, stop_a
     assert line.endswith("pruned again")
 
 
-def test_a_block_of_later_layers_is_taken_behind_a_damaged_one(tiny_model, batches, visited, store, blocks):
+def test_a_later_block_is_kept_when_an_earlier_one_is_pruned_again(tiny_model, batches, visited, store, blocks):
     undisturbed, resumed = tiny_model(), tiny_model()
     masks = prune_(undisturbed, "admm", batches, store=store)
     (blocks / "model.layers.0.safetensors").unlink()
@@ -170,7 +145,7 @@ def test_a_block_of_later_layers_is_taken_behind_a_damaged_one(tiny_model, batch
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"null", b'{"patterns": {}}', b"\xff", b"[" * 100_000])
-def test_a_damaged_start_is_made_anew_aloud(content, store, blocks, capsys):
+def test_a_damaged_start_is_reported(content, store, blocks, capsys):
     (blocks / "start.json").write_bytes(content)
     assert load_start(store, ["a"], "digest") is None
     assert "start.json is damaged" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """Conv1D and fused experts as nn.Linear layers: the same model, the same checkpoint, no copy."""
 
+import functools
+
 import pytest
 import torch
 import transformers
@@ -17,12 +19,16 @@ from proxsparse.models.unfold_linears import unfold_linears_
 IDS = torch.arange(3, 20)[None]
 
 
+def of_config(model_type, **settings):
+    torch.manual_seed(0)
+    experts = {"num_experts_per_tok": 2, "head_dim": 8}
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **experts, **settings})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
 def gpt_oss():
     """Experts with biases, weights stored [in_features, out_features], and a gate of their own."""
-    torch.manual_seed(0)
-    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-    config = transformers.AutoConfig.for_model("gpt_oss", **{**COMMON, **settings})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = of_config("gpt_oss", num_local_experts=4)
     for name, parameter in model.named_parameters():
         if "bias" in name:
             nn.init.normal_(parameter, std=0.1)
@@ -31,17 +37,14 @@ def gpt_oss():
 
 def nemotron_h():
     """Experts without a gate."""
-    torch.manual_seed(0)
-    settings = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
-    settings |= {"layers_block_type": ["moe", "attention"], "head_dim": 8, "moe_shared_expert_intermediate_size": 16}
-    config = transformers.AutoConfig.for_model("nemotron_h", **{**COMMON, **settings})
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    settings = {"layers_block_type": ["moe", "attention"], "moe_shared_expert_intermediate_size": 16}
+    return of_config("nemotron_h", n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=16, **settings)
 
 
-BUILDERS = {name: (lambda name=name: own_layout(name)) for name in MODELS} | {
-    "gpt-oss": gpt_oss,
-    "nemotron-h": nemotron_h,
-}
+BUILDERS = {name: functools.partial(own_layout, name) for name in MODELS}
+BUILDERS |= {"gpt-oss": gpt_oss, "nemotron-h": nemotron_h}
+
+
 FOLDED = ["gpt2", "mixtral", "qwen3-moe", "gpt-oss", "nemotron-h"]
 
 
@@ -78,36 +81,25 @@ def test_the_norm_of_an_experts_output(declared):
     expected = nn.functional.linear(fused._apply_gate(x @ fused.gate_up_proj[1].mT), fused.down_proj[1])
     expected = fused.post_expert_norm(expected) if declared else expected
     experts = unfold_linears_(nn.ModuleDict({"experts": fused}))["experts"]
-    output = experts(x, torch.ones(5, 1, dtype=torch.long), torch.ones(5, 1))
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(experts(x, torch.ones(5, 1, dtype=torch.long), torch.ones(5, 1)), expected)
+
+
+def addresses(tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 @pytest.mark.parametrize("family", FOLDED)
-def test_every_matrix_of_a_decoder_block_is_a_linear_layer(family):
-    model = unfold_linears_(BUILDERS[family]())
-    layers = {f"{name}.weight" for name in prunable_layers(model)}
-    matrices = {name for name, p in model.named_parameters() if p.ndim > 1 and ("layers." in name or ".h." in name)}
-    routers = {
-        name for name in matrices if name.endswith(("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight"))
-    }
-    assert layers == matrices - routers
-
-
-@pytest.mark.parametrize("family", FOLDED)
-def test_nothing_is_copied(family):
+def test_every_matrix_of_a_decoder_block_is_a_linear_layer_and_nothing_is_copied(family):
     model = BUILDERS[family]()
-    stored = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    for parameter in unfold_linears_(model).parameters():
-        assert parameter.untyped_storage().data_ptr() in stored
+    stored = addresses(model.parameters())
+    unfold_linears_(model)
+    matrices = {name for name, p in model.named_parameters() if p.ndim > 1 and ("layers." in name or ".h." in name)}
+    routers = ("mlp.gate.weight", "mlp.router.weight", "mixer.gate.weight")
+    assert {f"{name}.weight" for name in prunable_layers(model)} == {n for n in matrices if not n.endswith(routers)}
+    assert addresses(model.parameters()) <= stored
     state = model.state_dict()
-    stored = {tensor.untyped_storage().data_ptr() for tensor in state.values()}
-    for parameter in model.parameters():  # nor does the joined state stand beside the parts
-        assert parameter.untyped_storage().data_ptr() in stored
-
-
-@pytest.mark.parametrize("family", FOLDED)
-def test_a_state_goes_in_as_it_came_out(family):
-    model, other = unfold_linears_(BUILDERS[family]()), unfold_linears_(BUILDERS[family]())
+    assert addresses(model.parameters()) <= addresses(state.values())  # the joined state shares their memory
+    other = unfold_linears_(BUILDERS[family]())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
