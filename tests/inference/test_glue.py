@@ -7,7 +7,6 @@ import pytest
 import torch
 from pruned import prune_
 from tiny_models import MODELS, tiny_model
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
@@ -118,32 +117,24 @@ def test_a_forward_that_another_library_has_set_is_left_alone(compiler):
     assert calls
 
 
-class Known(nn.Module):
-    def forward(self, hidden):
+def test_only_the_known_gated_mlp_is_one():
+    def known(self, hidden):
         """Another name for the input, and a docstring."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
 
-
-class Swapped(nn.Module):
-    def forward(self, x):
+    def swapped(self, x):
         return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
-
-class Added(nn.Module):
-    def forward(self, x):
+    def added(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
 
-
-class Scaled(nn.Module):
-    def forward(self, x):
+    def scaled(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 2
 
-
-def test_only_the_known_gated_mlp_is_one():
     mlps = [m for name in FAMILIES for m in tiny_model(name).modules() if type(m).__name__.endswith("MLP")]
     assert len(mlps) == 2 * len(FAMILIES)
-    assert all(glue.is_gated_mlp(type(known).forward) for known in [*mlps, Known()])
-    assert not any(glue.is_gated_mlp(other) for other in (Swapped.forward, Added.forward, Scaled.forward, torch.relu))
+    assert all(glue.is_gated_mlp(forward) for forward in (known, *(type(mlp).forward for mlp in mlps)))
+    assert not any(glue.is_gated_mlp(other) for other in (swapped, added, scaled, torch.relu))
 
 
 VIEWS = {"view", "t", "transpose", "unsqueeze", "slice", "expand", "_unsafe_view", "select", "alias", "detach", "split"}
