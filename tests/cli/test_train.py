@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from unittest.mock import Mock
+
 import pytest
 import torch
 from commands import check_pruned, run
