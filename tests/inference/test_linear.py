@@ -46,7 +46,9 @@ def test_which_devices_have_no_autocast(kind):
     assert (kind not in NO_AUTOCAST) == torch.amp.is_autocast_available(kind)
 
 
-def test_wrong_layers_are_refused():
+def test_repr_and_wrong_layers():
+    text = repr(SparseLinear(24, 7, bias=False))
+    assert text == "SparseLinear(in_features=24, out_features=7, bias=False, pattern=2:4, backend=auto)"
     with pytest.raises(ValueError, match="multiple of 4"):
         SparseLinear(6, 8)
     with pytest.raises(ValueError, match="'fastest'"):
@@ -97,7 +99,7 @@ def test_forward_calls_only_what_torch_2_11_compiles(backend, autocast, monkeypa
     assert torch.equal(compiled, y)
 
 
-def test_compiles_into_one_graph():
+def test_compiles_into_one_graph_and_exports():
     linear = pruned_linear()
     sparse, x = SparseLinear.from_linear(linear, "reference"), torch.randn(2, 3, 24, requires_grad=True)
     compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
@@ -105,32 +107,25 @@ def test_compiles_into_one_graph():
     torch.testing.assert_close(torch.autograd.grad(compiled(x).sum(), x)[0], torch.autograd.grad(linear(x).sum(), x)[0])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(compiled(x), linear(x))
-
-
-def test_exports():
-    sparse, rows = SparseLinear.from_linear(pruned_linear()), torch.export.Dim("rows", max=64)
+    rows = torch.export.Dim("rows", max=64)
     program = torch.export.export(sparse, (torch.randn(3, 24),), dynamic_shapes=({0: rows},))
     for x in (torch.randn(3, 24), torch.randn(5, 24)):
         assert torch.equal(program.module()(x), sparse(x))
 
 
-def test_meta():
-    sparse = SparseLinear(24, 7, device="meta", dtype=torch.bfloat16)
-    assert sparse(torch.empty(2, 24, device="meta", dtype=torch.bfloat16)).shape == (2, 7)
-    with pytest.raises(ValueError, match="meta"):
-        sparse(torch.zeros(2, 24, dtype=torch.bfloat16))
-    assert sparse.to_empty(device="cpu").indices.device.type == "cpu"
-
-
 def test_casts_and_moves():
     sparse = SparseLinear.from_linear(pruned_linear())
     before = sparse.indices.clone()
-    for dtype in (torch.half, torch.bfloat16, torch.double, torch.float):
+    for dtype in (torch.half, torch.double, torch.float, torch.bfloat16):
         sparse.to(dtype)
         assert sparse.values.dtype == sparse.bias.dtype == dtype
         assert torch.equal(sparse.indices, before)
         assert sparse(torch.randn(2, 24, dtype=dtype)).dtype == dtype
     assert sparse.to("meta").indices.is_meta
+    assert sparse(torch.empty(2, 24, device="meta", dtype=torch.bfloat16)).shape == (2, 7)
+    with pytest.raises(ValueError, match="meta"):
+        sparse(torch.zeros(2, 24, dtype=torch.bfloat16))
+    assert SparseLinear(24, 7, device="meta").to_empty(device="cpu").indices.device.type == "cpu"
 
 
 def test_copies_pickles_and_state_dicts():
@@ -191,22 +186,6 @@ def sparse_and_dense(backend="auto"):
     return SparseLinear.from_linear(linear, backend), linear, torch.randn(2, 24)
 
 
-def test_a_backends_own_form_is_made_once_and_dropped_when_the_weight_changes(preparing):
-    sparse, linear, x = sparse_and_dense("preparing")
-    assert preparing == []
-    for _ in range(2):
-        torch.testing.assert_close(sparse(x), linear(x))
-    assert preparing == [torch.float32]
-    sparse.double()(x.double())
-    assert preparing == [torch.float32, torch.float64]
-    sparse.float().load_state_dict(SparseLinear.from_linear(other := pruned_linear()).state_dict())
-    torch.testing.assert_close(sparse(x), other(x))
-    assert len(preparing) == 3
-    copy.deepcopy(sparse)(x)
-    assert len(preparing) == 4
-    assert set(sparse.state_dict()) == {"values", "indices", "bias"}
-
-
 def test_a_backends_own_form_under_autocast_and_compile(preparing):
     sparse, linear, x = sparse_and_dense("preparing")
     with torch.no_grad():
@@ -251,18 +230,20 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("backend", ["deriving", "auto"])
-def test_a_form_that_is_optional_is_held_until_the_weight_changes(backend, change, deriving):
+@pytest.mark.parametrize("backend", ["preparing", "deriving", "auto"])
+def test_a_form_is_held_until_the_weight_changes_and_is_not_part_of_the_state(backend, change, deriving, preparing):
     sparse, linear, x = sparse_and_dense(backend)
     if backend == "auto":
         assert sparse.prepare_("deriving") is sparse
     for _ in range(2):
         torch.testing.assert_close(sparse(x), linear(x))
-    assert deriving == [torch.float32] * 2
+    assert (preparing, deriving) == (([torch.float32], []) if backend == "preparing" else ([], [torch.float32] * 2))
     sparse = CHANGES[change](sparse)
     assert sparse.prepared is None
     torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.dense_weight(), sparse.bias))
-    assert deriving[2:] == [None if backend == "auto" else torch.float32]
+    assert len(preparing) == (2 if backend == "preparing" else 0)
+    assert deriving[2:] == {"preparing": [], "deriving": [torch.float32], "auto": [None]}[backend]
+    assert set(sparse.state_dict()) == {"values", "indices", "bias"}
 
 
 def test_a_form_is_that_of_one_backend(deriving, preparing):
@@ -270,8 +251,7 @@ def test_a_form_is_that_of_one_backend(deriving, preparing):
     for backend in ("deriving", "auto", "preparing"):
         sparse.backend = backend
         torch.testing.assert_close(sparse(x), linear(x))
-    assert deriving == [torch.float32, None]
-    assert preparing == [torch.float32]
+    assert (deriving, preparing) == ([torch.float32, None], [torch.float32])
 
 
 def test_auto_derives_a_form_that_is_optional_and_never_takes_a_backend_that_needs_one(deriving, preparing):
@@ -338,8 +318,3 @@ def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monk
     with pytest.raises(RuntimeError, match="'deriving' cannot serve this layer: it has had enough rows"):
         auto.prepare_("deriving")
     assert auto.prepared is None
-
-
-def test_repr():
-    text = repr(SparseLinear(24, 7, bias=False))
-    assert text == "SparseLinear(in_features=24, out_features=7, bias=False, pattern=2:4, backend=auto)"

@@ -108,10 +108,7 @@ def test_dead_features_are_pruned_first_and_a_block_of_them_stays_finite_and_spa
             r"layers\.0\.self_attn\.q_proj: .*damping=0.0 and rho=1e-30; .*larger damping",
         ),
         ({"mask_iterations": 0}, "--mask_iterations 0: must be from 1 to --iterations 20"),
-        ({"mask_iterations": 21}, "--mask_iterations 21: must be from 1 to --iterations 20"),
         ({"damping": math.inf}, "--damping inf: must be a finite number >= 0"),
-        ({"damping": -0.05}, "--damping -0.05: must be a finite number >= 0"),
-        ({"rho": 0.0}, "--rho 0.0: must be a finite number > 0"),
         ({"rho": math.nan}, "--rho nan: must be a finite number > 0"),
     ],
 )

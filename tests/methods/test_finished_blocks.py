@@ -62,29 +62,35 @@ def check_same(model, masks, other, other_masks):
         assert torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8)), name
 
 
+LEFT_OUT = {"pattern": "4:8", "exclude": ["down_proj", r"layers\.1\.self_attn"]}
+
+
 @pytest.mark.parametrize("name", BY_BLOCK)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2-mixed"])
-def test_a_stopped_walk_continues_with_the_same_bits(name, family, tiny_model, batches, prune_first, visited, store):
-    undisturbed, stopped, resumed, complete = (tiny_model(family) for _ in range(4))
-    masks = prune_(undisturbed, name, batches)
-    prune_first(stopped, name)
-    visited.clear()
-    for model in (resumed, complete):
-        check_same(undisturbed, masks, model, prune_(model, name, batches, store=store))
-        assert visited == [1]
-
-
-@pytest.mark.parametrize("name", ["wanda", "sparsegpt"])
-def test_in_bfloat16_and_with_layers_left_out(name, tiny_model, batches, prune_first, store, blocks):
-    options = {"pattern": "4:8", "exclude": ["down_proj", r"layers\.1\.self_attn"]}
-    undisturbed, stopped, resumed = (tiny_model(dtype=torch.bfloat16) for _ in range(3))
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("llama", torch.float32, {}),
+        ("llama", torch.bfloat16, LEFT_OUT),
+        ("gpt2", torch.float32, {}),
+        ("mixtral", torch.float32, {}),
+        ("gemma2-mixed", torch.float32, {}),
+    ],
+)
+def test_a_stopped_walk_continues_with_the_same_bits(
+    name, family, dtype, options, tiny_model, batches, prune_first, visited, store, blocks
+):
+    undisturbed, stopped, resumed, complete = (tiny_model(family, dtype) for _ in range(4))
     masks = prune_(undisturbed, name, batches, **options)
     prune_first(stopped, name, **options)
-    check_same(undisturbed, masks, resumed, prune_(resumed, name, batches, store=store, **options))
-    files = {path.name for path in blocks.iterdir()}
-    assert files == {"model.layers.0.safetensors", "model.layers.1.mlp.safetensors"}
-    weights = [key for key in load_file(blocks / "model.layers.0.safetensors") if key.endswith(".weight")]
-    assert bool(weights) == get_method(name).updates_weights
+    visited.clear()
+    for model in (resumed, complete):
+        check_same(undisturbed, masks, model, prune_(model, name, batches, store=store, **options))
+        assert visited == [1]
+    if family == "llama":
+        second = "model.layers.1.mlp.safetensors" if options else "model.layers.1.safetensors"
+        assert {path.name for path in blocks.iterdir()} == {"model.layers.0.safetensors", second}
+        weights = [key for key in load_file(blocks / "model.layers.0.safetensors") if key.endswith(".weight")]
+        assert bool(weights) == get_method(name).updates_weights
 
 
 def test_what_keeps_no_blocks_leaves_the_folder_alone(tiny_model, batches, store, blocks):

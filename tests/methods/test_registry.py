@@ -23,7 +23,7 @@ def check_pruned(model, dense, masks, patterns, updated):
         if name not in masks:
             assert torch.equal(bits(after), bits(dense[key])), key
             continue
-        pattern, mask = NMPattern.parse(patterns if isinstance(patterns, str) else patterns[name]), masks[name]
+        pattern, mask = NMPattern.parse(patterns[name]), masks[name]
         assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), key
         assert (bits(after[~mask]) == 0).all(), key
         assert torch.equal(bits(after[mask]), bits(dense[key][mask])) != updated, key
@@ -38,38 +38,23 @@ LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
 @pytest.mark.parametrize("family", MODELS)
 def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
     model, dense = tiny_model(family), dict(tiny_model(family).named_parameters())
-    masks = prune_(model, name, batches)
+    masks = prune_(model, name, iter(batches))
     assert list(masks) == list(prunable_layers(model))
     assert len(masks) == LAYER_COUNT.get(family, 14)
-    check_pruned(model, dense, masks, "2:4", get_method(name).updates_weights)
+    check_pruned(model, dense, masks, dict.fromkeys(masks, "2:4"), get_method(name).updates_weights)
 
 
 @pytest.mark.parametrize("name", list_methods())
-def test_the_same_masks_again(name, tiny_model, batches):
-    first, second = tiny_model("mixtral"), tiny_model("mixtral")
-    masks = prune_(first, name, batches)
-    torch.manual_seed(99)  # whatever else draws random numbers
-    again = prune_(second, name, iter(batches))
-    assert all(torch.equal(mask, again[key]) for key, mask in masks.items())
-    assert all(torch.equal(bits(p), bits(q)) for p, q in zip(first.parameters(), second.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", list_methods())
-def test_a_pattern_for_every_layer(name, tiny_model, batches):
-    model, dense = tiny_model("gpt2"), dict(tiny_model("gpt2").named_parameters())
-    patterns = {key: "1:4" if ".0." in key else "3:4" for key in prunable_layers(model) if "c_fc" not in key}
-    masks = prune_(model, name, batches, patterns)
-    assert list(masks) == list(patterns)
-    check_pruned(model, dense, masks, patterns, get_method(name).updates_weights)
-
-
-@pytest.mark.parametrize("name", list_methods())
-@pytest.mark.parametrize("pattern", ["1:4", "4:8"])
+@pytest.mark.parametrize("pattern", [None, "1:4", "4:8"])
 def test_other_patterns_in_bfloat16_with_layers_left_out(name, pattern, tiny_model, batches):
+    """None: of each layer its own."""
     model, dense = (tiny_model(dtype=torch.bfloat16) for _ in range(2))
-    masks = prune_(model, name, batches, pattern, exclude=[r"layers\.0\.", "down_proj"])
-    assert len(masks) == 6
-    check_pruned(model, dict(dense.named_parameters()), masks, pattern, get_method(name).updates_weights)
+    left = list(prunable_layers(model, exclude=[r"layers\.0\.mlp", "down_proj"]))
+    patterns = {key: pattern or ("1:4" if ".0." in key else "3:4") for key in left}
+    how = {"pattern": pattern, "exclude": [r"layers\.0\.mlp", "down_proj"]} if pattern else {"pattern": patterns}
+    masks = prune_(model, name, batches, **how)
+    assert list(masks) == left
+    check_pruned(model, dict(dense.named_parameters()), masks, patterns, get_method(name).updates_weights)
 
 
 @pytest.mark.parametrize("name", list_methods())

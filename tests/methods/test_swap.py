@@ -1,6 +1,6 @@
 """The swap search against brute force: it goes downhill, and it ends where no block has a better mask."""
 
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 import torch
@@ -33,9 +33,12 @@ def case(features, out_features=6, dtype=torch.float64):
     return inputs, *layer_and_statistics(InputGram, inputs, out_features)
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:4", "4:8"])
-def test_no_change_of_one_block_is_better(pattern):
-    inputs, layer, gram = case(24)
+@pytest.mark.parametrize(
+    ("pattern", "features"),
+    [("2:4", 24), ("1:4", 24), ("3:4", 24), ("4:8", 24), ("4:8", 8)],  # 8: exact, a row is a block
+)
+def test_no_change_of_one_block_is_better(pattern, features):
+    inputs, layer, gram = case(features)
     pattern = NMPattern.parse(pattern)
     mask, new_weight = prune_swap(layer.weight, gram, pattern)
     assert new_weight is None
@@ -62,14 +65,6 @@ def test_the_start_is_wandas_mask_and_uncorrelated_inputs_leave_it():
     assert torch.equal(prune_swap(layer.weight, gram, NMPattern(2, 4), sweeps=0)[0], wanda)
     gram.sums = gram.sums.diagonal().diag()
     assert torch.equal(prune_swap(layer.weight, gram, NMPattern(2, 4))[0], wanda)
-
-
-def test_one_block_a_row_is_solved_exactly():
-    inputs, layer, gram = case(8, out_features=20)
-    mask, _ = prune_swap(layer.weight, gram, NMPattern(4, 8))
-    for row, found in enumerate(error_of(mask, layer.weight, inputs)):
-        choices = [torch.tensor(c) for c in product([False, True], repeat=8) if sum(c) == 4]
-        assert found <= error_of(torch.stack(choices), layer.weight[row], inputs).min() * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("pattern", ["2:4", "3:4"])
