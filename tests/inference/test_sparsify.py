@@ -40,11 +40,13 @@ def test_families(name):
 
 
 def test_there_and_back_bit_for_bit():
-    model = pruned_model(dtype=torch.bfloat16)
+    model = pruned_model(dtype=torch.bfloat16).train()
     blocks = [[-0.0, 0.0, 0.0, -2.0], [0.0, -0.0, 0.0, 1.0]]  # -0.0 where there is room for it
     model.model.layers[0].mlp.up_proj.weight.data[0, :8] = torch.tensor(blocks).flatten()
     before, config = {k: v.clone() for k, v in model.state_dict().items()}, model.config.to_dict()
-    after = unsparsify_(sparsify_(model)).state_dict()
+    assert all(module.training for module in sparsify_(model).modules())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    after = unsparsify_(model).state_dict()
     assert list(after) == list(before)
     for name, tensor in after.items():
         assert tensor.dtype == before[name].dtype
@@ -84,27 +86,17 @@ def test_include_exclude_and_backend():
     assert len(packed_names(model)) == len(model.config.quantization_config["layers"]) == 14
 
 
-def spoiled_model(share):
-    """A pruned model, in one layer of which this share of the blocks is dense."""
+@pytest.mark.parametrize(("share", "count", "include"), [(1 / 512, 1, None), (0.5, 256, None), (0.6, 307, ["mlp"])])
+def test_an_almost_24_layer_is_refused_and_one_mostly_dense_stays_so_unless_it_is_named(share, count, include):
     model = pruned_model()
     blocks = model.get_submodule(UP).weight.data.view(-1, 4)
     blocks[: round(share * len(blocks))] = 1.0
-    return model
-
-
-@pytest.mark.parametrize(("share", "count"), [(1 / 512, 1), (0.5, 256)])
-def test_an_almost_24_layer_is_refused_and_nothing_is_replaced(share, count):
-    model = spoiled_model(share)
     with pytest.raises(ValueError, match=rf"{UP}: {count} of 512 blocks .*exclude"):
-        sparsify_(model)
+        sparsify_(model, include=include)
     assert packed_names(model) == set()
-    assert UP not in packed_names(sparsify_(model, exclude=["1.mlp.up_proj"]))
-
-
-def test_a_dense_layer_stays_dense_unless_it_is_named():
-    with pytest.raises(ValueError, match=r"up_proj: 307 of 512 blocks"):
-        sparsify_(spoiled_model(0.6), include=["mlp"])
-    assert len(packed_names(sparsify_(spoiled_model(0.6)))) == 13
+    sparsify_(model, exclude=None if include else ["1.mlp.up_proj"])
+    assert len(packed_names(model)) == 13
+    assert UP not in packed_names(model)
 
 
 def quantised_model():
@@ -209,10 +201,3 @@ def test_more_than_a_linear_is_not_silently_replaced(altered):
         sparsify_(model)
     assert packed_names(model) == set()
     assert packed_names(sparsify_(model, exclude=["q_proj"])) == {"even"}
-
-
-def test_training_mode_and_dtype_stay():
-    model = pruned_model(dtype=torch.float16).train()
-    sparsify_(model)
-    assert all(module.training for module in model.modules())
-    assert {p.dtype for p in model.parameters()} == {torch.float16}

@@ -43,8 +43,6 @@ def nemotron_h():
 
 BUILDERS = {name: functools.partial(own_layout, name) for name in MODELS}
 BUILDERS |= {"gpt-oss": gpt_oss, "nemotron-h": nemotron_h}
-
-
 FOLDED = ["gpt2", "mixtral", "qwen3-moe", "gpt-oss", "nemotron-h"]
 
 
