@@ -5,7 +5,7 @@ from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 from torch.nn.functional import linear
 
-from proxsparse import nm_mask
+from proxsparse import NMPattern, nm_mask
 
 
 def pruned_weight(shape, dtype=torch.float32):
@@ -59,3 +59,22 @@ def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, **save_options
     pruned_model(name, dtype).save_pretrained(folder, **save_options)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def assert_pruned(before, after, masks, patterns, updated=False):
+    """Every layer with a mask is exactly N:M with +0.0 elsewhere, its kept bits equal unless updated; the rest is equal.
+
+    before, after: parameters by name; masks, patterns: of the layers by name.
+    """
+    bits = lambda tensor: tensor.detach().contiguous().view(torch.uint8)  # noqa: E731 (tells -0.0 from +0.0)
+    assert (before.keys(), masks.keys()) == (after.keys(), patterns.keys())
+    for name, weight in after.items():
+        pretrained, mask = before[name], masks.get(layer := name.removesuffix(".weight"))
+        assert weight.dtype == pretrained.dtype
+        if mask is None:
+            assert torch.equal(bits(weight), bits(pretrained)), name
+            continue
+        pattern = NMPattern.parse(patterns[layer])
+        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), name
+        assert (bits(weight[~mask]) == 0).all(), name
+        assert torch.equal(bits(weight[mask]), bits(pretrained[mask])) != updated, name

@@ -3,9 +3,9 @@
 import json
 
 import torch
+from pruned import assert_pruned
 from safetensors.torch import load_file
 
-from proxsparse import NMPattern
 from proxsparse.errors import run_command
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.loading import load_model
@@ -32,22 +32,12 @@ def refused(capsys, main, arguments, *words) -> list[str]:
 
 
 def check_pruned(before_folder, run_dir, patterns="2:4", updated=False) -> dict:
-    """Every layer is exactly its N:M, +0.0 elsewhere, its kept bits equal unless updated; the rest is untouched."""
+    """The folder holds the pruned model and its masks, which are returned."""
     files = [load_file(folder / "model.safetensors").keys() for folder in (before_folder, run_dir)]
     before, after = (dict(load_model(str(folder))[0].named_parameters()) for folder in (before_folder, run_dir))
     masks = load_masks(run_dir / "masks.safetensors")
+    assert files[0] == files[1]
+    assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
     patterns = dict.fromkeys(masks, patterns) if isinstance(patterns, str) else patterns
-    assert (files[0], before.keys(), masks.keys()) == (files[1], after.keys(), patterns.keys())
-    for name, weight in after.items():
-        pretrained, mask = before[name], masks.get(name.removesuffix(".weight"))
-        assert weight.dtype == pretrained.dtype == torch.bfloat16
-        if mask is None:
-            assert torch.equal(weight, pretrained), name
-            continue
-        assert (weight[~mask] == 0).all(), name
-        assert not weight[~mask].signbit().any(), name
-        assert torch.equal(weight[mask], pretrained[mask]) != updated, name
-        pattern = NMPattern.parse(patterns[name.removesuffix(".weight")])
-        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), name
-        assert pattern.is_feasible(weight), name
+    assert_pruned(before, after, masks, patterns, updated)
     return masks

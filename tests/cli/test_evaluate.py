@@ -66,9 +66,9 @@ def test_several_texts_as_json_and_as_sentences(tiny_llama, text_file, other_tex
     assert all(row["windows"] * 64 == row["tokens"] and 1 < row["perplexity"] < 1000 for row in both)
     flags = [tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--max_windows", 2]
     score(*flags, "--json", tmp_path / "scores.jsonl")
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2
-    assert f"{text_file}: 2 windows of 64 tokens" in said[0]
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert f"{text_file}: 2 windows of 64 tokens" in printed[0]
     assert rows_in(tmp_path / "scores.jsonl") == rows(capsys, *flags)
 
 
@@ -96,10 +96,10 @@ def test_tasks_and_text_in_one_call_and_the_same_twice(tiny_llama, text_file, ta
     assert found[-1]["acc"] == (found[1]["acc"] + found[2]["acc"]) / 2
     assert rows(capsys, tiny_llama, *flags) == found[1:]
     score(tiny_llama, *flags)
-    said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("arc_easy: acc 0.")
-    assert said[0].endswith(", 3 documents")
-    assert said[-1].startswith("average of 2 tasks: acc 0.")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("arc_easy: acc 0.")
+    assert printed[0].endswith(", 3 documents")
+    assert printed[-1].startswith("average of 2 tasks: acc 0.")
 
 
 @needs_lm_eval

@@ -139,7 +139,7 @@ def test_the_result_comes_last(prune, monkeypatch):
     prune("run", "--method", "magnitude", "--eval_data", "none")
 
 
-def test_too_little_text_is_said(prune, capsys):
+def test_too_little_text_is_reported(prune, capsys):
     result = prune("run", "--method", "wanda", "--num_samples", "4000")
     assert "--num_samples 4000" in result["warnings"][0]
     assert result["warnings"][0] in capsys.readouterr().out

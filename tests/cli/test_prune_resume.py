@@ -149,9 +149,9 @@ def test_killed_three_times_and_bit_identical(method, flags, in_child, run_dir):
     assert files(blocks) == [f".incomplete-*-{BLOCKS[1]}", BLOCKS[0], "start.json"]
     assert in_child([*arguments, *RESUME], at_rename(3, die))[0] == -signal.SIGKILL
     assert files(blocks) == [*BLOCKS, "start.json"]
-    code, said = in_child([*arguments, *RESUME])
+    code, stderr = in_child([*arguments, *RESUME])
     assert code == 0
-    assert "3 finished decoder blocks" in said
+    assert "3 finished decoder blocks" in stderr
     assert result_of(run_dir) == undisturbed
     assert not blocks.exists()
     assert [name for name in files(run_dir) if name.startswith(".")] == [".proxsparse.json"]
@@ -166,10 +166,10 @@ def test_killed_at_every_file(before, flags, in_child, run_dir):
     undisturbed = result_of(run_dir)
     shutil.rmtree(run_dir)
     for files_written in itertools.count(1):
-        code, said = in_child(arguments, at_rename(files_written, die, before))
+        code, stderr = in_child(arguments, at_rename(files_written, die, before))
         if code == 0:
             break
-        assert code == -signal.SIGKILL, said
+        assert code == -signal.SIGKILL, stderr
     assert files_written > 5
     assert result_of(run_dir) == undisturbed
     assert in_child(arguments)[0] == 0
@@ -179,9 +179,9 @@ def test_killed_at_every_file(before, flags, in_child, run_dir):
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "interrupted")])
 def test_a_signal_ends_it_with_a_line_that_says_how_to_continue(number, words, flags, in_child, run_dir):
     arguments = flags("--method", "sparsegpt")
-    code, said = in_child(arguments, at_rename(5, lambda: os.kill(os.getpid(), number)))
+    code, stderr = in_child(arguments, at_rename(5, lambda: os.kill(os.getpid(), number)))
     assert code == 128 + number
-    assert said.strip().splitlines()[-1] == (
+    assert stderr.strip().splitlines()[-1] == (
         f"{words}; 2 finished decoder blocks in finished_blocks/ kept; to continue: the same command with "
         f"--output_dir {run_dir} --resume_from_checkpoint last"
     )
@@ -202,9 +202,9 @@ def test_a_signal_ends_it_with_a_line_that_says_how_to_continue(number, words, f
 )
 def test_a_full_disk_keeps_what_is_finished(sabotage, count, flags, in_child, run_dir):
     arguments = flags("--method", "sparsegpt")
-    code, said = in_child(arguments, sabotage)
+    code, stderr = in_child(arguments, sabotage)
     assert code == 2
-    line = said.strip().splitlines()[-1]
+    line = stderr.strip().splitlines()[-1]
     assert line.startswith("error: the disk is full")
     assert f"{count} finished decoder block" in line
     assert line.endswith(f"--output_dir {run_dir} --resume_from_checkpoint last")
@@ -296,7 +296,7 @@ def test_last_without_anything_starts_and_a_complete_run_is_left_alone(flags, ca
 def test_a_method_without_blocks_starts_again(flags, in_child, run_dir):
     arguments = flags("--method", "magnitude", *RESUME)
     assert in_child(arguments, at_rename(4, die))[0] == -signal.SIGKILL
-    code, said = in_child(arguments)
+    code, stderr = in_child(arguments)
     assert code == 0
-    assert "nothing finished yet" in said
+    assert "nothing finished yet" in stderr
     assert result_of(run_dir)

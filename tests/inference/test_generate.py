@@ -26,7 +26,7 @@ def decode(decoder, input_ids, new_tokens):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_family_says_what_generate_says(name):
+def test_every_family_generates_as_transformers_does(name):
     model, input_ids = tiny_model(name), prompts()
     found = generate(model, input_ids, 12)  # beyond the sliding windows of 4 and 8
     assert torch.equal(found, expected(model, input_ids, 12))
@@ -35,7 +35,7 @@ def test_every_family_says_what_generate_says(name):
     assert torch.equal(generate(model, one, 1), expected(model, one, 1))
 
 
-def test_a_sparse_model_says_what_its_dense_form_says_also_compiled_as_a_whole():
+def test_a_sparse_model_generates_as_its_dense_form_does_also_compiled_as_a_whole():
     model, input_ids = prune_(tiny_model("llama")), prompts()
     dense = generate(model, input_ids, 8)
     assert torch.equal(generate(sparsify_(model), input_ids, 8), dense)
@@ -85,7 +85,7 @@ def test_a_faster_step_is_warmed_up_on_memory_that_the_prefill_clears():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-mixed"])
-def test_a_cuda_graph_says_what_generate_says(name):
+def test_a_cuda_graph_generates_as_transformers_does(name):
     model, input_ids = tiny_model(name).cuda(), prompts().cuda()
     assert torch.equal(generate(model, input_ids, 12), expected(model, input_ids, 12))
     assert torch.equal(generate(model, input_ids, 12, cuda_graph=False), expected(model, input_ids, 12))

@@ -211,7 +211,7 @@ def test_what_differs_stays_apart(change):
 
 def test_a_model_of_several_kinds_merges_what_fits():
     model = merge_projections_(sparsify_(prune_(tiny_model("llama"), but=("lm_head", "k_proj"))))
-    assert len(groups(model)) == 2  # gate and up of two blocks; k is dense beside packed q and v
+    assert len(groups(model)) == 2  # gate and up of two blocks; k is dense, q and v are packed
 
 
 @torch.no_grad()

@@ -303,7 +303,7 @@ def test_after_import(tmp_path, monkeypatch):
     assert len(sys.meta_path) == finders
 
 
-def test_the_files_say_what_they_are(folders):
+def test_the_format_of_the_files(folders):
     with safe_open(folders[1] / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert file.get_slice(f"{LAYER}.values").get_shape() == [64, 16]

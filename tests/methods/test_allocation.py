@@ -76,7 +76,7 @@ def test_owl_wishes_by_hand(pattern, deep_model, batches):
 
 
 def alpha_by_hand(weight):
-    """AlphaPruning's estimator as its text says it: every start of the tail tried, the one that fits best taken."""
+    """AlphaPruning's estimator in plain steps: every start of the tail is tried, the one that fits best is taken."""
     eigs = np.sort(np.linalg.svd(weight.double().numpy(), compute_uv=False) ** 2)
     counts, edges = np.histogram(np.log10(eigs), bins=100)
     peak = 10 ** edges[np.argmax(counts)]
@@ -110,7 +110,7 @@ def test_alpha_of_a_power_law(exponent):
 
 
 def test_alpha_ignores_the_zeros_of_a_singular_matrix():
-    """The same spectrum beside 64 eigenvalues that are zero, exactly or up to rounding."""
+    """The same spectrum plus 64 eigenvalues that are zero, exactly or up to rounding."""
     torch.manual_seed(0)
     weight = torch.randn(64, 96)
     left, right = (torch.linalg.qr(torch.randn(128, size)).Q for size in weight.shape)

@@ -2,34 +2,13 @@
 
 import pytest
 import torch
+from pruned import assert_pruned
 from tiny_models import MODELS
 
-from proxsparse import NMPattern
 from proxsparse.errors import InputError
 from proxsparse.methods import get_method, list_methods, prune_, register_layer_method
 from proxsparse.models.layers import prunable_layers
 
-
-def bits(tensor):
-    """The tensor's bytes: tells -0.0 from +0.0."""
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
-def check_pruned(model, dense, masks, patterns, updated):
-    """Every layer with a mask is exactly N:M with +0.0 elsewhere, its kept bits equal unless updated; the rest is."""
-    for key, after in model.named_parameters():
-        name = key.removesuffix(".weight")
-        assert after.dtype == dense[key].dtype
-        if name not in masks:
-            assert torch.equal(bits(after), bits(dense[key])), key
-            continue
-        pattern, mask = NMPattern.parse(patterns[name]), masks[name]
-        assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), key
-        assert (bits(after[~mask]) == 0).all(), key
-        assert torch.equal(bits(after[mask]), bits(dense[key][mask])) != updated, key
-
-
-# Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 # Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
 
@@ -41,20 +20,21 @@ def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
     masks = prune_(model, name, iter(batches))
     assert list(masks) == list(prunable_layers(model))
     assert len(masks) == LAYER_COUNT.get(family, 14)
-    check_pruned(model, dense, masks, dict.fromkeys(masks, "2:4"), get_method(name).updates_weights)
+    patterns = dict.fromkeys(masks, "2:4")
+    assert_pruned(dense, dict(model.named_parameters()), masks, patterns, get_method(name).updates_weights)
 
 
 @pytest.mark.parametrize("name", list_methods())
 @pytest.mark.parametrize("pattern", [None, "1:4", "4:8"])
 def test_other_patterns_in_bfloat16_with_layers_left_out(name, pattern, tiny_model, batches):
     """None: of each layer its own."""
-    model, dense = (tiny_model(dtype=torch.bfloat16) for _ in range(2))
+    model, dense = tiny_model(dtype=torch.bfloat16), dict(tiny_model(dtype=torch.bfloat16).named_parameters())
     left = list(prunable_layers(model, exclude=[r"layers\.0\.mlp", "down_proj"]))
     patterns = {key: pattern or ("1:4" if ".0." in key else "3:4") for key in left}
     how = {"pattern": pattern, "exclude": [r"layers\.0\.mlp", "down_proj"]} if pattern else {"pattern": patterns}
     masks = prune_(model, name, batches, **how)
     assert list(masks) == left
-    check_pruned(model, dict(dense.named_parameters()), masks, patterns, get_method(name).updates_weights)
+    assert_pruned(dense, dict(model.named_parameters()), masks, patterns, get_method(name).updates_weights)
 
 
 @pytest.mark.parametrize("name", list_methods())
@@ -63,10 +43,10 @@ def test_padding_does_not_count(family, name, tiny_model, batches):
     ids, padding = batches[0]["input_ids"], torch.full((1, 5), 7)
     mask = torch.cat([torch.ones_like(ids), torch.zeros_like(padding)], dim=1)
     padded = {"input_ids": torch.cat([ids, padding], dim=1), "attention_mask": mask}
-    alone, beside = tiny_model(family), tiny_model(family)
-    masks, padded_masks = prune_(alone, name, batches[:1]), prune_(beside, name, [padded])
+    alone, padded_model = tiny_model(family), tiny_model(family)
+    masks, padded_masks = prune_(alone, name, batches[:1]), prune_(padded_model, name, [padded])
     assert all(torch.equal(mask, padded_masks[layer]) for layer, mask in masks.items())
-    for one, other in zip(alone.parameters(), beside.parameters(), strict=True):
+    for one, other in zip(alone.parameters(), padded_model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 

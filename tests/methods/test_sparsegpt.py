@@ -11,7 +11,7 @@ from proxsparse.methods.sparsegpt import InputGram, prune_sparsegpt
 
 
 def textbook_obs(weight, hessian, n, m):
-    """Optimal brain surgery, one column at a time, the inverse of the remaining Hessian computed anew each time."""
+    """Optimal brain surgery, one column at a time, the inverse of the remaining Hessian computed again each time."""
     weight, mask = weight.clone(), torch.ones_like(weight, dtype=torch.bool)
     columns = weight.shape[1]
     inverse_diagonal = torch.stack([torch.linalg.inv(hessian[j:, j:])[0, 0] for j in range(columns)])
