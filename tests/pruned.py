@@ -62,7 +62,7 @@ def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, **save_options
 
 
 def assert_pruned(before, after, masks, patterns, updated=False):
-    """Every layer with a mask is exactly N:M with +0.0 elsewhere, its kept bits equal unless updated; the rest is equal.
+    """Every layer with a mask is exactly N:M with +0.0 elsewhere, kept bits equal unless updated; the rest is equal.
 
     before, after: parameters by name; masks, patterns: of the layers by name.
     """
