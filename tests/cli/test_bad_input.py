@@ -28,6 +28,11 @@ def bad_files(tmp_path_factory):
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     (folder / "other.jsonl").write_text('{"body": "words"}\n')
     (folder / "c.yaml").write_text("lerning_rate: 1.0\n")
+    (folder / "short.txt").write_text("a few words")
+    for name in ("directory", "linked", "pipe"):
+        (folder / name).mkdir()
+    (folder / "linked" / "secret.txt").symlink_to(folder / "short.txt")
+    os.mkfifo(folder / "pipe" / "a.jsonl")
 
     def spoil(name, change):
         file = save_tiny_model("llama", folder / name) / "model.safetensors"
@@ -36,6 +41,8 @@ def bad_files(tmp_path_factory):
         save_file(weights, file, {"format": "pt"})
         return file
 
+    for file in spoil("no-tokenizer", lambda weights: None).parent.glob("*token*"):
+        file.unlink()
     file = spoil("pickled", lambda weights: None)
     file.rename(file.with_name("pytorch_model.bin"))
     file = spoil("cut", lambda weights: None)
@@ -81,9 +88,15 @@ def names_in(folder):
         (["--model", "cut"], ["damaged or cut off", "get the file again"]),
         (["--model", "incomplete"], ["up_proj", "whole checkpoint"]),
         (["--data", "absent.jsonl"], ["absent.jsonl", "no such"]),
+        (["--data", "c4.jsonl.bz2"], ["'c4.jsonl.bz2': no such file"]),
+        (["--data", "linked"], ["secret.txt: is not a regular file of this folder"]),
+        (["--data", "pipe"], ["a.jsonl: is not a regular file of this folder"]),
         (["--data", "empty.jsonl"], ["empty.jsonl"]),
         (["--data", "broken.jsonl"], ["broken.jsonl", "2"]),
-        (["--data", "other.jsonl"], ["other.jsonl", "body"]),
+        (
+            ["--data", "other.jsonl"],
+            ["other.jsonl", "no field 'text'; set --text_field to the field with the text: body"],
+        ),
         (["--reg_lambda", "-1"], ["--reg_lambda", "-1"]),
         (["--reg_lambda", "nan", "--objective", "paper"], ["--reg_lambda", "nan"]),
         (["--reg_lambda", "0.1", "--reg_lambda_rel", "0.1"], ["exclude each other"]),
@@ -105,6 +118,7 @@ def names_in(folder):
         (["--frozen_eps", "0"], ["--frozen_eps"]),
         (["--forward", "dense"], ["--forward", "--help"]),  # a YAML file may set it
         (["--warmup_ratio", "5"], ["--warmup_ratio"]),
+        (["--num_train_epochs", "1e308"], ["--num_train_epochs 1e+308: must be a number > 0, at most 1,000,000"]),
         (["--num_samples", "many"], ["--num_samples many", "whole number"]),
         (["--packing", "maybe"], ["--packing maybe", "true or false"]),
         (["--lerning_rate", "1"], ["--lerning_rate", "--help"]),
@@ -119,8 +133,10 @@ def names_in(folder):
         (["--device", "cuda:7"], ["cuda:7", "--device cpu"]),
         (["--report_to", "wandb"], ["wandb", "pip install"]),
         (["--eval_data", "absent.txt"], ["absent.txt"]),
+        (["--eval_data", "wiki.csv"], ["'wiki.csv': no such file"]),
         (["--start", "swop"], ["--start 'swop'", "swap"]),
         (["--start", "absent.safetensors"], ["absent.safetensors", "no such file"]),
+        (["--start", "directory"], ["it is a directory; give the masks.safetensors in it"]),
         (["--output_dir", "c.yaml"], ["is a file"]),
         (["--output_dir", "/proc/proxsparse"], ["/proc/proxsparse", "choose another"]),
     ],
@@ -209,6 +225,9 @@ def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
     [
         (["./absent"], ["./absent"]),
         ([UP, "--data", "{data}", "--seq_len", "64"], [f"{UP}.weight has weights that are NaN"]),
+        (["no-tokenizer", "--data", "{data}"], ["no tokenizer.json or other tokenizer files"]),
+        (["{model}", "--data", "{data}", "--masks", "directory"], ["a directory; give the masks.safetensors in it"]),
+        (["{model}", "--data", "short.txt", "--seq_len", "64"], ["--seq_len 64: the text has 11 tokens; lower it"]),
         (["{model}", "--data", "{data}", "--seq_len", "0"], ["seq_len=0"]),
         (["{model}", "--data", "{data}", "--seq_len", "1000000"], ["1000000", "128 positions", "lower --seq_len"]),
     ],
