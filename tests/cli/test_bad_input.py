@@ -95,7 +95,7 @@ def names_in(folder):
         (["--data", "broken.jsonl"], ["broken.jsonl", "2"]),
         (
             ["--data", "other.jsonl"],
-            ["other.jsonl", "no field 'text'; set --text_field to the field with the text: body"],
+            ["no field 'text'; set --text_field to the field with the text: body"],
         ),
         (["--reg_lambda", "-1"], ["--reg_lambda", "-1"]),
         (["--reg_lambda", "nan", "--objective", "paper"], ["--reg_lambda", "nan"]),
