@@ -85,7 +85,6 @@ def test_a_command_names_itself_as_it_was_started(started, shown, main, monkeypa
         (report.main, [], ["required: run_dir"]),
         (report.main, ["a", "b"], ["unrecognized arguments: b"]),
         (env.main, ["--json"], ["unrecognized arguments: --json"]),
-        (prune.main, ["--lerning_rate", "1"], ["--lerning_rate", "--help"]),
     ],
 )
 def test_a_wrong_flag_is_one_line(main, arguments, words, capsys):
