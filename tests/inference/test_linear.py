@@ -303,6 +303,8 @@ def test_a_refused_call_makes_no_form(deriving):
     with pytest.raises(ValueError, match="must be in_features=24"):
         sparse(torch.randn(2, 20))
     assert sparse.prepared is None
+    SparseLinear.from_linear(pruned_linear())(torch.randn(2, 24))  # auto: "preparing" is not registered here
+    assert deriving == [None]
 
 
 def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monkeypatch):

@@ -13,6 +13,7 @@ from tiny_models import MODELS, NOT_PACKED
 from torch import nn
 from torch.nn import functional
 
+from proxsparse import use_backend
 from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.generate import generate
 from proxsparse.inference.merge import merge_projections_, separate_products
@@ -54,11 +55,12 @@ def test_products_are_the_same_bits(rows, bias, backend):
     """Sizes of SmolLM2. Beyond 256 rows cpp unpacks slabs of W for BLAS, as the reference does with all of it."""
     layers = {name: pruned_linear(576, out, bias) for name, out in (("q_proj", 576), ("k_proj", 192), ("v_proj", 192))}
     module, x = nn.ModuleDict(layers), torch.randn(2, rows, 576)[0]
-    module = sparsify_(module, backend=backend) if backend else module
-    expected = [layer(x) for layer in module.values()]
-    merge_projections_(module)
-    for layer, y in zip(module.values(), expected, strict=True):
-        assert_same(layer(x), y, "sparse" if backend == "cpp" and rows <= FEW_ROWS[torch.float32] else "dense")
+    module = sparsify_(module) if backend else module
+    with use_backend(backend):
+        expected = [layer(x) for layer in module.values()]
+        merge_projections_(module)
+        for layer, y in zip(module.values(), expected, strict=True):
+            assert_same(layer(x), y, "sparse" if backend == "cpp" and rows <= FEW_ROWS[torch.float32] else "dense")
     assert len(groups(module)) == 1
 
 
