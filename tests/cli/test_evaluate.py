@@ -170,6 +170,7 @@ def test_masks_that_belong_to_other_weights_are_refused(tiny_llama, text_file, t
     assert rows(capsys, folder, *data, "--allow_other_base")[0]["perplexity"] > 0
 
 
+@pytest.mark.slow
 @needs_lm_eval
 @pytest.mark.parametrize("precision", ["mixed", "bf16"])
 def test_tasks_in_lower_precision(precision, tiny_llama, task_folder, capsys):
