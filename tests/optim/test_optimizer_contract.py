@@ -1,17 +1,21 @@
-"""Both optimizers keep the contract of torch.optim.Optimizer, and refuse what they cannot serve."""
+"""Both optimizers keep the contract of torch.optim.Optimizer, and refuse what they do not support."""
 
 import copy
 import math
+import pickle
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import (
     OPTIMIZERS,
     assert_same,
     each_optimizer,
+    each_setup,
     loss_of,
     prox_optimizer,
     tiny_model,
@@ -21,6 +25,7 @@ from training import (
 )
 
 from proxsparse import ProxAdamW
+from proxsparse.optim.schedules import linear_ramp
 from proxsparse.patterns import NMPattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
@@ -28,44 +33,37 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 
 @pytest.mark.filterwarnings("error:.*lr_scheduler")
 @each_optimizer
-def test_lr_scheduler_drives_it_without_a_warning(make):
-    model = tiny_model()
-    optimizer = make(model.parameters(), lr=1.0, reg_lambda=0.1)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for _ in range(2):
-        train(model, optimizer, 1)
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.25
-
-
-@each_optimizer
-def test_hooks_fire_once_and_after_the_prox(make):
+def test_schedulers_and_hooks_work_and_every_hook_fires_once(make):
     model, fired = tiny_model(), []
-    optimizer = make(model.parameters(), lr=0.1, reg_lambda=100.0)
-    optimizer.register_step_pre_hook(lambda opt, args, kwargs: fired.append(("pre", opt)))
+    optimizer = make(model.parameters(), lr=1.0, reg_lambda=100.0)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    scheduler = StepLR(optimizer, 1, gamma=0.5)
+    optimizer.register_step_pre_hook(lambda opt, *_: fired.append(("pre", opt)))
     optimizer.register_step_post_hook(
-        lambda opt, args, kwargs: fired.append(("post", NMPattern(2, 4).is_feasible(model[0].weight)))
+        lambda *_: fired.append(("post, after the prox", NMPattern(2, 4).is_feasible(model[0].weight)))
     )
     handles = [
-        register_optimizer_step_pre_hook(lambda opt, args, kwargs: fired.append(("global pre", opt))),
-        register_optimizer_step_post_hook(lambda opt, args, kwargs: fired.append(("global post", opt))),
+        register_optimizer_step_pre_hook(lambda opt, *_: fired.append(("global pre", opt))),
+        register_optimizer_step_post_hook(lambda opt, *_: fired.append(("global post", opt))),
     ]
     try:
         train(model, optimizer, 1)
     finally:
         for handle in handles:
             handle.remove()
-    assert fired == [("global pre", optimizer), ("pre", optimizer), ("post", True), ("global post", optimizer)]
+    expected = [("global pre", optimizer), ("pre", optimizer), ("post, after the prox", True)]
+    assert fired == [*expected, ("global post", optimizer)]
 
+    scheduler.step()
+    train(model, optimizer, 1)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
 
-@each_optimizer
-def test_state_dict_hooks_fire_once(make):
-    optimizer, fired = make(tiny_model().parameters(), lr=0.1, reg_lambda=0.1), []
-    optimizer.register_state_dict_pre_hook(lambda opt: fired.append("state_dict pre"))
-    optimizer.register_state_dict_post_hook(lambda opt, state: fired.append("state_dict post"))
-    optimizer.register_load_state_dict_pre_hook(lambda opt, state: fired.append("load pre"))
-    optimizer.register_load_state_dict_post_hook(lambda opt: fired.append("load post"))
+    fired.clear()
+    optimizer.register_state_dict_pre_hook(lambda *_: fired.append("state_dict pre"))
+    optimizer.register_state_dict_post_hook(lambda *_: fired.append("state_dict post"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: fired.append("load pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: fired.append("load post"))
     optimizer.load_state_dict(optimizer.state_dict())
     assert fired == ["state_dict pre", "state_dict post", "load pre", "load post"]
 
@@ -106,13 +104,12 @@ def test_grad_scaler_skips_the_prox_with_the_step(make, unscales):
 def test_swapped_parameters_are_the_ones_that_step(make):
     model = tiny_model()
     optimizer = make(model.parameters(), lr=0.01, reg_lambda=100.0, frozen_lambda=0.1)
-    optimizer.set_scale(model[2].weight, torch.rand(12) + 0.5)
-    old = model[0].weight
-    old_value = old.detach().clone()
-    model[0].weight = nn.Parameter(old_value.clone())  # as accelerate does for FSDP2
+    optimizer.set_scale(model[2].weight, torch.rand(24) + 0.5)
+    old, before = model[0].weight, weights(model)[0]
+    model[0].weight = nn.Parameter(before.clone())  # as accelerate does for FSDP2
     optimizer.param_groups[0]["params"] = list(model.parameters())
     train(model, optimizer, 1)
-    assert torch.equal(old, old_value)
+    assert torch.equal(old, before)
     assert NMPattern(2, 4).is_feasible(model[0].weight)
     assert old not in optimizer.state
 
@@ -141,18 +138,98 @@ def test_repr_is_one_line_a_group(make, first):
     assert len(lines) == 3
 
 
+# ------------------------------------------------------------------------------------------- state
+
+
+@each_setup
+def test_resumed_and_copied_optimizers_continue_bit_for_bit(dtype, make, tmp_path):
+    model = tiny_model(dtype=dtype)
+    optimizer = with_everything(make, model)
+    optimizer.param_groups[0]["seed"] = 2**64 - 3  # does not fit int64; ProxOptimizer ignores it
+    StepLR(optimizer, 10)
+    train(model, optimizer, 3)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    for _, twin_optimizer in twins:
+        assert repr(twin_optimizer).split("linear")[0] == repr(optimizer).split("linear")[0]
+
+    saved, resumed = torch.load(tmp_path / "run.pt", weights_only=True), tiny_model(seed=7, dtype=dtype)
+    other = make(resumed.parameters(), lr=0.5, reg_lambda=9.9, reg_schedule=linear_ramp(6), pattern="1:4")
+    other.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["model"])
+    assert other.param_groups[0]["prox_step"] == 3
+    train(model, optimizer, 3)
+    for twin, twin_optimizer in [*twins, (resumed, other)]:
+        train(twin, twin_optimizer, 3)
+        assert_same(weights(twin), weights(model))
+        for parameter, expected in zip(twin.parameters(), model.parameters(), strict=True):
+            for key, value in optimizer.state[expected].items():
+                loaded = twin_optimizer.state[parameter][key]
+                assert torch.equal(loaded, value), key
+                assert (loaded.dtype, loaded.device) == (value.dtype, value.device)
+
+
+@each_optimizer
+def test_a_plain_optimizer_loads_the_state_and_its_state_is_loaded(make):
+    model = tiny_model()
+    plain = AdamW(model.parameters(), lr=0.02)
+    train(model, plain, 2)
+    optimizer = make(model.parameters(), reg_lambda=0.6, pattern="1:4", frozen_lambda=0.1)
+    optimizer.load_state_dict(plain.state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["reg_lambda"], group["pattern"], group["prox_step"]) == (0.02, 0.6, "1:4", 0)
+    before = weights(model)
+    train(model, optimizer, 1)
+    assert torch.equal(optimizer.state[model[0].weight]["pretrained"], before[0])
+    assert optimizer.state[model[0].weight]["step"] == 3
+    plain.load_state_dict(optimizer.state_dict())
+    assert plain.state[model[0].weight]["step"] == 3
+    train(model, plain, 1)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+
+BAD_SETTINGS = [
+    ({"pattern": "4:2"}, "pattern 4:2"),
+    ({"pattern": "1:3"}, "multiple of 3"),
+    ({"reg_lambda": -1.0}, "reg_lambda=-1.0 must be a finite number >= 0"),
+]
+BAD_STATES = [(make, *case) for make in OPTIMIZERS.values() for case in BAD_SETTINGS]
+BAD_STATES += [(make, {"prox_scale": [torch.ones(5)] * 4}, r"metric of shape \[5\]") for make in OPTIMIZERS.values()]
+BAD_STATES += [
+    (ProxAdamW, {"amsgrad": True}, "amsgrad=True: ProxAdamW computes plain AdamW only"),
+    (ProxAdamW, {"betas": (0.9, 2.0)}, "betas="),
+]
+
+
+@pytest.mark.parametrize(("make", "bad", "message"), BAD_STATES)
+def test_a_state_with_bad_settings_is_refused_before_anything_is_loaded(make, bad, message):
+    model = tiny_model()
+    optimizer = with_everything(make, model)
+    saved = optimizer.state_dict()
+    train(model, optimizer, 1)
+    saved["param_groups"][0] |= bad
+    group, state = optimizer.param_groups[0], dict(optimizer.state)
+    before, hooks = dict(group), dict(optimizer._optimizer_load_state_dict_pre_hooks)
+    for loading in (optimizer, getattr(optimizer, "base_optimizer", optimizer)):
+        with pytest.raises(ValueError, match=message):
+            loading.load_state_dict(saved)
+        assert optimizer.param_groups[0] is group
+        assert group == before
+        assert optimizer.state == state
+        assert optimizer._optimizer_load_state_dict_pre_hooks == hooks
+
+
 # ------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"reg_lambda": -1.0}, r"reg_lambda=-1.0 must be a finite number >= 0"),
+        *BAD_SETTINGS,
         ({"reg_lambda": math.nan}, r"reg_lambda=nan"),
         ({"frozen_lambda": -2}, r"frozen_lambda=-2"),
         ({"frozen_eps": 0}, r"frozen_eps=0 must be"),
-        ({"pattern": "4:2"}, r"pattern 4:2"),
-        ({"pattern": "1:3"}, r"multiple of 3"),
     ],
 )
 @each_optimizer
@@ -163,41 +240,32 @@ def test_bad_settings_are_refused(make, arguments, message):
 
 @each_optimizer
 def test_bad_parameters_are_refused(make):
-    with pytest.raises(ValueError, match=r"\[8, 6\].*multiple of 4"):
-        make(nn.Linear(6, 8).parameters(), reg_lambda=0.1)
-    with pytest.raises(ValueError, match=r"nothing to prune.*ZeRO"):
-        make([tiny_model()[0].bias], reg_lambda=0.1)
     flat = nn.Parameter(torch.ones(64))
     flat._is_flat_param = True  # how FSDP1 marks its flat parameters
-    with pytest.raises(ValueError, match=r"FSDP1.*fully_shard"):
-        make([flat], reg_lambda=0.1)
-
-
-@pytest.mark.parametrize(
-    ("scale", "message"),
-    [
-        (torch.ones(9), r"shape \[9\].*8 input features"),
-        (torch.ones(8, dtype=torch.int64), r"int64"),
-        (torch.zeros(8), r"from 0\.0 to 0\.0.*number > 0"),
-        (torch.full((8,), torch.inf), r"from inf to inf"),
-    ],
-)
-@each_optimizer
-def test_bad_metrics_are_refused(make, scale, message):
-    model = tiny_model()
-    with pytest.raises(ValueError, match=message):
-        make(model.parameters(), reg_lambda=0.1).set_scale(model[0].weight, scale)
+    for parameters, message in (
+        (nn.Linear(6, 8).parameters(), r"\[8, 6\].*multiple of 4"),
+        ([tiny_model()[0].bias], r"nothing to prune.*ZeRO"),
+        ([flat], r"FSDP1.*fully_shard"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(parameters, reg_lambda=0.1)
 
 
 @each_optimizer
-def test_metric_of_a_parameter_that_is_not_pruned_is_refused(make):
+def test_bad_scalings_are_refused(make):
     model = tiny_model()
     excluded = {"params": [model[2].weight], "reg_lambda": 0}
     optimizer = make([{"params": model[0].parameters()}, excluded], reg_lambda=0.1)
-    with pytest.raises(ValueError, match=r"\[12\] is not pruned"):
-        optimizer.set_scale(model[0].bias, torch.ones(12))
-    with pytest.raises(ValueError, match=r"\[4, 12\] is not pruned"):
-        optimizer.set_scale(model[2].weight, torch.ones(12))
+    for parameter, scale, message in (
+        (model[0].weight, torch.ones(9), r"shape \[9\].*8 input features"),
+        (model[0].weight, torch.ones(8, dtype=torch.int64), r"int64"),
+        (model[0].weight, torch.zeros(8), r"from 0\.0 to 0\.0.*number > 0"),
+        (model[0].weight, torch.full((8,), torch.inf), r"from inf to inf"),
+        (model[0].bias, torch.ones(24), r"\[24\] is not pruned"),
+        (model[2].weight, torch.ones(24), r"\[4, 24\] is not pruned"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.set_scale(parameter, scale)
 
 
 @pytest.mark.parametrize("factor", [-1.0, math.nan, math.inf])

@@ -1,5 +1,7 @@
-"""What a step of ProxOptimizer computes: the frozen-weight gradient, the step of the base, the prox; and failures."""
+"""ProxOptimizer: frozen-weight gradient, step of the base, prox; the scaling; what it shares with the base; failures."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -8,10 +10,11 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 from training import assert_same, loss_of, tiny_model, train, weights
 
+from proxsparse import ProxAdamW
 from proxsparse.ops import prox_nm, prox_nm_
 from proxsparse.optim import ProxOptimizer, param_groups
 from proxsparse.optim.schedules import cosine_ramp, linear_ramp
-from proxsparse.reference import frozen_penalty
+from proxsparse.reference import frozen_penalty, frozen_penalty_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore:prox_nm_. not on the cpp backend")
 
@@ -42,14 +45,14 @@ def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
     before = weights(model)
     call = param_groups.prox_nm_list_
     monkeypatch.setattr(param_groups, "prox_nm_list_", lambda *arguments: calls.append(arguments) or call(*arguments))
-    other = torch.nn.Parameter(torch.randn(3, 8))
+    other = nn.Parameter(torch.randn(3, 8))
     other.grad = torch.zeros_like(other)
-    settings = [
+    groups = [
         {"params": [model[0].weight], "reg_lambda": 0.1},
         {"params": [other], "reg_lambda": 0.3, "pattern": "1:4"},
         {"params": [model[2].weight], "reg_lambda": 0.2},
     ]
-    optimizer = ProxOptimizer(SGD(settings, lr=1e-30), reg_lambda=9.0)
+    optimizer = ProxOptimizer(SGD(groups, lr=1e-30), reg_lambda=9.0)
     loss_of(model).backward()
     optimizer.step()
     assert [(lambdas, pattern) for _, lambdas, pattern in calls] == [([0.1, 0.2], "2:4"), ([0.3], "1:4")]
@@ -82,25 +85,22 @@ def test_frozen_gradient_is_that_of_the_penalty():
     assert penalty_gradient.norm() > 1e-3 * loss_gradient.norm(), "the test would not see the term"
 
 
-def test_a_late_gradient_finds_the_state_of_the_base_uninitialised():
+def test_a_parameter_may_get_its_first_gradient_late():
     model = tiny_model()
     optimizer = ProxOptimizer(AdamW(model.parameters(), lr=0.01), 0.01, frozen_lambda=0.1)
     model[0].weight.grad = torch.ones_like(model[0].weight)
     optimizer.step()
-    train(model, optimizer, 1)  # the other parameters get their first gradient now
+    train(model, optimizer, 1)
     assert {"exp_avg", "pretrained"} <= optimizer.state[model[2].weight].keys()
 
 
-@pytest.mark.parametrize("metric", [False, True], ids=["plain", "metric"])
-def test_lbfgs_evaluates_the_closure_many_times(metric):
-    model = tiny_model()
-    parameters = [model[0].weight, model[2].weight]
-    optimizer = ProxOptimizer(
-        LBFGS(parameters, lr=0.5, max_iter=8, line_search_fn="strong_wolfe"), 1e-3, frozen_lambda=1e-3
-    )
-    if metric:
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_lbfgs_evaluates_the_closure_many_times(scaled):
+    model, calls = tiny_model(), []
+    base = LBFGS([model[0].weight, model[2].weight], lr=0.5, max_iter=8, line_search_fn="strong_wolfe")
+    optimizer = ProxOptimizer(base, 1e-3, frozen_lambda=1e-3)
+    if scaled:
         optimizer.set_scale(model[0].weight, torch.rand(8) + 0.5)
-    calls = []
 
     def closure():
         optimizer.zero_grad()
@@ -115,11 +115,172 @@ def test_lbfgs_evaluates_the_closure_many_times(metric):
     assert loss_of(model).item() < calls[0] / 4
 
 
+# ------------------------------------------------------------------------------------------- the scaling: v = c * w
+
+LR, LAMBDA = 0.02, 0.3
+
+
+@pytest.fixture
+def problem():
+    """A weight, a scaling from 0.1 to 10, and the gradients of five steps."""
+    weight = nn.Parameter(torch.randn(6, 16, dtype=torch.float64))
+    scale = torch.logspace(-1, 1, 16, dtype=torch.float64)[torch.randperm(16)]
+    return weight, scale, [torch.randn(6, 16, dtype=torch.float64) for _ in range(5)]
+
+
+def run(optimizer: ProxOptimizer, weight: nn.Parameter, gradients: list[torch.Tensor]) -> None:
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("base", [SGD, Adam, AdamW])
+def test_the_scaled_step_is_the_plain_step_on_v(base, problem):
+    weight, scale, gradients = problem
+    v = nn.Parameter(scale * weight.detach())
+    on_v, on_w = (ProxOptimizer(base([p], lr=LR, weight_decay=0.1), LAMBDA) for p in (v, weight))
+    on_w.set_scale(weight, scale)
+    run(on_v, v, [gradient / scale for gradient in gradients])
+    run(on_w, weight, gradients)
+    torch.testing.assert_close(weight * scale, v, rtol=1e-11, atol=1e-12)
+    assert torch.equal(weight == 0, v == 0)
+    assert (v == 0).any()
+
+
+def test_scaled_adamw_steps_by_lr_over_c_in_every_column(problem):
+    weight, scale, gradients = problem
+    w, m, s = weight.detach().clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    beta1, beta2, decay = 0.9, 0.95, 0.1
+    optimizer = ProxOptimizer(AdamW([weight], lr=LR, betas=(beta1, beta2), eps=0, weight_decay=decay), LAMBDA)
+    optimizer.set_scale(weight, scale)
+    run(optimizer, weight, gradients)
+    for t, gradient in enumerate(gradients, start=1):
+        m = beta1 * m + (1 - beta1) * gradient
+        s = beta2 * s + (1 - beta2) * gradient.square()
+        direction = (m / (1 - beta1**t)) / (s / (1 - beta2**t)).sqrt()
+        w = prox_nm(w * (1 - LR * decay) - (LR / scale) * direction, LAMBDA, scale=scale)
+    torch.testing.assert_close(weight.detach(), w, rtol=1e-9, atol=1e-11)
+
+
+def test_the_frozen_gradient_is_not_scaled(problem):
+    weight, scale, gradients = problem
+    scale = scale.sqrt()  # SGD's step is lr / c^2: keep it small
+    optimizer = ProxOptimizer(SGD([weight], lr=LR), 1e-9, frozen_lambda=0.5, frozen_eps=0.2)
+    optimizer.set_scale(weight, scale)
+    pretrained = weight.detach().clone()
+    run(optimizer, weight, gradients[:2])
+    before = weight.detach().clone()
+    run(optimizer, weight, gradients[2:3])
+    gradient = gradients[2] + 0.5 * frozen_penalty_grad(before, pretrained, 0.2)
+    torch.testing.assert_close(weight.detach(), before - LR * gradient / scale**2, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(weight.grad, gradient)
+
+
+def test_powers_of_two_keep_the_bits_and_zeros_stay_positive(problem):
+    weight = nn.Parameter(problem[0].detach().bfloat16())
+    weight.data[:, ::4] = 0
+    before = weight.detach().clone()
+    optimizer = ProxOptimizer(SGD([weight], lr=LR), 1e-12)
+    optimizer.set_scale(weight, torch.tensor([0.25, 2.0, 8.0, 1.0]).repeat(4))
+    run(optimizer, weight, [torch.zeros_like(weight)])
+    assert torch.equal(weight, before)
+    assert not weight[:, ::4].signbit().any()
+
+
+# ------------------------------------------------------------------------------------------- the base
+
+
+def test_everything_is_shared_with_the_base():
+    model = tiny_model()
+    base = AdamW(model.parameters())
+    optimizer = ProxOptimizer(base, reg_lambda=0.1)
+
+    def assert_shared(optimizer: ProxOptimizer, base: AdamW):
+        assert optimizer.param_groups is base.param_groups
+        assert optimizer.state is base.state
+        assert optimizer.defaults is base.defaults
+
+    assert_shared(optimizer, base)
+    train(model, optimizer, 1)
+    assert base.state[model[0].weight]["step"] == 1
+    for loaded in (optimizer, base):
+        loaded.load_state_dict(loaded.state_dict())
+        assert_shared(optimizer, base)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.base_optimizer is not base
+        assert_shared(twin, twin.base_optimizer)
+    optimizer.zero_grad(set_to_none=False)
+    assert not model[0].weight.grad.any()
+    optimizer.zero_grad()
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.filterwarnings("error:.*lr_scheduler")
+def test_a_scheduler_and_a_hook_of_the_base_still_work_when_it_is_wrapped():
+    model, fired = tiny_model(), []
+    base = SGD(model.parameters(), lr=1.0)
+    base.register_step_pre_hook(lambda opt, args, kwargs: fired.append(opt))
+    scheduler = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.5)
+    optimizer = ProxOptimizer(base, reg_lambda=0.1)
+    for _ in range(2):
+        train(model, optimizer, 1)
+        scheduler.step()
+    assert base.param_groups[0]["lr"] == 0.25
+    assert fired == [optimizer, optimizer]
+
+
+def test_a_plain_state_loaded_into_the_base_keeps_the_settings_of_every_group():
+    model = tiny_model()
+    split = [{"params": [model[0].weight]}, {"params": [model[2].weight], "reg_lambda": 0}]
+    optimizer = ProxOptimizer(AdamW(split, lr=0.01), reg_lambda=0.6)
+    plain = AdamW([{"params": [model[0].weight]}, {"params": [model[2].weight]}], lr=0.02)
+    for wrapped in (optimizer, copy.deepcopy(optimizer)):
+        wrapped.base_optimizer.load_state_dict(plain.state_dict())
+        assert [(group["lr"], group["reg_lambda"]) for group in wrapped.param_groups] == [(0.02, 0.6), (0.02, 0)]
+    train(model, optimizer, 1)
+    assert optimizer.param_groups[0]["prox_step"] == 1
+
+
+def test_bad_bases_are_refused():
+    model = tiny_model()
+    base = SGD(model.parameters(), lr=0.1)
+    wrapped = ProxOptimizer(base, 0.1)
+    for bad, error, message in (
+        (model, TypeError, r"Sequential: pass a plain torch\.optim\.Optimizer"),
+        (wrapped, TypeError, "ProxOptimizer"),
+        (ProxAdamW(model.parameters(), reg_lambda=0.1), ValueError, "ProxAdamW has a prox step of its own"),
+        (base, ValueError, "wrapped already; make a new one"),
+    ):
+        with pytest.raises(error, match=message):
+            ProxOptimizer(bad, 0.5, "1:4")
+    assert (base.param_groups[0]["reg_lambda"], base.param_groups[0]["pattern"]) == (0.1, "2:4")
+
+
+@pytest.mark.parametrize(
+    ("last", "arguments", "message"),
+    [
+        ({}, {"pattern": "1:3"}, "multiple of 3"),
+        ({"frozen_eps": -1.0}, {}, "frozen_eps=-1.0"),
+        ({}, {"frozen_lambda": -1.0}, "frozen_lambda=-1.0"),
+    ],
+)
+def test_a_wrap_that_raises_leaves_the_base_as_it_was(last, arguments, message):
+    first, second = nn.Parameter(torch.ones(3, 12)), nn.Parameter(torch.ones(3, 8))
+    base = SGD([{"params": [first]}, {"params": [second]} | last], lr=0.1)
+    before = copy.deepcopy(base.defaults), [list(group) for group in base.param_groups]
+    with pytest.raises(ValueError, match=message):
+        ProxOptimizer(base, 0.1, **arguments)
+    assert (base.defaults, [list(group) for group in base.param_groups]) == before
+    base.param_groups[1].pop("frozen_eps", None)
+    ProxOptimizer(base, 0.5, "1:4")
+    assert (base.param_groups[0]["reg_lambda"], base.param_groups[0]["pattern"]) == (0.5, "1:4")
+
+
 # ------------------------------------------------------------------------------------------- failures
 
 
 @pytest.mark.parametrize("in_closure", [False, True])
-def test_a_step_that_raises_does_not_leave_the_weights_in_the_metric(in_closure):
+def test_a_step_that_raises_does_not_leave_the_weights_scaled(in_closure):
     class Failing(SGD):
         def step(self, closure=None):
             closure and closure()
@@ -135,28 +296,28 @@ def test_a_step_that_raises_does_not_leave_the_weights_in_the_metric(in_closure)
     assert_same(weights(model), before)
 
 
-def test_a_metric_that_cannot_be_entered_leaves_the_others_entered_before_it():
+def test_a_scaling_that_cannot_be_applied_leaves_no_other_applied():
     model = tiny_model()
     optimizer = ProxOptimizer(SGD([model[0].weight, model[2].weight], lr=0.1), 0.1)
     optimizer.set_scale(model[0].weight, torch.full((8,), 4.0))
-    optimizer.set_scale(model[2].weight, torch.full((12,), 4.0))
+    optimizer.set_scale(model[2].weight, torch.full((24,), 4.0))
     other = nn.Parameter(torch.ones(4, 16))
     optimizer.param_groups[0]["params"][1] = other
-    model[0].weight.grad, other.grad = torch.ones(12, 8).double(), torch.ones(4, 16)
-    before = model[0].weight.detach().clone()
+    gradient, before = torch.ones_like(model[0].weight), weights(model)[0]
+    model[0].weight.grad, other.grad = gradient.clone(), torch.ones(4, 16)
     with pytest.raises(RuntimeError, match="size"):
         optimizer.step()
     assert torch.equal(model[0].weight, before)
-    assert torch.equal(model[0].weight.grad, torch.ones(12, 8).double())
+    assert torch.equal(model[0].weight.grad, gradient)
 
 
-@pytest.mark.parametrize("metric", [False, True], ids=["frozen term", "metric"])
-def test_a_sparse_gradient_takes_no_dense_term(metric):
+@pytest.mark.parametrize("scaled", [False, True], ids=["frozen term", "scaling"])
+def test_a_sparse_gradient_takes_no_dense_term(scaled):
     layer = nn.Embedding(6, 8, sparse=True)
     optimizer = ProxOptimizer(SGD(layer.parameters(), lr=0.1), 0.1)
     layer(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()  # the prox alone can do with it
-    if metric:
+    optimizer.step()  # the prox alone accepts it
+    if scaled:
         optimizer.set_scale(layer.weight, torch.full((8,), 4.0))
     else:
         optimizer.param_groups[0]["frozen_lambda"] = 0.2

@@ -1,6 +1,9 @@
-"""ProxTrainerMixin and ProxCallback in one process: groups, figures, the snap, resuming, and what is refused."""
+"""ProxTrainerMixin and ProxCallback in one process: groups, figures, snap, resuming, refusals, and the example."""
 
+import importlib.util
 import json
+import pathlib
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +27,7 @@ pytestmark = [
 
 
 class MaskTrainer(trainer_module.ProxTrainerMixin, transformers.Trainer):
-    """What a user writes."""
+    pass
 
 
 def make(folder, model=None, callback=None, kind=MaskTrainer, **settings):
@@ -51,10 +54,10 @@ def groups_by_parameter(trainer) -> dict:
 # ------------------------------------------------------------------------------------------- the optimizer
 
 
-def test_what_is_not_pruned_stays_as_trainer_made_it(tmp_path):
+def test_groups_that_are_not_pruned_stay_as_trainer_made_them(tmp_path):
     trainer = make(tmp_path, exclude=["down_proj"], pattern="1:4", reg_lambda=0.25, frozen_lambda=0.5)
     model, group_of = trainer.model, groups_by_parameter(trainer)
-    assert group_of.keys() == set(model.parameters()), "every parameter is in one group"
+    assert group_of.keys() == set(model.parameters())
     pruned = {p for p, group in group_of.items() if group["reg_lambda"] == 0.25}
     assert pruned == {layer.weight for layer in prunable_layers(model, exclude=["down_proj"]).values()}
     assert all(group_of[p]["reg_lambda"] == 0 for p in group_of.keys() - pruned)
@@ -84,19 +87,6 @@ def test_a_relative_lambda_is_in_units_of_each_layers_mean(tmp_path):
     assert group_of[layers[1].weight]["reg_lambda"] == 0
 
 
-@pytest.mark.parametrize("given", [{"pattern": "2:4"}, {"reg_lambda": 1.0, "reg_lambda_rel": 1.0}])
-def test_exactly_one_lambda_is_asked_for(tmp_path, given):
-    with pytest.raises(ValueError, match="give one of the two"):
-        make(tmp_path, **given)
-
-
-def test_frozen_layers_are_refused(tmp_path):
-    model = tiny_model("llama").requires_grad_(False)
-    model.lm_head.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"all 14 layers to prune are frozen .*LoRA.*train the layers themselves"):
-        make(tmp_path, model).create_optimizer()
-
-
 # ------------------------------------------------------------------------------------------- the callback
 
 
@@ -111,9 +101,8 @@ def test_the_run_ends_with_w0_under_the_saved_masks(tmp_path):
 
     masks = load_masks(tmp_path / "masks.safetensors")
     assert masks.keys() == callback.masks.keys() == prunable_layers(model).keys()
+    assert_snapped(model, before, masks)
     for name, parameter in model.named_parameters():
-        mask = masks.get(name.removesuffix(".weight"), torch.ones_like(parameter, dtype=torch.bool))
-        assert torch.equal(parameter, torch.where(mask, before[name], 0))
         assert name.removesuffix(".weight") in masks or torch.equal(parameter, before[name])
     assert not torch.signbit(weight[0, :4]).any(), "a kept zero is +0.0"
 
@@ -125,42 +114,79 @@ def test_the_run_ends_with_w0_under_the_saved_masks(tmp_path):
     assert callback.figures == {key: logged[1][key] for key in callback.figures} | {"mask_change": 0.0}
 
 
-def test_figures_are_those_of_the_weights(tmp_path):
-    """On a sample that is the whole: the share by NMPattern, the gap of what the mask keeps."""
-    seen = {}
+def at_the_end(change):
+    """A callback that calls change(model) after the last step, before the snap."""
 
-    class Remembers(ProxCallback):
+    class Callback(ProxCallback):
         def on_train_end(self, args, state, control, model=None, **rest):
-            seen.update((name, layer.weight.detach().clone()) for name, layer in prunable_layers(model).items())
+            change(model)
             super().on_train_end(args, state, control, model=model, **rest)
 
-    model, callback = tiny_model("llama"), Remembers()
+    return Callback()
+
+
+def test_figures_are_those_of_the_weights(tmp_path):
+    """On a sample of everything: the share by NMPattern, the gap of the kept weights."""
+    model, seen = tiny_model("llama"), {}
     before = copy_weights(model)
+    callback = at_the_end(
+        lambda model: seen.update((n, x.weight.detach().clone()) for n, x in prunable_layers(model).items())
+    )
     make(tmp_path, model, callback, reg_lambda=20.0).train()
-    pattern = NMPattern(2, 4)
     kept = torch.cat([mask.flatten() for mask in callback.masks.values()])
     w0 = torch.cat([before[f"{name}.weight"].flatten() for name in callback.masks])[kept]
     learned = torch.cat([seen[name].flatten() for name in callback.masks])[kept]
-    blocks = torch.cat([pattern.feasible_blocks(weight).flatten() for weight in seen.values()])
+    blocks = torch.cat([NMPattern(2, 4).feasible_blocks(weight).flatten() for weight in seen.values()])
     assert callback.figures["feasible_share"] == pytest.approx(blocks.float().mean().item())
     assert callback.figures["norm_gap"] == pytest.approx(((learned - w0).norm() / w0.norm()).item(), rel=1e-5)
 
 
-def test_a_resumed_run_ends_as_an_undisturbed_one(tmp_path):
+def assert_snapped(model, before, masks):
+    """Every pruned layer holds W0 under its mask."""
+    for name, mask in masks.items():
+        assert torch.equal(model.get_submodule(name).weight, torch.where(mask, before[f"{name}.weight"], 0))
+
+
+def test_a_resumed_run_ends_as_an_undisturbed_one_and_a_second_training_returns_to_w0(tmp_path):
     """The checkpoint holds learned weights; W0 is still what the Trainer was given."""
     before = copy_weights(tiny_model("llama"))
     first, second = ProxCallback(), ProxCallback()
     make(tmp_path / "a", callback=first, reg_lambda_rel=0.5, save_strategy="steps", save_steps=2).train()
     resumed = make(tmp_path / "b", callback=second, reg_lambda_rel=0.5)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    for name, mask in first.masks.items():
-        assert torch.equal(mask, second.masks[name])
-        weight = resumed.model.get_submodule(name).weight
-        assert torch.equal(weight, torch.where(mask, before[f"{name}.weight"], 0))
+    assert all(torch.equal(mask, second.masks[name]) for name, mask in first.masks.items())
+    assert_snapped(resumed.model, before, second.masks)
+    resumed.train()
+    assert_snapped(resumed.model, before, second.masks)
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("given", [{"pattern": "2:4"}, {"reg_lambda": 1.0, "reg_lambda_rel": 1.0}])
+def test_exactly_one_lambda_is_required(tmp_path, given):
+    with pytest.raises(ValueError, match="give one of the two"):
+        make(tmp_path, **given)
+
+
+def test_frozen_layers_are_refused(tmp_path):
+    model = tiny_model("llama").requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"all 14 layers to prune are frozen .*LoRA.*train the layers themselves"):
+        make(tmp_path, model).create_optimizer()
+
+
+def test_weights_that_are_not_finite_are_not_ranked(tmp_path):
+    def spoil(model):
+        model.model.layers[0].mlp.up_proj.weight.data[1, 2:4] = torch.nan
+
+    with pytest.raises(ValueError, match=r"2 weights have become NaN or infinite.*lower learning_rate"):
+        make(tmp_path, callback=at_the_end(spoil)).train()
+    assert not (tmp_path / "masks.safetensors").exists()
 
 
 def test_resuming_without_the_mixin_is_refused(tmp_path):
-    """There nobody has seen W0 before the checkpoint was loaded."""
+    """Without it W0 is not copied before the checkpoint is loaded."""
     make(tmp_path / "a", save_strategy="steps", save_steps=2).train()
 
     class Plain(transformers.Trainer):
@@ -170,63 +196,65 @@ def test_resuming_without_the_mixin_is_refused(tmp_path):
             return self.optimizer
 
     trainer = make(tmp_path / "b", kind=lambda reg_lambda, **rest: Plain(**rest))
-    state = json.loads((tmp_path / "a" / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state["global_step"] == 2
-    (tmp_path / "a" / "checkpoint-2" / "optimizer.pt").unlink()  # of other groups
+    checkpoint = tmp_path / "a" / "checkpoint-2"
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == 2
+    (checkpoint / "optimizer.pt").unlink()  # has other groups
     with pytest.raises(ValueError, match=r"resumed at step 2: .* pretrained .*ProxTrainerMixin"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+        trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
-def test_weights_that_are_not_finite_are_not_ranked(tmp_path):
-    class Breaks(ProxCallback):
-        def on_train_end(self, args, state, control, model=None, **rest):
-            with torch.no_grad():
-                model.model.layers[0].mlp.up_proj.weight[1, 2:4] = torch.nan
-            super().on_train_end(args, state, control, model=model, **rest)
-
-    with pytest.raises(ValueError, match=r"2 weights have become NaN or infinite.*lower learning_rate"):
-        make(tmp_path, callback=Breaks()).train()
-    assert not (tmp_path / "masks.safetensors").exists()
-
-
-def test_a_second_training_returns_to_the_same_w0(tmp_path):
-    callback, before = ProxCallback(), copy_weights(tiny_model("llama"))
-    trainer = make(tmp_path, callback=callback)
-    for _ in range(2):
-        trainer.train()
-    for name, mask in callback.masks.items():
-        weight = trainer.model.get_submodule(name).weight
-        assert torch.equal(weight, torch.where(mask, before[f"{name}.weight"], 0))
-
-
-# ------------------------------------------------------------------------------------------- what is refused
-
-
-def test_fsdp1_is_refused_with_the_reason(tmp_path):
-    trainer = make(tmp_path)
-    trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)  # as after fsdp_config={"version": 1}
-    with pytest.raises(ValueError, match=r"FSDP1 .*flat parameter.*torn apart.*FSDP2: .*fsdp=True"):
-        trainer.create_optimizer()
-    assert trainer.optimizer is None
-
-
-@pytest.mark.parametrize("sign", ["the accelerator's", "the parameters'"])
-def test_deepspeed_is_refused_with_the_reason(tmp_path, sign):
-    trainer = make(tmp_path)
-    if sign == "the accelerator's":
-        trainer.is_deepspeed_enabled = True
-    else:
-        trainer.model.lm_head.weight.ds_id = 7
-    with pytest.raises(ValueError, match=r"DeepSpeed ZeRO .*partitions.*torn apart.*FSDP2"):
-        trainer.create_optimizer()
-    assert trainer.optimizer is None
-
-
-def test_the_engine_is_refused_before_any_work(tmp_path):
+@pytest.mark.parametrize("sign", ["FSDP1", "the accelerator's", "the parameters'", "before any work"])
+def test_fsdp1_and_deepspeed_are_refused_with_the_reason(tmp_path, sign):
     class OnDeepSpeed(MaskTrainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
             self.is_deepspeed_enabled = True
 
-    with pytest.raises(ValueError, match="DeepSpeed ZeRO"):
-        make(tmp_path, kind=OnDeepSpeed)
+    words = r"DeepSpeed ZeRO .*partitions.*torn apart.*FSDP2"
+    if sign == "before any work":
+        with pytest.raises(ValueError, match=words):
+            make(tmp_path, kind=OnDeepSpeed)
+        return
+    trainer = make(tmp_path)
+    if sign == "FSDP1":
+        trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=1)  # as after fsdp_config={"version": 1}
+        words = r"FSDP1 .*flat parameter.*torn apart.*FSDP2: .*fsdp=True"
+    elif sign == "the accelerator's":
+        trainer.is_deepspeed_enabled = True
+    else:
+        trainer.model.lm_head.weight.ds_id = 7
+    with pytest.raises(ValueError, match=words):
+        trainer.create_optimizer()
+    assert trainer.optimizer is None
+
+
+# ------------------------------------------------------------------------------------------- examples/hf_trainer.py
+
+
+@pytest.fixture(scope="module")
+def example():
+    path = pathlib.Path(__file__).resolve().parents[2] / "examples" / "hf_trainer.py"
+    spec = importlib.util.spec_from_file_location("hf_trainer", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_prunes_the_decoder_blocks_only(example, tmp_path, capsys):
+    example.main(["--max_steps", "4", "--output_dir", str(tmp_path)])
+    assert re.search(r"2:4 blocks before the snap: \d+\.\d%; 14 layers pruned", capsys.readouterr().out)
+    masks = load_masks(tmp_path / "masks.safetensors")
+    torch.manual_seed(0)
+    before = dict(example.tiny_llama().named_parameters())  # the same weights the example started from
+    after = example.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert masks.keys() == prunable_layers(after).keys()
+    assert len(masks) == 2 * 7, "q, k, v, o, gate, up and down of two decoder blocks"
+    assert_snapped(after, before, masks)
+    for name, weight in after.named_parameters():
+        assert name.removesuffix(".weight") in masks or torch.equal(weight, before[name])
+
+
+def test_the_example_needs_text_for_a_model(example, capsys):
+    with pytest.raises(SystemExit):
+        example.main(["--model", "somewhere"])
+    assert "--model and --text go together" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the optimizer tests train, a tiny regression problem, and the two optimizers to train it with."""
+"""A tiny regression problem, and the optimizers that the tests train it with."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +13,11 @@ from proxsparse.optim.schedules import linear_ramp
 
 INPUTS = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
-# ------------------------------------------------------------------------------------------- the problem
 
-
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64, hidden: int = 12) -> nn.Sequential:
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    """8 and 24 input features: whole blocks of 4 and of 8."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 4)).to(dtype)
+    return nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4)).to(dtype)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -34,7 +33,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int) -> None:
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of all parameters; of the whole of those that are sharded."""
+    """Copies of all parameters; sharded ones are gathered."""
     full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return [p.detach().clone() for p in full]
 
@@ -44,16 +43,12 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
         assert torch.equal(x, y)
 
 
-# ------------------------------------------------------------------------------------------- the optimizers
-
 ADAMW = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def prox_optimizer(
-    parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=None, **prox
-) -> ProxOptimizer:
-    """ProxOptimizer(AdamW), made with the arguments of ProxAdamW."""
-    return ProxOptimizer(AdamW(parameters, lr, betas, eps, weight_decay, fused=fused), **prox)
+def prox_optimizer(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=None, **prox):
+    """ProxOptimizer(AdamW) with the arguments of ProxAdamW."""
+    return ProxOptimizer(AdamW(params, lr, betas, eps, weight_decay, fused=fused), **prox)
 
 
 OPTIMIZERS = {"ProxOptimizer": prox_optimizer, "ProxAdamW": ProxAdamW}
@@ -75,7 +70,7 @@ each_setup = pytest.mark.parametrize(("dtype", "make"), SETUPS.values(), ids=SET
 
 
 def with_everything(make: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
-    """The optimizer with a schedule, the frozen-weight term and a metric."""
+    """The optimizer with a schedule, the frozen-weight term and a scaling."""
     optimizer = make(model.parameters(), **ADAMW, reg_lambda=0.3, frozen_lambda=0.05, reg_schedule=linear_ramp(6))
     optimizer.set_scale(model[0].weight, torch.linspace(0.5, 2, 8))
     return optimizer
