@@ -1,4 +1,4 @@
-"""ProxOptimizer: frozen-weight gradient, step of the base, prox; the scaling; what it shares with the base; failures."""
+"""ProxOptimizer: frozen-weight gradient, base step, prox; the scaling; what it shares with its base; failures."""
 
 import copy
 import pickle
