@@ -1,4 +1,4 @@
-"""A model whose k_proj and v_proj have two rows: on four processes two of them hold none."""
+"""A model whose k_proj and v_proj have two rows: of four processes two hold none."""
 
 import json
 
@@ -23,8 +23,7 @@ def few_rows(tmp_path_factory):
 def documents(tmp_path_factory):
     """Forty short documents of different lengths as .jsonl."""
     path = tmp_path_factory.mktemp("data") / "text.jsonl"
-    rows = [{"text": f"{i} lazy dogs. " * (2 + i % 4)} for i in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps({"text": f"{i} lazy dogs. " * (2 + i % 4)}) + "\n" for i in range(40)))
     return path
 
 

@@ -1,11 +1,11 @@
-"""A run that is killed goes on where its last checkpoint is, and ends with the same bits."""
+"""A run that is killed or stopped continues from its last checkpoint and ends with the same bits."""
 
 import json
 import os
 import random
 import re
 import shutil
-import signal
+from signal import SIGKILL, SIGTERM
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -18,20 +18,7 @@ from proxsparse.train import main
 
 KILLS, STEPS = 20, 16
 SAVES = ["--num_samples", "8", "--save_steps", "3", "--num_train_epochs", "2", "--resume_from_checkpoint", "last"]
-
-
-def outcome(run_dir):
-    """What two runs must have in common to be the same."""
-    result = json.loads((run_dir / "result.json").read_text())
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    same = ("masks_sha256", "perplexity", "mask_similarity", "feasible_share", "steps", "tokens", "reg_lambda")
-    return {name: result[name] for name in same}, [{**row, "seconds": None} for row in rows]
-
-
-def run(forks, arguments, run_dir, processes=1, **how):
-    return forks.run([*arguments, "--output_dir", run_dir], processes, output=run_dir.with_suffix(".log"), **how)
-
-
+FINISH = "proxsparse.training.checkpoint.finish"
 FORMS = {
     "everything": [
         *("--distill", "0.5", "--average_runs", "2", "--precision", "bf16", "--gradient_accumulation_steps", "2"),
@@ -42,146 +29,175 @@ FORMS = {
 }
 
 
+def result_of(run_dir):
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def outcome(run_dir):
+    """What two runs must have in common to be the same."""
+    result = result_of(run_dir)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    same = ("masks_sha256", "perplexity", "mask_similarity", "feasible_share", "steps", "tokens", "reg_lambda")
+    return {name: result[name] for name in same}, [{**row, "seconds": None} for row in rows]
+
+
+def saved(run_dir):
+    return [path.name for path in checkpoints(run_dir)]
+
+
+def log_of(run_dir):
+    return run_dir.with_suffix(".log").read_text()
+
+
 @pytest.fixture(scope="module")
-def undisturbed(forks, flags, tmp_path_factory):
-    """The outcome of the form "masked"."""
+def run(forks, flags):
+    """run(folder, *more flags, processes, how to disturb it) -> exit codes; what it prints is in `log_of(folder)`."""
+
+    def run(run_dir, *more, processes=1, **how):
+        arguments = [*flags, *SAVES, *more, "--output_dir", run_dir]
+        return forks.run(arguments, processes, **{"output": run_dir.with_suffix(".log")} | how)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    assert run(forks, [*flags, *SAVES], run_dir) == [0]
+    assert run(run_dir) == [0]
     return outcome(run_dir)
 
 
-def test_killed_at_random_moments(forks, flags, undisturbed, tmp_path):
-    """kill -9 twenty times, each some milliseconds behind a step that is at or behind the last checkpoint's."""
+@pytest.mark.slow
+def test_killed_at_random_moments(run, undisturbed, tmp_path):
+    """kill -9 twenty times, each some milliseconds after a step that the last checkpoint does not hold yet."""
     moments, run_dir, kills = random.Random(0), tmp_path / "run", 0
     while kills < KILLS:
-        done = int(checkpoints(run_dir)[-1].name.partition("-")[2]) if checkpoints(run_dir) else 0
-        codes = run(forks, [*flags, *SAVES], run_dir, kill=(moments.randint(done, STEPS), moments.uniform(0, 0.1)))
-        kills += codes == [-signal.SIGKILL]
+        done = int(saved(run_dir)[-1].partition("-")[2]) if saved(run_dir) else 0
+        codes = run(run_dir, kill=(moments.randint(done, STEPS), moments.uniform(0, 0.1)))
+        kills += codes == [-SIGKILL]
         if codes == [0]:
             assert outcome(run_dir) == undisturbed
             shutil.rmtree(run_dir)
         else:
-            assert codes == [-signal.SIGKILL], run_dir.with_suffix(".log").read_text()[-2000:]
-    assert run(forks, [*flags, *SAVES], run_dir) == [0]
+            assert codes == [-SIGKILL], log_of(run_dir)[-2000:]
+    assert run(run_dir) == [0]
     assert outcome(run_dir) == undisturbed
-    assert checkpoints(run_dir) == []  # a complete run needs none
-    assert run(forks, [*flags, *SAVES], run_dir) == [0]
-    assert "nothing is left to do" in run_dir.with_suffix(".log").read_text().splitlines()[-1]
+    assert saved(run_dir) == [], "a complete run needs none"
+    assert run(run_dir) == [0]
+    assert "nothing is left to do" in log_of(run_dir).splitlines()[-1]
 
 
-@pytest.mark.parametrize("form", ["everything", "paper", "masters"])
-def test_killed_in_the_middle(forks, flags, tmp_path, form):
-    arguments = [*flags, *SAVES, "--eval_data", "none", *FORMS[form]]
-    assert run(forks, arguments, tmp_path / "a") == [0]
-    for moment in (("proxsparse.training.checkpoint.finish", 2), ("proxsparse.training.checkpoint.sync", 4)):
-        assert run(forks, arguments, tmp_path / "b", die_in=moment) == [-signal.SIGKILL]
-    assert run(forks, arguments, tmp_path / "b") == [0]
-    assert outcome(tmp_path / "a") == outcome(tmp_path / "b")
-    a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert all(a[name].equal(b[name]) for name in a)
+@pytest.mark.parametrize(
+    "form", ["everything", *(pytest.param(f, marks=pytest.mark.slow) for f in ("paper", "masters"))]
+)
+def test_killed_in_the_middle(run, tmp_path, form):
+    a, b, more = tmp_path / "a", tmp_path / "b", ["--eval_data", "none", *FORMS[form]]
+    assert run(a, *more) == [0]
+    for moment in ((FINISH, 2), ("proxsparse.training.checkpoint.sync", 4)):
+        assert run(b, *more, die_in=moment) == [-SIGKILL]
+    assert run(b, *more) == [0]
+    assert outcome(a) == outcome(b)
+    weights, expected = (load_file(path / "model.safetensors") for path in (b, a))
+    assert all(weights[name].equal(weight) for name, weight in expected.items())
 
 
-def test_a_signal_saves_both_the_masks_and_where_to_go_on(forks, flags, undisturbed, tmp_path):
-    run_dir = tmp_path / "run"
-    arguments = [*flags, *SAVES, "--save_steps", "0"]  # none but when it is stopped
-    assert run(forks, arguments, run_dir, kill=(5, 0.0), number=signal.SIGTERM) == [128 + signal.SIGTERM]
-    assert json.loads((run_dir / "result.json").read_text())["status"] == "interrupted"
+def test_a_signal_saves_the_masks_and_a_checkpoint(run, undisturbed, tmp_path):
+    run_dir, more = tmp_path / "run", ["--save_steps", "0"]  # no other checkpoint than that of the signal
+    assert run(run_dir, *more, kill=(5, 0.0), number=SIGTERM) == [128 + SIGTERM]
+    assert result_of(run_dir)["status"] == "interrupted"
     assert (run_dir / "model.safetensors").exists()
-    assert len(checkpoints(run_dir)) == 1
-    assert run(forks, arguments, run_dir) == [0]
+    assert len(saved(run_dir)) == 1
+    assert run(run_dir, *more) == [0]
     assert outcome(run_dir) == undisturbed
 
 
-def test_a_second_torchrun_is_refused_in_all_its_processes(forks, flags, tmp_path):
-    """One lock a run: the first process holds it. The other processes of the second run end as its first one does."""
-    run_dir, log = tmp_path / "run", tmp_path / "run.log"
+def test_a_signal_after_the_last_step_discards_nothing(run, flags, undisturbed, tmp_path):
+    run_dir = tmp_path / "run"
+    assert run(run_dir, term_in=("proxsparse.run.folder.save_checkpoint", 1)) == [128 + SIGTERM]
+    result = result_of(run_dir)
+    assert (result["status"], result["perplexity"]) == ("complete", None)
+    assert result["masks_sha256"] == undisturbed[0]["masks_sha256"]
+    with pytest.raises(InputError, match=r"has --learning_rate 0.005 \(now 0.1\)"):
+        main([str(flag) for flag in (*flags, *SAVES, "--output_dir", run_dir, "--learning_rate", "0.1")])
+    assert run(run_dir) == [0]
+    assert "nothing is left to do" in log_of(run_dir).splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_signal_in_one_process_ends_both(run, tmp_path):
+    """The first process gets it while a checkpoint is written, and the other has not seen it."""
+    run_dir = tmp_path / "run"
+    assert run(run_dir, processes=2, term_in=(FINISH, 2)) == [128 + SIGTERM] * 2, log_of(run_dir)[-2000:]
+    assert result_of(run_dir)["status"] == "interrupted"
+    assert run(run_dir, processes=2) == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_second_torchrun_is_refused_in_all_its_processes(run, tmp_path):
+    """The first process holds the one lock of a run. All processes of the second run end as its first one does."""
+    run_dir = tmp_path / "run"
     with output_folder.opened(run_dir, "train", {}):
-        assert run(forks, [*flags, *SAVES], run_dir, 2) == [2, 2]
-    (line,) = [line for line in log.read_text().splitlines() if "error" in line.lower()]
+        assert run(run_dir, processes=2) == [2, 2]
+    (line,) = [line for line in log_of(run_dir).splitlines() if "error" in line.lower()]
     assert line.startswith(f"error: another run (pid {os.getpid()} on ")
-    assert run(forks, [*flags, *SAVES], run_dir, 2) == [0, 0]
+    assert run(run_dir, processes=2) == [0, 0]
     assert not (run_dir / output_folder.LOCK).exists()
 
 
-def test_other_numbers_of_processes_go_on_within_rounding(forks, flags, tmp_path):
-    def arguments(processes):
-        return [*flags, *SAVES, "--gradient_accumulation_steps", 4 // processes, "--num_train_epochs", "5"]
+@pytest.mark.slow
+def test_other_numbers_of_processes_continue_within_rounding(run, tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
 
-    assert run(forks, arguments(1), tmp_path / "a") == [0]
-    die_in = ("proxsparse.training.checkpoint.finish", 2)
-    assert -signal.SIGKILL in run(forks, arguments(4), tmp_path / "b", 4, die_in=die_in)
-    assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-3"]
-    assert -signal.SIGKILL in run(forks, arguments(2), tmp_path / "b", 2, die_in=die_in)
-    assert [path.name for path in checkpoints(tmp_path / "b")] == ["checkpoint-6"]
-    assert run(forks, arguments(1), tmp_path / "b") == [0]
-    (one, rows), (other, other_rows) = outcome(tmp_path / "a"), outcome(tmp_path / "b")
+    def run_on(processes, run_dir, **how):
+        more = ["--gradient_accumulation_steps", 4 // processes, "--num_train_epochs", "5"]
+        return run(run_dir, *more, processes=processes, **how)
+
+    assert run_on(1, a) == [0]
+    for processes, checkpoint in ((4, "checkpoint-3"), (2, "checkpoint-6")):
+        assert -SIGKILL in run_on(processes, b, die_in=(FINISH, 2))
+        assert saved(b) == [checkpoint]
+    assert run_on(1, b) == [0]
+    (one, rows), (other, other_rows) = outcome(a), outcome(b)
     assert [row["loss"] for row in other_rows] == pytest.approx([row["loss"] for row in rows], abs=1e-5)
     assert other["perplexity"]["proxsparse"] == pytest.approx(one["perplexity"]["proxsparse"], rel=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------- what cannot go on
+def test_an_older_checkpoint_is_continued_and_newer_ones_stay_until_the_next(run, tmp_path):
+    run_dir, more = tmp_path / "run", ["--eval_data", "none", "--save_total_limit"]
+    assert run(run_dir, *more, "9", die_in=(FINISH, 5)) == [-SIGKILL]
+    assert saved(run_dir) == [f"checkpoint-{step}" for step in (3, 6, 9, 12)]
+    older = ["--resume_from_checkpoint", run_dir / "checkpoint-6"]
+    assert run(run_dir, *more, "2", *older, die_in=(FINISH, 2)) == [-SIGKILL]
+    assert saved(run_dir) == ["checkpoint-6", "checkpoint-9"]
+
+
+# ---------------------------------------------------------------------------------------------- from one checkpoint
 
 
 @pytest.fixture
-def stopped(forks, flags, tmp_path):
-    """A run's folder with one checkpoint, and the flags to go on."""
-    arguments = [*flags, *SAVES, "--eval_data", "none"]
-    assert run(forks, arguments, tmp_path / "run", die_in=("proxsparse.training.checkpoint.finish", 2)) == [
-        -signal.SIGKILL
-    ]
+def stopped(run, flags, tmp_path):
+    """The only checkpoint of a killed run, and the flags to continue."""
+    assert run(tmp_path / "run", "--eval_data", "none", die_in=(FINISH, 2)) == [-SIGKILL]
     (path,) = checkpoints(tmp_path / "run")
-    return path, [str(flag) for flag in (*arguments, "--output_dir", tmp_path / "run")]
+    return path, [str(x) for x in (*flags, *SAVES, "--eval_data", "none", "--output_dir", tmp_path / "run")]
 
 
-def damaged(path, name, change):
-    content = (path / name).read_bytes()
-    (path / name).write_bytes(change(content))
-
-
-def without_a_tensor(path):
-    file = next(path.glob("*.safetensors"))
-    tensors = load_file(file)
-    tensors.pop("monitor.mask")
-    save_file(tensors, file)
-    state = json.loads((path / "state.json").read_text())
-    state["files"][file.name] = file.stat().st_size
-    (path / "state.json").write_text(json.dumps(state))
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda path: damaged(path, "state.json", lambda text: text[:100]), "damaged .*; give another"),
-        (lambda path: damaged(path, "state.json", lambda text: b"[" * 100_000), "damaged .*; give another"),
-        (lambda path: damaged(path, "state.json", lambda text: b"[]"), "damaged .*; give another"),
-        (lambda path: damaged(path, next(path.glob("*.safetensors")).name, lambda data: data[:-5]), "bytes, not"),
-        (lambda path: next(path.glob("*.safetensors")).unlink(), "damaged .*No such file"),
-        (without_a_tensor, "monitor.mask is not there, this run needs"),
-    ],
-    ids=["half", "deep", "a list", "truncated", "gone", "a tensor less"],
-)
-def test_a_damaged_checkpoint_is_refused_by_name(stopped, damage, words):
+def test_the_start_of_a_resumption_loses_nothing(stopped, undisturbed, forks, tmp_path):
+    """In another folder, and in the same one although it is killed twice."""
     path, arguments = stopped
-    damage(path)
-    with pytest.raises(InputError, match=f"checkpoint-3.*{words}"):
-        main(arguments)
+    elsewhere = [str(path) if flag == "last" else flag for flag in arguments[:-1]] + [str(tmp_path / "other")]
+    assert main(elsewhere) == 0
+    for number in (1, 2):
+        assert forks.run(arguments, die_in=("proxsparse.run.folder.write_file", number)) == [-SIGKILL]
+        assert checkpoints(path.parent) == [path]
+    assert main(arguments) == 0
+    for run_dir in (tmp_path / "other", path.parent):
+        result, rows = outcome(run_dir)
+        assert rows == undisturbed[1]
+        assert result["masks_sha256"] == undisturbed[0]["masks_sha256"]
 
 
-def test_what_cannot_be_gone_on_with_is_refused(stopped, tmp_path):
-    path, arguments = stopped
-    with pytest.raises(InputError, match=r"run' has --learning_rate 0.005 \(now 0.001\); give the same, or"):
-        main([*arguments, "--learning_rate", "1e-3"])
-    with pytest.raises(InputError, match=r"its steps take 1 batches, these 2 \(1 processes\); change --gradient_acc"):
-        main([*arguments, "--gradient_accumulation_steps", "2"])
-    with pytest.raises(InputError, match=r"nowhere: not a checkpoint directory, which holds a state.json"):
-        main([*arguments[:-1], str(tmp_path / "other"), "--resume_from_checkpoint", str(tmp_path / "nowhere")])
-    again = [*arguments[: arguments.index("--resume_from_checkpoint")], "--output_dir", arguments[-1]]
-    with pytest.raises(InputError, match=r"is not empty; .*--resume_from_checkpoint last"):
-        main(again)
-    assert path.is_dir()
-
-
-def test_nothing_to_go_on_from_is_a_beginning(stopped, tmp_path, capsys):
+def test_without_a_checkpoint_the_run_starts_from_the_beginning(stopped, tmp_path, capsys):
     path, arguments = stopped
     shutil.rmtree(path)
     (path.parent / f"{SCRATCH}-checkpoint-3").mkdir()  # of a save that was cut off
@@ -196,50 +212,59 @@ def test_nothing_to_go_on_from_is_a_beginning(stopped, tmp_path, capsys):
     assert (foreign / "thesis.md").exists()
 
 
-def test_the_beginning_of_a_resumption_loses_nothing(stopped, undisturbed, forks):
+def change_file(change, pattern="*.safetensors"):
+    def damage(path):
+        (file,) = path.glob(pattern)
+        file.write_bytes(change(file.read_bytes()))
+
+    return damage
+
+
+def remove_a_tensor(path):
+    (file,) = path.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors.pop("monitor.mask")
+    save_file(tensors, file)
+    state = json.loads((path / "state.json").read_text())
+    state["files"][file.name] = file.stat().st_size
+    (path / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (change_file(lambda text: text[:100], "state.json"), "damaged .*; give another"),
+        (change_file(lambda text: b"[" * 100_000, "state.json"), "damaged .*; give another"),
+        (change_file(lambda text: b"[]", "state.json"), "damaged .*; give another"),
+        (change_file(lambda data: data[:-5]), "bytes, not"),
+        (lambda path: next(path.glob("*.safetensors")).unlink(), "damaged .*No such file"),
+        (remove_a_tensor, "monitor.mask is not there, this run needs"),
+    ],
+    ids=["half", "deep", "a list", "truncated", "gone", "a tensor less"],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(stopped, damage, words):
     path, arguments = stopped
-    for moment in (("proxsparse.run.folder.write_file", 1), ("proxsparse.run.folder.write_file", 2)):
-        assert forks.run(arguments, die_in=moment) == [-signal.SIGKILL]
-        assert checkpoints(path.parent) == [path]
-    assert main(arguments) == 0
-    assert outcome(path.parent)[0]["masks_sha256"] == undisturbed[0]["masks_sha256"]
+    damage(path)
+    with pytest.raises(InputError, match=f"checkpoint-3.*{words}"):
+        main(arguments)
 
 
-def test_an_older_checkpoint_goes_on_beside_newer_ones(forks, flags, tmp_path):
-    """Those of the steps that it has left behind stay the last resort until a new one is whole, and then go."""
-    arguments = [*flags, *SAVES, "--eval_data", "none", "--save_total_limit", "9"]
-    run_dir = tmp_path / "run"
-    assert run(forks, arguments, run_dir, die_in=("proxsparse.training.checkpoint.finish", 5)) == [-signal.SIGKILL]
-    assert [path.name for path in checkpoints(run_dir)] == [f"checkpoint-{step}" for step in (3, 6, 9, 12)]
-    again = [*arguments, "--resume_from_checkpoint", run_dir / "checkpoint-6", "--save_total_limit", "2"]
-    assert run(forks, again, run_dir, die_in=("proxsparse.training.checkpoint.finish", 2)) == [-signal.SIGKILL]
-    assert [path.name for path in checkpoints(run_dir)] == ["checkpoint-6", "checkpoint-9"]
-
-
-def test_a_signal_in_one_process_ends_both(forks, flags, undisturbed, tmp_path):
-    """It comes to the first one while a checkpoint is written, and the other has not seen it."""
-    log = tmp_path / "run.log"
-    codes = run(forks, [*flags, *SAVES], tmp_path / "run", 2, term_in=("proxsparse.training.checkpoint.finish", 2))
-    assert codes == [128 + signal.SIGTERM] * 2, log.read_text()[-2000:]
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
-    assert run(forks, [*flags, *SAVES], tmp_path / "run", 2) == [0, 0]
-
-
-def test_a_signal_behind_the_last_step_throws_nothing_away(forks, flags, undisturbed, tmp_path):
-    run_dir = tmp_path / "run"
-    codes = run(forks, [*flags, *SAVES], run_dir, term_in=("proxsparse.run.folder.save_checkpoint", 1))
-    assert codes == [128 + signal.SIGTERM]
-    result = json.loads((run_dir / "result.json").read_text())
-    assert (result["status"], result["perplexity"]) == ("complete", None)
-    assert result["masks_sha256"] == undisturbed[0]["masks_sha256"]
-    with pytest.raises(InputError, match=r"has --learning_rate 0.005 \(now 0.1\)"):
-        main([str(flag) for flag in (*flags, *SAVES, "--output_dir", run_dir, "--learning_rate", "0.1")])
-    assert run(forks, [*flags, *SAVES], run_dir) == [0]
-    assert "nothing is left to do" in run_dir.with_suffix(".log").read_text().splitlines()[-1]
-
-
-def test_other_documents_behind_the_same_name_are_noticed(stopped, documents):
-    _, arguments = stopped
+def test_a_run_that_cannot_be_continued_is_refused(stopped, flags, documents, tmp_path):
+    path, arguments = stopped
+    last = arguments.index("--resume_from_checkpoint")
+    nowhere = [str(tmp_path / "other"), "--resume_from_checkpoint", str(tmp_path / "nowhere")]
+    for given, words in (
+        ([*arguments, "--learning_rate", "1e-3"], r"run' has --learning_rate 0.005 \(now 0.001\); give the same, or"),
+        (
+            [*arguments, "--gradient_accumulation_steps", "2"],
+            r"its steps take 1 batches, these 2 \(1 processes\); change --gradient_acc",
+        ),
+        ([*arguments[:-1], *nowhere], r"nowhere: not a checkpoint directory, which holds a state.json"),
+        ([*arguments[:last], *arguments[-2:]], r"is not empty; .*--resume_from_checkpoint last"),
+        ([*map(str, flags), "--resume_from_checkpoint", "last"], "last requires --output_dir"),
+    ):
+        with pytest.raises(InputError, match=words):
+            main(given)
     text = documents.read_text()
     try:
         documents.write_text(text.replace("lazy", "busy"))
@@ -247,75 +272,51 @@ def test_other_documents_behind_the_same_name_are_noticed(stopped, documents):
             main(arguments)
     finally:
         documents.write_text(text)
+    assert path.is_dir()
 
 
-def test_of_which_run_is_the_last_checkpoint(flags):
-    with pytest.raises(InputError, match="last requires --output_dir"):
-        main([*map(str, flags), "--resume_from_checkpoint", "last"])
+# ---------------------------------------------------------------------------------------------- disks
 
 
-def test_a_checkpoint_elsewhere_starts_another_folder(stopped, undisturbed, tmp_path):
-    path, arguments = stopped
-    arguments[arguments.index("last")] = str(path)
-    assert main([*arguments[:-1], str(tmp_path / "other")]) == 0
-    (_, rows), (expected, expected_rows) = outcome(tmp_path / "other"), undisturbed
-    assert rows == expected_rows
-    assert outcome(tmp_path / "other")[0]["masks_sha256"] == expected["masks_sha256"]
+def mounted(options, folder):
+    """Mounts `mount OPTIONS` there, or skips the test."""
+    folder.mkdir(exist_ok=True)
+    if os.system(f"mount {options} {folder} 2>/dev/null"):
+        pytest.skip("needs the right to mount")
+    return folder
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """Makes a disk of so many megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(megabytes: int):
-        if os.system(f"mount -t tmpfs -o size={megabytes}m tmpfs {folder} 2>/dev/null"):
-            pytest.skip("needs the right to mount a tmpfs")
-        return folder
-
-    yield mount
-    os.system(f"umount -l {folder} 2>/dev/null")
+    """An empty folder to mount on; unmounted after the test."""
+    yield tmp_path / "disk"
+    os.system(f"umount -l {tmp_path / 'disk'} 2>/dev/null")
 
 
-def test_a_disk_that_is_too_small_is_refused_before_the_work(disk, forks, flags, tmp_path):
-    assert forks.run([*flags, "--output_dir", disk(10) / "run"], output=tmp_path / "log") == [2]
-    error = (tmp_path / "log").read_text().splitlines()[-1]
+def test_a_disk_that_is_too_small_is_refused_before_the_work(disk, run, tmp_path):
+    log = tmp_path / "log"
+    assert run(mounted("-t tmpfs -o size=10m tmpfs", disk) / "run", output=log) == [2]
+    error = log.read_text().splitlines()[-1]
     assert re.search(r"run' has 10 MiB free, the result needs about 16 MiB; free some space or choose another", error)
 
 
-def test_a_full_disk_leaves_the_last_good_state(disk, forks, flags, undisturbed, tmp_path):
-    """Something else fills the disk while the run is under way: the next save fails, and what was saved is good."""
-    small_disk = disk(20)
-    run_dir = small_disk / "run"
-    log = tmp_path / "log"
-    arguments = [*flags, *SAVES, "--output_dir", run_dir]
-    go_on = f"--output_dir {run_dir} --resume_from_checkpoint last"
-    assert forks.run(arguments, output=log, fill=("proxsparse.training.checkpoint.clear", 2, str(small_disk))) == [2]
+@pytest.mark.parametrize("loss", ["full", "unmounted"])
+def test_a_lost_disk_leaves_the_last_good_state(disk, run, undisturbed, tmp_path, loss):
+    """During the run another program fills the disk, or it is unmounted: the next save fails, the last one is good."""
+    run_dir, log, source = disk / "run", tmp_path / "log", tmp_path / "source"
+    source.mkdir()
+    mounted("-t tmpfs -o size=20m tmpfs" if loss == "full" else f"--bind {source}", disk)
+    moment = ("proxsparse.training.checkpoint.clear", 2, str(disk))
+    assert run(run_dir, output=log, **{"fill" if loss == "full" else "unmount": moment}) == [2]
     error = log.read_text().splitlines()[-1]
     assert error.startswith("error: checkpoint-6 could not be written to")
-    assert "the disk is full" in error
-    assert error.endswith(f"checkpoint-3 kept; to continue: the same command with {go_on}")
-    (small_disk / "filler").unlink()
-    assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
+    if loss == "full":
+        assert "the disk is full" in error
+        command = f"the same command with --output_dir {run_dir} --resume_from_checkpoint last"
+        assert error.endswith(f"checkpoint-3 kept; to continue: {command}")
+        (disk / "filler").unlink()
+    else:
+        assert f"{run_dir} cannot be reached; to continue: the same command with" in error
+        mounted(f"--bind {source}", disk)
+    assert run(run_dir, output=log) == [0], log.read_text()[-2000:]
     assert outcome(run_dir) == undisturbed
-
-
-def test_a_lost_mount_leaves_the_last_good_state(forks, flags, undisturbed, tmp_path):
-    disk, place, log = tmp_path / "disk", tmp_path / "place", tmp_path / "log"
-    disk.mkdir()
-    place.mkdir()
-    if os.system(f"mount --bind {disk} {place} 2>/dev/null"):
-        pytest.skip("needs the right to mount")
-    arguments = [*flags, *SAVES, "--output_dir", place / "run"]
-    try:
-        lost = ("proxsparse.training.checkpoint.clear", 2, str(place))
-        assert forks.run(arguments, output=log, unmount=lost) == [2]
-        error = log.read_text().splitlines()[-1]
-        assert error.startswith("error: checkpoint-6 could not be written to")
-        assert f"{place / 'run'} cannot be reached; to continue: the same command with" in error
-        assert os.system(f"mount --bind {disk} {place}") == 0
-        assert forks.run(arguments, output=log) == [0], log.read_text()[-2000:]
-        assert outcome(place / "run") == undisturbed
-    finally:
-        os.system(f"umount -l {place} 2>/dev/null")

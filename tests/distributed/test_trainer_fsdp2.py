@@ -1,6 +1,6 @@
-"""Trainer under FSDP2, and the optimizers on uneven and empty shards: gloo processes end as one process does.
+"""Trainer under FSDP2, and the optimizers on uneven and empty shards: gloo processes give the results of one process.
 
-Accelerate shards on accelerators alone: on a CPU `TrainingArguments(fsdp=True)` runs DDP. `train_under_accelerate`
+Accelerate shards only on accelerators: on a CPU `TrainingArguments(fsdp=True)` runs DDP. `train_under_accelerate`
 tells its state that this is FSDP2, and everything after that is accelerate's own code; `train_as_loaded` needs no help.
 """
 
@@ -28,7 +28,10 @@ each_run = pytest.mark.parametrize(
     [pytest.param(run, marks=pytest.mark.skipif(run in UNSUPPORTED, reason=UNSUPPORTED.get(run, ""))) for run in RUNS],
 )
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +47,8 @@ def results(forks, tmp_path_factory) -> Path:
     return folder
 
 
-def seen_by(results: Path, run: str) -> list[dict]:
-    return [torch.load(path) for path in sorted((results / run).glob("seen-*.pt"))]
-
-
 @each_run
-def test_the_pruned_model_is_that_of_one_process(results, run):
+def test_two_processes_prune_and_log_as_one_and_hold_shards(results, run):
     from transformers import AutoModelForCausalLM
 
     alone, masks = load_masks(results / "alone" / "masks.safetensors"), load_masks(results / run / "masks.safetensors")
@@ -61,33 +60,25 @@ def test_the_pruned_model_is_that_of_one_process(results, run):
         mask = masks.get(name.removesuffix(".weight"), torch.ones_like(weight, dtype=torch.bool))
         assert torch.equal(weight, torch.where(mask, pretrained[name], 0)), f"{name} is not W0 under its mask"
 
-
-@each_run
-def test_every_process_logs_the_figures_of_the_whole(results, run):
-    (alone,) = seen_by(results, "alone")
-    both = seen_by(results, run)
+    (expected,), both = ([torch.load(p) for p in (results / name).glob("seen-*.pt")] for name in ("alone", run))
     assert len(both) == 2
     for seen in both:
-        assert seen["evaluated"] == pytest.approx(alone["evaluated"], abs=1e-5), "the snapped model, and no stale copy"
-        for row, expected in zip(seen["logs"], alone["logs"], strict=True):
-            assert row["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-            assert row["feasible_share"] == pytest.approx(expected["feasible_share"], abs=1e-3)
-            assert row["norm_gap"] == pytest.approx(expected["norm_gap"], rel=1e-3)
-
-
-@each_run
-def test_the_optimizer_holds_the_shards(results, run):
-    """Accelerate exchanges the parameters in param_groups: the model's, each with a state, and sharded all."""
-    for seen in seen_by(results, run):
+        assert seen["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-5), (
+            "the snapped model, not a stale copy"
+        )
+        for row, expected_row in zip(seen["logs"], expected["logs"], strict=True):
+            assert row["loss"] == pytest.approx(expected_row["loss"], abs=1e-5)
+            assert row["feasible_share"] == pytest.approx(expected_row["feasible_share"], abs=1e-3)
+            assert row["norm_gap"] == pytest.approx(expected_row["norm_gap"], rel=1e-3)
         assert seen["sharded"]
-        assert seen["of the model"]
+        assert seen["of the model"], "accelerate exchanges the parameters in param_groups for the model's"
         assert seen["with a state"]
 
 
 @pytest.mark.parametrize(("count", "empty"), [(2, 1), (4, 5)])
 @pytest.mark.parametrize("optimizer", ["ProxOptimizer", "ProxAdamW"])
 def test_uneven_and_empty_shards_step_as_the_whole(results, count, empty, optimizer):
-    """out_features of 1, 3 and 5 on 2 and 4 processes, float64; that no step communicates is asserted over there."""
+    """out_features of 1, 3 and 5 on 2 and 4 processes, float64; trainer_processes asserts that no step communicates."""
     expected = torch.load(results / "ragged-1-0.pt")[optimizer]
     shards = [torch.load(results / f"ragged-{count}-{rank}.pt")[optimizer] for rank in range(count)]
     rows = torch.tensor([shard["rows"] for shard in shards])

@@ -1,4 +1,4 @@
-"""What test_trainer_fsdp2 runs in processes of its own: `main([JOB, FOLDER, NAME])` leaves results in FOLDER."""
+"""The processes of test_trainer_fsdp2: `main([JOB, FOLDER, NAME])` saves its results in FOLDER."""
 
 import os
 from pathlib import Path
@@ -17,11 +17,10 @@ from proxsparse.runtime.distributed import init_process_group
 
 SAMPLES, STEPS, BATCH = 32, 4, 4
 STEP_OF_CHECKPOINT = 2
-RAGGED = (1, 3, 5)  # out_features: of 2 and of 4 processes some hold fewer rows, some none
+RAGGED = (1, 3, 5)  # out_features: of 2 and of 4 processes some hold fewer rows than others, some none
 
 
 def main(arguments: list[str]) -> None:
-    """One of the processes of a job."""
     job, folder, name = arguments
     os.environ["PROXSPARSE_DEBUG"] = "1"  # an error is shown with its traceback
     init_process_group(torch.device("cpu"))
@@ -34,27 +33,27 @@ def main(arguments: list[str]) -> None:
 
 
 def trainer_classes():
-    """A Trainer of ours with a metric on one layer, and the same with accelerate's FSDP2 on a CPU."""
+    """A Trainer of ours with a scaling of one layer, and the same with accelerate's FSDP2 on a CPU."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    class MetricTrainer(ProxTrainerMixin, Trainer):
+    class ScaledTrainer(ProxTrainerMixin, Trainer):
         def create_optimizer(self, model=None):
             optimizer = super().create_optimizer(model)
             weight = self.model.model.layers[1].mlp.down_proj.weight
             optimizer.set_scale(weight, torch.linspace(0.5, 2, weight.shape[-1]))
             return optimizer
 
-    class ShardedTrainer(MetricTrainer):
+    class ShardedTrainer(ScaledTrainer):
         def create_accelerator_and_postprocess(self):
-            """What accelerate's state says on accelerators and, by a list of devices, not on CPUs."""
+            """Sets what accelerate sets itself on accelerators only."""
             super().create_accelerator_and_postprocess()
             state = self.accelerator.state
             state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
 
-    return MetricTrainer, ShardedTrainer
+    return ScaledTrainer, ShardedTrainer
 
 
 def train_under_accelerate(folder: Path, name: str) -> None:
@@ -62,14 +61,14 @@ def train_under_accelerate(folder: Path, name: str) -> None:
 
 
 def resume_under_accelerate(folder: Path, name: str) -> None:
-    """From the checkpoint of the run before, which stands for an interrupted one; evaluated after each step."""
+    """From the checkpoint of the run before, as if that had been interrupted; evaluated after each step."""
     checkpoint = folder / train_under_accelerate.__name__ / f"checkpoint-{STEP_OF_CHECKPOINT}"
     fsdp = {"fsdp": True, "fsdp_config": {"reshard_after_forward": False}}
     train_with_trainer(folder, name, sharded=True, resume=checkpoint, eval_strategy="steps", eval_steps=1, **fsdp)
 
 
 def train_as_loaded(folder: Path, name: str) -> None:
-    """The model comes sharded from transformers, and accelerate leaves it so."""
+    """transformers shards the model, and accelerate does not change that."""
     from transformers.distributed import DistributedConfig
 
     train_with_trainer(folder, name, distributed_config=DistributedConfig(fsdp_size=dist.get_world_size()))
@@ -78,7 +77,7 @@ def train_as_loaded(folder: Path, name: str) -> None:
 def train_with_trainer(
     folder: Path, name: str, sharded: bool = False, resume: Path | None = None, distributed_config=None, **settings
 ) -> None:
-    """Trains, snaps and saves into folder/name; what only this process can see goes to seen-RANK.pt there."""
+    """Trains, snaps and saves into folder/name; seen-RANK.pt there holds what only this process can see."""
     placed = {"distributed_config": distributed_config} if distributed_config else {}
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **placed)
     ids = torch.randint(260, (SAMPLES, 16), generator=torch.Generator().manual_seed(1))
@@ -117,26 +116,19 @@ def train_with_trainer(
 # ------------------------------------------------------------------------------------------- the optimizers
 
 
-class Ragged(nn.Module):
-    """Layers with few rows, side by side."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, rows, dtype=torch.float64) for rows in RAGGED)
-
-    def __getitem__(self, index: int) -> nn.Linear:
-        return self.layers[index]
+class Ragged(nn.ModuleList):
+    """Parallel layers with few rows."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return torch.cat([layer(inputs) for layer in self.layers], dim=-1)
+        return torch.cat([layer(inputs) for layer in self], dim=-1)
 
 
 def ragged_layers(folder: Path, name: str) -> None:
-    """Both optimizers, with everything they can do, on layers with fewer rows than processes."""
+    """Both optimizers, with all their options, on layers with fewer rows than processes."""
     results = {}
     for title, make in OPTIMIZERS.items():
-        model = Ragged()
+        torch.manual_seed(0)
+        model = Ragged(nn.Linear(8, rows, dtype=torch.float64) for rows in RAGGED)
         if dist.is_initialized():
             fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = with_everything(make, model)
