@@ -12,14 +12,11 @@ from proxsparse.io.mask_files import load_masks
 ACCUMULATED = {1: 4, 2: 2, 4: 1}  # processes -> passes a step, so that all take the same four samples
 ALL_SHARDINGS = ((2, 1, []), (4, 1, []), (4, 2, ["--shard_within_node"]))
 CASES = {  # name -> flags; (processes, nodes, more flags) to compare with one process
-    "short": (["--max_steps", "3"], ((2, 1, []), (2, 1, ["--pretrained_weights", "disk"]))),
-    "masked": (["--distill", "0.5", "--average_runs", "2"], ALL_SHARDINGS),
-    "paper": (["--objective", "paper", "--frozen_lambda", "0.2", "--gradient_checkpointing"], ALL_SHARDINGS),
+    "short": ("--max_steps 3", ((2, 1, []), (2, 1, ["--pretrained_weights", "disk"]))),
+    "masked": ("--distill 0.5 --average_runs 2", ALL_SHARDINGS),
+    "paper": ("--objective paper --frozen_lambda 0.2 --gradient_checkpointing", ALL_SHARDINGS),
     # eight tokens a document and one of eight experts for each: every process has other idle experts
-    "experts": (
-        ["--seq_len", "8", "--objective", "paper", "--reg_lambda_rel", "0.1", "--max_steps", "3"],
-        ((2, 1, []),),
-    ),
+    "experts": ("--seq_len 8 --objective paper --reg_lambda_rel 0.1 --max_steps 3", ((2, 1, []),)),
 }
 
 
@@ -37,7 +34,7 @@ def learned(forks, run_dir, flags, processes, nodes=1):
 @pytest.mark.parametrize("case", ["short", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])])
 def test_the_same_masks(forks, flags, tmp_path, case):
     more, shardings = CASES[case]
-    flags = [*flags, *more]
+    flags = [*flags, *more.split()]
     if case == "experts":
         flags += ["--model", save_tiny_model("mixtral", tmp_path / "m", num_local_experts=8, num_experts_per_tok=1)]
     alone, rows, bits = learned(forks, tmp_path / "1", flags, 1)

@@ -19,14 +19,12 @@ from proxsparse.train import main
 KILLS, STEPS = 20, 16
 SAVES = ["--num_samples", "8", "--save_steps", "3", "--num_train_epochs", "2", "--resume_from_checkpoint", "last"]
 FINISH = "proxsparse.training.checkpoint.finish"
-FORMS = {
-    "everything": [
-        *("--distill", "0.5", "--average_runs", "2", "--precision", "bf16", "--gradient_accumulation_steps", "2"),
-        *("--moment_dtype", "fp32", "--save_total_limit", "2", "--save_steps", "1"),
-    ],
-    "paper": ["--objective", "paper", "--precision", "bf16", "--frozen_lambda", "0.2"],
-    "masters": ["--objective", "paper", "--precision", "bf16", "--master_weights"],
-}
+EVERYTHING = "--distill 0.5 --average_runs 2 --precision bf16 --gradient_accumulation_steps 2 --moment_dtype fp32"
+FORMS = [
+    f"{EVERYTHING} --save_total_limit 2 --save_steps 1",
+    pytest.param("--objective paper --precision bf16 --frozen_lambda 0.2", marks=pytest.mark.slow),
+    pytest.param("--objective paper --precision bf16 --master_weights", marks=pytest.mark.slow),
+]
 
 
 def result_of(run_dir):
@@ -87,11 +85,9 @@ def test_killed_at_random_moments(run, undisturbed, tmp_path):
     assert "nothing is left to do" in log_of(run_dir).splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    "form", ["everything", *(pytest.param(f, marks=pytest.mark.slow) for f in ("paper", "masters"))]
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_killed_in_the_middle(run, tmp_path, form):
-    a, b, more = tmp_path / "a", tmp_path / "b", ["--eval_data", "none", *FORMS[form]]
+    a, b, more = tmp_path / "a", tmp_path / "b", ["--eval_data", "none", *form.split()]
     assert run(a, *more) == [0]
     for moment in ((FINISH, 2), ("proxsparse.training.checkpoint.sync", 4)):
         assert run(b, *more, die_in=moment) == [-SIGKILL]

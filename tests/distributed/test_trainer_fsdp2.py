@@ -63,9 +63,7 @@ def test_two_processes_prune_and_log_as_one_and_hold_shards(results, run):
     (expected,), both = ([torch.load(p) for p in (results / name).glob("seen-*.pt")] for name in ("alone", run))
     assert len(both) == 2
     for seen in both:
-        assert seen["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-5), (
-            "the snapped model, not a stale copy"
-        )
+        assert seen["evaluated"] == pytest.approx(expected["evaluated"], abs=1e-5), "a stale copy"
         for row, expected_row in zip(seen["logs"], expected["logs"], strict=True):
             assert row["loss"] == pytest.approx(expected_row["loss"], abs=1e-5)
             assert row["feasible_share"] == pytest.approx(expected_row["feasible_share"], abs=1e-3)
