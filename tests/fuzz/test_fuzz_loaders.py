@@ -1,40 +1,29 @@
-"""A slice of `fuzz_loaders.py`: every loader takes its valid files, and a few hundred damaged ones do no harm."""
+"""A part of `fuzz_loaders.py`: every loader takes its valid files, and loads or refuses damaged ones."""
 
 import pytest
 from fuzz_loaders import bounded, fuzz, outcome, write
-from loaders import LOADERS
-
-OF_A_HUNDRED_THOUSAND = 2000  # inputs in all
-each_loader = pytest.mark.parametrize("name", LOADERS)
+from loaders import LOADERS, Loader
 
 
-@each_loader
-def test_valid_files_are_loaded(name, tmp_path):
+@pytest.mark.parametrize("inputs", [200, pytest.param(2000, marks=pytest.mark.slow)])  # of all loaders together
+@pytest.mark.parametrize("name", LOADERS)
+def test_valid_files_are_loaded_and_damaged_ones_loaded_or_refused(name, inputs, tmp_path):
     for number, files in enumerate(LOADERS[name].valid()):
-        write(files, tmp_path / str(number))
-        assert outcome(name, tmp_path / str(number)) == "loaded"
-
-
-@each_loader
-def test_damaged_files_are_loaded_or_refused(name, tmp_path):
-    count = max(3, LOADERS[name].share * OF_A_HUNDRED_THOUSAND // 100_000)
-    LOADERS[name].valid()
+        assert outcome(name, write(files, tmp_path / str(number))) == "loaded"
     with bounded():
-        found = fuzz(name, 1, range(count), tmp_path / "input")
+        found = fuzz(name, 1, range(max(3, LOADERS[name].share * inputs // 100_000)), tmp_path / "input")
     assert found.keys() <= {"loaded", "refused"}, found
-    assert found["refused"]
+    assert found["refused"] or inputs == 200
 
 
-def test_the_fuzzer_finds_a_crash_a_hang_and_memory(tmp_path, monkeypatch):
-    """Guards the guard: what is no ValueError or OSError is found."""
-
-    def loader(load):
-        monkeypatch.setitem(LOADERS, "bad", LOADERS["settings"].__class__(1, None, None, load))
-        with bounded():
-            return outcome("bad", tmp_path)
-
+def test_a_crash_a_hang_and_memory_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr("fuzz_loaders.SECONDS", 0.05)
-    assert loader(lambda folder: [] * "x").startswith("TypeError")
-    assert loader(lambda folder: all(iter(int, 1) or True for _ in iter(int, 1))).startswith("Hang")
-    assert loader(lambda folder: bytearray(4 << 30)).startswith("MemoryError")
-    assert loader(lambda folder: folder.joinpath("absent").read_bytes()) == "refused"
+    for load, found in (
+        (lambda folder: [] * "x", "TypeError"),
+        (lambda folder: all(iter(int, 1) or True for _ in iter(int, 1)), "Hang"),
+        (lambda folder: bytearray(4 << 30), "MemoryError"),
+        (lambda folder: folder.joinpath("absent").read_bytes(), "refused"),
+    ):
+        monkeypatch.setitem(LOADERS, "bad", Loader(1, None, None, load))
+        with bounded():
+            assert outcome("bad", tmp_path).startswith(found)
