@@ -1,4 +1,4 @@
-"""Folders of models, dense and packed: valid ones, ways to damage them, and what must hold of those that are loaded."""
+"""Folders of models, dense and packed: valid ones, ways to damage them, and what must hold for loaded ones."""
 
 import atexit
 import json
@@ -15,7 +15,7 @@ import torch
 import transformers
 from mutations import TEXTS, Files, as_json, changed, damaged, damaged_safetensors
 from pruned import prune_
-from tiny_models import byte_tokenizer
+from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 
 import proxsparse
@@ -28,30 +28,25 @@ from proxsparse.patterns import NMPattern
 
 @cache
 def scratch() -> Path:
-    """A folder of this process for valid files."""
+    """A folder for valid files, removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-valid-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 260}
 
 
 @cache
 def valid_dense() -> list[Files]:
     """A 2:4 llama of one block and its tokenizer."""
     transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    folder = scratch() / "dense"
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-    prune_(transformers.LlamaForCausalLM(config)).save_pretrained(folder)
+    folder, heads = scratch() / "dense", {"num_attention_heads": 2, "num_key_value_heads": 2}
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 64} | heads
+    prune_(tiny_model("llama", **small)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return [{path.name: path.read_bytes() for path in folder.iterdir()}]
 
 
 @cache
 def valid_packed() -> list[Files]:
-    """The same, packed."""
     valid_dense()
     with redirect_stdout(StringIO()):
         pack.main([str(scratch() / "dense"), "--output_dir", str(scratch() / "packed"), "--overwrite_output_dir"])
@@ -84,7 +79,7 @@ def damage_model(random: Random, files: Files) -> Files:
 
 
 def add_traps(path: Path) -> None:
-    """A link out of the folder and a pipe where the index names them."""
+    """Makes a link out of the folder and a pipe if the index names them."""
     index = path / "model.safetensors.index.json"
     named = index.read_bytes() if index.exists() else b""
     if b"outside" in named:
@@ -94,7 +89,7 @@ def add_traps(path: Path) -> None:
 
 
 def load_headers(path: Path) -> None:
-    """All that is checked before a tensor of a packed checkpoint is read, and each packed layer's own check."""
+    """The checks before a tensor of a packed checkpoint is read, and those of each packed layer."""
     config = packed_checkpoint.read_packed_config(path / "config.json", packed=True)
     check_folder(path)
     files = weight_files(path)
@@ -116,7 +111,7 @@ def valid_skeleton() -> nn.Module:
 
 
 def load_folder(path: Path) -> None:
-    """What is checked of any model's folder, with traps in it."""
+    """The checks of any model's folder."""
     add_traps(path)
     locate(str(path))
     for file in weight_files(path):
@@ -132,7 +127,7 @@ def unpack(path: Path) -> None:
 
 
 def load_packed(path: Path) -> None:
-    """`from_pretrained` of a packed folder. transformers' own refusals, of many classes, are as good as ours."""
+    """`from_pretrained` of a packed folder; transformers refuses with errors of many classes."""
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
     except MemoryError:

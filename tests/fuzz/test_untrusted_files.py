@@ -1,4 +1,4 @@
-"""The nastiest files by name: folders that reach out of themselves, and one line at the command line for each."""
+"""The worst files by name: models that name files elsewhere or code, and files that end a command in one line."""
 
 import ast
 import gzip
@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from proxsparse import evaluate, pack, report, train
 from proxsparse.errors import InputError, run_command
 from proxsparse.models.loading import load_model
-from proxsparse.run.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
@@ -42,13 +41,13 @@ def write(folder, files):
     return folder
 
 
-def edit_config(folder, **entries):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | entries))
+def edit_json(path, **entries):
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 def with_index(folder, *shards):
-    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    if (folder / "model.safetensors").exists():
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
     names = load_file(folder / "part.safetensors")
     weight_map = dict.fromkeys(names, "part.safetensors") | {f"x{i}": shard for i, shard in enumerate(shards)}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -65,11 +64,6 @@ class Bomb:
 
 
 # ---------------------------------------------------------------------------------------------- folders of models
-
-
-def test_an_index_inside_of_its_folder_is_loaded(dense):
-    with_index(dense)
-    assert load_model(str(dense))[0].num_parameters() > 0
 
 
 @pytest.mark.parametrize(
@@ -94,23 +88,20 @@ def test_a_shard_elsewhere_is_refused_before_anything_is_opened(shard, dense, tm
     assert not (tmp_path / "ran").exists()
 
 
-def test_pickles_beside_safetensors_are_never_read(dense, tmp_path, monkeypatch):
+def test_pickles_next_to_safetensors_are_never_read_and_alone_refused(dense, tmp_path, monkeypatch):
     bomb = pickle.dumps(Bomb(tmp_path / "ran"))
     for name in ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt"):
         (dense / name).write_bytes(bomb)
     monkeypatch.setattr("torch.load", lambda *_, **__: pytest.fail("unpickled"))
     load_model(str(dense))
-    assert not (tmp_path / "ran").exists()
-
-
-def test_pickles_alone_are_refused_with_the_remedy(dense):
-    (dense / "model.safetensors").rename(dense / "pytorch_model.bin")
+    (dense / "model.safetensors").unlink()
     (dense / "masks.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match=r"pickled.*convert it once"):
         load_model(str(dense))
+    assert not (tmp_path / "ran").exists()
 
 
-def test_a_model_of_the_hub_is_judged_in_the_cache(dense, tmp_path, monkeypatch):
+def test_a_model_of_the_hub_is_checked_in_the_cache(dense, monkeypatch):
     asked = {}
 
     def snapshot_download(name, **patterns):
@@ -118,6 +109,7 @@ def test_a_model_of_the_hub_is_judged_in_the_cache(dense, tmp_path, monkeypatch)
         return str(dense)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with_index(dense)
     assert load_model("someone/tiny")[0].num_parameters() > 0
     assert asked["name"] == "someone/tiny"
     assert not any(fnmatch("pytorch_model.bin", p) or fnmatch("modeling.py", p) for p in asked["allow_patterns"])
@@ -163,39 +155,32 @@ def test_the_links_of_the_hugging_face_cache_are_its_own(dense, tmp_path):
     ids=str,
 )
 def test_a_config_that_asks_for_too_much_is_refused(entries, words, dense):
-    edit_config(dense, **entries)
+    edit_json(dense / "config.json", **entries)
     with pytest.raises(InputError, match=words):
         load_model(str(dense))
 
 
-def test_an_adapter_is_refused(dense):
+def test_adapters_and_integer_weights_are_refused(dense):
     (dense / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/etc"}))
     with pytest.raises(InputError, match="merge it"):
         load_model(str(dense))
-
-
-def test_weights_that_are_no_floats_are_refused(dense):
-    tensors = load_file(dense / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
+    (dense / "adapter_config.json").unlink()
+    tensors, name = load_file(dense / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].long()}, dense / "model.safetensors", {"format": "pt"})
     with pytest.raises(InputError, match=f"{name} is I64"):
         load_model(str(dense))
 
 
-def test_code_beside_a_known_model_never_runs(dense, tmp_path, monkeypatch):
-    edit_config(dense, auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
-    settings = json.loads((dense / "tokenizer_config.json").read_text())
-    (dense / "tokenizer_config.json").write_text(
-        json.dumps(settings | {"auto_map": {"AutoTokenizer": ["evil.T", None]}})
-    )
+def test_code_next_to_a_known_model_never_runs(dense, tmp_path, monkeypatch):
+    edit_json(dense / "config.json", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    edit_json(dense / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", None]})
     (dense / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nM = T = C\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     assert type(load_model(str(dense))[0]).__module__.startswith("transformers.")
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_call_of_ours_trusts_remote_code():
-    """Of those that read a stranger's files; `for_model` takes a name of transformers' own."""
+def test_no_call_trusts_remote_code():
     calls = [
         node
         for path in (ROOT / "proxsparse").rglob("*.py")
@@ -211,19 +196,13 @@ def test_no_call_of_ours_trusts_remote_code():
 # ---------------------------------------------------------------------------------------------- the command line
 
 
-def masks_with(change):
-    """Mask files whose header `change` has altered in place."""
+def masks_with(in_features=None, pattern=None, **entries):
+    """A mask file with other metadata, or other entries of the header for one layer."""
     header, body = split_safetensors(valid_masks()[0]["masks.safetensors"])
-    change(header)
+    metadata = {"in_features": in_features, "pattern": pattern}
+    header["__metadata__"] |= {key: text for key, text in metadata.items() if text}
+    header["down"] |= entries
     return {"masks.safetensors": join_safetensors(header, body)}
-
-
-def metadata(key, text):
-    return lambda header: header["__metadata__"].__setitem__(key, text)
-
-
-def first_layer(**entries):
-    return lambda header: header["model.layers.0.down"].update(entries)
 
 
 def run_with(rows=None, **changes):
@@ -234,10 +213,9 @@ def run_with(rows=None, **changes):
 
 
 def packed_with(**entries):
-    """A packed folder with other entries in config.json; None removes one."""
+    """A packed folder with other entries in config.json."""
     files = valid_packed()[0]
-    config = json.loads(files["config.json"]) | entries
-    return files | {"config.json": json.dumps(config)}
+    return files | {"config.json": json.dumps(json.loads(files["config.json"]) | entries)}
 
 
 def parquet_bomb():
@@ -248,33 +226,26 @@ def parquet_bomb():
     return file.getvalue()
 
 
-LAYER_NAMES = ["model.layers.0.up", "model.layers.0.down"]
 DEEP = "[" * 1_000_000
-HEX = "0x" + "f" * 9000
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
-NASTY = {
-    "masks for 10^18 columns": (
-        masks_with(metadata("in_features", json.dumps(dict.fromkeys(LAYER_NAMES, 10**18)))),
-        "start",
-    ),
-    "masks nested deep": (masks_with(metadata("in_features", DEEP)), "start"),
-    "masks of no pattern": (masks_with(metadata("pattern", "2:4" * 99)), "start"),
-    "masks of floats": (masks_with(first_layer(dtype="F32", shape=[6])), "start"),
-    "masks that overlap": (masks_with(first_layer(data_offsets=[0, 25])), "start"),
-    "masks behind the end": (masks_with(first_layer(shape=[2**62, 4])), "start"),
+ALIASES = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
+NASTY = {  # name -> files, command
+    "masks for 10^18 columns": (masks_with(json.dumps(dict.fromkeys(("up", "down"), 10**18))), "start"),
+    "masks nested deep": (masks_with(DEEP), "start"),
+    "masks without a pattern": (masks_with(pattern="2:4" * 99), "start"),
+    "masks of floats": (masks_with(dtype="F32", shape=[6]), "start"),
+    "masks that overlap": (masks_with(data_offsets=[0, 25]), "start"),
+    "masks after the end": (masks_with(shape=[2**62, 4]), "start"),
     "a header of 2^63 bytes": ({"masks.safetensors": struct.pack("<Q", 2**63) + b"{}"}, "start"),
-    "an alias bomb": ({"c.yaml": BOMB + "seq_len: *i\n"}, "config"),
+    "an alias bomb": ({"c.yaml": "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]", *ALIASES, "seq_len: *i"])}, "config"),
     "a tag that runs code": ({"c.yaml": "seq_len: !!python/object/apply:os.system ['touch ran']"}, "config"),
-    "an integer of 9000 digits": ({"c.yaml": f"seed: {HEX}"}, "config"),
+    "an integer of 9000 digits": ({"c.yaml": "seed: 0x" + "f" * 9000}, "config"),
     "lists in lists": ({"c.yaml": "include: " + DEEP[:60_000]}, "config"),
-    "a gigabyte of settings": ({"c.yaml": "#" * 10_000_000}, "config"),
+    "ten megabytes of settings": ({"c.yaml": "#" * 10_000_000}, "config"),
     "metrics nested deep": (run_with(rows=DEEP + "\n{}\n"), "report"),
     "a loss of 400 digits": (run_with(rows='{"step": 1, "loss": ' + "9" * 400 + "}\n{}\n"), "report"),
     "a result of 5000 digits": (run_with(steps="9" * 5000), "report"),
     "half a surrogate pair": (run_with(model='"\\ud800"'), "report"),
-    "warnings nested deep": (run_with(warnings="[" + "[" * 985 + "]" * 985 + "]"), "report"),
+    "warnings nested deep": (run_with(warnings="[" * 986 + "]" * 986), "report"),
     "rows nested deep": ({"a.jsonl": DEEP}, "data"),
     "a row of digits": ({"a.jsonl": '{"text": ' + "9" * 5000 + "}"}, "data"),
     "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
@@ -289,7 +260,7 @@ NASTY = {
 COMMANDS = {
     "start": (train.main, ["--start", "{masks.safetensors}", "--output_dir", "{out}"]),
     "config": (train.main, ["--config", "{c.yaml}", "--output_dir", "{out}"]),
-    "report": (write_report, None),
+    "report": (report.main, ["{folder}"]),
     "data": (evaluate.main, ["./absent", "--data", "{file}"]),
     "unpack": (pack.main, ["{folder}", "--unpack", "--output_dir", "{out}"]),
 }
@@ -304,20 +275,15 @@ def test_a_command_ends_in_one_line(name, tmp_path, monkeypatch, capfd):
     main, arguments = COMMANDS[command]
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PROXSPARSE_DEBUG", raising=False)
-    if command == "report":
-        monkeypatch.setattr("sys.argv", ["report", str(folder)])
-        code = run_command(report.main)
-    else:
-        code = run_command(lambda: main([places.get(argument, argument) for argument in arguments]))
-    said = capfd.readouterr().err
+    code = run_command(lambda: main([places.get(argument, argument) for argument in arguments]))
+    error = capfd.readouterr().err
     if name == "warnings nested deep" and sys.version_info >= (3, 12):
-        # There C code has a recursion limit of its own: str writes every list that json reads.
-        assert (code, said) == (0, "")
+        assert (code, error) == (0, "")  # C code has its own recursion limit: str writes every list that json reads
         return
-    assert code == 2, said
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1, said
-    assert len(said) < 2000
-    assert "./absent" not in said, "the data was taken"
+    assert code == 2, error
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1, error
+    assert len(error) < 2000
+    assert "./absent" not in error, "the data was taken"
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out" / "config.json").exists()
