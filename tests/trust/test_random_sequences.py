@@ -1,11 +1,11 @@
-"""Random sequences of commands on folders that also hold the user's files: what is promised holds after every command.
+"""Random sequences of commands on folders that also hold the user's files: the promises hold after every command.
 
-    python -m pytest tests/trust                                              # 10 sequences, about 30 s
+    python -m pytest tests/trust                                              # 11 sequences, about 30 s
     PROXSPARSE_TRUST_SEQUENCES=200 python -m pytest -s tests/trust            # some ten minutes on one core
     PROXSPARSE_TRUST_SEED=17 PROXSPARSE_TRUST_SEQUENCES=1 python -m pytest -s tests/trust
 
 A command is train, prune, pack, evaluate or report, with or without --overwrite_output_dir and
---resume_from_checkpoint last; it may be killed or interrupted at a random moment or before a random call of the
+--resume_from_checkpoint last. It may be killed or interrupted at a random moment or before a random call of the
 operating system, and another command may run at the same time. Sequence i has the seed PROXSPARSE_TRUST_SEED + i.
 """
 
@@ -25,7 +25,7 @@ import torch
 import yaml
 from forks import Forks
 from safetensors.torch import load_file
-from tiny_models import save_tiny_model
+from tiny_models import save_texts, save_tiny_model
 
 from proxsparse.io.mask_files import load_masks, masks_sha256
 from proxsparse.io.output_folder import (
@@ -44,25 +44,20 @@ from proxsparse.run.config import NOT_REPEATED
 SEED = int(os.environ.get("PROXSPARSE_TRUST_SEED", "0"))
 SEQUENCES = int(os.environ.get("PROXSPARSE_TRUST_SEQUENCES", "10"))
 COMMANDS = 5  # of a sequence
-RUNS = {  # what a run is started with beside the flags of all
-    "train 1": ["train", "--save_steps", "2", "--seed", "1"],
-    "train 2": ["train", "--save_steps", "2", "--seed", "2"],
-    "magnitude": ["prune", "--method", "magnitude"],
-    "wanda": ["prune", "--method", "wanda"],
-    "sparsegpt": ["prune", "--method", "sparsegpt"],
+RUNS = {  # name -> command and its own flags
+    "train 1": "train --save_steps 2 --seed 1",
+    "train 2": "train --save_steps 2 --seed 2",
+    **{method: f"prune --method {method}" for method in ("magnitude", "wanda", "sparsegpt")},
 }
 WEIGHTS = (3, 2, 1, 2, 2)  # how often each of them is chosen
-CALLS = ("os.replace", "os.rename", "os.unlink", "os.mkdir", "os.fsync", "os.rmdir", "os.chmod")
-CALLS += (
-    "proxsparse.io.output_folder.finish_replacement",
-    "proxsparse.io.output_folder.remove",
-    "proxsparse.run.folder.finish",
-)
+CALLS = [f"os.{name}" for name in ("replace", "rename", "unlink", "mkdir", "fsync", "rmdir", "chmod")]
+CALLS += [f"proxsparse.io.output_folder.{name}" for name in ("finish_replacement", "remove")]
+CALLS += ["proxsparse.run.folder.finish"]
 # The user's files in a folder of runs, and in a folder of the user's own.
-BESIDE_A_RUN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "result.json.bak")
-BESIDE_A_RUN += ("model-final.safetensors", "checkpoint-12.zip", "custom.jinja", ".next-thesis", ".incomplete-thesis")
-IN_A_PROJECT = (*BESIDE_A_RUN, "README.md", "result.json", "metrics.jsonl", "masks.safetensors", "loss.png")
-# One of these is the reason of every refusal; any other error is a finding.
+IN_A_RUN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "result.json.bak")
+IN_A_RUN += ("model-final.safetensors", "checkpoint-12.zip", "custom.jinja", ".next-thesis", ".incomplete-thesis")
+IN_A_PROJECT = (*IN_A_RUN, "README.md", "result.json", "metrics.jsonl", "masks.safetensors", "loss.png")
+# Every refusal gives one of these reasons; any other error is a finding.
 REFUSALS = (
     r"is not empty; choose another, or add --overwrite_output_dir",
     r"is not empty \(.*\) and no run of proxsparse has written there",
@@ -86,16 +81,14 @@ def digest(path):
 
 
 def state_of(path):
-    """What must stay: where a link leads, the mode and content of a file, the names in a folder."""
+    """What must stay: the target of a link, the mode and content of a file, the names in a folder."""
     if path.is_symlink():
         return os.readlink(path)
-    content = sorted(os.listdir(path)) if path.is_dir() else digest(path)
-    return path.stat().st_mode, content
+    return path.stat().st_mode, sorted(os.listdir(path)) if path.is_dir() else digest(path)
 
 
-def tree(folder, ignored=()):
-    paths = [folder, *folder.rglob("*")]
-    return {path: state_of(path) for path in paths if path.name not in ignored}
+def tree(folder, ignored=None):
+    return {path: state_of(path) for path in [folder, *folder.rglob("*")] if path.name != ignored}
 
 
 @pytest.fixture(scope="module")
@@ -108,17 +101,27 @@ def forks():
 def inputs(tmp_path_factory):
     """The model's folder and the calibration text."""
     folder = tmp_path_factory.mktemp("inputs")
-    rows = [{"text": f"{i} lazy dogs. " * (2 + i % 4)} for i in range(8)]
-    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_texts(folder / "text.jsonl", 8)
     save_tiny_model("llama", folder / "model")
     return folder
 
 
 def arguments_of(name, inputs):
     """The command and the flags of a run."""
-    command, *more = RUNS[name]
-    size = ["--num_samples", "6", "--seq_len", "24", "--eval_seq_len", "24", "--eval_data", "none"]
-    return command, [*more, "--model", inputs / "model", "--data", inputs / "text.jsonl", "--precision", "fp32", *size]
+    command, *more = RUNS[name].split()
+    size = [
+        "--num_samples",
+        "6",
+        "--seq_len",
+        "24",
+        "--eval_seq_len",
+        "24",
+        "--eval_data",
+        "none",
+        "--precision",
+        "fp32",
+    ]
+    return command, [*more, "--model", inputs / "model", "--data", inputs / "text.jsonl", *size]
 
 
 def outcome(folder):
@@ -143,36 +146,35 @@ def undisturbed(forks, inputs, tmp_path_factory):
 
 
 class Sequence:
-    """A folder with what a user has there, and the commands that ran in it."""
+    """A folder with files of the user, and the commands that ran in it."""
 
     def __init__(self, seed, folder, forks, inputs, undisturbed, counts):
         self.random, self.folder, self.forks, self.inputs = random.Random(seed), folder, forks, inputs
-        self.undisturbed, self.counts, self.history = undisturbed, counts, []
-        self.run, self.project, self.log = folder / "run", folder / "project", 0
+        self.undisturbed, self.counts, self.history, self.logs = undisturbed, counts, [], 0
+        self.run, self.project = folder / "run", folder / "project"
         self.project.mkdir()
         for name in IN_A_PROJECT:
             (self.project / name).write_text(f"the user's {name}")
         (self.project / "config.yaml").write_text("database: postgres\n")
-        (self.project / "checkpoint-9").mkdir()
-        (self.project / "checkpoint-9" / "thesis.tex").write_text("years of work")
-        (folder / "elsewhere").mkdir()
-        (folder / "elsewhere" / "thesis.tex").write_text("years of work")
-        self.untouched = tree(self.project, ignored={"project"}) | tree(folder / "elsewhere") | tree(inputs)
-        self.mine, self.stale_card = False, False
+        for place in (self.project / "checkpoint-9", folder / "elsewhere"):
+            place.mkdir()
+            (place / "thesis.tex").write_text("years of work")
+        self.untouched = tree(self.project, ignored="project") | tree(folder / "elsewhere") | tree(inputs)
+        self.has_user_files, self.stale_card = False, False
         self.seen = {masks for masks, _, _ in undisturbed.values()}
 
     def put_files(self):
         """The user puts files and links into the folder of the runs."""
         self.run.mkdir(exist_ok=True)
-        for number, name in enumerate(BESIDE_A_RUN):
+        for number, name in enumerate(IN_A_RUN):
             (self.run / name).write_text(f"the user's {name}")
             (self.run / name).chmod((0o600, 0o644, 0o755)[number % 3])
         (self.run / "checkpoint-final").mkdir()
         (self.run / "checkpoint-final" / "thesis.tex").write_text("years of work")
         (self.run / "checkpoint-9").symlink_to(self.folder / "elsewhere", target_is_directory=True)
-        names = [*BESIDE_A_RUN, "checkpoint-final", "checkpoint-final/thesis.tex", "checkpoint-9"]
+        names = [*IN_A_RUN, "checkpoint-final", "checkpoint-final/thesis.tex", "checkpoint-9"]
         self.untouched |= {self.run / name: state_of(self.run / name) for name in names}
-        self.mine = True
+        self.has_user_files = True
         self.history.append("the user puts files into the folder")
 
     def job(self):
@@ -198,11 +200,11 @@ class Sequence:
             arguments += ["--device", "cpu", "--json", self.folder / "scores.jsonl"]
         else:
             arguments = [target]
-        self.log += 1
+        self.logs += 1
         return {
             "main": f"proxsparse.{kind}.main",
             "arguments": list(map(str, arguments)),
-            "output": str(self.folder / f"log-{self.log}"),
+            "output": str(self.folder / f"log-{self.logs}"),
         }
 
     def call(self):
@@ -211,7 +213,7 @@ class Sequence:
         return name, self.random.randint(1, 4 if name.startswith("proxsparse") else self.random.choice((5, 35)))
 
     def step(self):
-        """One command or two, disturbed or not; then everything that must hold."""
+        """One command or two at once, disturbed or not; then everything that must hold."""
         jobs = [self.job() for _ in range(1 + (self.random.random() < 0.25))]
         for job in jobs:
             how = self.random.random()
@@ -227,13 +229,12 @@ class Sequence:
         codes = self.forks.run_together(jobs)
         self.history.append(codes)
         for job, code in zip(jobs, codes, strict=True):
-            self.counts[job["main"].split(".")[1]] += 1
-            self.counts[f"ended with {code}"] += 1
+            self.counts.update((job["main"].split(".")[1], f"ended with {code}"))
             self.check_ending(job, code, alone=len(jobs) == 1)
         self.check(before)
 
     def check_ending(self, job, code, alone):
-        """Invariant (d): the exit codes, and errors in one line."""
+        """The exit code is a known one, and an error is one line with a known reason."""
         log = self.folder / job["output"]
         text = log.read_text() if log.exists() else ""
         before_it_began = (1, -signal.SIGINT, -signal.SIGTERM) if job.get("signal") and not text else ()
@@ -244,12 +245,12 @@ class Sequence:
         (line,) = [line for line in text.splitlines() if line.startswith(("error:", "usage:"))]
         assert text.splitlines()[-1] == line, text
         if not alone and re.search(r"^error: .*No such file or directory.*(safetensors|json|\.incomplete)", line):
-            return  # the other command has just replaced what this one was going to read, or tidied up
+            return  # the other command has just replaced or removed the files that this one reads
         known = next((words for words in REFUSALS if re.search(words, line)), None)
         assert known, text
         self.counts[f"refused: {known[:60]}"] += 1
         if "replaced the files" in line and ".report." in job["main"]:
-            self.stale_card = True  # the message has asked for another report
+            self.stale_card = True  # the message asks the user to write the report again
 
     def whole(self, folder):
         """The run id and the files of a complete result; None without one."""
@@ -263,7 +264,7 @@ class Sequence:
         }
 
     def check(self, before):
-        """Invariants (a), (b), (c) and (f)."""
+        """The user's files are untouched, a complete result stays until the next one is complete, no lock is held."""
         for path, state in self.untouched.items():
             assert os.path.lexists(path), f"{path} is gone"
             assert state_of(path) == state, f"{path} has changed"
@@ -293,7 +294,7 @@ class Sequence:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def check_complete(self, folder):
-        """Invariant (b): a complete result is whole and of one run."""
+        """A complete result has all files of one run, and they agree."""
         result, marker = read_result(folder), read_marker(folder)
         assert result["run_id"] == marker["run_id"]
         name = self.name_of(marker)
@@ -319,12 +320,12 @@ class Sequence:
         self.counts["complete results checked"] += 1
 
     def name_of(self, marker):
-        """Which of RUNS a marker is of."""
+        """The name in RUNS of the run that a marker belongs to."""
         settings = marker["settings"]
         return f"train {settings['seed']}" if marker["command"] == "train" else settings["method"]
 
     def check_packed(self):
-        """A packed folder has all of its tensors, or none that a loader accepts, and they are those of a run."""
+        """A packed folder has all files and the masks of a run, or no weights."""
         for folder in (self.folder / "packed", self.folder / "unpacked"):
             if (folder / "model.safetensors").exists() and not (folder / COMPLETE).exists():
                 names = {"config.json", "tokenizer.json", "tokenizer_config.json", "masks.safetensors"}
@@ -332,7 +333,7 @@ class Sequence:
                 assert masks_sha256(load_masks(folder / "masks.safetensors")) in self.seen
 
     def finish(self):
-        """Invariant (e): `last` of the right command completes with the bits of an undisturbed run."""
+        """`--resume_from_checkpoint last` of the right command completes with the bits of an undisturbed run."""
         found = [marker for path in (self.run / NEXT, self.run) if path.is_dir() and (marker := read_marker(path))]
         if (self.run / COMPLETE / MARKER).exists():
             found = [read_marker(self.run / COMPLETE)]
@@ -358,9 +359,10 @@ class Sequence:
         assert digest(self.folder / "dense-again" / "model.safetensors") == self.undisturbed[name][1]
 
 
-def test_what_is_promised_holds_after_every_command(forks, inputs, undisturbed, tmp_path, capsys):
-    counts, begun, findings = collections.Counter(), time.monotonic(), []
-    for seed in range(SEED, SEED + SEQUENCES):
+@pytest.mark.parametrize("sequences", [1, pytest.param(SEQUENCES, marks=pytest.mark.slow)])
+def test_the_promises_hold_after_every_command(sequences, forks, inputs, undisturbed, tmp_path, capsys):
+    counts, started, findings = collections.Counter(), time.monotonic(), []
+    for seed in range(SEED, SEED + sequences):
         folder = tmp_path / str(seed)
         folder.mkdir()
         sequence = Sequence(seed, folder, forks, inputs, undisturbed, counts)
@@ -368,14 +370,14 @@ def test_what_is_promised_holds_after_every_command(forks, inputs, undisturbed, 
             moment = sequence.random.randrange(COMMANDS + 2)
             for number in range(COMMANDS):
                 marked = sequence.run.is_dir() and read_marker(sequence.run)
-                if not sequence.mine and number >= moment and marked:
+                if not sequence.has_user_files and number >= moment and marked:
                     sequence.put_files()
                 sequence.step()
             sequence.finish()
-        except Exception as error:  # the other sequences run all the same
+        except Exception as error:  # the other sequences still run
             what = "".join(traceback.format_exception(error)[-4:])
             findings.append("\n".join([f"PROXSPARSE_TRUST_SEED={seed}:", *map(str, sequence.history), what]))
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     with capsys.disabled():
-        print(f"\nPROXSPARSE_TRUST_SEED={SEED}, {SEQUENCES} sequences, {seconds:.0f} s:", dict(sorted(counts.items())))
+        print(f"\nPROXSPARSE_TRUST_SEED={SEED}, {sequences} sequences, {seconds:.0f} s:", dict(sorted(counts.items())))
     assert not findings, "\n\n".join([f"{len(findings)} findings", *findings])

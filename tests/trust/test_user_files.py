@@ -1,4 +1,4 @@
-"""What every command believes, replaces and removes, one case each: the rows of the table in docs/training.md."""
+"""What every command trusts, replaces and removes, one case each: the rows of the table in docs/training.md."""
 
 import json
 import os
@@ -23,24 +23,28 @@ from proxsparse.run import folder
 NAMES = ("README.md", "config.json", "config.yaml", "masks.safetensors", "metrics.jsonl", "model.safetensors")
 
 
+def fill(run, content, names=NAMES):
+    """Writes a complete result into an opened folder."""
+    for name in names:
+        (run.path / name).write_text(content)
+    (run.path / RESULT).write_text(json.dumps({"status": "complete", "run_id": run.run_id}))
+
+
 def save_run(final, content, **how):
-    """A complete run with the `content` in every file."""
-    with opened(final, "train", {"seed": 1}, **how) as folder:
-        for name in NAMES:
-            (folder.path / name).write_text(content)
-        (folder.path / RESULT).write_text(json.dumps({"status": "complete", "run_id": folder.run_id}))
-        output_folder.publish(folder)
-    return folder
+    with opened(final, "train", {"seed": 1}, **how) as run:
+        fill(run, content)
+        output_folder.publish(run)
+    return run
 
 
-def contents(final):
-    return {name: (final / name).read_text() for name in NAMES}
+def assert_holds(final, content):
+    assert {(final / name).read_text() for name in NAMES} == {content}
 
 
 # ---------------------------------------------------------------------------------------------- replacing
 
 
-@pytest.mark.parametrize("number", range(2, 10))
+@pytest.mark.parametrize("number", [2, 5, 9])
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()], ids=["disk", "Ctrl-C"])
 def test_an_error_while_a_result_is_moved_removes_none_of_its_files(error, number, tmp_path, monkeypatch):
     final, calls, replace = tmp_path / "run", [], os.replace
@@ -57,14 +61,14 @@ def test_an_error_while_a_result_is_moved_removes_none_of_its_files(error, numbe
     with pytest.raises(type(error)):
         save_run(final, "new", overwrite=True)
     monkeypatch.setattr(os, "replace", replace)
-    if isinstance(error, KeyboardInterrupt):  # the few renames that are left are done all the same
+    if isinstance(error, KeyboardInterrupt):  # the remaining renames are still done
         assert not (final / COMPLETE).exists()
-    with opened(final, "train", {"seed": 1}, resume=True) as folder:
-        assert folder.complete
-    assert contents(final) == dict.fromkeys(NAMES, "new")
+    with opened(final, "train", {"seed": 1}, resume=True) as run:
+        assert run.complete
+    assert_holds(final, "new")
 
 
-def test_a_folder_that_no_run_has_marked_is_never_tidied_up(tmp_path):
+def test_a_folder_that_no_run_has_marked_is_not_cleaned(tmp_path):
     save_run(tmp_path / "run", "old")
     project = tmp_path / "project"
     project.mkdir()
@@ -78,34 +82,32 @@ def test_a_folder_that_no_run_has_marked_is_never_tidied_up(tmp_path):
 
 @pytest.mark.parametrize("name", [NEXT, COMPLETE, "config.yaml", "model.safetensors", "tensorboard"])
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_link_in_the_place_of_a_runs_file_is_refused(name, resume, tmp_path):
+def test_a_link_in_place_of_a_runs_file_is_refused(name, resume, tmp_path):
     final, mine = tmp_path / "run", tmp_path / "mine"
-    folder = save_run(final, "old")
+    run = save_run(final, "old")
     shutil.copytree(final, mine)
     (final / name).unlink(missing_ok=True)
     (final / name).symlink_to(mine, target_is_directory=True)
     with pytest.raises(InputError, match=rf"{name} was not written by a run, which needs this name; move it away"):
         save_run(final, "new", overwrite=True, resume=resume)
-    assert contents(mine) == dict.fromkeys(NAMES, "old")
-    assert output_folder.read_result(mine)["run_id"] == folder.run_id
+    assert_holds(mine, "old")
+    assert output_folder.read_result(mine)["run_id"] == run.run_id
 
 
 def test_a_folder_that_gets_in_the_way_during_the_run_costs_nothing(tmp_path):
     final = tmp_path / "run"
     save_run(final, "old")
-    with opened(final, "train", {"seed": 2}, overwrite=True) as folder:
-        for name in (*NAMES, "tokenizer.json"):
-            (folder.path / name).write_text("new")
-        (folder.path / RESULT).write_text(json.dumps({"status": "complete", "run_id": folder.run_id}))
+    with opened(final, "train", {"seed": 2}, overwrite=True) as run:
+        fill(run, "new", (*NAMES, "tokenizer.json"))
         (final / "tokenizer.json").mkdir()
         with pytest.raises(InputError, match=r"tokenizer\.json was not written by a run"):
-            output_folder.publish(folder)
-    assert contents(final) == dict.fromkeys(NAMES, "old")
+            output_folder.publish(run)
+    assert_holds(final, "old")
     (final / "tokenizer.json").rmdir()
-    with opened(final, "train", {"seed": 2}, resume=True) as folder:
-        assert folder.complete
-        output_folder.publish(folder)
-    assert contents(final) == dict.fromkeys(NAMES, "new")
+    with opened(final, "train", {"seed": 2}, resume=True) as run:
+        assert run.complete
+        output_folder.publish(run)
+    assert_holds(final, "new")
 
 
 def test_only_scratch_files_of_runs_are_removed(tmp_path):
@@ -121,28 +123,28 @@ def test_only_scratch_files_of_runs_are_removed(tmp_path):
         assert not list((final / FINISHED_BLOCKS).iterdir())
 
 
-def test_an_input_is_looked_for_before_anything_is_removed(tmp_path):
+def test_an_input_among_the_files_to_replace_is_refused(tmp_path):
     final = tmp_path / "run"
-    with opened(final, "train", {"seed": 1}) as folder:  # killed before it has saved anything
-        (folder.path / "config.yaml").write_text("seed: 1")
+    with opened(final, "train", {"seed": 1}) as run:  # killed before it has saved anything
+        (run.path / "config.yaml").write_text("seed: 1")
     with pytest.raises(InputError, match=r"--config .*config\.yaml is a file of --output_dir"):
         save_run(final, "new", inputs={"config": str(final / "config.yaml")})
     assert (final / "config.yaml").read_text() == "seed: 1"
 
 
 def test_a_run_that_waits_to_replace_a_result_is_not_forgotten(tmp_path):
-    """The result goes, by hand; the run in .next has a checkpoint: no other run begins as if nothing were there."""
+    """The user removes the old result; the run in .next has a checkpoint, so that no other run may start."""
     final = tmp_path / "run"
     save_run(final, "old")
-    with opened(final, "train", {"seed": 2}, overwrite=True) as folder:
-        (folder.path / "checkpoint-3").mkdir()
+    with opened(final, "train", {"seed": 2}, overwrite=True) as run:
+        (run.path / "checkpoint-3").mkdir()
     for name in (*NAMES, RESULT):
         (final / name).unlink()
     with pytest.raises(InputError, match="is not empty"):
         save_run(final, "new")
-    with opened(final, "train", {"seed": 2}, resume=True) as folder:
-        assert folder.begun
-        (folder.path / "checkpoint-3").rmdir()
+    with opened(final, "train", {"seed": 2}, resume=True) as run:
+        assert run.begun
+        (run.path / "checkpoint-3").rmdir()
     save_run(final, "new")
     assert not (final / NEXT).exists()
 
@@ -151,14 +153,14 @@ def test_pack_does_not_replace_the_model_that_it_reads(tmp_path, monkeypatch):
     final = tmp_path / "run"
     save_run(final, "old")
     shutil.copytree(final, final / NEXT)
-    for module, name, value in ((pack, "headers", {}), (pack, "skeleton", None), (pack, "file_bytes", 0)):
-        monkeypatch.setattr(module, name, lambda *_, value=value: value)
-    monkeypatch.setattr(pack.disk, "read_packed_config", lambda *_, **__: {})
-    monkeypatch.setattr(pack, "check_folder", lambda *_: None)
-    monkeypatch.setattr(pack, "weight_files", lambda *_: [])
+    for module, name, value in (
+        *((pack, "headers", {}), (pack, "skeleton", None), (pack, "file_bytes", 0), (pack, "weight_files", [])),
+        *((pack, "check_folder", None), (pack.disk, "read_packed_config", {})),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, value=value, **__: value)
     with pytest.raises(InputError, match=r"\.next is a file of --output_dir .* that this run would replace"):
         pack.main([str(final / NEXT), "--output_dir", str(final), "--overwrite_output_dir"])
-    assert contents(final / NEXT) == dict.fromkeys(NAMES, "old")
+    assert_holds(final / NEXT, "old")
 
 
 def test_a_resumed_run_has_no_result_until_it_ends(tmp_path):
@@ -168,7 +170,7 @@ def test_a_resumed_run_has_no_result_until_it_ends(tmp_path):
 
 
 def test_a_checkpoint_is_removed_in_one_piece(tmp_path, monkeypatch):
-    """A kill in the middle leaves nothing under its name that `last` would find."""
+    """After a kill in the middle `--resume_from_checkpoint last` does not find the rest of it."""
     checkpoint = tmp_path / "checkpoint-12"
     checkpoint.mkdir()
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
@@ -182,7 +184,7 @@ def test_a_checkpoint_is_removed_in_one_piece(tmp_path, monkeypatch):
 
 
 def test_two_processes_write_the_same_file(tmp_path):
-    """A run and proxsparse.report on its folder: neither removes what the other one is writing."""
+    """As a run and proxsparse.report on its folder do: neither removes what the other one is writing."""
     path = tmp_path / "report.md"
     with atomic_write(path) as first:
         first.write_text("first")
@@ -191,7 +193,7 @@ def test_two_processes_write_the_same_file(tmp_path):
     assert os.listdir(tmp_path) == ["report.md"]
 
 
-def test_what_was_read_while_it_was_replaced_is_not_used(tmp_path):
+def test_files_that_are_replaced_while_they_are_read_are_not_used(tmp_path):
     final = tmp_path / "run"
     save_run(final, "old")
     before = files_to_read(final)
@@ -204,13 +206,9 @@ def test_what_was_read_while_it_was_replaced_is_not_used(tmp_path):
         files_to_read(final)
 
 
-def can(command):
-    return os.system(f"{command} >/dev/null 2>&1") == 0
-
-
-@pytest.mark.skipif(not can("unshare -u true"), reason="needs the right to choose a host name")
+@pytest.mark.skipif(os.system("unshare -u true >/dev/null 2>&1") != 0, reason="needs the right to set a host name")
 def test_the_lock_holds_between_hosts(tmp_path):
-    """As far as one machine shows it: another host name, and the folder under another path."""
+    """Tested on one machine: with another host name, and the folder under another path."""
     code = f"""
 import socket; socket.sethostname("node-2")
 from proxsparse.io.output_folder import opened
@@ -289,16 +287,13 @@ def test_json_replaces_only_an_earlier_report(tmp_path):
 def test_the_callback_replaces_only_masks(tmp_path):
     from proxsparse.integrations.transformers_trainer import ProxCallback
 
-    class Reached(Exception):
-        pass
-
     callback = ProxCallback()
-    callback.keep_pretrained = lambda model: (_ for _ in ()).throw(Reached)
+    callback.keep_pretrained = lambda model: next(iter(()))  # stops the callback: the file was accepted
     arguments = (SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=0), None)
     (tmp_path / "masks.safetensors").write_text("the user's")
     with pytest.raises(ValueError, match=r"masks\.safetensors is not a mask file, and the masks would replace it"):
         callback.on_train_begin(*arguments)
     assert (tmp_path / "masks.safetensors").read_text() == "the user's"
     save_masks(tmp_path / "masks.safetensors", {"layer": torch.tensor([[True, True, False, False]])}, "2:4", "model")
-    with pytest.raises(Reached):
+    with pytest.raises(StopIteration):
         callback.on_train_begin(*arguments)
