@@ -49,6 +49,7 @@ RUNS = {  # name -> command and its own flags
     "train 2": "train --save_steps 2 --seed 2",
     **{method: f"prune --method {method}" for method in ("magnitude", "wanda", "sparsegpt")},
 }
+SIZE = "--num_samples 6 --seq_len 24 --eval_seq_len 24 --eval_data none --precision fp32"
 WEIGHTS = (3, 2, 1, 2, 2)  # how often each of them is chosen
 CALLS = [f"os.{name}" for name in ("replace", "rename", "unlink", "mkdir", "fsync", "rmdir", "chmod")]
 CALLS += [f"proxsparse.io.output_folder.{name}" for name in ("finish_replacement", "remove")]
@@ -109,19 +110,7 @@ def inputs(tmp_path_factory):
 def arguments_of(name, inputs):
     """The command and the flags of a run."""
     command, *more = RUNS[name].split()
-    size = [
-        "--num_samples",
-        "6",
-        "--seq_len",
-        "24",
-        "--eval_seq_len",
-        "24",
-        "--eval_data",
-        "none",
-        "--precision",
-        "fp32",
-    ]
-    return command, [*more, "--model", inputs / "model", "--data", inputs / "text.jsonl", *size]
+    return command, [*more, "--model", inputs / "model", "--data", inputs / "text.jsonl", *SIZE.split()]
 
 
 def outcome(folder):
@@ -185,8 +174,7 @@ class Sequence:
         target = self.project if choose() < 0.1 else self.run
         flags = ["--overwrite_output_dir"] * (choose() < 0.7)
         if kind == "run":
-            name = self.random.choices(list(RUNS), WEIGHTS)[0]
-            kind, arguments = arguments_of(name, self.inputs)
+            kind, arguments = arguments_of(self.random.choices(list(RUNS), WEIGHTS)[0], self.inputs)
             arguments += ["--output_dir", target, *flags, *["--resume_from_checkpoint", "last"] * (choose() < 0.5)]
         elif kind == "pack":
             source, target = self.run, self.folder / "packed"
@@ -201,11 +189,8 @@ class Sequence:
         else:
             arguments = [target]
         self.logs += 1
-        return {
-            "main": f"proxsparse.{kind}.main",
-            "arguments": list(map(str, arguments)),
-            "output": str(self.folder / f"log-{self.logs}"),
-        }
+        log = str(self.folder / f"log-{self.logs}")
+        return {"main": f"proxsparse.{kind}.main", "arguments": list(map(str, arguments)), "output": log}
 
     def call(self):
         """A random call before which the process dies: function and number."""
@@ -297,9 +282,7 @@ class Sequence:
         """A complete result has all files of one run, and they agree."""
         result, marker = read_result(folder), read_marker(folder)
         assert result["run_id"] == marker["run_id"]
-        name = self.name_of(marker)
-        settings = {key: value for key, value in result["config"].items() if value is not None}
-        expected = {key: value for key, value in settings.items() if key not in NOT_REPEATED}
+        expected = {k: v for k, v in result["config"].items() if v is not None and k not in NOT_REPEATED}
         assert yaml.safe_load((folder / "config.yaml").read_text()) == expected
         masks, weights = load_masks(folder / "masks.safetensors"), load_file(folder / "model.safetensors")
         assert masks_sha256(masks) == result["masks_sha256"]
@@ -310,9 +293,10 @@ class Sequence:
             if not result["updated"]:
                 kept = pretrained[f"{layer}.weight"][mask].view(torch.int16)
                 assert weight[mask].view(torch.int16).equal(kept)
-        assert outcome(folder) == self.undisturbed[name]
+        found = outcome(folder)
+        assert found == self.undisturbed[self.name_of(marker)]
         if "steps" in result:
-            assert len(outcome(folder)[2]) == result["steps"] == 6
+            assert len(found[2]) == result["steps"] == 6
         else:
             assert not (folder / "metrics.jsonl").exists()
         if (folder / "README.md").exists() and not self.stale_card:
@@ -339,24 +323,23 @@ class Sequence:
             found = [read_marker(self.run / COMPLETE)]
         if not found or found[0]["command"] == "pack":
             return
-        name = self.name_of(found[0])
+        name, log = self.name_of(found[0]), self.folder / "log-last"
+
+        def succeed(command, *arguments):
+            self.history.append((command, *arguments))
+            assert self.forks.run(arguments, main=f"proxsparse.{command}.main", output=log) == [0], log.read_text()
+
         command, arguments = arguments_of(name, self.inputs)
-        arguments += ["--output_dir", self.run, "--resume_from_checkpoint", "last"]
-        log = self.folder / "log-last"
-        codes = self.forks.run(arguments, main=f"proxsparse.{command}.main", output=log)
-        self.history.append((name, "last", codes))
-        assert codes == [0], log.read_text()
+        succeed(command, *arguments, "--output_dir", self.run, "--resume_from_checkpoint", "last")
         assert is_complete(self.run)
         assert self.name_of(read_marker(self.run)) == name
-        left = {path.name for path in self.run.iterdir()} & {NEXT, COMPLETE, LOCK}
-        assert not left - {NEXT}
+        assert not {path.name for path in self.run.iterdir()} & {COMPLETE, LOCK}
         self.check(None)
         self.counts["resumed at the end"] += 1
-        packed = self.folder / "at-the-end"
-        for source, target, more in ((self.run, packed, []), (packed, self.folder / "dense-again", ["--unpack"])):
-            codes = self.forks.run([source, "--output_dir", target, *more], main="proxsparse.pack.main", output=log)
-            assert codes == [0], log.read_text()
-        assert digest(self.folder / "dense-again" / "model.safetensors") == self.undisturbed[name][1]
+        packed, dense = self.folder / "at-the-end", self.folder / "dense-again"
+        succeed("pack", self.run, "--output_dir", packed)
+        succeed("pack", packed, "--output_dir", dense, "--unpack")
+        assert digest(dense / "model.safetensors") == self.undisturbed[name][1]
 
 
 @pytest.mark.parametrize("sequences", [1, pytest.param(SEQUENCES, marks=pytest.mark.slow)])
