@@ -1,4 +1,4 @@
-"""Zero-shot tasks from local files: lm-eval's own tasks, its command line's numbers, and clear words for bad files."""
+"""Zero-shot tasks from local files: lm-eval's own tasks, the numbers of its command line, and errors of bad files."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_a_model_that_knows_the_answers_gets_them_right(files, monkeypatch):
     from lm_eval.models.huggingface import HFLM
 
     right = {
-        lm_eval_name: [gold(name, row) for row in rows_of(name)]
+        lm_eval_name: [correct_answers(name, row) for row in rows_of(name)]
         for name, task in TASKS.items()
         for lm_eval_name in task.lm_eval
     }
@@ -62,8 +62,8 @@ def test_a_model_that_knows_the_answers_gets_them_right(files, monkeypatch):
     assert {name: figures["acc"] for name, figures in found.items()} == dict.fromkeys(TASKS, pytest.approx(1))
 
 
-def gold(name: str, row: dict) -> list[str]:
-    """The right answers of a row as lm-eval should offer them."""
+def correct_answers(name: str, row: dict) -> list[str]:
+    """The texts that lm-eval should count as right."""
     match name:
         case "social_iqa":
             return [row["answer" + "ABC"[int(row["label"]) - 1]]]
@@ -78,68 +78,47 @@ def gold(name: str, row: dict) -> list[str]:
 
 
 @needs_lm_eval
-def test_two_calls_and_any_batch_size_give_the_same(scores, files):
-    model, tokenizer = tiny_model("llama"), byte_tokenizer()
+def test_any_batch_size_gives_the_same_and_limit_takes_the_first_documents(scores, files):
+    model, tokenizer, before = tiny_model("llama"), byte_tokenizer(), torch.random.get_rng_state()
     assert zero_shot(model, tokenizer, ["all"], files, batch_size=4) == scores
     one_by_one = zero_shot(model, tokenizer, ["piqa", "arc_easy"], files, batch_size=1)
     assert one_by_one == {name: scores[name] for name in ("arc_easy", "piqa")}
+    limited = zero_shot(model, tokenizer, ["piqa"], files, limit=1)["piqa"]
+    assert (limited["documents"], limited["acc_stderr"]) == (1, None)
+    assert torch.equal(torch.random.get_rng_state(), before), "the random state is restored"
 
 
 @needs_lm_eval
-def test_limit_takes_the_first_documents_and_the_random_state_stays(files):
-    model = tiny_model("llama")
-    before = torch.random.get_rng_state()
-    found = zero_shot(model, byte_tokenizer(), ["piqa"], files, limit=1)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert found["piqa"]["documents"] == 1
-    assert found["piqa"]["acc_stderr"] is None
-
-
-@needs_lm_eval
+@pytest.mark.slow
 def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, monkeypatch, capsys):
-    """Its own command line, its own loading of the model; the tasks by yaml files that include lm-eval's."""
+    """Its own command line and loading of the model; YAML files that include lm-eval's tasks."""
     from lm_eval.__main__ import cli_evaluate
 
-    folder = save_tiny_model("llama", tmp_path / "model")
-    index = module.task_manager().task_index
-    names = {name: f"local_{name}" for name in ("piqa", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2")}
-    for name in ("piqa", "hellaswag", "truthfulqa_mc"):
-        for settings in module.task_from_file(name, files):
-            plain = settings["task"]
-            config = {"include": str(index[plain].yaml_path), **settings, "task": names[plain]}
-            (tmp_path / f"{plain}.yaml").write_text(yaml.safe_dump(config))
-    arguments = {
-        "--model_args": f"pretrained={folder},dtype=float32,softmax_dtype=float32",
-        "--tasks": ",".join(names.values()),
-        "--include_path": str(tmp_path),
-        "--device": "cpu",
-        "--batch_size": "4",
-        "--limit": "4",
-        "--output_path": str(tmp_path / "out.json"),
-    }
-    monkeypatch.setattr(
-        sys, "argv", ["lm_eval", "run", "--model", "hf", *(x for pair in arguments.items() for x in pair)]
-    )
+    from proxsparse.models.loading import load_model
+
+    folder, tasks = save_tiny_model("llama", tmp_path / "model"), ["piqa", "hellaswag", "truthfulqa_mc"]
+    index, names = module.task_manager().task_index, []
+    for settings in (settings for name in tasks for settings in module.task_from_file(name, files)):
+        plain = settings["task"]
+        names.append(f"local_{plain}")
+        config = {"include": str(index[plain].yaml_path), **settings, "task": names[-1]}
+        (tmp_path / f"{plain}.yaml").write_text(yaml.safe_dump(config))
+    model_args = f"pretrained={folder},dtype=float32,softmax_dtype=float32"
+    command = f"lm_eval run --model hf --model_args {model_args} --tasks {','.join(names)} --include_path {tmp_path}"
+    command += f" --device cpu --batch_size 4 --limit 4 --output_path {tmp_path / 'out.json'}"
+    monkeypatch.setattr(sys, "argv", command.split())
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     cli_evaluate()
     capsys.readouterr()
     (written,) = tmp_path.rglob("out*.json")
     theirs = json.loads(written.read_text())["results"]
-
-    from proxsparse.models.loading import load_model
-
-    model, tokenizer = load_model(str(folder), torch.float32)
-    ours = zero_shot(model, tokenizer, ["piqa", "hellaswag", "truthfulqa_mc"], files, limit=4, batch_size=4)
+    ours = zero_shot(*load_model(str(folder), torch.float32), tasks, files, limit=4, batch_size=4)
     for task, metric, name, key in (
-        ("piqa", "acc", "piqa", "acc"),
-        ("piqa", "acc_norm", "piqa", "acc_norm"),
-        ("hellaswag", "acc", "hellaswag", "acc"),
-        ("hellaswag", "acc_norm", "hellaswag", "acc_norm"),
-        ("truthfulqa_mc", "mc1", "truthfulqa_mc1", "acc"),
-        ("truthfulqa_mc", "mc2", "truthfulqa_mc2", "acc"),
+        *((task, metric, task, metric) for task in ("piqa", "hellaswag") for metric in ("acc", "acc_norm")),
+        *(("truthfulqa_mc", metric, f"truthfulqa_{metric}", "acc") for metric in ("mc1", "mc2")),
     ):
-        assert ours[task][metric] == theirs[names[name]][f"{key},none"], (task, metric)
-        assert ours[task][f"{metric}_stderr"] == theirs[names[name]][f"{key}_stderr,none"], (task, metric)
+        for suffix in ("", "_stderr"):
+            assert ours[task][metric + suffix] == theirs[f"local_{name}"][f"{key}{suffix},none"], (task, metric)
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -148,9 +127,7 @@ def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, mon
 def test_tasks_come_in_the_papers_order_once():
     assert choose_tasks(["piqa", "arc_easy", "piqa"]) == ["arc_easy", "piqa"]
     assert choose_tasks(["piqa", "all"]) == list(TASKS)
-    with pytest.raises(
-        InputError, match=r"task 'boolq': unknown; choose from arc_challenge, .*, truthfulqa_mc, or all"
-    ):
+    with pytest.raises(InputError, match="task 'boolq': unknown; choose from arc_challenge, .*, truthfulqa_mc, or all"):
         choose_tasks(["boolq"])
 
 
@@ -194,7 +171,7 @@ def test_a_damaged_file_is_named(damage, words, files, tmp_path):
 
 
 @needs_lm_eval
-def test_data_that_lm_eval_cannot_take_is_one_clear_error(files, tmp_path):
+def test_data_that_lm_eval_refuses_is_one_error(files, tmp_path):
     rows = [row | {"answerKey": "Z"} for row in rows_of("arc_easy")]
     (tmp_path / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(InputError, match=r"task arc_easy: .*arc_easy_test.jsonl"):
