@@ -127,7 +127,7 @@ def test_the_command_line_of_lm_eval_gives_the_same_numbers(files, tmp_path, mon
 def test_tasks_come_in_the_papers_order_once():
     assert choose_tasks(["piqa", "arc_easy", "piqa"]) == ["arc_easy", "piqa"]
     assert choose_tasks(["piqa", "all"]) == list(TASKS)
-    with pytest.raises(InputError, match="task 'boolq': unknown; choose from arc_challenge, .*, truthfulqa_mc, or all"):
+    with pytest.raises(InputError, match=r"task 'boolq': unknown; choose from arc_.*, truthfulqa_mc, or all"):
         choose_tasks(["boolq"])
 
 

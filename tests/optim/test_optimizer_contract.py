@@ -53,6 +53,9 @@ def test_schedulers_and_hooks_work_and_every_hook_fires_once(make):
             handle.remove()
     expected = [("global pre", optimizer), ("pre", optimizer), ("post, after the prox", True)]
     assert fired == [*expected, ("global post", optimizer)]
+    zeros = model[0].weight[model[0].weight == 0]
+    assert len(zeros) >= 24 * 4
+    assert not zeros.signbit().any(), "zeros are +0.0"
 
     scheduler.step()
     train(model, optimizer, 1)
