@@ -143,12 +143,10 @@ ODD_YAML = r"""
 a: &a [x, x]
 b: &b [*a, *a, *a]
 <<: *a
-<<: {seq_len: 2}
 ? [1, 2] : 3
 !!python/name:os.system x: 1
 seq_len: !!python/object/apply:os.system ['true']
 seq_len: !!int abc
-seq_len: !!int ''
 seq_len: !!float x
 seq_len: !!set {a}
 seq_len: .nan
@@ -158,22 +156,13 @@ seed: 2001-99-99
 seed: 1_0:2:3
 packing: !!bool x
 learning_rate: .inf
-learning_rate: 1e999
 include: [1, [2]]
-metric: [none]
 model: "\ud800"
 model: "\0"
-model: !!null x
-model: !!str [1]
-data: ~
 config: x.yaml
 output_dir: /etc
-recipe: ../../etc/passwd
 start: /etc/passwd
 precision: 1
-null: 1
-x: !!omap [1]
-? !!set {a, b}
 - a
 --- 1
 ...

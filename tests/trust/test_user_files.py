@@ -169,17 +169,6 @@ def test_a_resumed_run_has_no_result_until_it_ends(tmp_path):
     assert not (tmp_path / RESULT).exists()
 
 
-def test_a_checkpoint_is_removed_in_one_piece(tmp_path, monkeypatch):
-    """After a kill in the middle `--resume_from_checkpoint last` does not find the rest of it."""
-    checkpoint = tmp_path / "checkpoint-12"
-    checkpoint.mkdir()
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
-    output_folder.remove([checkpoint])
-    assert not checkpoint.exists()
-    assert output_folder.checkpoints(tmp_path) == []
-    assert output_folder.is_scratch(tmp_path / f"{SCRATCH}-old-checkpoint-12")
-
-
 # ---------------------------------------------------------------------------------------------- at the same time
 
 
