@@ -22,6 +22,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), *map(str, Path(__file__).parents[1:3])]
 
 from loaders import LOADERS
+from mutations import damage
 
 SECONDS, BYTES = 10, 1 << 30  # limits of one input
 
@@ -79,7 +80,7 @@ def fuzz(name: str, seed: int, numbers: range, folder: Path) -> dict[str, list[i
     for number in numbers:
         shutil.rmtree(folder, ignore_errors=True)
         random = Random(f"{seed} {name} {number}")
-        found[outcome(name, write(loader.damage(random, random.choice(loader.valid())), folder))].append(number)
+        found[outcome(name, write(damage(random, random.choice(loader.valid())), folder))].append(number)
     return found
 
 

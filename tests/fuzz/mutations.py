@@ -1,7 +1,9 @@
-"""Damaged files, made from valid ones: bytes, JSON trees, safetensors, YAML. The same random state, the same file."""
+"""Damaged files, made from valid ones, each by its kind. The same random state gives the same files."""
 
+import gzip
 import json
 import struct
+from pathlib import Path
 from random import Random
 
 Files = dict[str, bytes]  # name in the folder -> content
@@ -23,8 +25,10 @@ RAW = {
 }
 
 
-def odd_value(random: Random) -> object:
-    """A value that no loader expects."""
+def odd_value(random: Random, like: object = None) -> object:
+    """A value that no loader expects; in place of a number or text often an odd one of its kind, which gets furthest."""
+    if isinstance(like, str | int | float) and random.random() < 0.5:
+        return random.choice(TEXTS if isinstance(like, str) else (*INTEGERS, *FLOATS, "@digits@", "@float@"))
     near_the_limit = "@nested@" + str(random.randrange(850, 1000))  # Python's recursion limit is 1000
     some = [random.choice(values) for values in (INTEGERS, FLOATS, TEXTS) * 2]
     trees = (None, True, False, [], {}, [[]], [None], {"": None}, [1, "a", None], {"a": {"b": []}}, near_the_limit)
@@ -49,7 +53,7 @@ def changed(random: Random, tree: object) -> object:
         elif kind < 0.35:
             parent[key] = [node] * random.randint(0, 3)
         else:
-            parent[key] = odd_value(random)
+            parent[key] = odd_value(random, node)
     return tree
 
 
@@ -86,9 +90,45 @@ def damaged(random: Random, content: bytes) -> bytes:
     return bytes(data)
 
 
-def with_bytes_damaged(random: Random, content: bytes, share: float = 0.3) -> bytes:
-    """`damaged` in a share of the cases."""
-    return damaged(random, content) if random.random() < share else content
+def damage(random: Random, files: Files) -> Files:
+    """Damages one or two of the files; a model may also get an index that names files elsewhere."""
+    files, names = dict(files), [name for name in ("model.safetensors", "config.json") if name in files]
+    if names and random.random() < 0.15:
+        shards = (*TEXTS, "model.safetensors", "outside.safetensors", "pipe.safetensors")
+        index = {"metadata": {}, "weight_map": {name: random.choice(shards) for name in "ab"}}
+        index = changed(random, index) if random.random() < 0.5 else index
+        files["model.safetensors.index.json"] = as_json(index).encode()
+    else:
+        names = names if names and random.random() < 0.8 else sorted(files)
+        for name in random.sample(names, random.randint(1, min(2, len(names)))):
+            files[name] = damaged_file(random, name, files[name])
+    return files
+
+
+def damaged_file(random: Random, name: str, content: bytes) -> bytes:
+    kind = Path(name).suffix
+    if kind == ".gz" and random.random() < 0.02:  # a bomb: 1000 to 1
+        return gzip.compress(bytes(random.choice((1 << 20, 80 << 20))), 1)
+    if kind == ".gz" and random.random() < 0.3:
+        return gzip.compress(damaged_file(random, name.removesuffix(".gz"), gzip.decompress(content)))
+    if kind == ".safetensors":
+        return damaged_safetensors(random, content)
+    if kind == ".yaml":
+        content = damaged_yaml(random, content.decode())
+    elif kind == ".json":
+        tree = json.loads(content)
+        if "quantization_config" in tree and random.random() < 0.6:
+            tree["quantization_config"] = changed(random, tree["quantization_config"])
+        else:
+            tree = changed(random, tree)
+        content = as_json(tree).encode()
+    elif kind == ".jsonl":
+        lines = content.decode().splitlines()
+        lines = [as_json(changed(random, json.loads(line))) if random.random() < 0.4 else line for line in lines]
+        content = "".join(line + "\n" for line in lines).encode()
+    else:
+        return damaged(random, content)
+    return damaged(random, content) if random.random() < 0.25 else content
 
 
 SIZES = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3"), 1) | dict.fromkeys(("BF16", "F16", "I16"), 2)
@@ -111,8 +151,8 @@ def join_safetensors(header: object, body: bytes, length: int | None = None) -> 
 def damaged_safetensors(random: Random, content: bytes) -> bytes:
     """A safetensors file with another header: half of these are valid, with unexpected tensors."""
     header, body = split_safetensors(content)
-    kind, tensors = random.randrange(6), [entry for name, entry in header.items() if name != "__metadata__"]
-    entry = random.choice(tensors)
+    tensors, metadata = [x for name, x in header.items() if name != "__metadata__"], header.get("__metadata__")
+    kind, entry = random.randrange(7), random.choice(tensors)
     start, end = entry["data_offsets"]
     if kind == 0:
         return damaged(random, content)
@@ -132,8 +172,12 @@ def damaged_safetensors(random: Random, content: bytes) -> bytes:
         entry |= {"data_offsets": [start, start], "shape": random.choice(EMPTY)}
     elif kind == 4:
         entry["data_offsets"] = [random.choice(INTEGERS), random.choice(INTEGERS)]
+    elif kind == 5 and metadata:  # may hold JSON within the JSON
+        key = random.choice(list(metadata))
+        text = metadata[key]
+        metadata[key] = as_json(changed(random, json.loads(text))) if text[:1] == "{" else random.choice(TEXTS)
     else:
-        body = with_bytes_damaged(random, body, 0.9)
+        body = damaged(random, body)
     length = random.choice(INTEGERS) % 2**64 if random.random() < 0.05 else None
     return join_safetensors(header, body, length)
 
@@ -189,4 +233,4 @@ def damaged_yaml(random: Random, content: str) -> bytes:
             lines.insert(at, lines[random.randrange(len(lines))])
         else:
             lines[at] = random.choice(YAML_LINES)
-    return with_bytes_damaged(random, "\n".join(lines).encode("utf-8", "surrogatepass"))
+    return "\n".join(lines).encode("utf-8", "surrogatepass")

@@ -24,6 +24,6 @@ def test_a_crash_a_hang_and_memory_are_found(tmp_path, monkeypatch):
         (lambda folder: bytearray(4 << 30), "MemoryError"),
         (lambda folder: folder.joinpath("absent").read_bytes(), "refused"),
     ):
-        monkeypatch.setitem(LOADERS, "bad", Loader(1, None, None, load))
+        monkeypatch.setitem(LOADERS, "bad", Loader(1, None, load))
         with bounded():
             assert outcome("bad", tmp_path).startswith(found)
