@@ -26,7 +26,7 @@ RAW = {
 
 
 def odd_value(random: Random, like: object = None) -> object:
-    """A value that no loader expects; in place of a number or text often an odd one of its kind, which gets furthest."""
+    """A value that no loader expects; for a number or text often an odd one of the same kind, which gets furthest."""
     if isinstance(like, str | int | float) and random.random() < 0.5:
         return random.choice(TEXTS if isinstance(like, str) else (*INTEGERS, *FLOATS, "@digits@", "@float@"))
     near_the_limit = "@nested@" + str(random.randrange(850, 1000))  # Python's recursion limit is 1000
