@@ -69,7 +69,7 @@ def make_config(**given) -> TrainConfig:
     for source in (from_recipe, from_file, given):
         for name, others in CHOSEN_FOR.items():
             objective = merged.get("objective", TrainConfig.objective)
-            current = merged.get(name) or OBJECTIVES[objective].get(name, objective)
+            current = merged.get(name) or OBJECTIVES.get(objective, {}).get(name, objective)  # `check` refuses others
             if source.get(name, current) != current:
                 for other in others:
                     merged.pop(other, None)
