@@ -171,10 +171,7 @@ def result(run_dir) -> dict:
 
 @pytest.mark.parametrize(
     ("command", "more"),
-    [
-        (train.main, ["--max_steps", "1", "--start", "magnitude"]),
-        (prune.main, ["--method", "wanda"]),
-    ],
+    [(train.main, ["--max_steps", "1", "--start", "magnitude"]), (prune.main, ["--method", "wanda"])],
     ids=["train", "prune"],
 )
 def test_a_whole_command_on_the_gpu(command, more, folder, tmp_path):

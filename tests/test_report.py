@@ -33,12 +33,7 @@ def text_only(request, monkeypatch):
 def rows(steps=60):
     return [
         {
-            **{
-                "step": step,
-                "loss": 3 + math.sin(step),
-                "learning_rate": 1e-4,
-                "grad_norm": 1.0,
-            },
+            **{"step": step, "loss": 3 + math.sin(step), "learning_rate": 1e-4, "grad_norm": 1.0},
             **{"tokens": 64 * step, "feasible_share": step / steps, "mask_change": 0.01, "norm_gap": 0.001 * step},
             "seconds": 1.5 * step,
         }

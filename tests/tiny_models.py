@@ -35,10 +35,7 @@ MODELS = {
     ),
     "qwen2-mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "gemma2-mixed": ("gemma2", {"head_dim": 8, "sliding_window": 4}),
-    "gemma3-mixed": (
-        "gemma3_text",
-        GEMMA3,
-    ),
+    "gemma3-mixed": ("gemma3_text", GEMMA3),
     "gemma3-composite-mixed": (  # what the large checkpoints are: a text model inside one that also sees
         "gemma3",
         {"text_config": COMMON | GEMMA3, "vision_config": {"num_hidden_layers": 1, "intermediate_size": 16, **TINY}},
