@@ -69,8 +69,8 @@ OWNERS = {
     "proxsparse._C_cutlass": "ops/backends/cutlass.py",
     "datasets": "data/sources.py",
     "lm_eval": "evaluation/zero_shot.py",
-    "transformers": "models/loading.py models/unfold_linears.py inference/generate.py run/config.py plan/architecture.py"
-    " integrations/transformers_trainer.py integrations/transformers_quantizer.py",
+    "transformers": "models/loading.py models/unfold_linears.py inference/generate.py run/config.py "
+    "plan/architecture.py integrations/transformers_trainer.py integrations/transformers_quantizer.py",
     "safetensors": "io/mask_files.py io/model_files.py methods/finished_blocks.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
 }
