@@ -121,7 +121,6 @@ def test_generation_on_the_gpu(family, graph):
         found = generate(model, on_gpu, 4, cuda_graph=graph)
         assert not {place for place in gpu.waits if not place.endswith("in transformers")}
         assert torch.equal(found.cpu(), expected)
-        assert any("gemv" in place for place in gpu.calls)
 
 
 @pytest.fixture(scope="module")

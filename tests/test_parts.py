@@ -147,7 +147,8 @@ def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
         layer[0, 3] = 5.0  # three of its block now, and another two are kept
         stack[1, 0, :2] = torch.tensor([0.0, 7.0])  # decided, for the second
     row = monitor.observe(1)
-    assert row["feasible_share"] == feasible_share([one, two]) == pytest.approx((1 + 1) / (3 + 4))
+    assert feasible_share([one, two]) == (1 + 1) / (3 + 4)
+    assert row["feasible_share"] == pytest.approx((1 + 1) / (3 + 4))
     assert row["mask_change"] == pytest.approx((2 + 2) / (12 + 8))
     kept = torch.tensor([4.0, 0, 2, 9, 5, 6])
     assert row["norm_gap"] == 0.0, "what is kept and was not 0 has not moved"
