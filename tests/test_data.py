@@ -144,19 +144,17 @@ def test_absent_files_are_not_looked_up_on_the_hub(source, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("source", "arguments"),
     [
-        ("c4", ("allenai/c4", "en", True)),
-        ("wikitext2", ("Salesforce/wikitext", "wikitext-2-raw-v1", False)),
-        ("someone/set", ("someone/set", None, True)),
-        ("someone/set:part", ("someone/set", "part", True)),
+        ("c4", ("allenai/c4", "en", "validation", True)),
+        ("wikitext2", ("Salesforce/wikitext", "wikitext-2-raw-v1", "validation", False)),
+        ("someone/set", ("someone/set", None, "validation", True)),
+        ("someone/set:part", ("someone/set", "part", "validation", True)),
     ],
 )
 def test_hub_sets_are_streamed_up_to_the_limit(monkeypatch, source, arguments):
-    datasets = pytest.importorskip("datasets")
-    served = []
+    datasets, served = pytest.importorskip("datasets"), []
 
     def load_dataset(name, config, split, streaming):
-        assert (name, config, streaming) == arguments
-        assert split == "validation"
+        assert (name, config, split, streaming) == arguments
         return (served.append(i) or {"text": f"row {i}"} for i in range(1000))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -181,14 +179,14 @@ def test_the_evaluation_text_is_the_papers(monkeypatch, source, split, documents
 def test_hub_failure_is_one_line_with_the_remedy(monkeypatch, error, when):
     datasets = pytest.importorskip("datasets")
 
-    def fail():
+    def rows():
         yield {"text": "first"}
         raise error
 
     def load_dataset(*_, **__):
         if when == "opening":
             raise error
-        return fail()
+        return rows()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     words = r"someone/set, split train: cannot be loaded.*network.*local file.*builtin"
@@ -218,27 +216,13 @@ def test_builtin_is_deterministic_large_and_disjoint(monkeypatch):
         load_texts("builtin", "train")
 
 
-def test_one_truncated_document_a_sample_in_the_documented_order(tokenizer):
-    texts = [words(10 * i, 3 + i) for i in range(5)]
+def test_one_truncated_document_a_sample_in_the_order_of_the_seed(tokenizer):
+    texts, order, state = [words(10 * i, 3 + i) for i in range(5)], list(range(5)), random.getstate()
     batches = calibration_batches(texts, tokenizer, num_samples=5, seq_len=5, seed=7)
-    order = list(range(5))
+    assert random.getstate() == state
     random.Random(7).shuffle(order)
     expected = [[10 + 10 * i + j for j in range(min(3 + i, 5))] for i in order]
     assert [batch["input_ids"].tolist() for batch in batches] == [[row] for row in expected]
-
-
-def test_only_the_seed_decides_the_order(tokenizer):
-    texts = [words(i, 4) for i in range(40)]
-
-    def first(seed):
-        (batch,) = calibration_batches(texts, tokenizer, num_samples=6, seq_len=4, batch_size=6, seed=seed)
-        return batch["input_ids"].tolist()
-
-    state = random.getstate()
-    once = first(1)
-    assert random.getstate() == state
-    random.random()
-    assert first(1) == once != first(2)
 
 
 def test_padding_mask_and_labels_of_documents_of_two_tokens_or_more(tokenizer):

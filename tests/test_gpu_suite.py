@@ -168,8 +168,7 @@ import sys; sys.path.insert(0, {str(ROOT / "benchmarks")!r})
 import gpu_suite; from pathlib import Path; from lib.gpu_parts import Part
 code = "import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
 parts = {{"hangs": Part(cuda=[sys.executable, "-c", code], cpu=None, limit_s=60)}}
-gpu_suite.PARTS, gpu_suite.GROUPS = parts, {{"first": parts}}
-gpu_suite.OUTPUT = Path({str(tmp_path / "output")!r})
+gpu_suite.PARTS, gpu_suite.GROUPS, gpu_suite.OUTPUT = parts, {{"first": parts}}, Path({str(tmp_path / "output")!r})
 gpu_suite.results_file = lambda name: Path({str(tmp_path)!r}) / (name + ".jsonl")
 gpu_suite.torch.cuda.is_available = lambda: True
 gpu_suite.provenance = lambda device: {{"device": "fake", "torch": "2", "commit": "abc"}}

@@ -7,7 +7,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 import time
@@ -23,9 +22,9 @@ FILES = ("config.yaml", "metrics.jsonl", "model.safetensors", "masks.safetensors
 FOREIGN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "custom.jinja", "model.h5")
 
 
-def make_run(final, content="first", command="train", status="complete", **how):
+def make_run(final, content="first", status="complete", **how):
     """A run that writes a result, files that only a stopped run has, and publishes."""
-    with opened(final, command, {"seed": 1}, **how) as folder:
+    with opened(final, "train", {"seed": 1}, **how) as folder:
         for name in FILES:
             (folder.path / name).write_text(content)
         (folder.path / "checkpoint-3").mkdir(exist_ok=True)
@@ -233,33 +232,26 @@ def test_other_names_are_noted_before_they_are_written(tmp_path):
     assert json.loads((tmp_path / "run" / MARKER).read_text())["others"] == ["LICENSE"]
 
 
-def hold(final, ready):
-    with opened(final, "train", {"seed": 1}):
-        ready.set()
-        time.sleep(60)
+FORK = multiprocessing.get_context("fork")
 
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that writes to tmp_path / "run"."""
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "run", ready), daemon=True)
-    process.start()
+def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path):
+    final, ready = tmp_path / "run", FORK.Event()
+
+    def hold():
+        with opened(final, "train", {"seed": 1}):
+            ready.set()
+            time.sleep(60)
+
+    holder = FORK.Process(target=hold, daemon=True)
+    holder.start()
     assert ready.wait(30)
-    yield process
-    process.kill()
-    process.join()
-
-
-def test_a_second_run_is_refused_until_the_first_one_dies(holder, tmp_path):
-    final = tmp_path / "run"
     words = rf"another run \(pid {holder.pid} on {socket.gethostname()}, since 20.*\) writes to '.*run'; wait for it"
     for how in ({}, {"resume": True}, {"overwrite": True}):
         with pytest.raises(InputError, match=words), opened(final, "prune", {}, **how):
             pass
     assert (final / MARKER).exists()  # a refused run removes nothing
-    os.kill(holder.pid, signal.SIGKILL)
+    holder.kill()
     holder.join()
     with opened(final, "train", {"seed": 1}, resume=True) as folder:
         assert folder.begun
@@ -267,8 +259,7 @@ def test_a_second_run_is_refused_until_the_first_one_dies(holder, tmp_path):
 
 
 def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
-    context = multiprocessing.get_context("fork")
-    start, results = context.Event(), context.Queue()
+    start, results = FORK.Event(), FORK.Queue()
 
     def contend():
         start.wait()
@@ -279,15 +270,12 @@ def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
         except InputError as error:
             results.put(str(error))
 
-    processes = [context.Process(target=contend) for _ in range(8)]
-    for process in processes:
-        process.start()
+    for _ in range(8):
+        FORK.Process(target=contend, daemon=True).start()
     start.set()
-    messages = [results.get(timeout=30) for _ in processes]
-    for process in processes:
-        process.join()
+    messages = [results.get(timeout=30) for _ in range(8)]
     assert messages.count("in") == 1
-    assert sum("another run (" in text for text in messages) == 7
+    assert sum("another run (" in message for message in messages) == 7
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])

@@ -99,25 +99,18 @@ def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, matplotli
 
 
 def test_card_front_matter_names_the_base_model_only_from_the_hub(tmp_path, monkeypatch):
-    def front_matter(model):
-        _, card = written(make_run(tmp_path, rows(), result(model=model)))
-        return yaml.safe_load(card.split("---\n")[1]), card
-
-    head, card = front_matter("owner/tiny-1b")
-    assert head == {
-        "base_model": "owner/tiny-1b",
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["2:4", "semi-structured-sparsity", "pruned", "proxsparse"],
-    }
-    assert "# tiny-1b, pruned to 2:4" in card
-    assert "+0.0" in card
-    assert "from_pretrained" in card
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for local in ("/data/jane/tiny", "./models/tiny", "models/tiny", "tiny"):
-        head, card = front_matter(local)
-        assert "base_model" not in head
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    for model in ("owner/tiny-1b", "/data/jane/tiny", "./models/tiny", "models/tiny", "tiny"):
+        _, card = written(make_run(tmp_path, rows(), result(model=model)))
+        assert yaml.safe_load(card.split("---\n")[1]) == {
+            **({"base_model": model} if model == "owner/tiny-1b" else {}),
+            **{"library_name": "transformers", "pipeline_tag": "text-generation"},
+            "tags": ["2:4", "semi-structured-sparsity", "pruned", "proxsparse"],
+        }
+        assert f"# {model.rpartition('/')[2]}, pruned to 2:4" in card
+        assert "+0.0" in card
+        assert "from_pretrained" in card
         assert "/data/jane" not in card
 
 
@@ -182,13 +175,9 @@ def test_without_matplotlib_the_report_says_how_to_get_the_plots(tmp_path):
     assert ".png" not in report.replace("*.png", "")
     assert card is not None
     assert not names(tmp_path) & PLOTS
-
-
-def test_several_runs_in_one_curve_are_explained(tmp_path):
-    report, _ = written(make_run(tmp_path, rows(), result()))
-    assert "anew" not in report
+    assert "3 runs" not in report
     report, _ = written(make_run(tmp_path, rows(), result(config={"average_runs": 3, "output_dir": "out"})))
-    assert "Learning begins anew with each of 3 runs" in report
+    assert "with each of 3 runs" in report  # several runs in one curve are explained
 
 
 @pytest.mark.parametrize("tail", ['{"step": 61, "lo', "{", '{"step": 61}\n'])
@@ -227,12 +216,6 @@ def test_malformed_result_is_named(tmp_path, outcome, named):
         write_report(tmp_path)
 
 
-def test_absent_folder_and_absent_metrics_name_the_remedy(tmp_path):
-    for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(InputError, match="--output_dir"):
-            write_report(folder)
-
-
 def test_a_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
     old, _ = written(make_run(tmp_path, rows(2)))
 
@@ -264,10 +247,13 @@ def test_the_lines_that_apply_the_masks_work(tmp_path, monkeypatch):
 
 
 def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-    assert run_command(main) == 2
-    assert "metrics.jsonl" in capsys.readouterr().err
-    make_run(tmp_path, rows(2), result())
+    for folder in (tmp_path, tmp_path / "absent"):
+        monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+        assert run_command(main) == 2
+        printed = capsys.readouterr().err
+        assert "metrics.jsonl" in printed
+        assert "--output_dir" in printed
+    monkeypatch.setattr(sys, "argv", ["report", str(make_run(tmp_path, rows(2), result()))])
     assert run_command(main) == 0
     assert (tmp_path / "report.md").exists()
 
