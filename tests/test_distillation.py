@@ -40,7 +40,7 @@ def test_the_divergence_is_that_of_the_teachers_likeliest_tokens_and_the_rest(mo
         model.lm_head.weight.mul_(1.3)
     logits = model(**inputs).logits
     losses = []
-    for row, position in ((0, 0), (0, 1), (0, 2), (1, 0)):  # the positions whose next token is no padding
+    for row, position in ((0, 0), (0, 1), (0, 2), (1, 0)):  # the positions whose next token is not padding
         q, p = teacher[row, position].double(), logits[row, position].double().softmax(-1)
         top = q.topk(5).indices
         q, p_top = q[top], p[top]

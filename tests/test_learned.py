@@ -1,5 +1,7 @@
 """What learns: under the mask the model computes with W0 under it, and the gradient reaches every weight."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_models import tiny_model
@@ -22,6 +24,7 @@ from proxsparse.training.optimizer import weights_of
 from proxsparse.training.options import LearningOptions
 
 PATTERN = NMPattern(2, 4)
+IN_BACKWARD = {"max_grad_norm": 0.0, "step_in_backward": True}
 
 
 @pytest.fixture
@@ -155,29 +158,16 @@ def test_under_the_mask_only_the_prunable_weights_move_unless_told_otherwise():
     assert [make_config(model="x", **one).update for one in settings] == ["all", "prunable", "all"]
 
 
-class StopAt:
-    """Learns as `proxsparse train`; a signal comes during step `step`."""
-
-    def __init__(self, step: int):
-        self.step_of_signal, self.number, self.rows = step, None, []
-
-    def step(self, row: dict) -> None:
-        """In the place of RunLog."""
-        self.rows.append(row)
-
-    def agree(self) -> None:
-        """In the place of StopSignal."""
-        self.number = 15 if len(self.rows) == self.step_of_signal else None
-
-    def learned(self, average_runs: int, samples: list, settings: dict) -> tuple[dict, list[dict]]:
-        """The weights after runs of 4 steps, and the rows of the steps."""
-        options = LearningOptions(**{"average_runs": average_runs, "learning_rate": 0.01, **settings}).check()
-        model = tiny_model("llama")
-        learned = under_masks(prunable_layers(model), masked=options.forward == "masked")
-        state = TrainState.begin(model, learned, options, 4)
-        learn(state, iter(samples), None, self, self, lambda: None)
-        weights = dict(model.named_parameters()) | weights_of(state.optimizer)
-        return {name: weight.detach() for name, weight in weights.items()}, self.rows
+def learned_by(documents: list, stop: int = -1, **settings) -> tuple[dict, list[dict]]:
+    """The weights after runs of 4 steps, with a signal in step `stop`; the rows of the log."""
+    options = LearningOptions(**{"learning_rate": 0.01, **settings}).check()
+    model, rows, signal = tiny_model("llama"), [], SimpleNamespace(number=None)
+    signal.agree = lambda: setattr(signal, "number", 15 if len(rows) == stop else None)
+    learned = under_masks(prunable_layers(model), masked=options.forward == "masked")
+    state = TrainState.begin(model, learned, options, 4)
+    learn(state, iter(documents), None, SimpleNamespace(step=rows.append), signal, lambda: None)
+    weights = dict(model.named_parameters()) | weights_of(state.optimizer)
+    return {name: weight.detach() for name, weight in weights.items()}, rows
 
 
 @pytest.fixture
@@ -185,10 +175,10 @@ def documents():
     return [collate([torch.randint(3, 50, (12,)).tolist()], 0) for _ in range(12)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"scaling": "none", "update": "all"}], ids=["prunable", "all"])
+@pytest.mark.parametrize("settings", [{}, {"scaling": "none", "update": "all"}], ids=len)
 def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(documents, settings):
-    one_by_one = [StopAt(-1).learned(1, documents[start : start + 4], settings) for start in (0, 4, 8)]
-    together, rows = StopAt(-1).learned(3, documents, settings)
+    one_by_one = [learned_by(documents[start : start + 4], **settings) for start in (0, 4, 8)]
+    together, rows = learned_by(documents, average_runs=3, **settings)
     for name, weight in together.items():
         runs = [weights[name] for weights, _ in one_by_one]
         torch.testing.assert_close(weight, torch.stack(runs).mean(0))
@@ -203,11 +193,10 @@ def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(documents, set
 
 @pytest.mark.parametrize(("stop", "kept"), [(3, 3), (4, 4), (7, 4)])
 def test_a_signal_in_a_later_run_keeps_the_mean_of_those_that_ended(documents, stop, kept):
-    weights, rows = StopAt(stop).learned(3, documents, {})
-    expected, _ = StopAt(kept).learned(3, documents, {})
+    weights, rows = learned_by(documents, stop, average_runs=3)
+    expected, _ = learned_by(documents, kept, average_runs=3)
     assert len(rows) == stop
-    for name, weight in weights.items():
-        assert torch.equal(weight, expected[name])
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
 def test_the_mean_is_that_of_float32_rounded_once():
@@ -232,17 +221,13 @@ def test_the_mean_is_that_of_float32_rounded_once():
     ids=" ".join,
 )
 def test_a_step_in_the_backward_pass_is_the_same_step(documents, settings):
-    settings = {"max_grad_norm": 0.0, **settings}
-    together, rows = StopAt(-1).learned(1, documents, settings)
-    one_by_one, other_rows = StopAt(-1).learned(1, documents, {**settings, "step_in_backward": True})
+    together, rows = learned_by(documents, max_grad_norm=0.0, **settings)
+    one_by_one, other_rows = learned_by(documents, **IN_BACKWARD, **settings)
     for name, weight in together.items():
         assert torch.equal(weight, one_by_one[name]), name
     for row, other in zip(rows, other_rows, strict=True):
         assert row["loss"] == other["loss"]
         assert row["grad_norm"] == pytest.approx(other["grad_norm"])
-
-
-IN_BACKWARD = {"max_grad_norm": 0.0, "step_in_backward": True}
 
 
 def new_state(model, settings: dict) -> TrainState:
@@ -263,10 +248,10 @@ def test_a_step_in_the_backward_pass_frees_each_gradient(model, documents):
 
 @pytest.mark.parametrize("settings", [{}, IN_BACKWARD], ids=["default", "in backward"])
 def test_a_gradient_that_is_not_finite_is_refused(model, documents, settings):
-    state, log = new_state(model, settings), StopAt(-1)
+    state = new_state(model, settings)
     next(iter(state.learned.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
     with pytest.raises(InputError, match="the gradient's norm is nan; lower --learning_rate"):
-        learn(state, iter(documents), None, log, log, lambda: None)
+        learn(state, iter(documents), None, None, None, lambda: None)
 
 
 def test_a_library_call_leaves_the_model_as_other_methods_do(model, documents):

@@ -223,7 +223,7 @@ def test_perplexity_of_what_is_not_finite_is_nan_and_a_window_that_does_not_fit_
             perplexity(model, tokens, seq_len)
 
 
-def test_env_prints_who_serves_and_why_not(capsys, monkeypatch):
+def test_env_names_the_backend_of_every_op_and_why_not_another(capsys, monkeypatch):
     env.main([])
     assert "it serves CUDA GPUs" in capsys.readouterr().out or torch.cuda.is_available()
     monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")

@@ -167,7 +167,7 @@ def test_a_few_weights_that_a_kernel_forgets_are_found():
 
 @pytest.mark.parametrize("factor", [1.0, 1.02])
 def test_a_wrong_product_is_found(factor, monkeypatch):
-    """With the reference in the place of a kernel that needs a GPU."""
+    """With the reference in place of a kernel that needs a GPU."""
     right = registry.get_kernel("sparse_linear", "reference")
     served = replace(right, backend="gemv", run=lambda *arguments: factor * right.run(*arguments))
     monkeypatch.setitem(registry._kernels["sparse_linear"], "gemv", served)
