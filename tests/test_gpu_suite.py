@@ -160,30 +160,16 @@ def test_the_archive_holds_what_was_written_before_a_part_was_killed(suite, tmp_
     assert (there / "tuned.json").read_text() == "[]"
 
 
-def test_a_suite_that_is_terminated_ends_its_parts_and_saves(tmp_path):
-    pid, out = tmp_path / "pid", tmp_path / "out"
-    out.mkdir()
-    program = f"""
-import sys; sys.path.insert(0, {str(ROOT / "benchmarks")!r})
-import gpu_suite; from pathlib import Path; from lib.gpu_parts import Part
-code = "import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-parts = {{"hangs": Part(cuda=[sys.executable, "-c", code], cpu=None, limit_s=60)}}
-gpu_suite.PARTS, gpu_suite.GROUPS, gpu_suite.OUTPUT = parts, {{"first": parts}}, Path({str(tmp_path / "output")!r})
-gpu_suite.results_file = lambda name: Path({str(tmp_path)!r}) / (name + ".jsonl")
-gpu_suite.torch.cuda.is_available = lambda: True
-gpu_suite.provenance = lambda device: {{"device": "fake", "torch": "2", "commit": "abc"}}
-gpu_suite.main([])
-"""
-    process = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"OUT": str(out)})
-    deadline = time.monotonic() + 60
-    while not (pid.exists() and pid.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+def test_a_suite_that_is_terminated_ends_its_parts_and_saves(suite, tmp_path):
+    pid = tmp_path / "pid"
+    code = f"import os, signal, time; open({str(pid)!r}, 'w').write(str(os.getpid())); "
+    code += "os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    with pytest.raises(SystemExit) as ended:
+        suite({"hangs": python(code)})
+    assert ended.value.code == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
-    assert (out / "gpu_suite_first.tar.gz").exists()
+    assert (tmp_path / "out" / "gpu_suite_first.tar.gz").exists()
 
 
 def test_a_rehearsal_saves_nothing_and_without_a_gpu_there_is_one_line(tmp_path, monkeypatch, capsys):
