@@ -194,16 +194,20 @@ def test_the_limits_of_a_group_fit_into_nine_minutes():
 
 
 def test_the_commands_of_all_parts_are_understood(monkeypatch):
-    """Those for a GPU and those of the rehearsal, without running them; pytest finds the tests."""
+    """Those for a GPU and those of the rehearsal, without running them."""
     monkeypatch.setattr(common, "devices", lambda: ["cuda"])
-    tests = set()
     for part in gpu_parts.PARTS.values():
         for command in filter(None, (part.cuda, part.cpu)):
-            tests |= {word for word in command if word.startswith("tests/")}
             if script := next((word for word in command if word.startswith("benchmarks/")), None):
                 assert (ROOT / script).is_file(), script
                 module = importlib.import_module(Path(script).stem)
                 module.parse_arguments(command[command.index(script) + 1 :])
+
+
+@pytest.mark.slow
+def test_pytest_finds_the_tests_of_all_parts():
+    commands = [command for part in gpu_parts.PARTS.values() for command in (part.cuda, part.cpu) if command]
+    tests = {word for command in commands for word in command if word.startswith("tests/")}
     pytest_command = gpu_parts.pytest("--collect-only", "-q", "--gpu", "-m", "gpu", *sorted(tests))
     done = subprocess.run(pytest_command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
