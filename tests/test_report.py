@@ -217,20 +217,6 @@ def test_malformed_result_is_named(tmp_path, outcome, named):
         write_report(tmp_path)
 
 
-def test_a_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
-    old, _ = written(make_run(tmp_path, rows(2)))
-
-    def fail(source, target):
-        raise OSError("no space")
-
-    monkeypatch.setattr("os.replace", fail)
-    make_run(tmp_path, rows(3))
-    with pytest.raises(OSError, match="no space"):
-        write_report(tmp_path)
-    assert (tmp_path / "report.md").read_text() == old
-    assert names(tmp_path) == {"metrics.jsonl", "report.md"}
-
-
 def test_the_lines_that_apply_the_masks_work(tmp_path, monkeypatch):
     mask = torch.tensor([[1, 0, 0, 1] * 3, [0, 1, 1, 0] * 3], dtype=torch.bool)
     save_file({"0": numpy.packbits(mask.numpy(), axis=-1, bitorder="little")}, tmp_path / "masks.safetensors")
