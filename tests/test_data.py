@@ -53,11 +53,13 @@ def write(path, content: str | bytes):
     [
         ("a.jsonl", JSON_LINES, TEXTS),
         ("a.JSONL.gz", gzip.compress(JSON_LINES.encode(), mtime=0), TEXTS),
+        ("a.json.gz", gzip.compress(JSON_LINES.encode(), mtime=0), TEXTS),
         ("objects.json", json.dumps(OBJECTS, indent=2), TEXTS),
         ("strings.json", "\n " + json.dumps(TEXTS, indent=2), TEXTS),
         ("lines.json", JSON_LINES, TEXTS),
         ("marked.jsonl", b"\xef\xbb\xbf" + JSON_LINES.encode(), TEXTS),
         ("a.txt", "one\r\n\r\ntwo\n", ["one\n\ntwo"]),
+        ("a.md", "# one\n\ntwo", ["# one\n\ntwo"]),
         ("a.raw", " \n = Title = \n \n Some text \n", ["", " = Title = \n", "", " Some text \n"]),
     ],
 )
