@@ -2,7 +2,6 @@
 
 For each operation: which mixtures of devices raise, on which device the results are, and where the host waits for the
 GPU. CPU tensors of dimension 0 in pointwise operations and CPU indices of a tensor on the GPU are allowed.
-tests/test_fake_gpu.py compares them with torch's own fake tensors.
 """
 
 import sys
@@ -57,7 +56,6 @@ class FakeGPU(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waits: Counter[str] = Counter()  # "what: file function" -> how often
-        self.calls: Counter[str] = Counter()  # function of torch.cuda -> how often
         self.graph = None  # the CUDA graph that is being captured
         self.inside = False  # of a function of torch whose own temporary tensors are on the GPU
 
@@ -121,9 +119,6 @@ def place_in_package() -> str:
             inside = ", in transformers"
         frame = frame.f_back
     return outer
-
-
-# ---------------------------------------------------------------------------------------------- torch's rules
 
 
 def check_devices(operation, name: str, args: tuple, kwargs: dict) -> None:

@@ -5,9 +5,9 @@ the device as they share the memory. `tensor.device` reports the mark. Every ope
 torch's FakeTensorMode has no numbers: no `.item()`, no branch on a value, no file; and in a build of torch for CPUs no
 `.to("cuda")` and no backward pass.
 
-`gpu.waits` lists where the host waited for the GPU, `gpu.calls` which functions of torch.cuda were called. A CUDA graph
-records the operations and repeats them on the same memory, so that a step whose result depends on a number in Python
-gives wrong results here too. Kernels are not launched: the CPU's compute in their place, on the same arguments.
+`gpu.waits` counts where the host waited for the GPU. A CUDA graph records the operations and repeats them on the same
+memory, so that a step whose result depends on a number in Python gives wrong results here too. Kernels are not
+launched: the CPU's compute in their place, on the same arguments.
 
 What it cannot show: the kernels, streams, memory, speed, and what C++ code decides by itself from a tensor's device.
 """
@@ -18,7 +18,7 @@ import types
 from unittest import mock
 
 import torch
-from device_rules import CPU, DEVICE, GPU, PLAIN, FakeGPU, Generator, is_gpu, is_on_gpu, place_in_package, tensors_in
+from device_rules import CPU, DEVICE, GPU, PLAIN, FakeGPU, Generator, is_gpu, is_on_gpu, tensors_in
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
@@ -42,8 +42,6 @@ def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
         for name, value in tensor_attributes(gpu).items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
         for name, value in cuda_functions(gpu, capability).items():
-            if callable(value) and not isinstance(value, type):
-                value = counted(gpu, name, value)
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for name in ("tensor", "as_tensor"):
             stack.enter_context(mock.patch.object(torch, name, on_its_device(getattr(torch, name))))
@@ -74,49 +72,26 @@ def forget() -> None:
     cusparselt._algorithms.clear()
 
 
-def to_arguments(*args, **kwargs) -> dict:
-    """The arguments of Tensor.to(device, dtype, ...), Tensor.to(dtype, ...) or Tensor.to(other, ...) by name."""
-    given = {
-        "device": None,
-        "dtype": None,
-        "non_blocking": False,
-        "copy": False,
-        "memory_format": torch.preserve_format,
-    }
-    first, *others = args or (None,)
-    if isinstance(first, Tensor):
-        given |= {"device": first.device, "dtype": first.dtype}
-    elif isinstance(first, torch.dtype):
-        given["dtype"] = first
-    else:
-        given["device"] = first
-        if others:
-            given["dtype"], *others = others
-    given |= dict(zip(("non_blocking", "copy"), others, strict=False)) | kwargs
-    return given | {"memory_format": given["memory_format"] or torch.preserve_format}
-
-
 def tensor_attributes(gpu: FakeGPU) -> dict:
     """Name -> what torch.Tensor has in its place."""
 
-    def to(self: Tensor, *args, **kwargs) -> Tensor:
+    def to(self: Tensor, *args, copy: bool = False, **kwargs) -> Tensor:
         if DEVICE(self) != CPU:
-            return PLAIN["to"](self, *args, **kwargs)
-        given = to_arguments(*args, **kwargs)
-        device, dtype = given["device"] or self.device, given["dtype"] or self.dtype
-        if torch.device(device).type == "meta":
+            return PLAIN["to"](self, *args, copy=copy, **kwargs)
+        if args and isinstance(args[0], Tensor):  # torch's parser would take the device that C++ reports
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = device or self.device, dtype or self.dtype
+        if device.type == "meta":
             return PLAIN["to"](self, device, dtype)
         if is_gpu(device) != is_on_gpu(self):
-            return gpu.move(self, is_gpu(device), dtype, given["non_blocking"])
-        return PLAIN["to"](self, dtype, copy=given["copy"], memory_format=given["memory_format"])
+            return gpu.move(self, is_gpu(device), dtype, non_blocking)
+        return PLAIN["to"](self, dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
 
     def only_on_the_cpu(name: str):
         def method(self: Tensor, *args, **kwargs):
             if is_on_gpu(self):
-                raise TypeError(
-                    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
-                    "memory first."
-                )
+                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
             return PLAIN[name](self, *args, **kwargs)
 
         return method
@@ -195,27 +170,14 @@ def of_the_cpu(function):
     return call
 
 
-def counted(gpu: FakeGPU, name: str, function):
-    """The function; its calls from the package are counted."""
-
-    def call(*args, **kwargs):
-        place = place_in_package()
-        if " " in place:
-            gpu.calls[f"{name}: {place}"] += 1
-        return function(*args, **kwargs)
-
-    return call
-
-
 def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
     """Name -> what torch.cuda has in its place."""
     nothing = contextlib.nullcontext
     stream = {"cuda_stream": 0, "wait_stream": lambda *_: None, "synchronize": lambda *_: gpu.wait("stream")}
     stream = type("Stream", (), stream)
     memory = 80 * 2**30
-    properties = types.SimpleNamespace(
-        name="fake GPU", major=capability[0], minor=capability[1], total_memory=memory, multi_processor_count=132
-    )
+    properties = {"name": "fake GPU", "major": capability[0], "minor": capability[1], "total_memory": memory}
+    properties = types.SimpleNamespace(**properties, multi_processor_count=132)
     return {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -243,9 +205,6 @@ def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
         "CUDAGraph": type("CUDAGraph", (FakeGraph,), {"gpu": gpu}),
         "graph": lambda graph, **_: graph.capture(),
     }
-
-
-# ---------------------------------------------------------------------------------------------- kernels and graphs
 
 
 # What computes on the CPU too, so that all bits are equal. Its writes to memory are in no graph, the reference's are.

@@ -9,17 +9,17 @@ from proxsparse import NMPattern, nm_mask
 
 
 def pruned_weight(shape, dtype=torch.float32):
-    """Random numbers, of every four the larger two; +0.0 in the place of the others."""
+    """Random numbers; of every four the smaller two are +0.0."""
     return prune(torch.randn(shape)).to(dtype)
 
 
 def prune(weight):
-    """The larger two of every four; +0.0 in the place of the others."""
+    """The weight with the smaller two of every four set to +0.0."""
     return torch.where(nm_mask(weight.abs()), weight, 0.0)
 
 
 def assert_as_good_as_dense(y, x, weight, bias=None):
-    """y = x W^T + b, but for twice the error of torch's dense layer, an ulp of the largest output, and one of a sum.
+    """y = x W^T + b up to twice the error of torch's dense layer, an ulp of the largest output, and one of a sum.
 
     The sum is the largest of |x| |W|^T, its precision that of x, at least float32.
     """
@@ -37,7 +37,7 @@ def assert_as_good_as_dense(y, x, weight, bias=None):
 
 @torch.no_grad()
 def prune_(module: nn.Module, but: tuple[str, ...] = ("lm_head",)) -> nn.Module:
-    """Keeps the larger two of every four weights of all nn.Linear layers, but of those whose name has one of `but`."""
+    """Prunes all nn.Linear layers to 2:4, except those whose name contains one of `but`."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and not any(part in name for part in but):
             layer.weight.copy_(prune(layer.weight))
@@ -50,7 +50,7 @@ def pruned_linear(in_features=24, out_features=7, bias=True, dtype=torch.float32
 
 
 def pruned_model(name="llama", dtype=torch.float32):
-    """The tiny model of that name, 2:4 but for lm_head."""
+    """The tiny model of that name, 2:4 except lm_head."""
     return prune_(tiny_model(name, dtype))
 
 

@@ -10,7 +10,7 @@ import prox_speed
 import pytest
 import solver_quality
 import torch
-from lib import common, gpu_parts, measure, shapes
+from lib import common, measure, shapes
 from lib.predictions import predictions, predictions_for
 
 from proxsparse.io.text_table import text_table
@@ -39,24 +39,21 @@ def test_a_text_table_aligns_numbers_to_the_right():
     assert text_table(["a"], []) == "a"
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),  # all parameters of the model less embeddings, lm_head, norms and biases
-    [
-        ("llama-2-7b", 6_738_415_616 - 2 * 32000 * 4096 - 65 * 4096),
-        ("llama-3.1-8b", 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096),
-        ("mistral-7b-v0.1", 7_241_732_096 - 2 * 32000 * 4096 - 65 * 4096),
-        ("llama-2-13b", 13_015_864_320 - 2 * 32000 * 5120 - 81 * 5120),
-        ("qwen2.5-14b", 14_770_033_664 - 2 * 152064 * 5120 - 97 * 5120 - 48 * (5120 + 2 * 1024)),
-        ("smollm2-135m", 134_515_008 - 49152 * 576 - 61 * 576),
-    ],
-)
-def test_the_layers_have_the_published_number_of_weights(name, weights):
-    layers = shapes.prunable_layers(name)
-    assert len(layers) == 7 * shapes.MODELS[name].blocks
-    assert sum(rows * columns for rows, columns in layers) == weights
+PARAMETERS = {  # less embeddings, lm_head, norms and biases
+    "llama-2-7b": 6_738_415_616 - 2 * 32000 * 4096 - 65 * 4096,
+    "llama-3.1-8b": 8_030_261_248 - 2 * 128256 * 4096 - 65 * 4096,
+    "mistral-7b-v0.1": 7_241_732_096 - 2 * 32000 * 4096 - 65 * 4096,
+    "llama-2-13b": 13_015_864_320 - 2 * 32000 * 5120 - 81 * 5120,
+    "qwen2.5-14b": 14_770_033_664 - 2 * 152064 * 5120 - 97 * 5120 - 48 * (5120 + 2 * 1024),
+    "smollm2-135m": 134_515_008 - 49152 * 576 - 61 * 576,
+}
 
 
-def test_models_have_recipes_and_those_of_equal_layers_are_measured_once():
+def test_the_layers_have_the_published_number_of_weights_and_equal_ones_are_measured_once():
+    for name, weights in PARAMETERS.items():
+        layers = shapes.prunable_layers(name)
+        assert len(layers) == 7 * shapes.MODELS[name].blocks
+        assert sum(rows * columns for rows, columns in layers) == weights
     assert len(shapes.PAPER) == 7
     assert set(shapes.PAPER) <= set(RECIPE_NAMES)
     assert shapes.distinct(shapes.PAPER) == ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", "llama-2-13b"]
@@ -87,9 +84,9 @@ def test_copies_and_runs_take_turns():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_sees_what_a_step_allocates():
-    """In a process of its own: in this one, memory that earlier tests left behind would serve the step."""
-    program = "from lib import measure; import torch; allocate = lambda: torch.ones(2**25); "
-    program += "print(measure.peak_bytes(allocate, torch.device('cpu')))"
+    """In a process of its own: in this one, memory that earlier tests have freed would serve the step."""
+    program = "from lib import measure; import torch; "
+    program += "print(measure.peak_bytes(lambda: torch.ones(2**25), torch.device('cpu')))"
     command, folder = [sys.executable, "-c", program], Path(measure.__file__).parents[1]
     held = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     assert held == "None" or 2**26 <= int(held) <= 2**29
@@ -163,41 +160,26 @@ def test_optimizer_step_counts_the_bytes_of_every_optimizer(rows_of, monkeypatch
     found = {(row["dtype"], row["optimizer"]): row for row in rows}
     assert found["float32", "broken"]["note"] == "RuntimeError: no such kernel"
     assert "no such kernel" in capsys.readouterr().out
-    expected = {  # weight read and written, gradient read, state read and written
-        ("float32", "AdamW"): (28, 8),
-        ("float32", "AdamW + EnumALM"): (28, 8),
-        ("float32", "ProxOptimizer(AdamW), scaling"): (28, 8),
-        ("float32", "ProxAdamW, scaling"): (28, 8),
-        ("float32", "ProxAdamW, bf16 moments"): (20, 4),
-        ("bfloat16", "AdamW"): (14, 4),
-        ("bfloat16", "ProxAdamW"): (22, 8),
+    expected = {  # weight read and written, gradient read, state read and written; the state
+        **{("float32", "AdamW"): (28, 8), ("float32", "AdamW + EnumALM"): (28, 8)},
+        **{("float32", "ProxOptimizer(AdamW), scaling"): (28, 8), ("float32", "ProxAdamW, scaling"): (28, 8)},
+        **{("float32", "ProxAdamW, bf16 moments"): (20, 4), ("bfloat16", "AdamW"): (14, 4)},
+        **{("bfloat16", "ProxAdamW"): (22, 8), ("bfloat16", "ProxAdamW, masters"): (30, 12)},
         ("bfloat16", "ProxAdamW, stochastic rounding, bf16 moments"): (14, 4),
-        ("bfloat16", "ProxAdamW, masters"): (30, 12),
     }
-    for case, sizes in expected.items():
-        assert (found[case]["bytes_a_weight"], found[case]["state_bytes_a_weight"]) == sizes
+    sizes = {case: (row.get("bytes_a_weight"), row.get("state_bytes_a_weight")) for case, row in found.items()}
+    assert expected.items() <= sizes.items()
     assert all(row["p50_ms"] > 0 and row["gb_per_s"] > 0 for row in rows if row["optimizer"] != "broken")
 
 
-@pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
-def test_the_pauses_of_optimizer_step_fit_into_its_part_of_the_suite(monkeypatch):
-    """Before each run a GPU waits, so that launches are not counted: for 7 layers much longer than the run takes."""
-    clock, limit_s, launches = 1.755e9, gpu_parts.PARTS["optimizer_step"].limit_s, []
-    monkeypatch.setattr(measure, "elapsed_ms", lambda run, device, count=1: launches.append(count + 4) or 1.0)
-    args = optimizer_step.parse_arguments(["--devices", "cpu", "--no-slow"])
-    chosen = common.with_defaults(args, optimizer_step.DEFAULTS, torch.device("cuda"))
-    for dtype in args.dtypes:
-        layers = measure.weight_set([(4, 8)] * 7 * chosen.blocks, getattr(torch, dtype), CPU, 0.02)
-        assert all("p50_ms" in row for row in optimizer_step.benchmark(layers, chosen))
-    assert sum(launches) * measure.LAUNCH_CYCLES / clock < limit_s / 2
-
-
-def test_solver_quality_compares_all_solvers_and_draws(rows_of, tmp_path, capsys):
-    solver_quality.main(["--instances", "4", "--lambdas", "3", "--hard", "--plots", str(tmp_path)])
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_solver_quality_compares_all_solvers_and_draws(full, rows_of, tmp_path, capsys):
+    flags = ["--hard", "--plots", str(tmp_path)] if full else ["--no-plots"]
+    solver_quality.main(["--instances", "4", "--lambdas", "3", *flags])
     rows = rows_of("solver_quality")
-    assert len(rows) == 2 * 6
+    assert len(rows) == (1 + full) * 6
     assert all(row["misses"] == 0 and row["max_suboptimality"] < 1e-9 for row in rows if "ours" in row["solver"])
-    assert all((tmp_path / f"{name}.png").exists() for name in ("regularisation_path", "enum_alm_misses"))
+    assert all((tmp_path / f"{name}.png").exists() is full for name in ("regularisation_path", "enum_alm_misses"))
     assert "561.70" in capsys.readouterr().out  # the paper's seconds
     limits = solver_quality.thresholds(torch.tensor(solver_quality.PATH_Y, dtype=torch.float64))
     assert list(limits.values()) == pytest.approx([0.27553, 0.64935, 0.66733], abs=2e-5)

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pruned import prune_
 from tiny_models import byte_tokenizer, tiny_model
 
-from proxsparse import NMPattern, evaluate, nm_mask, pack, sparsify_
+from proxsparse import NMPattern, evaluate, pack, sparsify_
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
 from proxsparse.models.layers import prunable_layers
@@ -27,10 +28,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES + DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
-README = PAGES[0].read_text(encoding="utf-8")
 ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the only new line\n"
 FLAGS_OF_OTHERS = {"--no-build-isolation", "--nproc-per-node", "--nnodes", "--port", "--help"}
 MADE_LATER = {ROOT / "proxsparse" / "ops" / "tuned.json"}  # on a machine with a GPU
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 def snippets(text: str) -> list[str]:
@@ -38,7 +42,7 @@ def snippets(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-# ---------------------------------------------------------------------------------------------- snippets
+README = read(PAGES[0])
 
 
 def tiny_batches() -> list[dict[str, torch.Tensor]]:
@@ -61,10 +65,7 @@ def workplace(tmp_path, monkeypatch) -> dict:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.load_dataset", fake_data_set)
     monkeypatch.setattr(command, "main", lambda: None)
-    pruned = tiny_model("llama", torch.bfloat16)
-    with torch.no_grad():
-        for layer in prunable_layers(pruned).values():
-            layer.weight.copy_(torch.where(nm_mask(layer.weight.abs()), layer.weight, 0.0))
+    pruned = prune_(tiny_model("llama", torch.bfloat16))
     pruned.save_pretrained("runs/qwen")
     sparsify_(pruned).save_pretrained("runs/qwen-packed")
     for folder in ("runs/qwen", "runs/qwen-packed"):
@@ -80,12 +81,10 @@ def workplace(tmp_path, monkeypatch) -> dict:
     }
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES + DOCS if "```python" in read(page)], ids=lambda p: p.name)
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES + DOCS if "```python" in page.read_text()], ids=lambda p: p.name
-)
 def test_snippets_run(page, workplace):
-    for snippet in snippets(page.read_text(encoding="utf-8")):
+    for snippet in snippets(read(page)):
         exec(compile(snippet, str(page), "exec"), workplace)
 
 
@@ -128,9 +127,6 @@ def test_both_loops_agree():
     ):
         assert torch.equal(first, second)
         torch.testing.assert_close(first, third, rtol=1e-4, atol=1e-6)
-
-
-# ---------------------------------------------------------------------------------------------- commands
 
 
 def commands(text: str) -> list[list[str]]:
@@ -180,13 +176,12 @@ def parse(command: str, *arguments: str) -> None:
 def test_commands_are_accepted(page, monkeypatch):
     monkeypatch.setattr(zero_shot, "require_lm_eval", lambda: None)  # its import takes seconds
     monkeypatch.setattr(zero_shot, "task_file", lambda name, folder: None)
-    for words in commands(page.read_text(encoding="utf-8")):
+    for words in commands(read(page)):
         check_command(words)
 
 
-def test_the_walk_finds_commands():
-    """Guards the guard."""
-    found = [" ".join(words[:2]) for page in PAGES + DOCS for words in commands(page.read_text(encoding="utf-8"))]
+def test_commands_are_found():
+    found = [" ".join(words[:2]) for page in PAGES + DOCS for words in commands(read(page))]
     assert {"proxsparse train", "proxsparse pack", "make prune", "python benchmarks/compare_methods.py"} <= set(found)
     assert len(found) > 60
 
@@ -204,16 +199,13 @@ def known_flags() -> set[str]:
 
 @each_page
 def test_flags_exist(page, known_flags):
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"pip install.*", "", page.read_text(encoding="utf-8"))))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"pip install.*", "", read(page))))
     assert named <= known_flags
-
-
-# ---------------------------------------------------------------------------------------------- names and form
 
 
 @each_page
 def test_named_files_exist(page):
-    text = page.read_text(encoding="utf-8")
+    text = read(page)
     folders = "proxsparse|csrc|benchmarks|tests|docs|examples|triton_kernels"
     named = set(re.findall(rf"`((?:{folders})/[\w./-]+?\.\w+)`", text))
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:\s]+)[^):\s]*\)", text)}
@@ -225,9 +217,8 @@ def test_named_files_exist(page):
 def test_environment_variables_exist(page):
     folders = ("proxsparse", "csrc", "benchmarks", "tests")
     files = [path for folder in folders for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")]
-    code = [path.read_text(encoding="utf-8") for path in [*files, ROOT / "setup.py"]]
-    for name in set(re.findall(r"PROXSPARSE_[A-Z_]+", page.read_text(encoding="utf-8"))):
-        assert any(name in text for text in code), name
+    code = "\n".join(map(read, [*files, ROOT / "setup.py"]))
+    assert not [name for name in re.findall(r"PROXSPARSE_[A-Z_]+", read(page)) if name not in code]
 
 
 def test_the_picture_of_the_readme_is_made_from_rows(tmp_path):
@@ -237,13 +228,12 @@ def test_the_picture_of_the_readme_is_made_from_rows(tmp_path):
 
 
 def test_the_readme_is_short():
-    lines = README.splitlines()
-    assert len(lines) <= 150
-    assert max(map(len, lines)) <= 100
+    assert len(README.splitlines()) <= 150
+    assert max(map(len, README.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_a_page_can_be_read_in_one_sitting(page):
-    lines = page.read_text(encoding="utf-8").splitlines()
+    lines = read(page).splitlines()
     assert len(lines) <= 400
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]

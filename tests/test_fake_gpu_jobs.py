@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from fake_gpu import fake_gpu, is_on_gpu
+from pruned import pruned_model
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 
 from proxsparse import env, evaluate, prune, train
@@ -31,12 +32,12 @@ def batches():
     return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()} for ids in documents]
 
 
-# ---------------------------------------------------------------------------------------------- methods
-
-
-@pytest.mark.parametrize("name", list_methods())
-def test_every_method_on_the_gpu(name, batches):
-    on_cpu, on_gpu = (unfold_linears_(tiny_model("llama")) for _ in range(2))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in list_methods()), ("qwen3-moe", "wanda"), ("gemma2-mixed", "wanda")],
+)
+def test_every_method_on_the_gpu(family, name, batches):
+    on_cpu, on_gpu = (unfold_linears_(tiny_model(family)) for _ in range(2))
     options = {"include": ["q_proj", "down_proj"], **OPTIONS.get(name, {})}
     expected = prune_(on_cpu, name, batches, **options)
     with fake_gpu():
@@ -46,15 +47,6 @@ def test_every_method_on_the_gpu(name, batches):
         assert all(torch.equal(found[layer], mask) for layer, mask in expected.items())
         for (layer, weight), other in zip(on_gpu.named_parameters(), on_cpu.parameters(), strict=True):
             assert torch.equal(weight.cpu(), other), layer
-
-
-@pytest.mark.parametrize("family", ["qwen3-moe", "gemma2-mixed"])
-def test_the_walk_through_other_families_on_the_gpu(family, batches):
-    on_cpu, on_gpu = (unfold_linears_(tiny_model(family)) for _ in range(2))
-    expected = prune_(on_cpu, "wanda", batches)
-    with fake_gpu():
-        found = prune_(on_gpu.to("cuda"), "wanda", batches)
-        assert all(torch.equal(found[layer], mask) for layer, mask in expected.items())
 
 
 @pytest.mark.parametrize("name", list_allocations())
@@ -67,16 +59,6 @@ def test_every_allocation_on_the_gpu(name, batches):
     expected = allocate(name, model, layers, batches, "4:8", **options)
     with fake_gpu():
         assert allocate(name, model.to("cuda"), layers, batches, "4:8", **options) == expected
-
-
-# ---------------------------------------------------------------------------------------------- packed layers
-
-
-def pruned_model(family: str = "llama", dtype: torch.dtype = torch.float32):
-    """A tiny 2:4 model."""
-    model = unfold_linears_(tiny_model(family, dtype))
-    prune_(model, "magnitude")
-    return model
 
 
 def test_packing_on_the_gpu():
@@ -139,10 +121,6 @@ def test_generation_on_the_gpu(family, graph):
         found = generate(model, on_gpu, 4, cuda_graph=graph)
         assert not {place for place in gpu.waits if not place.endswith("in transformers")}
         assert torch.equal(found.cpu(), expected)
-        assert any("gemv" in place for place in gpu.calls)
-
-
-# ---------------------------------------------------------------------------------------------- commands
 
 
 @pytest.fixture(scope="module")
@@ -161,39 +139,37 @@ def flags(folder, *more: str) -> list[str]:
     return ["--model", str(folder / "model"), "--data", text, "--eval_data", text, "--precision", "fp32", *short, *more]
 
 
-def result(run_dir) -> dict:
-    """The fields of result.json that do not depend on the device."""
+def result(run_dir) -> tuple[str, list]:
+    """The name of the device, and the fields of result.json that do not depend on it."""
     found = json.loads((run_dir / "result.json").read_text())
-    return {
-        key: found.get(key) for key in ("status", "masks_sha256", "perplexity", "feasible_share", "mask_similarity")
-    }
+    same = ("status", "masks_sha256", "perplexity", "feasible_share", "mask_similarity")
+    return found["environment"]["device"], [found.get(key) for key in same]
 
 
 @pytest.mark.parametrize(
     ("command", "more"),
-    [
-        (train.main, ["--max_steps", "1", "--start", "magnitude"]),
-        (prune.main, ["--method", "wanda"]),
-    ],
+    [(train.main, ["--max_steps", "1", "--start", "magnitude"]), (prune.main, ["--method", "wanda"])],
     ids=["train", "prune"],
 )
 def test_a_whole_command_on_the_gpu(command, more, folder, tmp_path):
-    assert command(flags(folder, *more, "--device", "cpu", "--output_dir", str(tmp_path / "cpu"))) == 0
+    on_cpu, on_gpu = tmp_path / "cpu", tmp_path / "gpu"
+    assert command(flags(folder, *more, "--device", "cpu", "--output_dir", str(on_cpu))) == 0
     with fake_gpu():
-        assert command(flags(folder, *more, "--device", "auto", "--output_dir", str(tmp_path / "gpu"))) == 0
-    assert result(tmp_path / "gpu") == result(tmp_path / "cpu")
-    assert json.loads((tmp_path / "gpu" / "result.json").read_text())["environment"]["device"] == "fake GPU"
+        assert command(flags(folder, *more, "--device", "auto", "--output_dir", str(on_gpu))) == 0
+    assert result(on_gpu) == ("fake GPU", result(on_cpu)[1])
     for file in ("model.safetensors", "masks.safetensors"):
-        assert (tmp_path / "gpu" / file).stat().st_size == (tmp_path / "cpu" / file).stat().st_size
+        assert (on_gpu / file).stat().st_size == (on_cpu / file).stat().st_size
 
 
 def test_evaluation_on_the_gpu(folder, tmp_path):
-    command = [str(folder / "model"), "--data", str(folder / "text.jsonl"), "--seq_len", "32", "--max_windows", "2"]
-    evaluate.main([*command, "--precision", "bf16", "--device", "cpu", "--json", str(tmp_path / "cpu.jsonl")])
+    def scores(device: str) -> dict:
+        short = ["--data", str(folder / "text.jsonl"), "--seq_len", "32", "--max_windows", "2", "--precision", "bf16"]
+        evaluate.main([str(folder / "model"), *short, "--device", device, "--json", str(tmp_path / "scores.jsonl")])
+        return json.loads((tmp_path / "scores.jsonl").read_text())
+
+    expected = scores("cpu")
     with fake_gpu():
-        evaluate.main([*command, "--precision", "bf16", "--device", "cuda:0", "--json", str(tmp_path / "gpu.jsonl")])
-    scores = [json.loads((tmp_path / f"{device}.jsonl").read_text()) for device in ("cpu", "gpu")]
-    assert scores[0] == scores[1]
+        assert scores("cuda:0") == expected
 
 
 @pytest.mark.skipif(not module.is_installed(), reason=f"lm-eval is not installed; run: {module.INSTALL}")

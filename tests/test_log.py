@@ -3,6 +3,7 @@
 import json
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -13,39 +14,17 @@ ROW = {"loss": 2.5, "learning_rate": 1e-3, "feasible_share": 0.25, "mask_change"
 ROWS = [{"step": step, **ROW} for step in (1, 2)]
 
 
-class Wandb:
-    """The part of wandb that is used: init(project, dir, name, id, resume) -> run with id, log(row, step), finish()."""
-
-    def __init__(self):
-        self.calls, self.id = [], "made-up"
-
-    def init(self, **settings):
-        self.calls.append(("init", settings))
-        self.id = settings.get("id", self.id)
-        return self
-
-    def log(self, row, step):
-        self.calls.append(("log", row, step))
-
-    def finish(self):
-        self.calls.append(("finish",))
+@pytest.fixture
+def wandb(monkeypatch):
+    """In the place of the package: init(...) returns a run with the functions log and finish, and an id."""
+    package = Mock()
+    package.init.return_value = package
+    package.id = "made-up"
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return package
 
 
-class Writer:
-    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
-
-    def __init__(self, folder):
-        self.folder, self.scalars, self.closed = folder, [], False
-        Writer.last = self
-
-    def add_scalar(self, name, value, step):
-        self.scalars.append((name, value, step))
-
-    def close(self):
-        self.closed = True
-
-
-def log_rows(folder, report_to="none"):
+def log_rows(folder, report_to):
     with RunLog(folder, 0, len(ROWS), "2:4", report_to) as log:
         for count, row in enumerate(ROWS, 1):
             log.step(row)
@@ -54,42 +33,35 @@ def log_rows(folder, report_to="none"):
             assert written.endswith("\n")
 
 
-def test_every_finished_step_is_on_disk(tmp_path):
-    log_rows(tmp_path)
-
-
 @pytest.mark.parametrize("works_in", [".", ".next"])  # the latter where it will replace a result
-def test_wandb_gets_the_rows_and_the_end(works_in, tmp_path, monkeypatch):
-    wandb, run_dir = Wandb(), tmp_path / works_in
+def test_wandb_gets_the_rows_and_the_end(works_in, tmp_path, wandb):
+    run_dir = tmp_path / works_in
     run_dir.mkdir(exist_ok=True)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
     log_rows(run_dir, "wandb")
-    start = ("init", {"project": "proxsparse", "dir": run_dir, "name": tmp_path.name})
-    assert wandb.calls == [start, *(("log", row, row["step"]) for row in ROWS), ("finish",)]
+    start = call.init(project="proxsparse", dir=run_dir, name=tmp_path.name)
+    assert wandb.method_calls == [start, *(call.log(row, step=row["step"]) for row in ROWS), call.finish()]
 
 
-def test_a_resumed_run_goes_on_in_wandb_and_a_new_one_in_the_same_folder_does_not(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", Wandb())
+def test_a_resumed_run_continues_in_wandb_and_a_new_one_in_the_same_folder_does_not(tmp_path, wandb):
     starts = []
-    for before, done in (("first", 0), ("other", 1), ("new", 0), ("other", 1)):
-        wandb = sys.modules["wandb"]
-        wandb.calls, wandb.id = [], before  # what wandb makes up unless it is told
+    for made_up, done in (("first", 0), ("other", 1), ("new", 0), ("other", 1)):
+        wandb.id = made_up  # the id of a run that is not given one
         with RunLog(tmp_path, done, len(ROWS), "2:4", "wandb") as log:
             log.step(ROWS[done])
-        starts.append({key: wandb.calls[0][1].get(key) for key in ("id", "resume")})
+        starts.append({key: wandb.init.call_args.kwargs.get(key) for key in ("id", "resume")})
     unnamed = {"id": None, "resume": None}
     assert starts == [unnamed, {"id": "first", "resume": "allow"}, unnamed, {"id": "new", "resume": "allow"}]
 
 
 def test_tensorboard_gets_every_figure_at_its_step(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    writer = Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
     log_rows(tmp_path, "tensorboard")
-    assert Writer.last.folder == tmp_path / "tensorboard"
-    assert Writer.last.scalars == [(name, value, step) for step in (1, 2) for name, value in ROW.items()]
-    assert Writer.last.closed
+    figures = [call().add_scalar(name, value, step) for step in (1, 2) for name, value in ROW.items()]
+    assert writer.mock_calls == [call(tmp_path / "tensorboard"), *figures, call().close()]
 
 
-def test_a_folder_called_like_the_tracker_is_no_package(tmp_path, monkeypatch):
+def test_a_folder_called_like_the_tracker_is_not_a_package(tmp_path, monkeypatch):
     """wandb leaves ./wandb where it runs, and Python takes any folder for a package."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

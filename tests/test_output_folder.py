@@ -1,27 +1,31 @@
 """An output directory: whose files are removed, one run at a time, and an old result until the new one is complete."""
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
-import signal
 import socket
+import sys
 import time
 
 import pytest
 
 from proxsparse.errors import InputError
 from proxsparse.io import output_folder
+from proxsparse.io.atomic import atomic_directory, write_file
 from proxsparse.io.output_folder import COMPLETE, MARKER, NEXT, RESULT, opened
 
+FILES = ("config.yaml", "metrics.jsonl", "model.safetensors", "masks.safetensors", "loss.png")
 FOREIGN = ("notes.md", "data.jsonl", "package.json", "figure.png", "precious.safetensors", "custom.jinja", "model.h5")
 
 
-def make_run(final, content="first", command="train", status="complete", **how):
+def make_run(final, content="first", status="complete", **how):
     """A run that writes a result, files that only a stopped run has, and publishes."""
-    with opened(final, command, {"seed": 1}, **how) as folder:
-        for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "masks.safetensors", "loss.png"):
+    with opened(final, "train", {"seed": 1}, **how) as folder:
+        for name in FILES:
             (folder.path / name).write_text(content)
         (folder.path / "checkpoint-3").mkdir(exist_ok=True)
         (folder.path / RESULT).write_text(json.dumps({"status": status, "run_id": folder.run_id}))
@@ -31,33 +35,27 @@ def make_run(final, content="first", command="train", status="complete", **how):
     return folder
 
 
-def interrupt(checkpoint):
-    """Ctrl-C after a checkpoint."""
-    checkpoint.mkdir()
-    raise KeyboardInterrupt
+def stop(folder, error):
+    """A run that writes its config and a folder, and ends with the error."""
+    (folder.parent / "config.yaml").write_text("iterations: 10")
+    folder.mkdir()
+    raise error
 
 
-def refuse_option(path):
-    """What a method does with an option that makes no sense, after the run has begun."""
-    (path / "config.yaml").write_text("iterations: 10")
-    (path / "finished_blocks").mkdir()
-    raise InputError("wrong option")
+def interrupt(final):
+    """Another run with --overwrite_output_dir that gets Ctrl-C after its first checkpoint."""
+    with pytest.raises(KeyboardInterrupt), opened(final, "train", {"seed": 2}, overwrite=True) as folder:
+        stop(folder.path / "checkpoint-1", KeyboardInterrupt())
+    return folder
 
 
 def foreign_files(final):
-    """Files of the user with names like those of runs, and their contents."""
-    final.mkdir(parents=True, exist_ok=True)
-    for name in FOREIGN:
-        (final / name).write_text(f"the user's {name}")
-    (final / "checkpoint-final").mkdir(exist_ok=True)
-    (final / "checkpoint-final" / "thesis.tex").write_text("precious")
-    names = [*FOREIGN, "checkpoint-final/thesis.tex"]
-    return {name: (final / name).read_bytes() for name in names}
-
-
-def assert_untouched(final, before):
-    for name, content in before.items():
-        assert (final / name).read_bytes() == content, name
+    """Path -> content of files of the user with names like those of runs."""
+    (final / "checkpoint-final").mkdir(parents=True)
+    files = [final / name for name in (*FOREIGN, "checkpoint-final/thesis.tex")]
+    for file in files:
+        file.write_text(f"the user's {file.name}")
+    return {file: file.read_bytes() for file in files}
 
 
 @pytest.mark.parametrize("how", [{}, {"overwrite": True}, {"resume": True}, {"overwrite": True, "resume": True}])
@@ -66,11 +64,11 @@ def test_a_directory_that_no_run_has_marked_must_be_empty(config, how, tmp_path)
     before = foreign_files(tmp_path)
     if config:
         (tmp_path / "config.yaml").write_text(config)
-    names = sorted(path.name for path in tmp_path.iterdir())
+    paths = sorted(tmp_path.iterdir())
     with pytest.raises(InputError, match=r"is not empty .* no run of proxsparse has written there; choose another"):
         make_run(tmp_path, **how)
-    assert_untouched(tmp_path, before)
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert {file: file.read_bytes() for file in before} == before
+    assert sorted(tmp_path.iterdir()) == paths
 
 
 def test_overwriting_removes_what_runs_have_written_and_nothing_else(tmp_path, capsys):
@@ -79,20 +77,19 @@ def test_overwriting_removes_what_runs_have_written_and_nothing_else(tmp_path, c
     before = foreign_files(final)
     (final / "checkpoint-9").symlink_to(tmp_path, target_is_directory=True)
     make_run(final, "second", overwrite=True)
-    assert_untouched(final, before)
+    assert {file: file.read_bytes() for file in before} == before
     assert (final / "checkpoint-9").is_symlink()
     assert not (final / "checkpoint-3").exists()
     assert (final / "model.safetensors").read_text() == "second"
-    said = capsys.readouterr().err
-    assert "will be replaced when this run is complete: checkpoint-3, config.yaml, loss.png, masks" in said
-    assert "notes.md" not in said
+    printed = capsys.readouterr().err
+    assert "will be replaced when this run is complete: checkpoint-3, config.yaml, loss.png, masks" in printed
+    assert "notes.md" not in printed
 
 
 def test_the_old_result_stays_until_the_new_one_is_complete(tmp_path):
     first = make_run(tmp_path / "run")
     kept = {path.name: path.read_bytes() for path in first.final.iterdir() if path.is_file()}
-    with pytest.raises(KeyboardInterrupt), opened(first.final, "train", {"seed": 2}, overwrite=True) as folder:
-        interrupt(folder.path / "checkpoint-1")
+    folder = interrupt(first.final)
     assert folder.path == first.final / NEXT
     assert {path.name: path.read_bytes() for path in first.final.iterdir() if path.is_file()} == kept
     with opened(first.final, "train", {"seed": 2}, resume=True) as resumed:
@@ -108,69 +105,54 @@ def test_the_old_result_stays_until_the_new_one_is_complete(tmp_path):
 @pytest.mark.parametrize("function", ["os.replace", "pathlib.Path.unlink", "proxsparse.io.output_folder.write_marker"])
 @pytest.mark.parametrize("number", range(1, 8))
 def test_a_kill_while_results_are_exchanged_never_mixes_two_runs(function, number, tmp_path, monkeypatch):
-    """At any moment: a result.json that is complete stands beside the files of its run; the next run finishes it."""
+    """At any moment all files next to a complete result.json are of its run, and the next run finishes the exchange."""
 
     class Killed(BaseException):
         pass
 
-    final = tmp_path / "run"
+    def contents():
+        return {(final / name).read_text() for name in FILES}
+
+    final, calls, publish = tmp_path / "run", itertools.count(1), output_folder.publish
     old = make_run(final, "old")
     (final / "notes.md").write_text("mine")
-    module, _, name = function.rpartition(".")
-    owner = {"os": os, "pathlib.Path": type(final), "proxsparse.io.output_folder": output_folder}[module]
-    calls, original = [], getattr(owner, name)
-    real_remove = output_folder.remove_unfinished
+    owner, _, name = function.rpartition(".")
+    owner = {"os": os, "pathlib.Path": type(final), "proxsparse.io.output_folder": output_folder}[owner]
+    original = getattr(owner, name)
 
-    def killed(*arguments, **keywords):
-        calls.append(arguments)
-        if armed and len(calls) == number:
+    def call(*arguments, **keywords):
+        if next(calls) == number:
             raise Killed
         return original(*arguments, **keywords)
 
-    armed = False
-    publish = output_folder.publish
+    def publish_and_be_killed(folder):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, call)
+            publish(folder)
 
-    def arm(folder):
-        nonlocal armed
-        armed, calls[:] = True, []
-        publish(folder)
-
-    monkeypatch.setattr(owner, name, killed)
-    monkeypatch.setattr(output_folder, "publish", arm)
-    monkeypatch.setattr(output_folder, "remove_unfinished", lambda final: None)  # a killed process tidies nothing up
-    try:
-        new = make_run(final, "new", overwrite=True)
-    except Killed:
-        new = None
-    armed = False
-    monkeypatch.undo()
-    assert real_remove is output_folder.remove_unfinished
-    check_one_run(final, {old.run_id: "old"}, new_content="new")
+    with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(output_folder, "publish", publish_and_be_killed)
+        patch.setattr(output_folder, "remove_unfinished", lambda final: None)  # a killed process removes nothing
+        make_run(final, "new", overwrite=True)
+    result = output_folder.read_result(final)
+    if result.get("status") == "complete":
+        assert contents() == {"old" if result["run_id"] == old.run_id else "new"}
     with opened(final, "train", {"seed": 1}, resume=True) as folder:
         assert folder.begun
-    if new is None and not (final / NEXT).exists():
-        check_one_run(final, {}, new_content="new")
+    if not (final / NEXT).exists():
+        assert contents() == {"new"}
         assert output_folder.is_complete(final)
     assert not (final / COMPLETE).exists()
     assert (final / "notes.md").read_text() == "mine"
 
 
-def check_one_run(final, known, new_content):
-    """A complete result.json stands beside files of the same run alone."""
-    result = output_folder.read_result(final)
-    if result.get("status") == "complete":
-        content = known.get(result["run_id"], new_content)
-        for name in ("config.yaml", "metrics.jsonl", "model.safetensors", "masks.safetensors", "loss.png"):
-            assert (final / name).read_text() == content
-
-
 def test_a_complete_run_that_was_killed_before_it_replaced_the_old_result_replaces_it(tmp_path, monkeypatch):
     final = tmp_path / "run"
     make_run(final, "old")
-    monkeypatch.setattr(output_folder, "publish", lambda folder: None)
-    second = make_run(final, "second", overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(output_folder, "publish", lambda folder: None)
+        second = make_run(final, "second", overwrite=True)
     (final / NEXT / "checkpoint-3").mkdir()
-    monkeypatch.undo()
     with pytest.raises(InputError, match="is not empty"), opened(final, "prune", {"seed": 3}):
         pass
     assert output_folder.read_result(final)["run_id"] == second.run_id
@@ -183,16 +165,11 @@ def test_an_unfinished_run_is_removed_in_one_piece(tmp_path, monkeypatch):
     """A kill while it is removed leaves no half of it under its name, which `last` would continue."""
     final = tmp_path / "run"
     make_run(final)
-    with pytest.raises(KeyboardInterrupt), opened(final, "train", {"seed": 2}, overwrite=True) as folder:
-        interrupt(folder.path / "checkpoint-1")
-
-    def killed(path, **_how):
-        raise SystemExit
-
-    monkeypatch.setattr(output_folder.shutil, "rmtree", killed)
-    with pytest.raises(SystemExit), opened(final, "train", {"seed": 3}, overwrite=True):
-        pass
-    monkeypatch.undo()
+    interrupt(final)
+    with monkeypatch.context() as patch:
+        patch.setattr(output_folder.shutil, "rmtree", lambda path, **_how: sys.exit())
+        with pytest.raises(SystemExit), opened(final, "train", {"seed": 3}, overwrite=True):
+            pass
     assert not (final / NEXT).exists()
     make_run(final, "third", overwrite=True)
     assert not list(final.glob(".incomplete*"))
@@ -231,7 +208,7 @@ def test_a_resumed_run_has_the_same_command_and_flags(tmp_path):
 def test_a_run_that_failed_before_its_first_result_blocks_nothing(tmp_path):
     final = tmp_path / "a" / "run"
     with pytest.raises(InputError, match="wrong option"), opened(final, "prune", {"iterations": 10}) as folder:
-        refuse_option(folder.path)
+        stop(folder.path / "finished_blocks", InputError("wrong option"))  # as a method does
     assert not (tmp_path / "a").exists()
     with opened(final, "prune", {"iterations": 10}) as folder:  # as after a kill -9
         (folder.path / "config.yaml").write_text("iterations: 10")
@@ -255,44 +232,34 @@ def test_other_names_are_noted_before_they_are_written(tmp_path):
     assert json.loads((tmp_path / "run" / MARKER).read_text())["others"] == ["LICENSE"]
 
 
-# ---------------------------------------------------------------------------------------------- one run at a time
+FORK = multiprocessing.get_context("fork")
 
 
-def hold(final, ready):
-    with opened(final, "train", {"seed": 1}):
-        ready.set()
-        time.sleep(60)
+def test_a_second_run_is_refused_until_the_first_one_dies(tmp_path):
+    final, ready = tmp_path / "run", FORK.Event()
 
+    def hold():
+        with opened(final, "train", {"seed": 1}):
+            ready.set()
+            time.sleep(60)
 
-@pytest.fixture
-def holder(tmp_path):
-    """A process that writes to tmp_path / "run"."""
-    context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "run", ready), daemon=True)
-    process.start()
+    holder = FORK.Process(target=hold, daemon=True)
+    holder.start()
     assert ready.wait(30)
-    yield process
-    process.kill()
-    process.join()
-
-
-def test_a_second_run_is_refused_until_the_first_one_dies(holder, tmp_path):
     words = rf"another run \(pid {holder.pid} on {socket.gethostname()}, since 20.*\) writes to '.*run'; wait for it"
     for how in ({}, {"resume": True}, {"overwrite": True}):
-        with pytest.raises(InputError, match=words), opened(tmp_path / "run", "prune", {}, **how):
+        with pytest.raises(InputError, match=words), opened(final, "prune", {}, **how):
             pass
-    assert (tmp_path / "run" / MARKER).exists()  # a refused run tidies nothing up
-    os.kill(holder.pid, signal.SIGKILL)
+    assert (final / MARKER).exists()  # a refused run removes nothing
+    holder.kill()
     holder.join()
-    with opened(tmp_path / "run", "train", {"seed": 1}, resume=True) as folder:
+    with opened(final, "train", {"seed": 1}, resume=True) as folder:
         assert folder.begun
-    assert not (tmp_path / "run" / output_folder.LOCK).exists()
+    assert not (final / output_folder.LOCK).exists()
 
 
 def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
-    context = multiprocessing.get_context("fork")
-    start, results = context.Event(), context.Queue()
+    start, results = FORK.Event(), FORK.Queue()
 
     def contend():
         start.wait()
@@ -303,15 +270,12 @@ def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
         except InputError as error:
             results.put(str(error))
 
-    processes = [context.Process(target=contend) for _ in range(8)]
-    for process in processes:
-        process.start()
+    for _ in range(8):
+        FORK.Process(target=contend, daemon=True).start()
     start.set()
-    said = [results.get(timeout=30) for _ in processes]
-    for process in processes:
-        process.join()
-    assert said.count("in") == 1
-    assert sum("another run (" in text for text in said) == 7
+    messages = [results.get(timeout=30) for _ in range(8)]
+    assert messages.count("in") == 1
+    assert sum("another run (" in message for message in messages) == 7
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
@@ -325,21 +289,17 @@ def test_without_locks_a_warning_is_printed(code, tmp_path, monkeypatch, capsys)
 
 
 def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
     (tmp_path / "run").mkdir()
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "run" / output_folder.LOCK).symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / output_folder.LOCK).symlink_to(precious)
     with pytest.raises(InputError, match="cannot be written"), opened(tmp_path / "run", "train", {}):
         pass
-    assert (tmp_path / "precious").read_text() == "precious"
-
-
-# ---------------------------------------------------------------------------------------------- permissions
+    assert precious.read_text() == "precious"
 
 
 @pytest.mark.parametrize("umask", [0o077, 0o022, 0o002])
 def test_new_files_follow_the_umask(umask, tmp_path):
-    from proxsparse.io.atomic import atomic_directory, write_file
-
     tmp_path.chmod(0o777)
     before = os.umask(umask)
     try:

@@ -1,4 +1,4 @@
-"""The parts of a run, one by one: flags and their sources, schedules, metric, monitor, masks on disk, perplexity."""
+"""The parts of a run, one by one: flags and their sources, schedules, scaling, monitor, mask files, perplexity."""
 
 import itertools
 import math
@@ -24,8 +24,6 @@ from proxsparse.training.optimizer import prox_adamw
 from proxsparse.training.options import LearningOptions
 from proxsparse.training.scaling import activation_scaling
 
-# ---------------------------------------------------------------------------------------------- flags
-
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_every_recipe_is_valid(name):
@@ -44,49 +42,36 @@ def test_paper_recipes_hold_the_papers_table():
         assert (config.precision, config.num_samples, config.update) == ("bf16", 400, "all")
 
 
-def test_no_arguments_mean_the_demo():
+def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
     assert parse_config([]).recipe == "demo"
     assert parse_config(["--model", "x"]).recipe is None
-
-
-def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
     (tmp_path / "c.yaml").write_text("recipe: llama-2-7b\nnum_samples: 7\nlearning_rate: 3e-4\ninclude: [mlp]\n")
     config = parse_config(["--config", str(tmp_path / "c.yaml"), "--learning_rate", "0.5"])
     assert (config.learning_rate, config.num_samples, config.reg_lambda) == (0.5, 7, 0.25)
     assert config.include == ["mlp"]
 
 
-def test_a_stronger_lambda_takes_back_the_weaker_one():
-    config = parse_config(["--recipe", "llama-2-7b", "--reg_lambda_rel", "0.01"])
-    assert (config.reg_lambda, config.reg_lambda_rel) == (None, 0.01)
-
-
-def test_the_default_said_aloud_takes_nothing_back():
-    assert parse_config(["--recipe", "demo", "--objective", "masked"]).reg_lambda_rel == 0.006
-
-
-def test_another_objective_takes_back_the_recipes_step():
-    config = parse_config(["--recipe", "smollm2-135m", "--objective", "paper"])
-    assert (config.learning_rate, config.reg_lambda_rel, config.update) == (1e-4, 3e-3, "all")
-    assert (config.forward, config.start, config.average_runs) == ("dense", "pretrained", 1)
-
-
-def test_dense_learning_takes_back_what_the_recipe_chose_for_masked_learning():
-    masked, dense = (make_config(recipe="smollm2-135m", forward=forward) for forward in ("masked", "dense"))
-    assert (masked.start, masked.average_runs) == ("swap", 3)
-    assert (dense.start, dense.average_runs) == ("pretrained", 1)
-
-
 @pytest.mark.parametrize(
-    "text", ["- a list", "a: [", "seq_len: true", "seq_len: 1.5", "include: mlp", "config: x.yaml"]
+    ("recipe", "changes", "expected"),
+    [
+        ("llama-2-7b", {"reg_lambda_rel": 0.01}, {"reg_lambda": None, "reg_lambda_rel": 0.01}),
+        ("demo", {"objective": "masked"}, {"reg_lambda_rel": 0.006}),  # the default: changes nothing
+        ("smollm2-135m", {"objective": "paper"}, {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all"}),
+        ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "start": "pretrained", "average_runs": 1}),
+        ("smollm2-135m", {"forward": "masked"}, {"start": "swap", "average_runs": 3}),
+        ("smollm2-135m", {"forward": "dense"}, {"start": "pretrained", "average_runs": 1}),
+    ],
 )
+def test_a_flag_takes_back_what_the_recipe_chose_for_another_one(recipe, changes, expected):
+    config = make_config(recipe=recipe, **changes)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("text", ["- list", "a: [", "seq_len: true", "seq_len: 1.5", "include: mlp", "config: x.yaml"])
 def test_a_malformed_file_is_refused(text, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(InputError, match=r"c\.yaml"):
         parse_config(["--config", str(tmp_path / "c.yaml")])
-
-
-# ---------------------------------------------------------------------------------------------- schedules
 
 
 def test_the_learning_rate_rises_then_falls_and_no_step_is_lost():
@@ -97,18 +82,13 @@ def test_the_learning_rate_rises_then_falls_and_no_step_is_lost():
     assert min(factors) > 0
 
 
-STEPS = {
-    (): 40,
-    ("--max_steps", "3"): 3,
-    ("--num_train_epochs", "2.5"): 100,
-    ("--gradient_accumulation_steps", "8"): 5,
-    ("--gradient_accumulation_steps", "25"): 1,
-}
-
-
-@pytest.mark.parametrize(("flags", "steps"), STEPS.items())
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [("", 40), ("--max_steps 3", 3), ("--num_train_epochs 2.5", 100)]
+    + [(f"--gradient_accumulation_steps {count}", steps) for count, steps in ((8, 5), (25, 1))],
+)
 def test_step_count(flags, steps):
-    assert loop.step_count(40, parse_config(["--model", "x", *flags])) == steps
+    assert loop.step_count(40, parse_config(["--model", "x", *flags.split()])) == steps
 
 
 def test_later_passes_are_shuffled_with_the_seed():
@@ -117,8 +97,7 @@ def test_later_passes_are_shuffled_with_the_seed():
         [batch["id"] for batch in itertools.islice(sample_stream(batches, seed), 60)] for seed in (1, 1, 2)
     )
     assert first == again != other
-    assert first[:20] == list(range(20))
-    assert sorted(first[20:40]) == list(range(20)) != first[20:40]
+    assert first[:20] == list(range(20)) == sorted(first[20:40]) != first[20:40]
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -126,9 +105,8 @@ def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
     options = LearningOptions(objective="paper", reg_lambda=1.0, seed=5).check()
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(dtype)
     layers, pretrained = {"0": model[0]}, {"0.weight": model[0].weight.detach().clone()}
-    learned = make_learnable_layers(
-        layers, pretrained, {}, dict.fromkeys(layers, NMPattern(2, 4)), masked=False, first_masks={}
-    )
+    patterns = dict.fromkeys(layers, NMPattern(2, 4))
+    learned = make_learnable_layers(layers, pretrained, {}, patterns, masked=False, first_masks={})
     optimizer = prox_adamw(model, learned, options)
     model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     optimizer.step()
@@ -138,68 +116,24 @@ def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
     assert {(group["seed"], group["betas"]) for group in optimizer.param_groups} == {(5, (0.9, 0.999))}
 
 
-# ---------------------------------------------------------------------------------------------- metric and monitor
-
-
-@pytest.fixture
-def model_and_layers():
+def test_activation_scaling_is_the_equation_and_ignores_padding_and_further_samples():
     model = tiny_models.tiny_model("llama")
-    return model, prunable_layers(model)
-
-
-def batches_of(*lengths, padding=0):
-    """Random documents, one a batch, with `padding` zeros on the right."""
-    for length in lengths:
-        ids = torch.randint(3, 260, (1, length))
-        mask = torch.ones_like(ids)
-        yield {
-            "input_ids": torch.nn.functional.pad(ids, (0, padding)),
-            "attention_mask": torch.nn.functional.pad(mask, (0, padding)),
-        }
-
-
-def test_activation_metric_is_the_equation(model_and_layers):
-    model, layers = model_and_layers
-    batches = list(batches_of(9, 5))
-    inputs = {name: [] for name in layers}
+    layers, inputs = prunable_layers(model), {}
+    documents = [torch.randint(3, 260, (1, length)) for length in (9, 5)]
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in documents]
+    padded = {name: torch.nn.functional.pad(row, (0, 4)) for name, row in batches[0].items()}
+    first = [activation_scaling(model, layers, some, samples) for some, samples in ((batches, 1), ([padded], 8))]
+    assert all(torch.equal(first[0][name], first[1][name]) for name in layers)
     for name, layer in layers.items():
-        layer.register_forward_hook(lambda _, args, __, name=name: inputs[name].append(args[0].flatten(0, -2).double()))
-    metric = activation_scaling(model, layers, batches, samples=2)
+        layer.register_forward_hook(
+            lambda _, args, __, name=name: inputs.setdefault(name, []).append(args[0].flatten(0, -2).double())
+        )
+    scaling = activation_scaling(model, layers, batches, samples=2)
     for name, layer in layers.items():
         norms = torch.cat(inputs[name]).norm(dim=0)
         expected = norms / (layer.weight.double().abs() * norms).mean()
-        torch.testing.assert_close(metric[name].double(), expected, rtol=1e-5, atol=0)
-        assert (layer.weight * metric[name]).abs().mean().item() == pytest.approx(1, rel=1e-5)
-
-
-def test_activation_metric_ignores_padding_and_further_samples(model_and_layers):
-    model, layers = model_and_layers
-    torch.manual_seed(1)
-    plain = activation_scaling(model, layers, list(batches_of(9, 5)), samples=1)
-    torch.manual_seed(1)
-    padded = activation_scaling(model, layers, list(batches_of(9, padding=4)), samples=8)
-    for name in layers:
-        assert torch.equal(plain[name], padded[name])
-
-
-def test_monitor_counts_what_it_says(model_and_layers):
-    _, layers = model_and_layers
-    pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
-    learned = make_learnable_layers(
-        layers, pretrained, {}, dict.fromkeys(layers, NMPattern(2, 4)), masked=False, first_masks={}
-    )
-    monitor = MaskMonitor(learned.values(), steps=2)
-    row = monitor.observe(1)
-    assert row == {"feasible_share": 0.0, "mask_change": 0.0, "norm_gap": 0.0}
-    with torch.no_grad():
-        for layer in layers.values():  # the smaller two of every four, halved: all blocks 2:4, every mask bit turned
-            weight = layer.weight
-            weight.copy_(torch.where(nm_mask(weight.abs()), 0.0, weight / 2))
-    row = monitor.observe(2)
-    assert (row["feasible_share"], row["mask_change"]) == (1.0, 1.0)
-    assert row["norm_gap"] == pytest.approx(0.5)
-    assert monitor.similarity() == [{"step": s, "to_final": t} for s, t in ((0, 0.0), (1, 0.0), (2, 1.0))]
-    assert feasible_share(learned.values()) == 1.0
+        torch.testing.assert_close(scaling[name].double(), expected, rtol=1e-5, atol=0)
+        assert (layer.weight * scaling[name]).abs().mean().item() == pytest.approx(1, rel=1e-5)
 
 
 def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
@@ -208,11 +142,12 @@ def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
     stack = torch.nn.Parameter(torch.ones(2, 1, 4))
     one = LearnableLayer(None, layer, layer.detach().clone(), None, NMPattern(2, 4))
     two = LearnableLayer(None, stack, torch.zeros(2, 1, 4), None, NMPattern(1, 2))
-    monitor = MaskMonitor([one, two], steps=1)
+    monitor = MaskMonitor([one, two], steps=2)
     with torch.no_grad():
         layer[0, 3] = 5.0  # three of its block now, and another two are kept
         stack[1, 0, :2] = torch.tensor([0.0, 7.0])  # decided, for the second
     row = monitor.observe(1)
+    assert feasible_share([one, two]) == (1 + 1) / (3 + 4)
     assert row["feasible_share"] == pytest.approx((1 + 1) / (3 + 4))
     assert row["mask_change"] == pytest.approx((2 + 2) / (12 + 8))
     kept = torch.tensor([4.0, 0, 2, 9, 5, 6])
@@ -220,30 +155,22 @@ def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
     with torch.no_grad():
         layer *= 1.5
     assert monitor.observe(2)["norm_gap"] == pytest.approx((kept / 2).norm().item() / kept.norm().item())
+    assert [row["step"] for row in monitor.similarity()] == [0, 1, 2]
+    assert [row["to_final"] for row in monitor.similarity()] == pytest.approx([1 - 4 / 20, 1, 1])
     assert MaskMonitor([two], steps=1).observe(1)["norm_gap"] == 0.0, "not 0 / 0"
 
 
-# ---------------------------------------------------------------------------------------------- masks on disk
-
-
-@pytest.fixture
-def masks():
-    return {"a.b": nm_mask(torch.rand(3, 12)), "c": nm_mask(torch.rand(5, 20))}  # 12 and 20 are no multiples of 8
-
-
-def test_masks_round_trip(masks, tmp_path):
-    save_masks(tmp_path / "masks.safetensors", masks, "2:4", "some/model")
-    loaded = load_masks(tmp_path / "masks.safetensors")
+def test_masks_round_trip_and_one_that_is_not_nm_is_refused(tmp_path):
+    file, masks = tmp_path / "masks.safetensors", {"a.b": nm_mask(torch.rand(3, 12)), "c": nm_mask(torch.rand(5, 20))}
+    save_masks(file, masks, "2:4", "some/model")  # 12 and 20 are not multiples of 8
+    loaded = load_masks(file)
     assert all(torch.equal(loaded[name], mask) for name, mask in masks.items())
     assert agreement(masks, loaded) == 1.0
     assert masks_sha256(loaded) == masks_sha256(dict(reversed(masks.items())))
-
-
-def test_a_mask_that_is_not_nm_is_refused(masks, tmp_path):
     masks["c"][0, 0] ^= True
-    save_masks(tmp_path / "masks.safetensors", masks, "2:4", "some/model")
+    save_masks(file, masks, "2:4", "some/model")
     with pytest.raises(InputError, match="layer c does not keep 2:4"):
-        load_masks(tmp_path / "masks.safetensors")
+        load_masks(file)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no mask at all", b"\xff" * 64])
@@ -254,29 +181,23 @@ def test_a_file_without_masks_is_refused(content, tmp_path):
         load_masks(tmp_path / "masks.safetensors")
 
 
-def test_staged_moves_everything(tmp_path):
+def test_an_atomic_directory_replaces_everything_or_nothing(tmp_path):
     for attempt in range(2):  # folders too, also over those of an earlier save
         with atomic_directory(tmp_path) as scratch:
             (scratch / "templates").mkdir()
             (scratch / "templates" / "x").write_text(str(attempt))
-            (scratch / "model.safetensors").write_text(str(attempt))
-    assert (tmp_path / "templates" / "x").read_text() == "1"
+    names = sorted(tmp_path.rglob("*"))
 
-
-def test_staged_leaves_nothing_of_a_save_that_fails(tmp_path):
     def fail():
         with atomic_directory(tmp_path) as scratch:
-            (scratch / "model.safetensors").write_text("half")
+            (scratch / "templates").mkdir()
+            (scratch / "templates" / "x").write_text("half")
             raise OSError("full")
 
-    (tmp_path / "model.safetensors").write_text("1")
     with pytest.raises(OSError, match="full"):
         fail()
-    assert (tmp_path / "model.safetensors").read_text() == "1"
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-# ---------------------------------------------------------------------------------------------- perplexity
+    assert (tmp_path / "templates" / "x").read_text() == "1"
+    assert sorted(tmp_path.rglob("*")) == names
 
 
 def test_perplexity_is_the_papers_convention():
@@ -293,22 +214,16 @@ def test_perplexity_is_the_papers_convention():
     assert perplexity(model, tokens, 16, max_windows=1).windows == 1
 
 
-def test_perplexity_of_what_is_not_finite_is_nan():
-    model = tiny_models.tiny_model("llama")
+def test_perplexity_of_what_is_not_finite_is_nan_and_a_window_that_does_not_fit_is_refused():
+    model, tokens = tiny_models.tiny_model("llama"), torch.zeros(50, dtype=torch.int64)
     model.model.norm.weight.data[0] = math.nan
-    assert math.isnan(perplexity(model, torch.zeros(50, dtype=torch.int64), seq_len=16).value)
+    assert math.isnan(perplexity(model, tokens, seq_len=16).value)
+    for seq_len in (0, 1, 100):
+        with pytest.raises(InputError, match=str(seq_len)):
+            perplexity(model, tokens, seq_len)
 
 
-@pytest.mark.parametrize("seq_len", [0, 1, 100])
-def test_perplexity_refuses_a_window_that_does_not_fit(seq_len):
-    with pytest.raises(InputError, match=str(seq_len)):
-        perplexity(tiny_models.tiny_model("llama"), torch.zeros(50, dtype=torch.int64), seq_len)
-
-
-# ---------------------------------------------------------------------------------------------- env
-
-
-def test_env_prints_who_serves_and_why_not(capsys, monkeypatch):
+def test_env_names_the_backend_of_every_op_and_why_not_another(capsys, monkeypatch):
     env.main([])
     assert "it serves CUDA GPUs" in capsys.readouterr().out or torch.cuda.is_available()
     monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")

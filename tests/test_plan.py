@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import plan_check
@@ -18,7 +17,6 @@ from proxsparse.models.loading import load_model
 from proxsparse.models.snap import cast_parameters_
 from proxsparse.plan import page
 from proxsparse.plan.activations import LiveBytes
-from proxsparse.plan.architecture import Shape
 from proxsparse.plan.cost import cost
 from proxsparse.plan.memory import Plan
 from proxsparse.run import job
@@ -53,8 +51,9 @@ def deep(tmp_path_factory):
     return write
 
 
-def flags(folder: str, **settings) -> TrainConfig:
-    return TrainConfig(model=folder, device="cpu", **{"seq_len": 64, "eval_data": "none", **settings}).check()
+def plan_of(folder: str, **settings) -> Plan:
+    """The plan of a run with these flags."""
+    return Plan(TrainConfig(model=folder, **{"device": "cpu", "seq_len": 64, "eval_data": "none"} | settings).check())
 
 
 def peak_of_a_real_step(plan: Plan) -> int:
@@ -81,10 +80,12 @@ def planned_step(plan: Plan) -> int:
     return max(buckets["activations"] + buckets.get("gradients", 0) for buckets in phases)
 
 
+TIED = {"vocab_size": 4096, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize(
     ("settings", "of_the_model"),
     [
-        ({"precision": "fp32"}, {}),
         ({"precision": "bf16"}, {}),
         ({"precision": "mixed"}, {}),
         ({"precision": "fp32", "objective": "paper"}, {}),
@@ -93,26 +94,26 @@ def planned_step(plan: Plan) -> int:
         ({"precision": "bf16", "gradient_accumulation_steps": 3}, {}),
         ({"precision": "fp32"}, {"num_hidden_layers": 1}),
         ({"precision": "fp32"}, {"vocab_size": 4096}),
-        ({"precision": "fp32", "objective": "paper"}, {"vocab_size": 4096, "tie_word_embeddings": True}),
-        ({"precision": "fp32", "objective": "paper", "seq_len": 4}, {"vocab_size": 4096, "tie_word_embeddings": True}),
+        ({"precision": "fp32", "objective": "paper"}, TIED),
+        ({"precision": "fp32", "objective": "paper", "seq_len": 4}, TIED),
         ({"precision": "bf16", "objective": "paper", "gradient_accumulation_steps": 2}, {"tie_word_embeddings": True}),
     ],
     ids=str,
 )
 def test_the_activations_are_those_of_the_real_code_at_any_depth(deep, settings, of_the_model):
-    plan = Plan(flags(deep(**of_the_model), **settings))
+    plan = plan_of(deep(**of_the_model), **settings)
     assert planned_step(plan) == pytest.approx(peak_of_a_real_step(plan), rel=0.03)
 
 
 def test_several_documents_are_padded_and_need_a_mask(deep):
-    plan = Plan(flags(deep(), precision="fp32", per_device_train_batch_size=2))
+    plan = plan_of(deep(), precision="fp32", per_device_train_batch_size=2)
     assert 1.0 < planned_step(plan) / peak_of_a_real_step(plan) < 1.2  # these two need none
 
 
 def test_the_shape_is_that_of_the_loaded_model(tmp_path):
     for name in ("llama", "gpt2", "phi3"):
         folder = tiny_models.save_tiny_model(name, tmp_path / name)
-        shape, model = Shape(flags(str(folder))), load_model(str(folder))[0]
+        shape, model = plan_of(str(folder)).shape, load_model(str(folder))[0]
         layers = prunable_layers(model)
         assert shape.weights == sum(parameter.numel() for parameter in model.parameters())
         assert (shape.layers, shape.prunable) == (len(layers), sum(x.weight.numel() for x in layers.values()))
@@ -121,7 +122,7 @@ def test_the_shape_is_that_of_the_loaded_model(tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_known_architectures_have_the_published_number_of_weights(name):
-    assert Shape(flags(name)).weights == PUBLISHED[name]
+    assert plan_of(name).shape.weights == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
@@ -140,15 +141,14 @@ def test_the_known_architectures_have_the_published_number_of_weights(name):
     ids=str,
 )
 def test_bytes_per_prunable_weight(deep, settings, bytes_per_weight):
-    config = flags(deep(), **settings)
-    shape = Shape(config)
-    held = sum(Plan(config, shape).held().values())
+    plan = plan_of(deep(), **settings)
+    held, shape = sum(plan.held().values()), plan.shape
     prunable, shape.prunable, shape.weights = shape.prunable, 0, shape.weights - shape.prunable
-    assert held - sum(Plan(config, shape).held().values()) == bytes_per_weight * prunable
+    assert held - sum(plan.with_flags().held().values()) == bytes_per_weight * prunable
 
 
-def test_devices_share_what_is_held_and_gather_two_blocks(deep):
-    plan = Plan(flags(deep(), precision="fp32", objective="paper"))
+def test_what_devices_hold_and_gather(deep):
+    plan = plan_of(deep(), precision="fp32", objective="paper")
     of = {n: plan.phases(n)["the backward pass of the first decoder block"] for n in (1, 4, 8)}
     for name in ("weights", "moments", "gradients"):
         assert of[1][name] == 4 * of[4][name] == 8 * of[8][name] > 0
@@ -156,11 +156,15 @@ def test_devices_share_what_is_held_and_gather_two_blocks(deep):
     assert of[1]["gathered"] == 0
     assert of[4]["gathered"] == of[8]["gathered"] == 4 * (4 * plan.shape.block + 3 * outside)
     assert of[1]["activations"] == of[8]["activations"]
+    plan = plan_of(deep(), precision="fp32", seq_len=4)
+    in_backward = plan.with_flags(step_in_backward=True, max_grad_norm=0.0)
+    assert plan.device_bytes(1) > in_backward.device_bytes(1)
+    assert in_backward.phases(1)["the optimizer step"]["gradients"] == 0
 
 
 def test_w0_and_masks_are_on_the_device_or_on_the_host(deep):
     for place, host, device in (("cpu", True, False), ("device", False, True), ("disk", False, False)):
-        plan = Plan(flags(deep(), pretrained_weights=place, precision="fp32"))
+        plan = plan_of(deep(), pretrained_weights=place, precision="fp32")
         assert ("W0" in plan.on_host(1), "W0" in plan.on_device(1)[1]) == (host, device)
     for device, on_host in (("cpu", False), ("cuda", True)):
         plan = plan.with_flags(device=device)
@@ -170,15 +174,8 @@ def test_w0_and_masks_are_on_the_device_or_on_the_host(deep):
         assert ("masks, at the end" in plan.on_host(1)) == on_host
 
 
-def test_stepping_in_the_backward_pass_saves_the_gradients(deep):
-    plan = Plan(flags(deep(), precision="fp32", seq_len=4))
-    eager = plan.with_flags(step_in_backward=True, max_grad_norm=0.0)
-    assert plan.device_bytes(1) > eager.device_bytes(1)
-    assert eager.phases(1)["the optimizer step"]["gradients"] == 0
-
-
 def test_the_operations_are_six_per_weight_and_token():
-    plan = Plan(flags("meta-llama/Llama-2-7b-hf", seq_len=4096, objective="paper", precision="bf16"))
+    plan = plan_of("meta-llama/Llama-2-7b-hf", seq_len=4096, objective="paper", precision="bf16")
     one, eight = cost(plan, 1), cost(plan, 8)
     assert one.operations == eight.operations == pytest.approx(6 * 4096 * (6_738_415_616 - 32000 * 4096), rel=0.1)
     again = cost(plan.with_flags(gradient_checkpointing=True), 1).operations
@@ -186,9 +183,6 @@ def test_the_operations_are_six_per_weight_and_token():
     assert (one.network, eight.network) == (0, 7 / 8 * 3 * 2 * 6_738_415_616)
     assert (one.documents, one.steps, eight.documents, eight.steps) == (1, 400, 8, 50)
     assert 0.2 < one.seconds < 2
-
-
-# ------------------------------------------------------------------------------------------ the page
 
 
 def test_the_plan_is_printed_and_nothing_else_happens(deep, tmp_path, monkeypatch, capsys):
@@ -210,7 +204,7 @@ def test_the_page_lists_flags_that_save_memory_and_the_cards_that_are_then_enoug
     before, after = (line for line in printed.splitlines() if " x " in line and " GB" in line)
     assert before.split() == ["as", "given", "54.84", "1", "x", "80", "GB"]
     assert after.startswith("  --step_in_backward true --max_grad_norm 0.0  43.71  1 x 48 GB  ")
-    masked = Plan(flags("meta-llama/Llama-3.1-70B", seq_len=4096, precision="bf16")).with_flags(device="cuda")
+    masked = plan_of("meta-llama/Llama-3.1-70B", seq_len=4096, precision="bf16", device="cuda")
     given, *lines = page.remedies(masked).splitlines()
     assert given.split() == ["as", "given", "832.20", "none"]
     names = ["gradient_checkpointing", "pretrained_weights", "step_in_backward", "objective"]
@@ -219,19 +213,15 @@ def test_the_page_lists_flags_that_save_memory_and_the_cards_that_are_then_enoug
 
 
 def test_a_missing_config_and_a_mixture_of_experts_are_refused_with_the_reason(tmp_path, monkeypatch):
-    folder = tiny_models.save_tiny_model("mixtral", tmp_path)
     with pytest.raises(InputError, match="depends on its data"):
-        page.text(flags(str(folder)))
+        page.text(TrainConfig(model=str(tiny_models.save_tiny_model("mixtral", tmp_path)), device="cpu").check())
 
     def offline(*_arguments, **_keywords):
         raise OSError("no network")
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
     with pytest.raises(InputError, match=r"'someone/unknown' from its config \(no network\); give a folder"):
-        page.text(flags("someone/unknown"))
-
-
-# ------------------------------------------------------------------------------------------ benchmarks
+        page.text(TrainConfig(model="someone/unknown", device="cpu").check())
 
 
 def test_the_table_of_the_docs_is_what_the_plan_says(tmp_path, monkeypatch):
@@ -250,18 +240,6 @@ def test_the_table_of_the_docs_is_what_the_plan_says(tmp_path, monkeypatch):
     of_the_model = rows(written)[2:]  # after header and rule
     start = documented.index(of_the_model[0])
     assert documented[start : start + len(scaling_table.DEVICES)] == of_the_model
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_check_reads_the_memory_of_a_process_until_it_ends():
-    program = "held = bytearray(b'x') * 2**28; del held; kept = bytearray(b'x') * 2**27; print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        memory = plan_check.memory_of(process.pid)
-        assert 2**28 < memory["VmHWM"] < 2**28 + 2**26
-        assert 2**27 < memory["RssAnon"] < 2**27 + 2**25
-        process.communicate(b"\n")
-    assert plan_check.memory_of(process.pid) == {}
 
 
 def test_the_check_compares_runs_in_one_and_in_several_processes(deep, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import numpy
@@ -31,18 +32,11 @@ def text_only(request, monkeypatch):
 
 
 def rows(steps=60):
+    constant = {"learning_rate": 1e-4, "grad_norm": 1.0, "mask_change": 0.01}
     return [
-        {
-            **{
-                "step": step,
-                "loss": 3 + math.sin(step),
-                "learning_rate": 1e-4,
-                "grad_norm": 1.0,
-            },
-            **{"tokens": 64 * step, "feasible_share": step / steps, "mask_change": 0.01, "norm_gap": 0.001 * step},
-            "seconds": 1.5 * step,
-        }
-        for step in range(1, steps + 1)
+        {"step": i, "loss": 3 + math.sin(i), "feasible_share": i / steps, "norm_gap": 0.001 * i, "tokens": 64 * i}
+        | {"seconds": 1.5 * i, **constant}
+        for i in range(1, steps + 1)
     ]
 
 
@@ -65,7 +59,6 @@ def perplexity(**changes):
 
 
 def make_run(folder, metrics, outcome=None):
-    folder.mkdir(exist_ok=True)
     text = metrics if isinstance(metrics, str) else "".join(json.dumps(row) + "\n" for row in metrics)
     (folder / "metrics.jsonl").write_text(text)
     if outcome is not None:
@@ -95,46 +88,37 @@ def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, matplotli
         assert "ab12" * 16 in text
         assert "Warning" not in text
         assert "/home/jane" not in text
-    for figure in (
-        "| weights in these layers | 1,234,567 |",
-        "| 1:02:05 |",
-        "98.7600 %",
-        "81.2500 %",
-        "3.00 GiB",
-        "python -m proxsparse.train",
-    ):
-        assert figure in report
+    figures = "| weights in these layers | 1,234,567 |", "| 1:02:05 |", "98.7600 %", "81.2500 %", "3.00 GiB"
+    assert all(figure in report for figure in (*figures, "python -m proxsparse.train"))
     for plot in PLOTS:
         assert f"]({plot})" in report
         png = (tmp_path / plot).read_bytes()
         assert png.startswith(b"\x89PNG")
         assert len(png) < 150_000
+    assert written(tmp_path) == (report, card)  # again: nothing changes, no other file is left
+    assert names(tmp_path) == {"metrics.jsonl", "result.json", "report.md", "README.md", *PLOTS}
 
 
 def test_card_front_matter_names_the_base_model_only_from_the_hub(tmp_path, monkeypatch):
-    def front_matter(model):
-        _, card = written(make_run(tmp_path, rows(), result(model=model)))
-        return yaml.safe_load(card.split("---\n")[1]), card
-
-    head, card = front_matter("owner/tiny-1b")
-    assert head == {
-        "base_model": "owner/tiny-1b",
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["2:4", "semi-structured-sparsity", "pruned", "proxsparse"],
-    }
-    assert "# tiny-1b, pruned to 2:4" in card
-    assert "+0.0" in card
-    assert "from_pretrained" in card
-    (tmp_path / "models" / "tiny").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for local in ("/data/jane/tiny", "./models/tiny", "models/tiny", "tiny"):
-        head, card = front_matter(local)
-        assert "base_model" not in head
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    for model in ("owner/tiny-1b", "/data/jane/tiny", "./models/tiny", "models/tiny", "tiny"):
+        _, card = written(make_run(tmp_path, rows(), result(model=model)))
+        assert yaml.safe_load(card.split("---\n")[1]) == {
+            **({"base_model": model} if model == "owner/tiny-1b" else {}),
+            **{"library_name": "transformers", "pipeline_tag": "text-generation"},
+            "tags": ["2:4", "semi-structured-sparsity", "pruned", "proxsparse"],
+        }
+        assert f"# {model.rpartition('/')[2]}, pruned to 2:4" in card
+        assert "+0.0" in card
+        assert "from_pretrained" in card
         assert "/data/jane" not in card
 
 
-def test_running_run_says_so_and_gets_no_card(tmp_path, matplotlib):
+def test_a_running_run_says_so_and_gets_no_card(tmp_path, matplotlib):
+    report, _ = written(make_run(tmp_path, ""))
+    assert "0 finished steps" in report
+    assert names(tmp_path) == {"metrics.jsonl", "report.md"}  # no plots of nothing
     report, card = written(make_run(tmp_path, rows(5)))
     assert "no result.json" in report.split("## ")[0]
     assert "5 finished steps" in report
@@ -142,34 +126,31 @@ def test_running_run_says_so_and_gets_no_card(tmp_path, matplotlib):
     assert names(tmp_path) == {"metrics.jsonl", "report.md", *PLOTS - {"mask_similarity.png"}}
 
 
-def test_run_before_its_first_step_has_a_report_without_plots(tmp_path, matplotlib):
-    report, _ = written(make_run(tmp_path, ""))
-    assert "0 finished steps" in report
-    assert names(tmp_path) == {"metrics.jsonl", "report.md"}
+WORSE = "the learned mask is worse than the magnitude mask: take more steps"
 
 
-def test_interrupted_run_says_so_in_both_files(tmp_path):
-    for text in written(make_run(tmp_path, rows(), result(status="interrupted"))):
-        assert "The run was interrupted after 60 steps" in text.split("## ")[0]
-
-
-def test_own_warnings_are_at_the_top_of_both_files(tmp_path):
-    for text in written(make_run(tmp_path, rows(), result(warnings=["loss rose", "few\nblocks"]))):
-        assert "> **Warning:** loss rose\n>\n> **Warning:** few blocks\n" in text.split("## ")[0]
+@pytest.mark.parametrize(
+    ("changes", "at_the_top"),
+    [
+        ({"status": "interrupted"}, "The run was interrupted after 60 steps"),
+        ({"warnings": ["loss rose", "few\nblocks"]}, "> **Warning:** loss rose\n>\n> **Warning:** few blocks\n"),
+        ({"warnings": [WORSE], "perplexity": perplexity(proxsparse=4000.0)}, WORSE),
+        ({"perplexity": None}, "Held-out perplexity was not measured."),
+    ],
+)
+def test_what_the_reader_must_know_is_at_the_top_of_both_files(tmp_path, changes, at_the_top):
+    for text in written(make_run(tmp_path, rows(), result(**changes))):
+        assert at_the_top in text.split("## ")[0]
+        assert text.count("worse than the magnitude mask") == at_the_top.count("worse")  # said once
+        assert "do not use it" not in text
 
 
 @pytest.mark.parametrize(
     ("learned", "magnitude", "word"),
     [
-        (40.0, 30.0, "worse"),
-        (math.nan, 30.0, "worse"),
-        (math.inf, 30.0, "worse"),
-        (None, 30.0, "worse"),
-        (30.0, 30.0, "no better"),
-        (math.nan, math.nan, "no better"),
-        (30.0, math.nan, None),
-        (30.0, math.inf, None),
-        (30.0, 40.0, None),
+        *((learned, 30.0, "worse") for learned in (40.0, math.nan, math.inf, None)),
+        *((score, score, "no better") for score in (30.0, math.nan)),
+        *((30.0, magnitude, None) for magnitude in (math.nan, math.inf, 40.0)),
     ],
 )
 def test_mask_no_better_than_magnitude_is_said_at_the_top_of_both(tmp_path, learned, magnitude, word):
@@ -178,20 +159,6 @@ def test_mask_no_better_than_magnitude_is_said_at_the_top_of_both(tmp_path, lear
         top = text.split("## ")[0]
         assert ("do not use it" in top) == (word is not None)
         assert word is None or f"The learned mask is {word} than the magnitude mask" in top
-
-
-def test_a_worse_mask_that_the_run_warned_of_is_said_once(tmp_path):
-    said = "the learned mask is worse than the magnitude mask: take more steps"
-    outcome = result(perplexity=perplexity(proxsparse=4000.0), warnings=[said])
-    for text in written(make_run(tmp_path, rows(), outcome)):
-        assert text.count("worse than the magnitude mask") == 1
-        assert said in text.split("## ")[0]
-
-
-def test_run_without_perplexity(tmp_path):
-    for text in written(make_run(tmp_path, rows(), result(perplexity=None))):
-        assert "Held-out perplexity was not measured." in text
-        assert "do not use it" not in text
 
 
 def test_values_that_are_not_finite_are_drawn_and_written(tmp_path, matplotlib):
@@ -209,13 +176,9 @@ def test_without_matplotlib_the_report_says_how_to_get_the_plots(tmp_path):
     assert ".png" not in report.replace("*.png", "")
     assert card is not None
     assert not names(tmp_path) & PLOTS
-
-
-def test_several_runs_in_one_curve_are_explained(tmp_path):
-    report, _ = written(make_run(tmp_path, rows(), result()))
-    assert "anew" not in report
+    assert "3 runs" not in report
     report, _ = written(make_run(tmp_path, rows(), result(config={"average_runs": 3, "output_dir": "out"})))
-    assert "Learning begins anew with each of 3 runs" in report
+    assert "with each of 3 runs" in report  # several runs in one curve are explained
 
 
 @pytest.mark.parametrize("tail", ['{"step": 61, "lo', "{", '{"step": 61}\n'])
@@ -254,42 +217,15 @@ def test_malformed_result_is_named(tmp_path, outcome, named):
         write_report(tmp_path)
 
 
-def test_absent_folder_and_absent_metrics_name_the_remedy(tmp_path):
-    for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(InputError, match="--output_dir"):
-            write_report(folder)
-
-
-def test_rebuilding_changes_nothing_and_leaves_no_other_file(tmp_path, matplotlib):
-    first = written(make_run(tmp_path, rows(), result()))
-    before = names(tmp_path)
-    assert written(tmp_path) == first
-    assert names(tmp_path) == before
-
-
-def test_a_failed_write_keeps_the_old_report(tmp_path, monkeypatch):
-    old, _ = written(make_run(tmp_path, rows(2)))
-
-    def fail(source, target):
-        raise OSError("no space")
-
-    monkeypatch.setattr("os.replace", fail)
-    make_run(tmp_path, rows(3))
-    with pytest.raises(OSError, match="no space"):
-        write_report(tmp_path)
-    assert (tmp_path / "report.md").read_text() == old
-    assert names(tmp_path) == {"metrics.jsonl", "report.md"}
-
-
 def test_the_lines_that_apply_the_masks_work(tmp_path, monkeypatch):
     mask = torch.tensor([[1, 0, 0, 1] * 3, [0, 1, 1, 0] * 3], dtype=torch.bool)
     save_file({"0": numpy.packbits(mask.numpy(), axis=-1, bitorder="little")}, tmp_path / "masks.safetensors")
     report, _ = written(make_run(tmp_path, rows(2), result()))
     assert "| `masks.safetensors` |" in report
+    monkeypatch.chdir(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         model = torch.nn.Sequential(torch.nn.Linear(12, 2, dtype=dtype))
         torch.nn.init.constant_(model[0].weight, -2.0)
-        monkeypatch.chdir(tmp_path)
         exec(report.split("```python\n")[1].split("```")[0], {"model": model})
         weight = model[0].weight
         assert weight.dtype == dtype
@@ -298,10 +234,11 @@ def test_the_lines_that_apply_the_masks_work(tmp_path, monkeypatch):
 
 
 def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
-    assert run_command(main) == 2
-    assert "metrics.jsonl" in capsys.readouterr().err
-    make_run(tmp_path, rows(2), result())
+    for folder, reason in ((tmp_path, "metrics.jsonl"), (tmp_path / "absent", "is not a folder")):
+        monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+        assert run_command(main) == 2
+        assert re.search(rf"^error: .*{reason}.*--output_dir.*\n$", capsys.readouterr().err)
+    monkeypatch.setattr(sys, "argv", ["report", str(make_run(tmp_path, rows(2), result()))])
     assert run_command(main) == 0
     assert (tmp_path / "report.md").exists()
 
@@ -309,8 +246,8 @@ def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        *[(66.2134, "66.21"), (3015.3, "3,015"), (1e-4, "0.0001"), (0, "0"), (60, "60"), (1e30, "1e+30")],
-        *[(None, "n/a"), (math.nan, "NaN"), (math.inf, "infinite")],
+        *[(66.2134, "66.21"), (3015.3, "3,015"), (1e-4, "0.0001"), (60, "60"), (1e30, "1e+30")],
+        *[(0, "0"), (None, "n/a"), (math.nan, "NaN"), (math.inf, "infinite")],
     ],
 )
 def test_number(value, text):

@@ -75,10 +75,8 @@ def test_all_studies_write_rows_and_pictures_and_share_their_runs(folder, comman
 
     cells = {(row["study"], row["cell"]): row for row in rows}  # the swept constants reached the learning
     shares = [cells["lambda1", factor]["feasible_share"] for factor in ("0.1", "1", "10")]
-    assert shares[0] < shares[2]
-    assert shares == sorted(shares)
-    hard = [cells["constraints", cell]["feasible_share"] for cell in ("hard sparsity", "both hard")]
-    assert hard == [1, 1]
+    assert shares == sorted(shares) != shares[:1] * 3
+    assert [cells["constraints", cell]["feasible_share"] for cell in ("hard sparsity", "both hard")] == [1, 1]
     gaps = [cells["norm_gap", strength]["norm_gap"] for strength in ("0", "20", "inf")]
     assert gaps[0] > gaps[1] > gaps[2]
     assert cells["constraints", "hard frozen weights"]["masks_sha256"] == cells["lambda2", "inf"]["masks_sha256"]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ CPU = torch.device("cpu")
 DEFAULTS, A, B = {}, {"warps": 4}, {"warps": 8}
 
 
-def rows(reg_lambda: float, *times: tuple[dict, float]) -> list[dict]:
-    return [{"lambda": reg_lambda, "parameters": parameters, "p50_ms": ms} for parameters, ms in times]
+def rows(reg_lambda: float, *times: tuple[dict, float | None]) -> list[dict]:
+    """Rows of the log; no time: the kernel was wrong."""
+    outcomes = [(parameters, {"p50_ms": ms} if ms else {"note": "wrong: off by one"}) for parameters, ms in times]
+    return [{"lambda": reg_lambda, "parameters": parameters, **outcome} for parameters, outcome in outcomes]
 
 
 @pytest.mark.parametrize(
@@ -29,16 +32,11 @@ def rows(reg_lambda: float, *times: tuple[dict, float]) -> list[dict]:
         ([(DEFAULTS, 1.00), (A, 0.995), (DEFAULTS, 1.00)], {}),  # less than the least noise
         ([(DEFAULTS, 1.00), (A, 0.5)], None),  # the noise is unknown
         ([(A, 0.5)], None),
+        ([(DEFAULTS, 1.0), (A, 0.5), (B, 0.8), (DEFAULTS, 1.0), (A, None)], B),  # A failed once
     ],
 )
 def test_parameters_replace_the_defaults_if_they_are_faster_by_more_than_the_noise(times, wanted):
     assert tune.fastest_parameters(rows(1, *times)) == wanted
-
-
-def test_parameters_that_failed_once_are_never_chosen():
-    failed = {"lambda": 1, "parameters": A, "note": "wrong: off by one"}
-    times = rows(1, (DEFAULTS, 1.0), (A, 0.5), (B, 0.8), (DEFAULTS, 1.0))
-    assert tune.fastest_parameters([*times, failed]) == B
 
 
 @pytest.mark.parametrize(
@@ -76,14 +74,9 @@ def fake_trial(case: Case, device: torch.device) -> Trial:
     kind = tuning.launch_parameters("fake", torch.bfloat16, device, case.size).get("kind")
     if kind == "raises":
         raise RuntimeError("no such\nlaunch")
-    return Trial(
-        problem=lambda: "off by one" if kind == "wrong" else None,
-        run=lambda: time.sleep(SLEEPS[kind] / 1000),
-        renew=lambda: None,
-        calls=1,
-        moved=1000,
-        copied=1000,
-    )
+    problem, milliseconds = ("off by one" if kind == "wrong" else None), SLEEPS[kind]
+    run = partial(time.sleep, milliseconds / 1000)
+    return Trial(problem=lambda: problem, run=run, renew=lambda: None, calls=1, moved=1000, copied=1000)
 
 
 FAKE = Kernel(
@@ -174,7 +167,7 @@ def test_a_few_weights_that_a_kernel_forgets_are_found():
 
 @pytest.mark.parametrize("factor", [1.0, 1.02])
 def test_a_wrong_product_is_found(factor, monkeypatch):
-    """With the reference in the place of a kernel that needs a GPU."""
+    """With the reference in place of a kernel that needs a GPU."""
     right = registry.get_kernel("sparse_linear", "reference")
     served = replace(right, backend="gemv", run=lambda *arguments: factor * right.run(*arguments))
     monkeypatch.setitem(registry._kernels["sparse_linear"], "gemv", served)

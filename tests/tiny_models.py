@@ -6,16 +6,9 @@ from pathlib import Path
 import torch
 
 COMMON = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 260,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 260},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 GEMMA3 = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 TINY = {"hidden_size": 16, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
@@ -35,10 +28,7 @@ MODELS = {
     ),
     "qwen2-mixed": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "gemma2-mixed": ("gemma2", {"head_dim": 8, "sliding_window": 4}),
-    "gemma3-mixed": (
-        "gemma3_text",
-        GEMMA3,
-    ),
+    "gemma3-mixed": ("gemma3_text", GEMMA3),
     "gemma3-composite-mixed": (  # what the large checkpoints are: a text model inside one that also sees
         "gemma3",
         {"text_config": COMMON | GEMMA3, "vision_config": {"num_hidden_layers": 1, "intermediate_size": 16, **TINY}},
