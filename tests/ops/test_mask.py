@@ -3,19 +3,13 @@
 import pytest
 import torch
 from ops.blocks import random_blocks
-from ops.on_each_backend import backends_of
 
 from proxsparse import NMPattern, nm_mask
 from proxsparse.ops import registry
 
+OP = "nm_mask"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(params=backends_of("nm_mask"))
-def device(request, on_backend):
-    """The device of the backend under test, which serves every call of the test."""
-    return on_backend("nm_mask", request.param, 2, 4)
 
 
 def ranked(score: torch.Tensor, n: int) -> torch.Tensor:
@@ -114,21 +108,6 @@ def test_other_patterns():
         score = torch.randint(-3, 4, (300, m)).double()
         with registry.use_backend("reference"):
             assert torch.equal(nm_mask(score, pattern), ranked(score, n))
-
-
-def test_opcheck(device):
-    for score in (torch.randn(3, 8, device=device), torch.randn(8, 8, device=device).T):
-        torch.library.opcheck(torch.ops.proxsparse.nm_mask.default, (score, 2, 4))
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_compiles_without_a_graph_break(compiler, device):
-    def snap(weight):
-        return torch.where(nm_mask(weight.abs()), weight, 0.0)
-
-    weight = torch.randn(3, 8, device=device)
-    torch.compiler.reset()
-    assert torch.equal(torch.compile(snap, fullgraph=True, backend=compiler)(weight), snap(weight))
 
 
 @pytest.mark.parametrize(
