@@ -59,7 +59,11 @@ def fatbin(setup, tmp_path):
     return compiled
 
 
-@pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
+# Quick: without the fused step, half of the time of all.
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.name == "adamw_prox.cu"), id=path.name) for path in KERNELS],
+)
 def test_kernels_compile_into_registers_and_16_byte_accesses(source, fatbin):
     file, report = fatbin(source)
     frames = check_report(report)
