@@ -26,11 +26,8 @@ SHAPES = {80: [(32, 64), (96, 320), (256, 1024)], 90: [(64, 128), (128, 384), (8
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
     """A program that orders indices by the functions and layouts of CUTLASS's headers."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not installed")
-    package = importlib.util.find_spec("cutlass_library")
-    if package is None:
-        pytest.skip("nvidia-cutlass is not installed")
+    if not shutil.which("nvcc") or not (package := importlib.util.find_spec("cutlass_library")):
+        pytest.skip("nvcc or nvidia-cutlass is not installed")
     source = Path(package.origin).parent / "source"
     program = tmp_path_factory.mktemp("cutlass") / "layouts"
     folders = [f"-I{source / folder}" for folder in ("include", "tools/util/include")]
@@ -57,14 +54,20 @@ def test_padding_is_places_that_exist():
     assert (metadata == 0).sum() == indices.numel()
 
 
-def test_what_does_not_fit_is_refused_by_its_number():
-    assert cutlass.shape_reason(1, 4096, 2048, 90) is None
-    assert cutlass.shape_reason(100, 96, 96, 80) is None
-    assert cutlass.shape_reason(1, 100, 2048, 90) == "out_features=100 must be a multiple of 8"
-    assert cutlass.shape_reason(1, 4104, 2048, 80) == "out_features=4104 must be a multiple of 32"
-    assert cutlass.shape_reason(1, 4096, 2050, 90) == "in_features=4100 must be a multiple of 16"
-    assert cutlass.shape_reason(1, 4096, 24, 80) == "in_features=48 must be a multiple of 64"
-    assert cutlass.shape_reason(0, 4096, 2048, 90) == "there are no rows"
+@pytest.mark.parametrize(
+    ("sizes", "reason"),  # rows, out_features, in_features / 2, architecture
+    [
+        ((1, 4096, 2048, 90), None),
+        ((100, 96, 96, 80), None),
+        ((1, 100, 2048, 90), "out_features=100 must be a multiple of 8"),
+        ((1, 4104, 2048, 80), "out_features=4104 must be a multiple of 32"),
+        ((1, 4096, 2050, 90), "in_features=4100 must be a multiple of 16"),
+        ((1, 4096, 24, 80), "in_features=48 must be a multiple of 64"),
+        ((0, 4096, 2048, 90), "there are no rows"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_number(sizes, reason):
+    assert cutlass.shape_reason(*sizes) == reason
 
 
 def test_what_begins_anywhere_is_copied():

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from pruned import pruned_weight
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda, cusparselt, cutlass
@@ -51,11 +52,8 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     fake = Library()
-    for name, function in (
-        ("compress", fake.compress),
-        ("sparse_mm_search", fake.search),
-        ("sparse_mm", fake.multiply),
-    ):
+    functions = {"compress": fake.compress, "sparse_mm_search": fake.search, "sparse_mm": fake.multiply}
+    for name, function in functions.items():
         monkeypatch.setattr(torch, f"_cslt_{name}", function)
     monkeypatch.setattr(torch._C, "_cusparselt", fake, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -64,55 +62,45 @@ def library(monkeypatch):
 
 
 def layer(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    weight = torch.randn(32, 48).unflatten(-1, (-1, 4))
-    weight[..., [0, 3]] = 0
-    weight = weight.flatten(-2)
+    weight = pruned_weight((32, 48))
     return torch.randn(rows, 48), weight, *pack.pack_nm(weight)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 13])
-def test_rows_are_padded_and_the_bias_goes_along(rows, library):
+def run(rows: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the weight, and what cusparselt makes of them."""
     x, weight, values, indices = layer(rows)
-    prepared, bias = kernel("cusparselt").prepare(values, indices), torch.randn(32)
+    prepared = kernel("cusparselt").prepare(values, indices)
     assert torch.equal(prepared, weight)
-    for extra in (None, bias):
-        y = kernel("cusparselt").run(x, values, indices, extra, prepared)
-        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, extra))
+    return x, weight, kernel("cusparselt").run(x, values, indices, bias, prepared)
 
 
-def test_each_shape_is_searched_once(library):
+def test_rows_are_padded_and_the_bias_goes_along(library):
+    """x is copied only to add rows."""
+    for rows in (1, 8, 13, 16):
+        for bias in (None, torch.randn(32)):
+            x, weight, y = run(rows, bias)
+            torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias))
+            assert (library.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
+
+
+def test_each_shape_is_searched_once_and_never_in_a_capture(library, monkeypatch):
     for rows in (1, 5, 8, 9, 16, 1):
-        x, _weight, values, indices = layer(rows)
-        prepared = kernel("cusparselt").prepare(values, indices)
         for bias in (None, torch.zeros(32)):
-            kernel("cusparselt").run(x, values, indices, bias, prepared)
+            run(rows, bias)
     assert library.searched == [((48, 8), False), ((48, 8), True), ((48, 16), False), ((48, 16), True)]
     first, second, third, fourth = ((number, number - 38, 2) for number in (41, 42, 43, 44))
     assert library.algorithms == [first, second] * 3 + [third, fourth] * 2 + [first, second]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(24)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    run(24)
+    assert library.algorithms[-2:] == [(0, 1, -1), (45, 7, 2)]
 
 
 def test_a_torch_without_mm_search_gives_the_algorithm_alone(library, monkeypatch):
     monkeypatch.delattr(torch._C, "_cusparselt")
-    x, _weight, values, indices = layer(8)
-    kernel("cusparselt").run(x, values, indices, None, kernel("cusparselt").prepare(values, indices))
+    run(8)
     assert library.algorithms == [(41, 1, -1)]
-
-
-def test_x_is_copied_only_to_add_rows(library):
-    for rows in (8, 16, 13):
-        x, _weight, values, indices = layer(rows)
-        kernel("cusparselt").run(x, values, indices, None, kernel("cusparselt").prepare(values, indices))
-        assert (library.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
-
-
-def test_a_capture_never_searches(library, monkeypatch):
-    x, _weight, values, indices = layer(8)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    prepared = kernel("cusparselt").prepare(values, indices)
-    kernel("cusparselt").run(x, values, indices, None, prepared)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    kernel("cusparselt").run(x, values, indices, None, prepared)
-    assert library.algorithms == [(0, 1, -1), (41, 3, 2)]
 
 
 class OnGPU:
@@ -160,7 +148,9 @@ def test_the_limits_of_gemv(monkeypatch):
 
 @pytest.mark.parametrize("arguments", [None, 6, 10, 11])
 def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkeypatch):
-    """A call with other arguments than it has would be a TypeError. 6: before launch parameters."""
+    """A call with other arguments than the binding has would be a TypeError."""
+    source = (Path(__file__).parents[2] / "csrc" / "cuda" / "bindings.cpp").read_text()
+    assert source.partition("\nvoid gemv(")[2].partition(")")[0].count(",") + 1 == cuda.GEMV_ARGUMENTS
     module = ModuleType("compiled")
     if arguments:
         signature = ", ".join(f"arg{number}: torch.Tensor" for number in range(arguments))
@@ -171,12 +161,6 @@ def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkey
     else:
         assert cuda.loaded("compiled")[0] is None
         assert "of another version" in cuda.loaded("compiled")[1]
-
-
-def test_the_arguments_of_gemv_are_those_of_the_binding():
-    source = (Path(__file__).parents[2] / "csrc" / "cuda" / "bindings.cpp").read_text()
-    arguments = source.partition("\nvoid gemv(")[2].partition(")")[0]
-    assert arguments.count(",") + 1 == cuda.GEMV_ARGUMENTS
 
 
 def test_cutlass_serves_with_the_tiles_that_were_built(monkeypatch):

@@ -35,33 +35,29 @@ def test_it_keeps_the_largest_of_every_block(dtype, pattern, device):
     assert torch.equal(mask.view(-1, 4), ranked(score, n))
 
 
+TIES = {
+    (1, 1, 1, 1): (0, 1),
+    (0, 0, 0, 0): (0, 1),
+    (0.0, -0.0, 0.0, -0.0): (0, 1),
+    (-0.0, -0.0, 0.0, 0.0): (0, 1),
+    (1, 2, 2, 2): (1, 2),
+    (-3, -1, -2, -4): (1, 2),
+    (5, NAN, 1, 7): (1, 3),
+    (NAN, NAN, NAN, NAN): (0, 1),
+    (1, NAN, NAN, NAN): (1, 2),
+    (-INF, -INF, -INF, -INF): (0, 1),
+    (-INF, 1, -INF, -2): (1, 3),
+    (1, 2, INF, NAN): (2, 3),
+    (INF, INF, NAN, 0): (0, 1),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("score", "kept"),
-    [
-        ((1, 1, 1, 1), (0, 1)),
-        ((0, 0, 0, 0), (0, 1)),
-        ((0.0, -0.0, 0.0, -0.0), (0, 1)),
-        ((-0.0, -0.0, 0.0, 0.0), (0, 1)),
-        ((1, 2, 2, 2), (1, 2)),
-        ((-3, -1, -2, -4), (1, 2)),
-        ((5, NAN, 1, 7), (1, 3)),
-        ((NAN, NAN, NAN, NAN), (0, 1)),
-        ((1, NAN, NAN, NAN), (1, 2)),
-        ((-INF, -INF, -INF, -INF), (0, 1)),
-        ((-INF, 1, -INF, -2), (1, 3)),
-        ((1, 2, INF, NAN), (2, 3)),
-        ((INF, INF, NAN, 0), (0, 1)),
-    ],
-)
-def test_ties_nan_and_infinity(score, kept, dtype, device):
-    mask = nm_mask(torch.tensor([score], dtype=dtype, device=device))
-    assert mask[0].nonzero().flatten().tolist() == list(kept)
-
-
-def test_a_nan_of_either_sign_is_the_largest(device):
-    negative = torch.tensor([[1.0, 2.0, 3.0, NAN]]).copysign(torch.tensor(-1.0))
-    assert nm_mask(negative.to(device))[0].tolist() == [True, False, False, True]
+def test_ties_nan_of_either_sign_and_infinity(dtype, device):
+    for score, kept in TIES.items():
+        score = torch.tensor([score], dtype=dtype, device=device)
+        for signed in (score, torch.where(score.isnan(), score.copysign(-score.new_ones(1)), score)):
+            assert nm_mask(signed)[0].nonzero().flatten().tolist() == list(kept), score
 
 
 @pytest.mark.parametrize(
@@ -88,18 +84,14 @@ def test_layouts(layout, device):
     assert torch.equal(score, before)
 
 
-def test_sizes_that_no_vector_register_divides(device):
+def test_sizes_that_no_vector_register_divides_and_empty_scores(device):
     score = random_blocks(40, 1.0, seed=22)
     for count in range(1, 41):
         part = score[:count]
         assert torch.equal(nm_mask(part.reshape(1, -1).to(device)).view(-1, 4).cpu(), ranked(part, 2)), count
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,), (2, 0, 4)])
-def test_an_empty_score_has_an_empty_mask(shape, device):
-    mask = nm_mask(torch.zeros(shape, device=device))
-    assert mask.shape == shape
-    assert mask.dtype == torch.bool
+    for shape in ((0, 8), (3, 0), (0,), (2, 0, 4)):
+        mask = nm_mask(torch.zeros(shape, device=device))
+        assert (mask.shape, mask.dtype) == (shape, torch.bool)
 
 
 def test_other_patterns():
