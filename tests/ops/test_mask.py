@@ -35,26 +35,26 @@ def test_it_keeps_the_largest_of_every_block(dtype, pattern, device):
     assert torch.equal(mask.view(-1, 4), ranked(score, n))
 
 
-TIES = {
-    (1, 1, 1, 1): (0, 1),
-    (0, 0, 0, 0): (0, 1),
-    (0.0, -0.0, 0.0, -0.0): (0, 1),
-    (-0.0, -0.0, 0.0, 0.0): (0, 1),
-    (1, 2, 2, 2): (1, 2),
-    (-3, -1, -2, -4): (1, 2),
-    (5, NAN, 1, 7): (1, 3),
-    (NAN, NAN, NAN, NAN): (0, 1),
-    (1, NAN, NAN, NAN): (1, 2),
-    (-INF, -INF, -INF, -INF): (0, 1),
-    (-INF, 1, -INF, -2): (1, 3),
-    (1, 2, INF, NAN): (2, 3),
-    (INF, INF, NAN, 0): (0, 1),
-}
+TIES = [
+    ((1, 1, 1, 1), (0, 1)),
+    ((0, 0, 0, 0), (0, 1)),
+    ((0.0, -0.0, 0.0, -0.0), (0, 1)),
+    ((-0.0, -0.0, 0.0, 0.0), (0, 1)),
+    ((1, 2, 2, 2), (1, 2)),
+    ((-3, -1, -2, -4), (1, 2)),
+    ((5, NAN, 1, 7), (1, 3)),
+    ((NAN, NAN, NAN, NAN), (0, 1)),
+    ((1, NAN, NAN, NAN), (1, 2)),
+    ((-INF, -INF, -INF, -INF), (0, 1)),
+    ((-INF, 1, -INF, -2), (1, 3)),
+    ((1, 2, INF, NAN), (2, 3)),
+    ((INF, INF, NAN, 0), (0, 1)),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ties_nan_of_either_sign_and_infinity(dtype, device):
-    for score, kept in TIES.items():
+    for score, kept in TIES:
         score = torch.tensor([score], dtype=dtype, device=device)
         for signed in (score, torch.where(score.isnan(), score.copysign(-score.new_ones(1)), score)):
             assert nm_mask(signed)[0].nonzero().flatten().tolist() == list(kept), score
