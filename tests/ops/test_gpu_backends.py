@@ -120,30 +120,45 @@ def test_it_serves_gpus(device, name):
     assert kernel(name).supports(x, values) == f"it serves CUDA GPUs, x is on {device} and the weight on {device}"
 
 
-def test_the_limits_of_cusparselt(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU with everything that the backends need, but no compiled kernel."""
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = kernel("cusparselt").supports
-    assert supports(OnGPU(3, 128), OnGPU(48, 64)) is None
-    assert supports(OnGPU(3, 128, torch.float32), OnGPU(48, 64, torch.float32)).startswith("it serves bfloat16")
-    assert supports(OnGPU(3, 128), OnGPU(40, 64)) == "out_features=40 must be a multiple of 16"
-    assert supports(OnGPU(3, 120), OnGPU(48, 60)) == "in_features=120 must be a multiple of 16"
-    assert supports(OnGPU(0, 128), OnGPU(48, 64)) == "there are no rows"
+    for module in (cuda, cutlass):
+        monkeypatch.setattr(module, "_C", SimpleNamespace(tiles=lambda: [(90, "64x32")]))
+        monkeypatch.setattr(module, "_missing", None)
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "in_features", "out_features", "dtype", "reason"),
+    [
+        ("cusparselt", 3, 128, 48, BF16, None),
+        ("cusparselt", 3, 128, 48, F32, "it serves bfloat16"),
+        ("cusparselt", 3, 128, 40, BF16, "out_features=40 must be a multiple of 16"),
+        ("cusparselt", 3, 120, 48, BF16, "in_features=120 must be a multiple of 16"),
+        ("cusparselt", 0, 128, 48, BF16, "there are no rows"),
+        ("gemv", 16, 12, 7, BF16, None),
+        ("gemv", 17, 12, 7, BF16, "it serves 1 to 16 rows, not 17"),
+        ("gemv", 0, 12, 7, BF16, "it serves 1 to 16 rows, not 0"),
+        ("gemv", 1, 12, 7, F32, "it serves bfloat16"),
+        ("cutlass", 20, 128, 48, BF16, None),
+        ("cutlass", 40, 128, 48, BF16, "its tile 64x64 was not built for this GPU"),
+    ],
+)
+def test_the_limits(name, rows, in_features, out_features, dtype, reason, hopper):
+    found = kernel(name).supports(OnGPU(rows, in_features, dtype), OnGPU(out_features, in_features // 2, dtype))
+    assert found == reason or found.startswith(reason)
+
+
+def test_what_is_missing_is_named(hopper, monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert "has no cuSPARSELt" in supports(OnGPU(3, 128), OnGPU(48, 64))
-
-
-def test_the_limits_of_gemv(monkeypatch):
-    monkeypatch.setattr(cuda, "_C", None)
-    monkeypatch.setattr(cuda, "_missing", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = kernel("gemv").supports
-    assert supports(OnGPU(16, 12), OnGPU(7, 6)) is None
-    assert supports(OnGPU(17, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 17"
-    assert supports(OnGPU(0, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 0"
-    assert supports(OnGPU(1, 12, torch.float32), OnGPU(7, 6, torch.float32)).startswith("it serves bfloat16")
     monkeypatch.setattr(cuda, "_missing", "no compiler")
-    assert supports(OnGPU(1, 12), OnGPU(7, 6)) == "no compiler"
+    assert "has no cuSPARSELt" in kernel("cusparselt").supports(OnGPU(3, 128), OnGPU(48, 64))
+    assert kernel("gemv").supports(OnGPU(1, 12), OnGPU(7, 6)) == "no compiler"
 
 
 @pytest.mark.parametrize("arguments", [None, 6, 10, 11])
@@ -161,15 +176,3 @@ def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkey
     else:
         assert cuda.loaded("compiled")[0] is None
         assert "of another version" in cuda.loaded("compiled")[1]
-
-
-def test_cutlass_serves_with_the_tiles_that_were_built(monkeypatch):
-    built = SimpleNamespace(tiles=lambda: [(90, "64x32")])
-    for module in (cuda, cutlass):
-        monkeypatch.setattr(module, "_C", built)
-        monkeypatch.setattr(module, "_missing", None)
-    monkeypatch.setattr(cuda, "missing", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = kernel("cutlass").supports
-    assert supports(OnGPU(20, 128), OnGPU(48, 64)) is None
-    assert supports(OnGPU(40, 128), OnGPU(48, 64)).startswith("its tile 64x64 was not built for this GPU")
