@@ -32,13 +32,9 @@ def build(tmp_path):
     (tmp_path / "proxsparse").mkdir()
 
     def run(mode: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "setup.py", "build_ext", "--inplace"],
-            env=os.environ | {"CXX": "false", "CC": "false", "PROXSPARSE_EXTENSION": mode},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        environment = os.environ | {"CXX": "false", "CC": "false", "PROXSPARSE_EXTENSION": mode}
+        command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
 
     return run
 
@@ -139,6 +135,15 @@ def test_demanded_cuda_kernels_without_a_toolkit_are_refused_with_the_remedy(des
         described(PROXSPARSE_CUDA="1")
 
 
+@pytest.fixture
+def names(monkeypatch):
+    """names() -> what setup.py defines, run without the CUDA kernels."""
+    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
+    monkeypatch.setenv("PROXSPARSE_CUDA", "0")  # where torch is a CUDA build, setup.py would leave its CUDA_HOME here
+    monkeypatch.chdir(CHECKOUT)
+    return lambda: runpy.run_path("setup.py")
+
+
 @pytest.mark.parametrize(
     ("present", "first"),
     [
@@ -147,25 +152,19 @@ def test_demanded_cuda_kernels_without_a_toolkit_are_refused_with_the_remedy(des
         (["cuda-12", "cuda-12.8", "cuda-new"], "cuda-12.8"),
     ],
 )
-def test_the_newest_toolkit_is_found_without_its_link(present, first, described, monkeypatch):
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("CUDA_PATH", raising=False)
+def test_the_newest_toolkit_is_found_without_its_link(present, first, names, monkeypatch):
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(glob, "glob", lambda pattern, **options: [f"/usr/local/{name}" for name in present[::-1]])
     headers = {f"/usr/local/{name}/include/cuda_runtime_api.h" for name in present}
     monkeypatch.setattr(os.path, "exists", lambda path: str(path) in headers)
-    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    monkeypatch.setenv("PROXSPARSE_EXTENSION", "0")
-    monkeypatch.chdir(CHECKOUT)
-    assert runpy.run_path("setup.py")["toolkits"]()[0] == f"/usr/local/{first}"
+    assert names()["toolkits"]()[0] == f"/usr/local/{first}"
 
 
-def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, toolkit, capsys, monkeypatch):
+def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, names, toolkit, capsys, monkeypatch):
     """One warning that names the remedy; the other extension is built."""
-    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    monkeypatch.setenv("PROXSPARSE_CUDA", "0")  # where torch is a CUDA build, setup.py would leave its CUDA_HOME here
-    monkeypatch.chdir(CHECKOUT)
-    builder, built = runpy.run_path("setup.py")["BuildKernels"], []
+    builder, built = names()["BuildKernels"], []
 
     def build_extension(self, extension):
         if extension.name == "proxsparse._C_cuda":
@@ -200,13 +199,9 @@ print(_C.cpu_capability())
 
 
 def run_variant(capability: str, *arguments: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", VARIANT, *map(str, arguments)],
-        env=os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability},
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", VARIANT, *map(str, arguments)]
+    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability}
+    return subprocess.run(command, env=environment, cwd=CHECKOUT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])

@@ -20,13 +20,9 @@ kernel = get_kernel("sparse_linear", "cpp")
 
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
 def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
-    process = subprocess.run(
-        [sys.executable, CASES],
-        env=os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
-        cwd=CASES.parents[2],
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, CASES]
+    process = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr or process.returncode
     if process.stdout.strip() != capability:
         pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")

@@ -1,6 +1,7 @@
 """The GPU backends of `sparse_linear` without a GPU: what they serve, and what torch's library is called with."""
 
 import functools
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -136,22 +137,22 @@ BF16, F32 = torch.bfloat16, torch.float32
 @pytest.mark.parametrize(
     ("name", "rows", "in_features", "out_features", "dtype", "reason"),
     [
-        ("cusparselt", 3, 128, 48, BF16, None),
-        ("cusparselt", 3, 128, 48, F32, "it serves bfloat16"),
+        ("cusparselt", 3, 128, 48, BF16, "None"),
+        ("cusparselt", 3, 128, 48, F32, "it serves bfloat16.*"),
         ("cusparselt", 3, 128, 40, BF16, "out_features=40 must be a multiple of 16"),
         ("cusparselt", 3, 120, 48, BF16, "in_features=120 must be a multiple of 16"),
         ("cusparselt", 0, 128, 48, BF16, "there are no rows"),
-        ("gemv", 16, 12, 7, BF16, None),
+        ("gemv", 16, 12, 7, BF16, "None"),
         ("gemv", 17, 12, 7, BF16, "it serves 1 to 16 rows, not 17"),
         ("gemv", 0, 12, 7, BF16, "it serves 1 to 16 rows, not 0"),
-        ("gemv", 1, 12, 7, F32, "it serves bfloat16"),
-        ("cutlass", 20, 128, 48, BF16, None),
+        ("gemv", 1, 12, 7, F32, "it serves bfloat16.*"),
+        ("cutlass", 20, 128, 48, BF16, "None"),
         ("cutlass", 40, 128, 48, BF16, "its tile 64x64 was not built for this GPU"),
     ],
 )
 def test_the_limits(name, rows, in_features, out_features, dtype, reason, hopper):
     found = kernel(name).supports(OnGPU(rows, in_features, dtype), OnGPU(out_features, in_features // 2, dtype))
-    assert found == reason or found.startswith(reason)
+    assert re.fullmatch(reason, str(found))
 
 
 def test_what_is_missing_is_named(hopper, monkeypatch):

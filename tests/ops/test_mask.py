@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ops.blocks import random_blocks
+from ops.blocks import LAYOUTS, random_blocks
 
 from proxsparse import NMPattern, nm_mask
 from proxsparse.ops import registry
@@ -60,21 +60,7 @@ def test_ties_nan_of_either_sign_and_infinity(dtype, device):
             assert nm_mask(signed)[0].nonzero().flatten().tolist() == list(kept), score
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda base: base[5:6],
-        lambda base: base[3, 8:12],
-        lambda base: base.view(-1, 4),
-        lambda base: base[::3],
-        lambda base: base[:, 4:20],
-        lambda base: base.flatten()[3:-1],
-        lambda base: base[:, ::2],
-        lambda base: base.T,
-        lambda base: base.view(2, 12, 24).permute(2, 0, 1),
-        lambda base: base[:1, :4].expand(5, 4),
-    ],
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), lambda base: base[:1, :4].expand(5, 4)])
 def test_layouts(layout, device):
     score = layout(random_blocks(144, 1.0, seed=21).view(24, 24).to(device))
     before = score.clone()

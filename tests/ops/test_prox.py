@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from ops.blocks import random_blocks
+from ops.blocks import LAYOUTS, random_blocks
 from ops.on_each_backend import INTERPRETED
 from reference.ground_truth import GAP, assert_optimal, exact, exact_one
 
@@ -128,20 +128,6 @@ def test_scale_by_powers_of_two_is_exact_and_of_any_float_dtype(dtype, device):
 
 
 # ------------------------------------------------------------------------------------------ layouts
-
-LAYOUTS = {
-    "contiguous": lambda base: base,
-    "one row": lambda base: base[5:6],
-    "one block": lambda base: base[3, 8:12],
-    "in_features = 4": lambda base: base.view(-1, 4),
-    "every third row": lambda base: base[::3],
-    "a slice of columns": lambda base: base[:, 4:20],
-    "an offset that is not aligned": lambda base: base.flatten()[3:-1],
-    "every second column": lambda base: base[:, ::2],
-    "transposed": lambda base: base.T,
-    "three dimensions": lambda base: base.view(2, 12, 24),
-    "permuted": lambda base: base.view(2, 12, 24).permute(2, 0, 1),
-}
 
 
 @each_dtype

@@ -21,14 +21,9 @@ SLOW = {"test_prox.py": "", "test_prox_edges.py": "", "test_adamw_prox.py": "any
 def run_in_own_process(file: str, *options: str, **environment: str):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = [*options, "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(FOLDER / file)],
-        env=inherited | environment,
-        cwd=FOLDER.parent.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", *options, str(FOLDER / file)]
+    folder, both = FOLDER.parent.parent, {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.run(command, env=inherited | environment, cwd=folder, **both)
     assert process.returncode == 0, f"{file} failed:\n{process.stdout[-6000:]}"
 
 
