@@ -166,7 +166,7 @@ def test_the_reference_serves_other_patterns():
 
 def test_at_lr_zero_only_the_moments_move_and_at_betas_zero_they_are_the_gradient(device):
     for dtype in DTYPES:
-        tensors = problem((8, 24), dtype, device, parts=("scale",), seed=4)
+        tensors = problem((2, 96), dtype, device, parts=("scale",), seed=4)
         exact, before = in_float64(tensors), tensors["weight"].clone()
         step_(tensors, lr=0.0, reg_lambda=0.0, seed=5)
         assert torch.equal(tensors["weight"], before)
@@ -244,7 +244,7 @@ STRIDES = {
 
 @pytest.mark.parametrize("layout", STRIDES)
 def test_any_strides(layout, device):
-    tensors = problem((24, 24), torch.bfloat16, device, parts=("master", "pretrained", "scale"), seed=7)
+    tensors = problem((6, 96), torch.bfloat16, device, parts=("master", "pretrained", "scale"), seed=7)
     expected = step_(copied(tensors), reg_lambda=0.5)
     for name in tensors:
         value = STRIDES[layout](tensors[name]) if name != "scale" else torch.stack([tensors[name]] * 2, dim=-1)[:, 0]
@@ -279,8 +279,8 @@ def test_a_bad_number_stays_inside_its_block(dtype, poison, where, device):
 
 
 def test_a_feasible_block_is_left_to_adamw(device):
-    tensors = problem((50, 16), torch.float32, device, parts=("scale",), seed=9)
-    pruned = torch.arange(16, device=device) % 4 >= 2
+    tensors = problem((2, 400), torch.float32, device, parts=("scale",), seed=9)
+    pruned = torch.arange(400, device=device) % 4 >= 2
     for name in ("weight", "grad", "exp_avg"):
         tensors[name][:, pruned] = 0.0
     expected = step_(copied(tensors), reg_lambda=0.0)
