@@ -12,10 +12,16 @@ import pytest
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
-ROUNDING = "test_adamw_prox_rounding.py"
-# file -> tests that are left out: each call of the interpreter takes a quarter second
-QUICK = {"triton_prox_cases.py": "", "test_prox_list.py": ""}
-SLOW = {"test_prox.py": "", "test_prox_edges.py": "", "test_adamw_prox.py": "any_size", ROUNDING: "mean_over_seeds"}
+# (file, options of pytest): what runs quickly; each call of the interpreter takes a quarter second
+QUICK = [("triton_prox_cases.py", "-m", "not slow"), ("test_prox_list.py",)]
+SLOW = [("triton_prox_cases.py", "-m", "slow"), ("test_prox.py",), ("test_prox_edges.py",)]
+SLOW += [("test_adamw_prox.py", "-k", "not any_size"), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
+COMPILED = [("triton_compiled_prox.py", "-m", "not slow"), ("triton_rocm_cases.py",)]
+COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow")]
+
+
+def quick_and_slow(quick, slow):
+    return [*quick, *(pytest.param(command, marks=pytest.mark.slow) for command in slow)]
 
 
 def run_in_own_process(file: str, *options: str, **environment: str):
@@ -27,25 +33,14 @@ def run_in_own_process(file: str, *options: str, **environment: str):
     assert process.returncode == 0, f"{file} failed:\n{process.stdout[-6000:]}"
 
 
-@pytest.mark.parametrize(
-    ("file", "left_out"),
-    [*QUICK.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())],
-)
-def test_interpreted(file, left_out, tmp_path):
-    options = ["-k", f"not {left_out}"] if left_out else []
-    run_in_own_process(file, "-x", *options, TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("command", quick_and_slow(QUICK, SLOW))
+def test_interpreted(command, tmp_path):
+    run_in_own_process(*command, "-x", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("file", "options"),
-    [
-        ("triton_compiled_prox.py", ["-m", "not slow"]),
-        pytest.param("triton_compiled_prox.py", ["-m", "slow"], marks=pytest.mark.slow),
-        ("triton_rocm_cases.py", []),
-    ],
-)
-def test_compiled_ahead_of_time(file, options, tmp_path):
-    run_in_own_process(file, "-x", *options, TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("command", quick_and_slow(COMPILED, COMPILED_SLOW))
+def test_compiled_ahead_of_time(command, tmp_path):
+    run_in_own_process(*command, "-x", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.gpu
