@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-import json
 
 import pytest
 import torch
@@ -79,20 +78,19 @@ def test_gemv_takes_x_at_any_address(cuda_on_cpu):
         assert_as_good_as_dense(cuda.gemv(x, *pack.pack_nm(weight), None), x, weight)
 
 
-def test_gemv_is_launched_with_the_parameters_of_the_table(cuda_on_cpu, tmp_path, monkeypatch):
-    fastest = {"64x320x1": {"warps": 4, "splits": 2, "tiles": 1}, "64x320x16": {"warps": 8}}
-    table = {tuning.device_kind(torch.device("cpu")): {"gemv bfloat16": {"measured": {}, "fastest": fastest}}}
-    (tmp_path / "tuned.json").write_text(json.dumps(table))
+def test_gemv_is_launched_with_the_parameters_of_the_table(cuda_on_cpu, tuned):
     weight = pack.pack_nm(pruned_weight((33, 320), bf16))
-    cuda.gemv(torch.randn(1, 320).bfloat16(), *weight, None)
-    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
-    tuning.forget()
-    for rows in (1, 16):
+
+    def launch(rows: int) -> tuple:
         cuda.gemv(torch.randn(rows, 320).bfloat16(), *weight, None)
+        return cuda._C.gemv_launches[-1]
+
+    assert launch(1) == (0, 0, 0, False)
+    tuned("gemv bfloat16", {"64x320x1": {"warps": 4, "splits": 2, "tiles": 1}, "64x320x16": {"warps": 8}})
+    assert launch(1) == (4, 2, 1, False)
+    assert launch(16) == (8, 0, 0, False)
     with tuning.use_launch_parameters("gemv", warps=16, splits=8, tiles=4), cuda.dependent_launch():
-        cuda.gemv(torch.randn(1, 320).bfloat16(), *weight, None)
-    tuning.forget()
-    assert cuda._C.gemv_launches == [(0, 0, 0, False), (4, 2, 1, False), (8, 0, 0, False), (16, 8, 4, True)]
+        assert launch(1) == (16, 8, 4, True)
 
 
 # ------------------------------------------------------------------------------------------ CUTLASS

@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -80,13 +79,14 @@ def test_what_begins_anywhere_is_copied():
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built. Returns the table."""
+    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built, none was measured."""
     built = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm*_*.cu")]
     tiles = [(int(architecture.removeprefix("sm")), name) for architecture, _, name in built]
     monkeypatch.setattr(cutlass, "_C", SimpleNamespace(tiles=lambda: tiles))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (device.index, 0))
-    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
-    yield tmp_path / "tuned.json"
+    monkeypatch.setattr(tuning, "TUNED", tmp_path / "absent.json")
+    tuning.forget()
+    yield
     tuning.forget()
     tuning.device_kind.cache_clear()
 
@@ -104,11 +104,9 @@ def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpus):
     assert cutlass.built_tiles(torch.device("cuda", 8)) == ["128x128", "64x64"]
 
 
-def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus):
+def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus, tuned):
     sizes = {"4096x4096x64": "128x64_streamk", "4096x4096x512": "128x128", "14336x4096x64": "of another version"}
-    entry = {"measured": {}, "fastest": {size: {"tile": tile} for size, tile in sizes.items()}}
-    gpus.write_text(json.dumps({"sm_90": {"cutlass bfloat16": entry}}))
-    tuning.forget()
+    tuned("cutlass bfloat16", {size: {"tile": tile} for size, tile in sizes.items()}, "sm_90")
     assert tiles_for(9, 17, 100, 300) == ["128x64_streamk", "128x64_streamk", "128x128"]
     assert tiles_for(9, 64, shape=(14336, 4096)) == ["64x64"]
     assert tiles_for(8, 64) == ["64x64"]
