@@ -12,6 +12,16 @@ ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "pack_nm")  # of "cuda
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+class OnGPU:
+    """As much of a CUDA tensor as `supports` looks at."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype, self.device = (rows, columns), dtype, torch.device("cuda", 0)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
 def backends_of(op: str) -> list:
     """cpp, the reference and the CUDA kernels of on_cpu.py on the CPU; triton, cuda and the reference on a GPU.
 

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from ops.on_each_backend import OnGPU
 
 from proxsparse import nm_mask, prox_nm, prox_nm_, reference, use_backend
 from proxsparse.ops import registry
@@ -199,18 +200,6 @@ def test_cuda_comes_before_triton_from_the_measured_strength_on():
 # ------------------------------------------------------------------------------------------ AMD's GPUs
 
 
-class OnGpu:
-    """What `supports` asks of a tensor on a GPU."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, dtype: torch.dtype, *shape: int):
-        self.dtype, self.shape = dtype, shape
-
-    def __len__(self):
-        return self.shape[0]
-
-
 def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
     """There `device.type` is "cuda", too, and the capability of an MI300 is (9, 4)."""
     monkeypatch.setattr(torch.version, "hip", "6.4.2")
@@ -218,7 +207,7 @@ def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
     monkeypatch.setattr(cuda, "_missing", None)
     monkeypatch.setattr(cutlass, "_missing", None)
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
-    weight, x = OnGpu(torch.bfloat16, 32, 64), OnGpu(torch.bfloat16, 8, 64)
+    weight, x = OnGPU(32, 64), OnGPU(8, 64)
     reason = r"NVIDIA's GPUs, .* AMD's \(ROCm 6.4.2\)"
     for op, arguments in {"prox_nm_": (0.1, 2, 4, None), "prox_nm_list_": (2, 4), "pack_nm": (2, 4)}.items():
         assert re.search(reason, registry.get_kernel(op, "cuda").supports(weight, *arguments)), op
@@ -230,4 +219,4 @@ def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
 def test_triton_serves_amd(monkeypatch):
     """Without inline assembly: triton_rocm_cases.py compiles the kernels for gfx942."""
     monkeypatch.setattr(torch.version, "hip", "6.4.2")
-    assert triton._supports(OnGpu(torch.bfloat16, 32, 64), 2, 4) is None
+    assert triton._supports(OnGPU(32, 64), 2, 4) is None

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from ops.on_each_backend import OnGPU
 from pruned import pruned_weight
 from torch import Tensor
 
@@ -102,16 +103,6 @@ def test_a_torch_without_mm_search_gives_the_algorithm_alone(library, monkeypatc
     monkeypatch.delattr(torch._C, "_cusparselt")
     run(8)
     assert library.algorithms == [(41, 1, -1)]
-
-
-class OnGPU:
-    """As much of a CUDA tensor as `supports` looks at."""
-
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.shape, self.dtype, self.device = (rows, columns), dtype, torch.device("cuda", 0)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 @pytest.mark.parametrize("name", ["cusparselt", "cutlass", "gemv"])
