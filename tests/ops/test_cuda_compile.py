@@ -29,6 +29,12 @@ EXPECTED = {
 FORBIDDEN = {"gemv.cu": ("LDL", "STL", "ST.E")}
 FORBIDDEN_ELSEWHERE = ("LDL", "STL", "LD.E", "ST.E")
 
+
+def sources(files: list[Path], slow: tuple[str, ...]) -> list:
+    """Those that begin with one of `slow` take a minute each, and gigabytes of memory."""
+    return [pytest.param(x, marks=[pytest.mark.slow] * x.name.startswith(slow), id=x.name) for x in files]
+
+
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: no kernel was compiled")
 
 
@@ -59,11 +65,7 @@ def fatbin(setup, tmp_path):
     return compiled
 
 
-# Quick: without the fused step, half of the time of all.
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.name == "adamw_prox.cu"), id=path.name) for path in KERNELS],
-)
+@pytest.mark.parametrize("source", sources(KERNELS, slow=("adamw_prox", "gemv")))
 def test_kernels_compile_into_registers_and_16_byte_accesses(source, fatbin):
     file, report = fatbin(source)
     frames, kernels = check_report(report), disassembled(file)
@@ -129,10 +131,7 @@ def check_one_load_phase(kernels: list[Compiled]) -> None:
                 loaded |= {registers[0] + word for word in range(4)}
 
 
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(path, marks=[pytest.mark.slow] * path.name.startswith("sm90"), id=path.name) for path in TILES],
-)
+@pytest.mark.parametrize("source", sources(TILES, slow=("sm90",)))
 def test_cutlass_tiles_compile_into_registers(source, setup, tmp_path):
     if not (headers := setup["cutlass_headers"]()):
         pytest.skip("nvidia-cutlass is not installed")

@@ -112,8 +112,8 @@ def test_the_ops_pass_on_what_was_measured(monkeypatch):
 # ------------------------------------------------------------------------------------------ a list of weights
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=[] if DEVICE == "cuda" else pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (2, torch.float64), (2, torch.bfloat16)], ids=str)
 def test_a_list_is_every_weight_alone(n, dtype, monkeypatch):
     """Sizes below, at and above a row of the table, sizes and addresses that are no multiple of 16, and lambda = 0."""
     monkeypatch.setattr(prox, "BLOCKS_IN_INTERPRETER", 32)
