@@ -31,7 +31,7 @@ FORBIDDEN_ELSEWHERE = ("LDL", "STL", "LD.E", "ST.E")
 
 
 def sources(files: list[Path], slow: tuple[str, ...]) -> list:
-    """Those that begin with one of `slow` take a minute each, and gigabytes of memory."""
+    """Those whose name begins with one of `slow` take up to a minute each, and some gigabytes of memory."""
     return [pytest.param(x, marks=[pytest.mark.slow] * x.name.startswith(slow), id=x.name) for x in files]
 
 
