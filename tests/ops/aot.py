@@ -1,11 +1,10 @@
-"""Compiles Triton kernels for a GPU that need not be there, and reads what came out.
+"""Compiles Triton kernels for a GPU that need not be there, and reads the machine code of any compiled kernel.
 
-Only in a process without TRITON_INTERPRET: interpreted functions cannot be compiled.
+Triton's only in a process without TRITON_INTERPRET: interpreted functions cannot be compiled.
 """
 
 import re
 import subprocess
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,28 +13,33 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The machine code of a kernel: how often every instruction occurs, and its registers and stack bytes a thread.
+    """The machine code of a kernel: [(address, instruction, operands)] in order; `head` has its name and its GPU."""
 
-    `code` is [(address, name, address it jumps to or None)] in order.
-    """
-
-    code: list[tuple[int, str, int | None]]
+    head: str
+    code: list[tuple[int, str, str]]
     registers: int
     stack: int
 
     @property
-    def instructions(self) -> Counter:
-        """How often every instruction occurs."""
-        return Counter(name for _, name, _ in self.code)
+    def instructions(self) -> list[str]:
+        """The names of the instructions in order."""
+        return [name for _, name, _ in self.code]
 
-    def loops(self) -> list[Counter]:
+    def loops(self) -> list[list[str]]:
         """The instructions of one turn of every loop (of those inside it: one turn each), in the order they end."""
-        jumps = [(start, end) for end, _, start in self.code if start is not None and start < end]
-        return [Counter(name for address, name, _ in self.code if start <= address <= end) for start, end in jumps]
+        jumps = [
+            (int(target[1], 16), end)
+            for end, name, operands in self.code
+            if name.startswith("BRA") and (target := re.search(r"0x([0-9a-f]+)\s*$", operands))
+        ]
+        return [
+            [name for address, name, _ in self.code if start <= address <= end] for start, end in jumps if start < end
+        ]
 
     def starting_with(self, *prefixes: str) -> set[str]:
         """The different instructions whose name starts with one of `prefixes`."""
@@ -46,7 +50,7 @@ def compile_for(target: GPUTarget, kernel, arguments: dict[str, str], constants:
     """Compile as a launch would with 16-byte aligned pointers and integers that are multiples of 16.
 
     Args:
-        arguments: name -> Triton type, such as "*bf16", "i32" or "fp64", for all that are no constants.
+        arguments: name -> Triton type, such as "*bf16", "i32" or "fp64", for all that are not constants.
         constants: name -> value, None for a pointer that is not given.
         options: of Triton's compiler, such as num_warps.
     """
@@ -61,19 +65,20 @@ def compile_for(target: GPUTarget, kernel, arguments: dict[str, str], constants:
 def compile_kernel(kernel, arguments: dict[str, str], constants: dict, capability: int, options: dict, folder: Path):
     """`compile_for` an NVIDIA GPU of capability 80, 90 or 100; `folder` takes the cubin."""
     compiled = compile_for(GPUTarget("cuda", capability, 32), kernel, arguments, constants, options)
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    return disassembled(cubin)
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    return disassembled(folder / "kernel.cubin")[0]
 
 
-def disassembled(cubin: Path) -> Compiled:
-    """What cuobjdump says about the one kernel in `cubin`."""
-    command = [CUOBJDUMP, "-res-usage", "-sass", cubin]
+def disassembled(file: Path) -> list[Compiled]:
+    """What cuobjdump says about every kernel in a cubin or fatbin."""
+    command = [CUOBJDUMP, "-res-usage", "-sass", file]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    line = r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);"
-    code = []
-    for address, name, operands in re.findall(line, text, re.MULTILINE):
-        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if name.startswith("BRA") else None
-        code.append((int(address, 16), name, int(target[1], 16) if target else None))
-    registers, stack = (int(re.search(rf"{what}:(\d+)", text)[1]) for what in ("REG", "STACK"))
-    return Compiled(code, registers, stack)
+    usage = {
+        name: (int(registers), int(stack))
+        for name, registers, stack in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+)", text)
+    }
+    kernels = []
+    for function in re.split(r"\n\s+Function : ", text)[1:]:
+        code = [(int(address, 16), name, operands) for address, name, operands in INSTRUCTION.findall(function)]
+        kernels.append(Compiled(function[:400], code, *usage[function.split()[0]]))
+    return kernels

@@ -99,3 +99,19 @@ def random_blocks(count: int, reg_lambda: float, m: int = 4, n: int = 2, seed: i
     sign = 1 - 2 * torch.randint(2, (count, m), generator=generator)
     place = uniform(count, m, generator).argsort(-1)
     return (shape / torch.where(largest > 0, largest, 1.0) * height * sign).gather(-1, place) + 0.0
+
+
+# Views of a [24, 24] matrix whose last dimension is a multiple of 4.
+LAYOUTS = {
+    "contiguous": lambda base: base,
+    "one row": lambda base: base[5:6],
+    "one block": lambda base: base[3, 8:12],
+    "in_features = 4": lambda base: base.view(-1, 4),
+    "every third row": lambda base: base[::3],
+    "a slice of columns": lambda base: base[:, 4:20],
+    "an offset that is not aligned": lambda base: base.flatten()[3:-1],
+    "every second column": lambda base: base[:, ::2],
+    "transposed": lambda base: base.T,
+    "three dimensions": lambda base: base.view(2, 12, 24),
+    "permuted": lambda base: base.view(2, 12, 24).permute(2, 0, 1),
+}

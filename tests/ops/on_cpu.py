@@ -1,32 +1,40 @@
-"""Builds csrc/cuda/*.cu for this CPU, lane by lane, and memory in which any access beyond a tensor is found."""
+"""The kernels of csrc/cuda on this CPU, lane by lane, and memory in which any access beyond a tensor is found."""
 
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+
+from proxsparse.ops.backends import cuda
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc" / "cuda"
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]  # in the order of Dtype in csrc/calls.h
 
 
-def build(folder: Path, library: str, *kernels: str) -> ctypes.CDLL:
-    """cuda_on_cpu/{library}.cpp with these files of csrc/cuda; skips the test where there is no compiler."""
+def build(folder: Path) -> ctypes.CDLL:
+    """cuda_on_cpu/library.cpp with the kernels, built once in the folder; skips the test where there is no compiler."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
-    target = folder / f"{library}.so"
+    target = folder / "cuda_on_cpu.so"
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-    sources = [HERE / "cuda_on_cpu" / f"{library}.cpp", *(CSRC / kernel for kernel in kernels)]
+    sources = [HERE / "cuda_on_cpu" / "library.cpp", *sorted(CSRC.glob("*.cu"))]
     command = ["g++", *options, "-I", HERE / "cuda_on_cpu", "-x", "c++", *sources, "-o", target]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-4000:]
+    with open(folder / "cuda_on_cpu.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            process = subprocess.run(command, capture_output=True, text=True)
+            assert process.returncode == 0, process.stderr[-4000:]
     return ctypes.CDLL(str(target))
 
 
@@ -34,6 +42,56 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     """Of the first number; null for None."""
     assert tensor is None or tensor.is_contiguous()
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
+
+
+class Extension:
+    """proxsparse._C_cuda (csrc/cuda/bindings.cpp) on tensors of the CPU."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library, self.metadata_calls, self.gemv_launches = library, 0, []
+
+    def prox_n4_(self, weight, reg_lambda, n, scale, stream):
+        size, in_features = ctypes.c_int64(weight.numel()), ctypes.c_int64(weight.shape[-1])
+        numbers = TYPES.index(weight.dtype), ctypes.c_double(reg_lambda), n
+        assert self.library.prox(address(weight), size, in_features, address(scale), *numbers) == 0
+
+    def adamw_prox_(self, *arguments):
+        tensors, (step, *numbers, n, frozen_lambda, frozen_eps, seed, _stream) = arguments[:7], arguments[7:]
+        (weight, _, exp_avg, *_), double, integer = tensors, ctypes.c_double, ctypes.c_int64
+        sizes = integer(weight.numel()), integer(weight.shape[-1] if weight.dim() else 1)
+        formats = TYPES.index(weight.dtype), exp_avg.dtype == torch.bfloat16
+        numbers = *map(double, numbers), n, double(frozen_lambda), double(frozen_eps)
+        random = seed is not None, ctypes.c_uint64(seed or 0)
+        assert self.library.adamw_prox(*map(address, tensors), *sizes, *formats, integer(step), *numbers, *random) == 0
+
+    def gemv(self, x, values, indices, bias, y, warps, splits, tiles, dependent, stream):
+        assert x.data_ptr() % 8 == 0
+        self.gemv_launches.append((warps, splits, tiles, dependent))
+        tensors = (address(tensor) for tensor in (x, values, indices, bias, y))
+        sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype))
+        assert self.library.gemv(*tensors, *sizes, warps, splits, tiles, dependent, 132, 9, 90) == 0
+
+    def pack_24(self, weight, values, indices, infeasible, stream):
+        tensors, (rows, columns) = (weight, values, indices, infeasible), weight.shape
+        if weight.numel():
+            assert self.library.pack(*map(address, tensors), ctypes.c_int64(rows), columns, weight.itemsize) == 0
+
+    def unpack_24(self, values, indices, weight, stream):
+        self.pack_24(weight, values, indices, None, stream)
+
+    def cutlass_metadata_(self, indices, metadata, architecture, stream):
+        rows, columns = len(indices), 8 * indices.shape[1]
+        self.metadata_calls += 1
+        assert self.library.metadata(address(indices), address(metadata), rows, columns, architecture) == 0
+
+
+def replace_extension(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend "cuda" then serves tensors of the CPU with these kernels, and asks no GPU."""
+    monkeypatch.setattr(cuda, "_C", Extension(library))
+    monkeypatch.setattr(cuda, "_missing", None)
+    monkeypatch.setattr(cuda, "_supports", lambda tensor, n, m: None if m == 4 and n in (1, 2) else "not this pattern")
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
 
 
 def fenced(tensor: Tensor, at_end: bool) -> Tensor:

@@ -8,16 +8,32 @@ import torch
 from proxsparse.ops import registry
 
 GPU_BACKENDS = ("triton", "cuda", "gemv", "cutlass", "cusparselt")
+ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "pack_nm")  # of "cuda": on_cpu.py
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class OnGPU:
+    """As much of a CUDA tensor as `supports` looks at."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype, self.device = (rows, columns), dtype, torch.device("cuda", 0)
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 def backends_of(op: str) -> list:
-    """cpp and the reference on the CPU; triton, cuda and the reference on a GPU; triton on a CPU in its interpreter."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    """cpp, the reference and the CUDA kernels of on_cpu.py on the CPU; triton, cuda and the reference on a GPU.
+
+    Only triton, on the CPU, in a process in which Triton interprets.
+    """
+    if INTERPRETED:
+        return [pytest.param(("triton", "cpu"), id="triton")] if "triton" in registry.list_backends(op) else []
     found = []
     for name in registry.list_backends(op):
-        on_cpu = name not in GPU_BACKENDS or (name == "triton" and interpreted)
-        found += [pytest.param((name, "cpu"), id=name)] if on_cpu else []
-        if name in (*GPU_BACKENDS, "reference") and not interpreted:
+        if name not in GPU_BACKENDS or (name == "cuda" and op in ON_CPU_OPS):
+            found.append(pytest.param((name, "cpu"), id="cuda-on-cpu" if name == "cuda" else name))
+        if name in (*GPU_BACKENDS, "reference"):
             label = "reference-on-gpu" if name == "reference" else name
             found.append(pytest.param((name, "cuda"), id=label, marks=pytest.mark.gpu))
     return found

@@ -5,36 +5,24 @@ import math
 import pytest
 import torch
 from ops.blocks import random_blocks
-from ops.on_each_backend import backends_of
-from reference import ground_truth
+from reference.ground_truth import GAP, assert_optimal
 
 from proxsparse import reference
 from proxsparse.ops import adamw_prox_, use_backend
-from proxsparse.patterns import NMPattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+OP = "adamw_prox_"
 NUMBERS = {"step": 3, "lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
-TENSORS = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale")
-CHANGED = ("weight", "exp_avg", "exp_avg_sq", "master")
-# The objective's distance from the optimum, in units of z_1^2, without the rounding of the weight: as in test_prox.py.
-GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6}
-
-
-@pytest.fixture(params=backends_of("adamw_prox_"))
-def device(request, on_backend):
-    """The device of the backend under test, which serves every call of the test."""
-    zeros = torch.zeros(1, 4)
-    numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.3, 2, 4, 0.0, 0.1, None)
-    return on_backend("adamw_prox_", request.param, zeros, zeros, zeros, None, None, None, *numbers)
+ALWAYS = ("weight", "grad", "exp_avg", "exp_avg_sq")
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def problem(shape, dtype, device="cpu", moment=None, parts=(), seed=0) -> dict[str, torch.Tensor | None]:
+def problem(shape, dtype, device="cpu", moment=None, parts=(), seed=0) -> dict[str, torch.Tensor]:
     """The tensors of a step in the middle of a training; `parts` of master, pretrained, scale."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -48,28 +36,28 @@ def problem(shape, dtype, device="cpu", moment=None, parts=(), seed=0) -> dict[s
         "grad": normal(0.3).to(dtype),
         "exp_avg": normal(0.2).to(moment),
         "exp_avg_sq": (0.01 + normal(0.2).square()).to(moment),
-        "master": weight.float() if "master" in parts else None,
-        "pretrained": (weight + normal(0.1)).to(dtype) if "pretrained" in parts else None,
-        "scale": torch.logspace(-0.5, 0.5, shape[-1]).to(arithmetic(dtype)) if "scale" in parts else None,
+        "master": weight.float(),
+        "pretrained": (weight + normal(0.1)).to(dtype),
+        "scale": torch.logspace(-0.5, 0.5, shape[-1]).to(arithmetic(dtype)),
     }
-    return {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    return {name: tensors[name].to(device) for name in (*ALWAYS, *parts)}
 
 
-def step_(tensors: dict, **options) -> dict[str, torch.Tensor | None]:
+def step_(tensors: dict, **options) -> dict[str, torch.Tensor]:
     """The step, in place; returns the tensors."""
-    settings = NUMBERS | {"frozen_lambda": 0.0 if tensors["pretrained"] is None else 0.3} | options
-    assert adamw_prox_(*(tensors[name] for name in TENSORS), **settings) is tensors["weight"]
+    settings = NUMBERS | {"frozen_lambda": 0.3 if "pretrained" in tensors else 0.0} | options
+    assert adamw_prox_(**tensors, **settings) is tensors["weight"]
     return tensors
 
 
 def copied(tensors: dict) -> dict:
-    return {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def in_float64(tensors: dict) -> dict[str, torch.Tensor]:
     """AdamW alone from the same values in float64 on the CPU, where nothing is rounded."""
-    exact = {name: None if tensor is None else tensor.double().cpu().clone() for name, tensor in tensors.items()}
-    exact["weight"], exact["master"] = exact["weight"] if exact["master"] is None else exact["master"], None
+    exact = {name: tensor.double().cpu().clone() for name, tensor in tensors.items()}
+    exact["weight"] = exact.pop("master", exact["weight"])
     with use_backend("reference"):
         return step_(exact, reg_lambda=0.0)
 
@@ -87,7 +75,7 @@ def assert_close(result: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, 
 
 PARTS = {
     "plain": {},
-    "metric": {"parts": ("scale",)},
+    "scaled": {"parts": ("scale",)},
     "frozen": {"parts": ("pretrained",)},
     "both": {"parts": ("scale", "pretrained")},
     "bf16 moments": {"moment": torch.bfloat16, "parts": ("scale",)},
@@ -109,14 +97,16 @@ each_dtype_and_part = pytest.mark.parametrize(
 @each_dtype_and_part
 @pytest.mark.parametrize("seed", [None, 2**63 + 12345], ids=["nearest", "stochastic"])
 def test_without_the_prox_it_is_adamw(dtype, options, seed, device):
-    tensors = problem((37, 52), dtype, device, **options)
-    exact = in_float64(tensors)
-    step_(tensors, reg_lambda=0.0, seed=seed)
+    tensors = problem((7, 276), dtype, device, **options)
+    exact, again = in_float64(tensors), copied(tensors)
+    for each in (tensors, again):
+        step_(each, reg_lambda=0.0, seed=seed)
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
     for name in ("weight", "exp_avg", "exp_avg_sq"):
         bf16 = tensors[name].dtype == torch.bfloat16
-        rounded = seed is not None and bf16 and (name != "weight" or tensors["master"] is None)
+        rounded = seed is not None and bf16 and (name != "weight" or "master" not in tensors)
         assert_close(tensors[name], exact[name], dtype, rounded)
-    if tensors["master"] is not None:
+    if "master" in tensors:
         assert_close(tensors["master"], exact["weight"], torch.float32)
         assert torch.equal(tensors["weight"], tensors["master"].to(dtype))
 
@@ -124,35 +114,23 @@ def test_without_the_prox_it_is_adamw(dtype, options, seed, device):
 @each_dtype_and_part
 @pytest.mark.parametrize(("pattern", "reg_lambda"), [("2:4", 0.02), ("2:4", 0.6), ("2:4", 30.0), ("1:4", 0.5)])
 def test_then_comes_the_exact_prox(dtype, options, pattern, reg_lambda, device):
-    """The result in the metric is as good as the exact prox of the exact AdamW step, up to its own rounding."""
-    tensors = problem((61, 52), dtype, device, seed=1, **options)
+    """The scaled result is as good as the exact prox of the exact AdamW step, up to its own rounding."""
+    tensors = problem((12, 260), dtype, device, seed=1, **options)
     before = tensors["weight"].clone()
     exact = in_float64(tensors)
     step_(tensors, reg_lambda=reg_lambda, pattern=pattern)
     for name in ("exp_avg", "exp_avg_sq"):
         assert_close(tensors[name], exact[name], dtype)
-    scale = 1.0 if tensors["scale"] is None else tensors["scale"].cpu().double()
-    v = (exact["weight"] * scale).view(-1, 4)
-    w = tensors["weight"] if tensors["master"] is None else tensors["master"]
-    n = NMPattern.parse(pattern).n
-    best = ground_truth.exact(v, reg_lambda) if n == 2 else ground_truth.exact_one(v, reg_lambda)
-    result = (w.cpu().double() * scale).view(-1, 4)
+    scale, n = tensors.get("scale", torch.ones(())).cpu().double(), int(pattern[0])
+    w = tensors.get("master", tensors["weight"])
     stored = 0.0 if w.dtype == arithmetic(w.dtype) else 2 * torch.finfo(w.dtype).eps ** 2
-    strength = 1 + reg_lambda * (v.abs().amax() if n == 2 else 1)  # the curvature that a rounded weight feels
-    gap = ground_truth.relative_gap(result, best, v, reg_lambda, n)
-    assert gap.max() <= GAP[dtype] + stored * strength
+    # the curvature that a rounded weight feels
+    strength = 1 + reg_lambda * ((exact["weight"] * scale).abs().amax() if n == 2 else 1)
+    tolerance = GAP[arithmetic(dtype)] + stored * strength
+    assert_optimal(w, exact["weight"], reg_lambda, n, scale, tolerance=tolerance)
     pruned = (tensors["weight"] == 0) & (before != 0)
     assert reg_lambda < 0.1 or pruned.any()
     assert not tensors["weight"][pruned].signbit().any()
-
-
-@each_dtype_and_part
-def test_two_steps_from_the_same_values_are_equal(dtype, options, device):
-    first = problem((255, 260), dtype, device, seed=11, **options)
-    second = copied(first)
-    for tensors in (first, second):
-        step_(tensors, reg_lambda=0.6, seed=7)
-    assert all(torch.equal(first[name], second[name]) for name in CHANGED if first[name] is not None)
 
 
 def test_a_stochastic_step_is_that_of_the_reference(device):
@@ -173,14 +151,12 @@ def test_the_paper_strength_keeps_small_weights(device):
     tensors = problem((64, 64), torch.float32, device, seed=2)
     for name, size in (("weight", 0.02), ("grad", 1e-3), ("exp_avg", 1e-3), ("exp_avg_sq", 1e-6)):
         tensors[name] *= size
-    exact = in_float64(tensors | {"pretrained": None})
-    v = exact["weight"].view(-1, 4)
-    step_(tensors, reg_lambda=0.25)
-    best = ground_truth.exact(v, 0.25)
-    torch.testing.assert_close(tensors["weight"].cpu().double().view(-1, 4), best, rtol=1e-5, atol=1e-7)
+    best = reference.prox_nm(in_float64(tensors)["weight"], 0.25)
+    result = step_(tensors, reg_lambda=0.25)["weight"]
+    torch.testing.assert_close(result.cpu().double(), best, rtol=1e-5, atol=1e-7)
 
 
-def test_a_pattern_without_a_fused_kernel_falls_to_the_reference():
+def test_the_reference_serves_other_patterns():
     tensors = problem((12, 16), torch.float32, parts=("scale",), seed=3)
     with use_backend("reference"):
         expected = step_(copied(tensors), reg_lambda=0.0)["weight"]
@@ -188,21 +164,17 @@ def test_a_pattern_without_a_fused_kernel_falls_to_the_reference():
     assert torch.equal(tensors["weight"], reference.prox_nm(expected, 0.4, "4:8", tensors["scale"]))
 
 
-def test_at_lr_zero_only_the_moments_move(device):
+def test_at_lr_zero_only_the_moments_move_and_at_betas_zero_they_are_the_gradient(device):
     for dtype in DTYPES:
-        tensors = problem((8, 24), dtype, device, parts=("scale",), seed=4)
+        tensors = problem((2, 96), dtype, device, parts=("scale",), seed=4)
         exact, before = in_float64(tensors), tensors["weight"].clone()
         step_(tensors, lr=0.0, reg_lambda=0.0, seed=5)
         assert torch.equal(tensors["weight"], before)
         assert_close(tensors["exp_avg"], exact["exp_avg"], dtype)
-
-
-def test_betas_zero_and_late_steps(device):
     tensors = problem((8, 24), torch.float32, device, seed=5)
-    grad = tensors["grad"].clone()
     step_(tensors, betas=(0.0, 0.0), step=2**24, reg_lambda=0.0)
-    assert torch.equal(tensors["exp_avg"], grad)
-    torch.testing.assert_close(tensors["exp_avg_sq"], grad.square())
+    assert torch.equal(tensors["exp_avg"], tensors["grad"])
+    torch.testing.assert_close(tensors["exp_avg_sq"], tensors["grad"].square())
 
 
 # ------------------------------------------------------------------------------------------ layouts
@@ -215,13 +187,9 @@ def test_any_size_and_shape_without_the_prox(dtype, device):
         parts = ("pretrained", "scale") if dtype == arithmetic(dtype) else ("pretrained", "scale", "master")
         moment = None if dtype == torch.float64 else torch.bfloat16
         expected = problem((count,), dtype, device, moment, parts, seed=count)
-        guarded, tensors = {}, {}
-        for name, tensor in expected.items():
-            if tensor is not None:
-                guarded[name] = torch.full((count + 33,), 7.0, dtype=tensor.dtype, device=device)
-                tensors[name] = guarded[name][16:-17]
-                tensors[name].copy_(tensor)
-        step_(dict.fromkeys(TENSORS) | tensors, reg_lambda=0.0)
+        guarded = {name: tensor.new_full((count + 33,), 7.0) for name, tensor in expected.items()}
+        tensors = {name: memory[16:-17].copy_(expected[name]) for name, memory in guarded.items()}
+        step_(tensors, reg_lambda=0.0)
         exact = in_float64(expected)
         for name in ("weight", "exp_avg", "exp_avg_sq"):
             assert_close(tensors[name], exact[name], dtype)
@@ -230,24 +198,35 @@ def test_any_size_and_shape_without_the_prox(dtype, device):
             assert (memory[-17:] == 7).all(), (count, name)
 
 
-@pytest.mark.parametrize("shape", [(4,), (1, 4), (3, 4), (1, 44), (5, 12), (2, 3, 8), (1, 1028), (33, 36)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_number_of_blocks(shape, dtype, device):
+def test_any_number_of_blocks(dtype, device):
     """The same blocks in another shape and at another place give the same."""
     whole = problem((2048,), dtype, device, seed=6)
-    count = math.prod(shape)
-    part = {name: None if tensor is None else tensor[4 : 4 + count].view(shape) for name, tensor in whole.items()}
-    part = copied(part)
-    step_(whole, reg_lambda=0.6)
-    step_(part, reg_lambda=0.6)
-    for name in ("weight", "exp_avg", "exp_avg_sq"):
-        torch.testing.assert_close(
-            part[name].flatten(), whole[name][4 : 4 + count], rtol=2 * torch.finfo(dtype).eps, atol=1e-6
-        )
+    after = step_(copied(whole), reg_lambda=0.6)
+    for shape in ((4,), (1, 4), (3, 4), (1, 44), (5, 12), (2, 3, 8), (1, 1028), (33, 36)):
+        here = slice(4, 4 + math.prod(shape))
+        part = step_({name: t[here].view(shape).clone() for name, t in whole.items()}, reg_lambda=0.6)
+        for name in ("weight", "exp_avg", "exp_avg_sq"):
+            rtol = 2 * torch.finfo(dtype).eps
+            torch.testing.assert_close(part[name].flatten(), after[name][here], rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_tensor_that_begins_anywhere_changes_nothing(dtype, device):
+    parts = ("pretrained", "scale") if dtype == torch.float32 else ("pretrained", "scale", "master")
+    tensors = problem((3, 172), dtype, device, torch.float32, parts)
+    expected = step_(copied(tensors), reg_lambda=0.8)
+    for name, tensor in tensors.items():
+        memory = tensor.new_full((tensor.numel() + 20,), 7.0)
+        moved = memory[9:-11].view(tensor.shape).copy_(tensor)
+        result = step_(copied(tensors) | {name: moved}, reg_lambda=0.8)
+        assert all(torch.equal(result[x], expected[x]) for x in tensors), name
+        assert (memory[:9] == 7).all()
+        assert (memory[-11:] == 7).all()
 
 
 def test_a_number_alone_and_no_number_at_all(device):
-    alone = {name: None if t is None else t[0] for name, t in problem((1,), torch.float32, device).items()}
+    alone = {name: tensor[0] for name, tensor in problem((1,), torch.float32, device).items()}
     exact = in_float64(alone)
     step_(alone, reg_lambda=0.0)
     assert alone["weight"].shape == ()
@@ -256,28 +235,25 @@ def test_a_number_alone_and_no_number_at_all(device):
         assert step_(problem(shape, torch.float32, device), reg_lambda=0.5)["weight"].shape == shape
 
 
-@pytest.mark.parametrize("name", [*CHANGED, "grad", "pretrained", "scale"])
-@pytest.mark.parametrize("layout", ["transposed", "every second column", "every third row"])
-def test_any_strides(name, layout, device):
-    tensors = problem((24, 24), torch.bfloat16, device, parts=("master", "pretrained", "scale"), seed=7)
+STRIDES = {
+    "transposed": lambda x: x.T.contiguous().T,
+    "every second column": lambda x: torch.stack([x, torch.full_like(x, 7.0)], dim=-1).flatten(1)[:, ::2],
+    "every third row": lambda x: torch.stack([x, *[torch.full_like(x, 7.0)] * 2], dim=1).flatten(0, 1)[::3],
+}
+
+
+@pytest.mark.parametrize("layout", STRIDES)
+def test_any_strides(layout, device):
+    tensors = problem((6, 96), torch.bfloat16, device, parts=("master", "pretrained", "scale"), seed=7)
     expected = step_(copied(tensors), reg_lambda=0.5)
-    value = tensors[name]
-    if name == "scale":
-        value = torch.stack([value, -value], dim=-1)[:, 0]
-    elif layout == "transposed":
-        value = value.T.contiguous().T
-    elif layout == "every second column":
-        value = torch.stack([value, torch.full_like(value, 7.0)], dim=-1).flatten(1)[:, ::2]
-    else:
-        value = torch.stack([value, *[torch.full_like(value, 7.0)] * 2], dim=1).flatten(0, 1)[::3]
-    assert not value.is_contiguous()
-    base = value._base.clone() if value._base is not None and layout != "transposed" and name != "scale" else None
-    tensors[name] = value
-    step_(tensors, reg_lambda=0.5)
-    for changed in CHANGED:
-        assert torch.equal(tensors[changed], expected[changed]), changed
-    if base is not None:
-        assert ((value._base == 7) == (base == 7)).all(), "what lies between is left alone"
+    for name in tensors:
+        value = STRIDES[layout](tensors[name]) if name != "scale" else torch.stack([tensors[name]] * 2, dim=-1)[:, 0]
+        assert not value.is_contiguous()
+        before = value._base.clone()
+        result = step_(copied(tensors) | {name: value}, reg_lambda=0.5)
+        assert all(torch.equal(result[x], expected[x]) for x in tensors), name
+        if layout != "transposed":
+            assert ((value._base == 7) == (before == 7)).all(), "what lies between is left alone"
 
 
 # ------------------------------------------------------------------------------------------ single values
@@ -291,22 +267,20 @@ def test_a_bad_number_stays_inside_its_block(dtype, poison, where, device):
     bad = copied(clean)
     bad[where][5, 9] = poison
     adamw = step_(copied(bad), reg_lambda=0.0)
-    step_(clean, reg_lambda=0.6)
-    step_(bad, reg_lambda=0.6)
-    touched = torch.zeros(16, 64, dtype=torch.bool, device=device)
-    touched[5, 8:12] = True
-    assert torch.equal(bad["weight"][~touched], clean["weight"][~touched])
-    torch.testing.assert_close(bad["weight"][touched], adamw["weight"][touched], equal_nan=True)
+    for tensors in (clean, bad):
+        step_(tensors, reg_lambda=0.6)
+    block, here = (torch.zeros(16, 64, dtype=torch.bool, device=device) for _ in range(2))
+    block[5, 8:12] = here[5, 9] = True
+    assert torch.equal(bad["weight"][~block], clean["weight"][~block])
+    torch.testing.assert_close(bad["weight"][block], adamw["weight"][block], equal_nan=True)
     assert not bad["weight"][5, 9].isfinite()
-    here = torch.zeros_like(touched)
-    here[5, 9] = True
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(bad[name][~here], clean[name][~here])
 
 
 def test_a_feasible_block_is_left_to_adamw(device):
-    tensors = problem((50, 16), torch.float32, device, parts=("scale",), seed=9)
-    pruned = torch.arange(16, device=device) % 4 >= 2
+    tensors = problem((2, 400), torch.float32, device, parts=("scale",), seed=9)
+    pruned = torch.arange(400, device=device) % 4 >= 2
     for name in ("weight", "grad", "exp_avg"):
         tensors[name][:, pruned] = 0.0
     expected = step_(copied(tensors), reg_lambda=0.0)
@@ -321,39 +295,13 @@ def test_a_feasible_block_is_left_to_adamw(device):
 def test_versions_are_counted_and_leaves_stay_leaves(device):
     tensors = problem((6, 8), torch.bfloat16, device, parts=("master",))
     tensors["weight"].requires_grad_()
-    versions = {name: tensors[name]._version for name in (*CHANGED, "grad")}
-    expected = step_({name: None if t is None else t.detach().clone() for name, t in tensors.items()}, reg_lambda=0.6)
+    versions = {name: tensor._version for name, tensor in tensors.items()}
+    expected = step_({name: tensor.detach().clone() for name, tensor in tensors.items()}, reg_lambda=0.6)["weight"]
     step_(tensors, reg_lambda=0.6)
-    assert all(tensors[name]._version > versions[name] for name in CHANGED)
-    assert tensors["grad"]._version == versions["grad"]
+    assert all((tensors[name]._version > version) == (name != "grad") for name, version in versions.items())
     assert tensors["weight"].requires_grad
     assert tensors["weight"].grad_fn is None
-    assert torch.equal(tensors["weight"].detach(), expected["weight"])
-
-
-def test_opcheck(device):
-    for dtype, parts, seed in ((torch.float32, (), None), (torch.bfloat16, ("master", "pretrained", "scale"), -5)):
-        tensors = problem((6, 8), dtype, device, torch.bfloat16, parts)
-        frozen_lambda = 0.2 if "pretrained" in parts else 0.0
-        numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, 0.6, 2, 4, frozen_lambda, 0.1, seed)
-        torch.library.opcheck(torch.ops.proxsparse.adamw_prox_.default, (*tensors.values(), *numbers))
-
-
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-def test_compiles_without_a_graph_break(compiler, device):
-    def train(tensors, w, m, s):
-        moved = w * 2
-        adamw_prox_(moved, tensors["grad"], m, s, reg_lambda=0.6, **NUMBERS)
-        adamw_prox_(w, tensors["grad"], m, s, reg_lambda=0.6, **NUMBERS)
-        return moved + w
-
-    tensors = problem((6, 8), torch.float32, device)
-    names = ("weight", "exp_avg", "exp_avg_sq")
-    plain, compiled = ([tensors[name].clone() for name in names] for _ in range(2))
-    torch.compiler.reset()
-    result = torch.compile(train, fullgraph=True, backend=compiler)(tensors, *compiled)
-    assert torch.equal(result, train(tensors, *plain))
-    assert all(torch.equal(x, y) for x, y in zip(plain, compiled, strict=True))
+    assert torch.equal(tensors["weight"].detach(), expected)
 
 
 W, HALF, WIDE = torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.float64)
@@ -397,8 +345,7 @@ def test_random_blocks_of_every_kind(device):
     weight = random_blocks(20_000, 0.7, seed=10).float()
     tensors = [weight.clone().to(device), *(torch.zeros_like(weight, device=device) for _ in range(3))]
     adamw_prox_(*tensors, reg_lambda=0.7, **NUMBERS | {"weight_decay": 0.0})
-    gap = ground_truth.relative_gap(tensors[0].cpu(), ground_truth.exact(weight, 0.7), weight, 0.7)
-    assert gap.max() <= GAP[torch.float32]
+    assert_optimal(tensors[0], weight, 0.7)
 
 
 def test_the_rest_to_one_of_beta_is_not_rounded_to_float32(device):

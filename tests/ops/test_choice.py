@@ -27,6 +27,7 @@ def table(monkeypatch, tmp_path):
     """table({shape: {rows: order}}) -> the three kernels that exist; the order was measured for float32 on this CPU."""
     kernels = {name: Kernel(name, None, lambda x, values: None) for name in ("fast", "faster", "reference")}
     monkeypatch.setitem(registry._kernels, "sparse_linear", kernels)
+    monkeypatch.setattr(registry, "_announced", set())
 
     def write(fastest: dict) -> dict:
         kind = {"float32": {"measured": {}, "fastest": fastest}}
@@ -69,37 +70,30 @@ def test_what_a_backend_refuses_goes_to_the_next(table):
     assert chosen(1, 8, 8) == "reference"
 
 
-@pytest.fixture
-def warned(monkeypatch):
-    """warned(call) -> the warnings of a call; nothing was announced before the test."""
-    monkeypatch.setattr(registry, "_announced", set())
-
-    def warnings_of(call) -> list[str]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            call()
-        return [str(warning.message) for warning in caught]
-
-    return warnings_of
+def warnings_of(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
 
 
-def test_a_backend_that_is_missing_is_announced_once(table, warned):
+def test_a_backend_that_is_missing_is_announced_once(table):
     kernels = table({"8x8": {"1": "faster > fast > reference"}})
     kernels["faster"] = Kernel("faster", None, lambda x, values: "it is not installed; remedy: install it")
-    assert warned(lambda: chosen(1, 8, 8)) == [
+    assert warnings_of(lambda: chosen(1, 8, 8)) == [
         "sparse_linear: not on the faster backend, a slower one serves: it is not installed; remedy: install it"
     ]
-    assert warned(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
+    assert warnings_of(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
 
 
-def test_a_backend_that_refuses_this_size_alone_is_passed_over_in_silence(table, warned):
+def test_a_backend_that_refuses_this_size_alone_is_passed_over_in_silence(table):
     def few_rows_of_many_features(x, values):
         small = values.shape[1] < 32 and "too few features"
         return f"not {len(x)} rows" if len(x) > 16 else small or None
 
     kernels = table({"8x8": {"1": "faster > fast"}})
     kernels["faster"] = Kernel("faster", None, few_rows_of_many_features)
-    assert warned(lambda: [chosen(rows, 8, size) for rows in (1, 99) for size in (8, 64)]) == []
+    assert warnings_of(lambda: [chosen(rows, 8, size) for rows in (1, 99) for size in (8, 64)]) == []
     assert chosen(1, 8, 64) == "faster"
     assert chosen(1, 8, 8) == chosen(99, 8, 64) == "fast"
 
@@ -121,19 +115,16 @@ def test_the_committed_table_names_its_origin_and_backends_that_exist():
             assert {name for names in orders for name in names} <= set(registry.list_backends("sparse_linear"))
 
 
-def test_a_call_that_was_met_is_not_decided_again(monkeypatch):
+def test_a_call_that_was_met_is_not_decided_again_and_the_memory_is_bounded(monkeypatch):
+    monkeypatch.setattr(choice, "MAX_CHOICES", 8)
+    for rows in range(1, 40):
+        chosen(rows, 8, 8)
+    assert len(choice._choices) <= 8
     x, values = torch.empty(3, 64), torch.empty(32, 32)
     found = choice.choose(x, values)
     monkeypatch.setattr(choice, "first_that_serves", lambda x, values: None)
     assert choice.choose(torch.empty(3, 64), values) is found
     assert choice.choose(torch.empty(4, 64), values) is None
-
-
-def test_the_memory_of_choices_is_bounded(monkeypatch):
-    monkeypatch.setattr(choice, "MAX_CHOICES", 8)
-    for rows in range(1, 40):
-        chosen(rows, 8, 8)
-    assert len(choice._choices) <= 8
 
 
 def test_auto_chooses_inside_a_compiled_graph():

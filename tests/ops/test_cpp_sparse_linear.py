@@ -18,46 +18,31 @@ DTYPES = [torch.float32, torch.bfloat16]
 kernel = get_kernel("sparse_linear", "cpp")
 
 
-@pytest.fixture
-def compiled():
-    """proxsparse._C."""
-    return pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
-
-
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
 def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
-    process = subprocess.run(
-        [sys.executable, CASES],
-        env=os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
-        cwd=CASES.parents[2],
-        capture_output=True,
-        text=True,
-    )
+    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, CASES]
+    process = subprocess.run(command, env=environment, cwd=CASES.parents[2], capture_output=True, text=True)
     assert process.returncode == 0, process.stderr or process.returncode
     if process.stdout.strip() != capability:
         pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")
 
 
-@pytest.mark.parametrize("slabs", [False, True])
+@pytest.mark.parametrize("few_rows", [-1, 1000], ids=["slabs", "few rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 64])
-def test_few_rows_and_slabs(rows, bias, dtype, slabs, compiled, monkeypatch):
-    monkeypatch.setattr(cpp, "FEW_ROWS", dict.fromkeys(DTYPES, -1 if slabs else 1000))
-    monkeypatch.setattr(cpp, "SLAB_BYTES", 64)  # the least height, 64 rows
-    layer = pruned_linear(76, 133, bias, dtype)
-    weight, bias = layer.weight.detach(), layer.bias if layer.bias is None else layer.bias.detach()
-    x = torch.randn(rows, 76).to(dtype)
-    assert_as_good_as_dense(kernel.run(x, *pack_nm(weight), bias, None), x, weight, bias)
-
-
-@pytest.mark.parametrize("few_rows", [-1, 1000])
-def test_strides_may_be_any(few_rows, compiled, monkeypatch):
+def test_few_rows_and_slabs_of_any_strides(dtype, few_rows, compiled, monkeypatch):
     monkeypatch.setattr(cpp, "FEW_ROWS", dict.fromkeys(DTYPES, few_rows))
-    layer, x = pruned_linear(40, 10), torch.randn(40, 3).T
-    values, indices = (torch.stack([part, part], -1)[..., 0][1::2] for part in pack_nm(layer.weight.detach()))
-    weight, bias = layer.weight.detach()[1::2], layer.bias.detach()[1::2]
-    assert_as_good_as_dense(kernel.run(x, values, indices, bias, None), x, weight, bias)
+    monkeypatch.setattr(cpp, "SLAB_BYTES", 64)  # the least height, 64 rows
+    layer = pruned_linear(76, 133, dtype=dtype)
+    weight, bias = layer.weight.detach(), layer.bias.detach()
+    form = pack_nm(weight)
+    strided = [torch.stack([part, part], -1)[..., 0][1::2] for part in form]
+    for rows in (0, 1, 2, 3, 7, 64):
+        x = torch.randn(rows, 76).to(dtype)
+        for b in (None, bias):
+            assert_as_good_as_dense(kernel.run(x, *form, b, None), x, weight, b)
+        x = torch.randn(76, rows).to(dtype).T
+        assert_as_good_as_dense(kernel.run(x, *strided, bias[1::2], None), x, weight[1::2], bias[1::2])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -105,12 +90,9 @@ def test_no_inputs_and_no_outputs(compiled):
         (torch.zeros(1, 8), torch.zeros(2, 4, device="meta"), "the tensor is on meta"),
     ],
 )
-def test_what_it_does_not_serve(x, values, reason, compiled):
+def test_what_it_does_not_serve(x, values, reason, compiled, monkeypatch):
     assert reason in kernel.supports(x, values)
     assert kernel.supports(torch.zeros(1, 8), torch.zeros(2, 4)) is None
-
-
-def test_without_the_compiled_extension_it_serves_nothing(monkeypatch):
     monkeypatch.setattr(cpp, "_C", None)
     monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing")
     assert kernel.supports(torch.zeros(1, 8), torch.zeros(2, 4)) == "the compiled extension is missing"
@@ -133,13 +115,7 @@ def test_without_the_compiled_extension_it_serves_nothing(monkeypatch):
     ],
 )
 def test_the_kernel_refuses_what_does_not_fit(changed, message, compiled):
-    indices = torch.zeros(3, 1, dtype=torch.uint8)
-    good = {
-        "x": torch.zeros(2, 8),
-        "values": torch.zeros(3, 4),
-        "indices": indices,
-        "bias": None,
-        "y": torch.ones(2, 3),
-    }
+    good = {"x": torch.zeros(2, 8), "values": torch.zeros(3, 4), "bias": None, "y": torch.ones(2, 3)}
+    good["indices"] = torch.zeros(3, 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match=message):
         compiled.sparse_linear(**good | changed)

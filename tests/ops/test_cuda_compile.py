@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+from ops.aot import Compiled, disassembled
 from torch.utils import cpp_extension
 
 CHECKOUT = Path(__file__).parents[2]
@@ -25,9 +26,14 @@ EXPECTED = {
     "metadata.cu": {"STG.E.128"},
     "pack.cu": set(),  # what a thread writes at once is a block, 8 bytes or 16
 }
-FORBIDDEN = {"gemv.cu": r"\b(LDL|STL|ST\.E)\b"}
-FORBIDDEN_ELSEWHERE = r"\b(LDL|STL|LD\.E|ST\.E)\b"
-INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
+FORBIDDEN = {"gemv.cu": ("LDL", "STL", "ST.E")}
+FORBIDDEN_ELSEWHERE = ("LDL", "STL", "LD.E", "ST.E")
+
+
+def sources(files: list[Path], slow: tuple[str, ...]) -> list:
+    """Those whose name begins with one of `slow` take up to a minute each, and some gigabytes of memory."""
+    return [pytest.param(x, marks=[pytest.mark.slow] * x.name.startswith(slow), id=x.name) for x in files]
+
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: no kernel was compiled")
 
@@ -59,30 +65,28 @@ def fatbin(setup, tmp_path):
     return compiled
 
 
-@pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.name)
+@pytest.mark.parametrize("source", sources(KERNELS, slow=("adamw_prox", "gemv")))
 def test_kernels_compile_into_registers_and_16_byte_accesses(source, fatbin):
     file, report = fatbin(source)
-    frames = check_report(report)
-    functions = disassembled(file)
-    assert len(functions) == frames
+    frames, kernels = check_report(report), disassembled(file)
+    assert len(kernels) == frames
     if source.name == "adamw_prox.cu":
-        check_one_load_phase(functions)
-    for function in functions:
-        found = {name for _, name, _ in INSTRUCTION.findall(function)}
-        found |= {name.removesuffix(".BF16") for name in found}
-        assert EXPECTED[source.name] <= found, function[:200]
-        assert not re.search(FORBIDDEN.get(source.name, FORBIDDEN_ELSEWHERE), function), function[:200]
+        check_one_load_phase(kernels)
+    for kernel in kernels:
+        found = {name.removesuffix(".BF16") for name in kernel.instructions}
+        assert EXPECTED[source.name] <= found, kernel.head
+        assert not kernel.starting_with(*FORBIDDEN.get(source.name, FORBIDDEN_ELSEWHERE)), kernel.head
     if source.name == "gemv.cu":
-        check_gemv(functions)
+        check_gemv(kernels)
 
 
-def check_gemv(functions: list[str]) -> None:
+def check_gemv(kernels: list[Compiled]) -> None:
     """The loops for 1 and for 16 rows, and what may come before the previous kernel has ended."""
     loops = []
-    for function in functions:
-        groups, tiles, aligned = map(int, re.search(r"ELi(\d)ELi(\d)ELb(\d)", function[:200]).groups())
-        code = [name for _, name, _ in INSTRUCTION.findall(function)]
-        if "EF_CUDA_SM80" in function[:400]:
+    for kernel in kernels:
+        groups, tiles, aligned = map(int, re.search(r"ELi(\d)ELi(\d)ELb(\d)", kernel.head).groups())
+        code = kernel.instructions
+        if "EF_CUDA_SM80" in kernel.head:
             assert not {"ACQBULK", "PREEXIT"} & set(code)
         else:  # the next kernel may start; weights; the previous kernel has ended; x
             before = code[: code.index("ACQBULK")]
@@ -90,8 +94,9 @@ def check_gemv(functions: list[str]) -> None:
             assert sum(name.startswith("LDG.") for name in before) == 6 * tiles * aligned
             assert not any(name.startswith(("LDGSTS", "ST")) for name in before)
             assert sum(name.startswith("MEMBAR") for name in code) == 1  # of the sums of a cluster
-        if "BFloat16" in function[:200] and (groups, tiles) in ((1, 4), (4, 2)):
-            loops.append((groups, tiles, gemv_loop(function)))
+        if "BFloat16" in kernel.head and (groups, tiles) in ((1, 4), (4, 2)):
+            steps = [loop for loop in kernel.loops() if any(name.startswith("HMMA") for name in loop)]
+            loops.append((groups, tiles, min(steps, key=len)))  # a step of 256 columns
     assert len(loops) == 2 * len(ARCHITECTURES)
     for groups, tiles, loop in loops:
         assert sum(name.startswith("LDG.") and ".128" in name for name in loop) == 4 * tiles
@@ -100,17 +105,6 @@ def check_gemv(functions: list[str]) -> None:
         assert sum(name.startswith("HMMA.SP") for name in loop) == 4 * tiles * groups
         # of a lane, of 32, for 8 * tiles * 256 weights: at most 1.25 or 2; memory (H200) takes the time of about 4
         assert len(loop) <= (320 if groups == 1 else 256)
-
-
-def gemv_loop(function: str) -> list[str]:
-    """The instructions for a step of 256 columns: the shortest loop with tensor cores in it."""
-    code = [(int(address, 16), name, operands.strip()) for address, name, operands in INSTRUCTION.findall(function)]
-    loops = []
-    for end, name, operands in code:
-        target = re.search(r"0x([0-9a-f]+)$", operands)
-        if name.startswith("BRA") and target and int(target[1], 16) < end:
-            loops.append([inner for address, inner, _ in code if int(target[1], 16) <= address <= end])
-    return min((loop for loop in loops if any(name.startswith("HMMA") for name in loop)), key=len)
 
 
 def check_report(report: str) -> int:
@@ -122,47 +116,25 @@ def check_report(report: str) -> int:
     return len(frames)
 
 
-def disassembled(file: Path) -> list[str]:
-    """The machine code of every kernel."""
-    triton = pytest.importorskip("triton", reason="cuobjdump comes with triton")
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    code = subprocess.run([cuobjdump, "-sass", file], capture_output=True, text=True, check=True).stdout
-    return re.split(r"\n\s+Function : ", code)[1:]
-
-
-def check_one_load_phase(functions: list[str]) -> None:
+def check_one_load_phase(kernels: list[Compiled]) -> None:
     """Every load of 16 bytes comes before the first use of any: a warp waits for memory once."""
-    for function in functions:
-        loads, uses = wide_loads(function)
-        assert loads >= 4, function[:200]  # of weights, masters, gradients, moments, pretrained weights
-        assert not uses, f"a load waits for an earlier one: {uses[0]}, {function[:200]}"
+    for kernel in kernels:
+        code = [(name, [int(r) for r in re.findall(r"\bR(\d+)", operands)]) for _, name, operands in kernel.code]
+        loads = [i for i, (name, _) in enumerate(code) if name == "LDG.E.128"]
+        assert len(loads) >= 4, kernel.head  # of weights, masters, gradients, moments, pretrained weights
+        loaded = set()
+        for name, registers in code[: loads[-1] + 1]:
+            used = registers[1:] if name.startswith("LDG") else registers
+            waits = (name.startswith("BRA") and loaded) or loaded & set(used)
+            assert not waits, f"a load waits for an earlier one: {name} {registers}, {kernel.head}"
+            if name == "LDG.E.128":
+                loaded |= {registers[0] + word for word in range(4)}
 
 
-def wide_loads(function: str) -> tuple[int, list[str]]:
-    """How many loads of 16 bytes a kernel has, and the instructions before the last of them that use one's result."""
-    code = [(name, re.findall(r"\bR(\d+)", operands)) for _, name, operands in INSTRUCTION.findall(function)]
-    last = max(i for i, (name, _) in enumerate(code) if name == "LDG.E.128")
-    loads, loaded, uses = 0, set(), []
-    for name, registers in code[: last + 1]:
-        if name.startswith("BRA") and loaded:
-            uses.append(name)
-        if loaded & set(map(int, registers[1:] if name.startswith("LDG") else registers)):
-            uses.append(f"{name} {registers}")
-        if name == "LDG.E.128":
-            loads += 1
-            loaded |= {int(registers[0]) + word for word in range(4)}
-    return loads, uses
-
-
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(path, marks=[pytest.mark.slow] * path.name.startswith("sm90"), id=path.name) for path in TILES],
-)
-def test_cutlass_tiles_compile_into_registers(source, setup, request, tmp_path):
+@pytest.mark.parametrize("source", sources(TILES, slow=("sm90",)))
+def test_cutlass_tiles_compile_into_registers(source, setup, tmp_path):
     if not (headers := setup["cutlass_headers"]()):
         pytest.skip("nvidia-cutlass is not installed")
-    if "sm90" in source.name and "slow" not in request.config.option.markexpr:
-        pytest.skip("takes a minute and 5 GB of memory: pytest -m slow")
     target = ["-gencode=arch=compute_90a,code=sm_90a"] if "sm90" in source.name else ["-arch=sm_80"]
     folders = [f"-I{folder}" for folder in headers]
     flags = ["-O3", "-std=c++20", "-DNDEBUG", "-Xptxas", "-v,-warn-spills"]

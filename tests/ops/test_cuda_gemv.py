@@ -17,7 +17,7 @@ SHAPES = [(64, 1024), (32, 320), (7, 64), (33, 576), (40, 260), (9, 12), (1, 4),
 
 
 @pytest.fixture
-def gemv(linear_library):
+def gemv(cuda_library):
     """gemv(x, values, indices, bias, processors, generation, code, launch...) -> y, by csrc/cuda/gemv.cu."""
 
     def run(
@@ -25,7 +25,7 @@ def gemv(linear_library):
         warps=0, splits=0, tiles=0, dependent=False,
     ):  # fmt: skip
         y = torch.empty(len(x), len(values), dtype=x.dtype)
-        status = linear_library.gemv(
+        status = cuda_library.gemv(
             *(address(tensor) for tensor in (x, values, indices, bias, y)),
             *(len(x), len(values), x.shape[1], TYPES.index(x.dtype)),
             *(warps, splits, tiles, dependent, processors, generation, code),
@@ -37,19 +37,19 @@ def gemv(linear_library):
 
 
 @pytest.fixture
-def launched(linear_library):
+def launched(cuda_library):
     """launched() -> warps of a thread block, thread blocks, splits, dependent: of the latest launch of a kernel."""
 
     def latest() -> tuple[int, int, int, bool]:
         numbers = (ctypes.c_int * 4)()
-        linear_library.launched(numbers)
+        cuda_library.launched(numbers)
         threads, blocks, splits, dependent = numbers
         return threads // 32, blocks, splits, bool(dependent)
 
     return latest
 
 
-def layer(rows: int, out_features: int, in_features: int, dtype: torch.dtype):
+def layer(rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16):
     """x, a packed weight with every pattern of zeros, and the weight."""
     weight = torch.randn(out_features, in_features // 4, 4)
     weight *= torch.rand(weight.shape).argsort(-1) < torch.randint(0, 3, weight.shape[:2]).unsqueeze(-1)
@@ -65,20 +65,20 @@ def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> N
     assert ((y.double() - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 11, 16])
-def test_every_number_of_rows_and_every_tail(rows, shape, dtype, gemv):
-    x, values, indices, weight = layer(rows, *shape, dtype)
-    bias = torch.randn(shape[0]).to(dtype) if rows % 2 else None
-    check(gemv(x, values, indices, bias), x, weight, bias)
+def test_every_number_of_rows_and_every_tail(shape, gemv):
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows in (1, 3, 4, 5, 8, 11, 16):
+            x, values, indices, weight = layer(rows, *shape, dtype)
+            bias = torch.randn(shape[0]).to(dtype) if rows % 2 else None
+            check(gemv(x, values, indices, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize(("processors", "generation"), [(1, 9), (2, 9), (8, 9), (132, 9), (108, 8), (148, 10)])
 def test_however_the_work_is_split(processors, generation, gemv):
     """Few processors: 8 warps a thread block; many: clusters of up to 8, where the GPU has them."""
     for rows in (2, 16):
-        x, values, indices, weight = layer(rows, 40, 5 * 1024 + 64, torch.bfloat16)
+        x, values, indices, weight = layer(rows, 40, 5 * 1024 + 64)
         y = gemv(x, values, indices, None, processors, generation)
         check(y, x, weight)
         assert torch.equal(y, gemv(x, values, indices, None, processors, generation))
@@ -87,7 +87,7 @@ def test_however_the_work_is_split(processors, generation, gemv):
 @pytest.mark.parametrize("rows", [1, 4, 8, 13])
 @pytest.mark.parametrize("tiles", GEMV_TILES)
 def test_every_launch_parameter_gives_the_same_product(tiles, rows, gemv, launched):
-    x, values, indices, weight = layer(rows, 150, 2 * 1024 + 320, torch.bfloat16)
+    x, values, indices, weight = layer(rows, 150, 2 * 1024 + 320)
     for warps, splits in itertools.product(GEMV_WARPS, GEMV_SPLITS):
         check(gemv(x, values, indices, warps=warps, splits=splits, tiles=tiles), x, weight)
         groups = 1 if rows <= 4 else 2 if rows <= 8 else 4
@@ -116,22 +116,17 @@ def test_what_a_gpu_cannot_run_is_replaced(given, expected, gemv, launched):
     assert launched()[2] == 1
 
 
-def test_dependent_launch(gemv, launched):
-    """Only where the code has the instructions: a kernel without them would not wait for the one before."""
-    x, values, indices, weight = layer(6, 40, 5 * 1024 + 64, torch.bfloat16)
-    for processors, splits in ((1, 1), (132, 8)):
-        check(gemv(x, values, indices, processors=processors, dependent=True), x, weight)
-        assert launched()[2:] == (splits, True)
-    check(gemv(x, values, indices, dependent=True, generation=9, code=80), x, weight)
-    assert launched()[2:] == (1, False)
-    check(gemv(x, values, indices, dependent=True, generation=8, code=80), x, weight)
-    assert launched()[2:] == (1, False)
+def test_dependent_launch_and_clusters_only_where_the_code_has_the_instructions(gemv, launched):
+    """A kernel without them would not wait for the one before, and y would miss the sums of other thread blocks.
 
-
-def test_code_for_older_gpus_has_no_clusters(gemv):
-    """Compiled anew by the driver for a GPU that has them: split over thread blocks, y would miss the others' sums."""
-    x, values, indices, weight = layer(2, 40, 5 * 1024 + 64, torch.bfloat16)
-    check(gemv(x, values, indices, generation=9, code=80), x, weight)
+    Code for compute capability 8.0 on a GPU of 9.0: compiled by the driver.
+    """
+    x, values, indices, weight = layer(6, 40, 5 * 1024 + 64)
+    for processors, generation, code, splits in ((1, 9, 90, 1), (132, 9, 90, 8), (132, 9, 80, 1), (132, 8, 80, 1)):
+        for dependent in (False, True):
+            y = gemv(x, values, indices, None, processors, generation, code, dependent=dependent)
+            check(y, x, weight)
+            assert launched()[2:] == (splits, dependent and code == 90)
 
 
 def test_one_block_at_every_place(gemv):
@@ -155,11 +150,11 @@ def test_a_number_that_is_not_finite_stays_in_its_row(gemv):
         assert not y[:, 5].isfinite().any()
 
 
-@pytest.mark.parametrize("at_end", [True, False], ids=["behind", "before"])
+@pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nothing_beyond_the_tensors_is_touched(shape, at_end, gemv):
     for rows in (1, 5, 16):
-        x, values, indices, _ = layer(rows, *shape, torch.bfloat16)
+        x, values, indices, _ = layer(rows, *shape)
         inputs = [fenced(tensor, at_end) for tensor in (x, values, indices, torch.randn(shape[0]).to(x.dtype))]
         assert survives(lambda: gemv(*inputs))  # noqa: B023 it runs at once
 
@@ -167,7 +162,7 @@ def test_nothing_beyond_the_tensors_is_touched(shape, at_end, gemv):
 @pytest.mark.parametrize("offset", [1, 2, 4])
 def test_any_alignment(offset, gemv):
     """Of the weight; x begins at a multiple of 8 bytes, which proxsparse/ops/backends/cuda.py sees to."""
-    x, values, indices, weight = layer(2, 24, 512, torch.bfloat16)
+    x, values, indices, weight = layer(2, 24, 512)
 
     def moved(tensor: Tensor) -> Tensor:
         memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -26,11 +25,8 @@ SHAPES = {80: [(32, 64), (96, 320), (256, 1024)], 90: [(64, 128), (128, 384), (8
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
     """A program that orders indices by the functions and layouts of CUTLASS's headers."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not installed")
-    package = importlib.util.find_spec("cutlass_library")
-    if package is None:
-        pytest.skip("nvidia-cutlass is not installed")
+    if not shutil.which("nvcc") or not (package := importlib.util.find_spec("cutlass_library")):
+        pytest.skip("nvcc or nvidia-cutlass is not installed")
     source = Path(package.origin).parent / "source"
     program = tmp_path_factory.mktemp("cutlass") / "layouts"
     folders = [f"-I{source / folder}" for folder in ("include", "tools/util/include")]
@@ -57,14 +53,20 @@ def test_padding_is_places_that_exist():
     assert (metadata == 0).sum() == indices.numel()
 
 
-def test_what_does_not_fit_is_refused_by_its_number():
-    assert cutlass.shape_reason(1, 4096, 2048, 90) is None
-    assert cutlass.shape_reason(100, 96, 96, 80) is None
-    assert cutlass.shape_reason(1, 100, 2048, 90) == "out_features=100 must be a multiple of 8"
-    assert cutlass.shape_reason(1, 4104, 2048, 80) == "out_features=4104 must be a multiple of 32"
-    assert cutlass.shape_reason(1, 4096, 2050, 90) == "in_features=4100 must be a multiple of 16"
-    assert cutlass.shape_reason(1, 4096, 24, 80) == "in_features=48 must be a multiple of 64"
-    assert cutlass.shape_reason(0, 4096, 2048, 90) == "there are no rows"
+@pytest.mark.parametrize(
+    ("sizes", "reason"),  # rows, out_features, in_features / 2, architecture
+    [
+        ((1, 4096, 2048, 90), None),
+        ((100, 96, 96, 80), None),
+        ((1, 100, 2048, 90), "out_features=100 must be a multiple of 8"),
+        ((1, 4104, 2048, 80), "out_features=4104 must be a multiple of 32"),
+        ((1, 4096, 2050, 90), "in_features=4100 must be a multiple of 16"),
+        ((1, 4096, 24, 80), "in_features=48 must be a multiple of 64"),
+        ((0, 4096, 2048, 90), "there are no rows"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_its_number(sizes, reason):
+    assert cutlass.shape_reason(*sizes) == reason
 
 
 def test_what_begins_anywhere_is_copied():
@@ -77,13 +79,14 @@ def test_what_begins_anywhere_is_copied():
 
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
-    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built. Returns the table."""
+    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built, none was measured."""
     built = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm*_*.cu")]
     tiles = [(int(architecture.removeprefix("sm")), name) for architecture, _, name in built]
     monkeypatch.setattr(cutlass, "_C", SimpleNamespace(tiles=lambda: tiles))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (device.index, 0))
-    monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
-    yield tmp_path / "tuned.json"
+    monkeypatch.setattr(tuning, "TUNED", tmp_path / "absent.json")
+    tuning.forget()
+    yield
     tuning.forget()
     tuning.device_kind.cache_clear()
 
@@ -101,11 +104,9 @@ def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpus):
     assert cutlass.built_tiles(torch.device("cuda", 8)) == ["128x128", "64x64"]
 
 
-def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus):
+def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus, tuned):
     sizes = {"4096x4096x64": "128x64_streamk", "4096x4096x512": "128x128", "14336x4096x64": "of another version"}
-    entry = {"measured": {}, "fastest": {size: {"tile": tile} for size, tile in sizes.items()}}
-    gpus.write_text(json.dumps({"sm_90": {"cutlass bfloat16": entry}}))
-    tuning.forget()
+    tuned("cutlass bfloat16", {size: {"tile": tile} for size, tile in sizes.items()}, "sm_90")
     assert tiles_for(9, 17, 100, 300) == ["128x64_streamk", "128x64_streamk", "128x128"]
     assert tiles_for(9, 64, shape=(14336, 4096)) == ["64x64"]
     assert tiles_for(8, 64) == ["64x64"]

@@ -1,12 +1,15 @@
 """The GPU backends of `sparse_linear` without a GPU: what they serve, and what torch's library is called with."""
 
 import functools
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from ops.on_each_backend import OnGPU
+from pruned import pruned_weight
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda, cusparselt, cutlass
@@ -51,11 +54,8 @@ class Library:
 @pytest.fixture
 def library(monkeypatch):
     fake = Library()
-    for name, function in (
-        ("compress", fake.compress),
-        ("sparse_mm_search", fake.search),
-        ("sparse_mm", fake.multiply),
-    ):
+    functions = {"compress": fake.compress, "sparse_mm_search": fake.search, "sparse_mm": fake.multiply}
+    for name, function in functions.items():
         monkeypatch.setattr(torch, f"_cslt_{name}", function)
     monkeypatch.setattr(torch._C, "_cusparselt", fake, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -64,65 +64,45 @@ def library(monkeypatch):
 
 
 def layer(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    weight = torch.randn(32, 48).unflatten(-1, (-1, 4))
-    weight[..., [0, 3]] = 0
-    weight = weight.flatten(-2)
+    weight = pruned_weight((32, 48))
     return torch.randn(rows, 48), weight, *pack.pack_nm(weight)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 13])
-def test_rows_are_padded_and_the_bias_goes_along(rows, library):
+def run(rows: int, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the weight, and what cusparselt makes of them."""
     x, weight, values, indices = layer(rows)
-    prepared, bias = kernel("cusparselt").prepare(values, indices), torch.randn(32)
+    prepared = kernel("cusparselt").prepare(values, indices)
     assert torch.equal(prepared, weight)
-    for extra in (None, bias):
-        y = kernel("cusparselt").run(x, values, indices, extra, prepared)
-        torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, extra))
+    return x, weight, kernel("cusparselt").run(x, values, indices, bias, prepared)
 
 
-def test_each_shape_is_searched_once(library):
+def test_rows_are_padded_and_the_bias_goes_along(library):
+    """x is copied only to add rows."""
+    for rows in (1, 8, 13, 16):
+        for bias in (None, torch.randn(32)):
+            x, weight, y = run(rows, bias)
+            torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias))
+            assert (library.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
+
+
+def test_each_shape_is_searched_once_and_never_in_a_capture(library, monkeypatch):
     for rows in (1, 5, 8, 9, 16, 1):
-        x, _weight, values, indices = layer(rows)
-        prepared = kernel("cusparselt").prepare(values, indices)
         for bias in (None, torch.zeros(32)):
-            kernel("cusparselt").run(x, values, indices, bias, prepared)
+            run(rows, bias)
     assert library.searched == [((48, 8), False), ((48, 8), True), ((48, 16), False), ((48, 16), True)]
     first, second, third, fourth = ((number, number - 38, 2) for number in (41, 42, 43, 44))
     assert library.algorithms == [first, second] * 3 + [third, fourth] * 2 + [first, second]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(24)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    run(24)
+    assert library.algorithms[-2:] == [(0, 1, -1), (45, 7, 2)]
 
 
 def test_a_torch_without_mm_search_gives_the_algorithm_alone(library, monkeypatch):
     monkeypatch.delattr(torch._C, "_cusparselt")
-    x, _weight, values, indices = layer(8)
-    kernel("cusparselt").run(x, values, indices, None, kernel("cusparselt").prepare(values, indices))
+    run(8)
     assert library.algorithms == [(41, 1, -1)]
-
-
-def test_x_is_copied_only_to_add_rows(library):
-    for rows in (8, 16, 13):
-        x, _weight, values, indices = layer(rows)
-        kernel("cusparselt").run(x, values, indices, None, kernel("cusparselt").prepare(values, indices))
-        assert (library.pointers[-1] == x.data_ptr()) == (rows % 8 == 0)
-
-
-def test_a_capture_never_searches(library, monkeypatch):
-    x, _weight, values, indices = layer(8)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    prepared = kernel("cusparselt").prepare(values, indices)
-    kernel("cusparselt").run(x, values, indices, None, prepared)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    kernel("cusparselt").run(x, values, indices, None, prepared)
-    assert library.algorithms == [(0, 1, -1), (41, 3, 2)]
-
-
-class OnGPU:
-    """As much of a CUDA tensor as `supports` looks at."""
-
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.shape, self.dtype, self.device = (rows, columns), dtype, torch.device("cuda", 0)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
 
 @pytest.mark.parametrize("name", ["cusparselt", "cutlass", "gemv"])
@@ -132,35 +112,52 @@ def test_it_serves_gpus(device, name):
     assert kernel(name).supports(x, values) == f"it serves CUDA GPUs, x is on {device} and the weight on {device}"
 
 
-def test_the_limits_of_cusparselt(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU with everything that the backends need, but no compiled kernel."""
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = kernel("cusparselt").supports
-    assert supports(OnGPU(3, 128), OnGPU(48, 64)) is None
-    assert supports(OnGPU(3, 128, torch.float32), OnGPU(48, 64, torch.float32)).startswith("it serves bfloat16")
-    assert supports(OnGPU(3, 128), OnGPU(40, 64)) == "out_features=40 must be a multiple of 16"
-    assert supports(OnGPU(3, 120), OnGPU(48, 60)) == "in_features=120 must be a multiple of 16"
-    assert supports(OnGPU(0, 128), OnGPU(48, 64)) == "there are no rows"
+    for module in (cuda, cutlass):
+        monkeypatch.setattr(module, "_C", SimpleNamespace(tiles=lambda: [(90, "64x32")]))
+        monkeypatch.setattr(module, "_missing", None)
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "in_features", "out_features", "dtype", "reason"),
+    [
+        ("cusparselt", 3, 128, 48, BF16, "None"),
+        ("cusparselt", 3, 128, 48, F32, "it serves bfloat16.*"),
+        ("cusparselt", 3, 128, 40, BF16, "out_features=40 must be a multiple of 16"),
+        ("cusparselt", 3, 120, 48, BF16, "in_features=120 must be a multiple of 16"),
+        ("cusparselt", 0, 128, 48, BF16, "there are no rows"),
+        ("gemv", 16, 12, 7, BF16, "None"),
+        ("gemv", 17, 12, 7, BF16, "it serves 1 to 16 rows, not 17"),
+        ("gemv", 0, 12, 7, BF16, "it serves 1 to 16 rows, not 0"),
+        ("gemv", 1, 12, 7, F32, "it serves bfloat16.*"),
+        ("cutlass", 20, 128, 48, BF16, "None"),
+        ("cutlass", 40, 128, 48, BF16, "its tile 64x64 was not built for this GPU; remedy: .*"),
+    ],
+)
+def test_the_limits(name, rows, in_features, out_features, dtype, reason, hopper):
+    found = kernel(name).supports(OnGPU(rows, in_features, dtype), OnGPU(out_features, in_features // 2, dtype))
+    assert re.fullmatch(reason, str(found))
+
+
+def test_what_is_missing_is_named(hopper, monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
-    assert "has no cuSPARSELt" in supports(OnGPU(3, 128), OnGPU(48, 64))
-
-
-def test_the_limits_of_gemv(monkeypatch):
-    monkeypatch.setattr(cuda, "_C", None)
-    monkeypatch.setattr(cuda, "_missing", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = kernel("gemv").supports
-    assert supports(OnGPU(16, 12), OnGPU(7, 6)) is None
-    assert supports(OnGPU(17, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 17"
-    assert supports(OnGPU(0, 12), OnGPU(7, 6)) == "it serves 1 to 16 rows, not 0"
-    assert supports(OnGPU(1, 12, torch.float32), OnGPU(7, 6, torch.float32)).startswith("it serves bfloat16")
     monkeypatch.setattr(cuda, "_missing", "no compiler")
-    assert supports(OnGPU(1, 12), OnGPU(7, 6)) == "no compiler"
+    assert "has no cuSPARSELt" in kernel("cusparselt").supports(OnGPU(3, 128), OnGPU(48, 64))
+    assert kernel("gemv").supports(OnGPU(1, 12), OnGPU(7, 6)) == "no compiler"
 
 
 @pytest.mark.parametrize("arguments", [None, 6, 10, 11])
 def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkeypatch):
-    """A call with other arguments than it has would be a TypeError. 6: before launch parameters."""
+    """A call with other arguments than the binding has would be a TypeError."""
+    source = (Path(__file__).parents[2] / "csrc" / "cuda" / "bindings.cpp").read_text()
+    assert source.partition("\nvoid gemv(")[2].partition(")")[0].count(",") + 1 == cuda.GEMV_ARGUMENTS
     module = ModuleType("compiled")
     if arguments:
         signature = ", ".join(f"arg{number}: torch.Tensor" for number in range(arguments))
@@ -171,21 +168,3 @@ def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkey
     else:
         assert cuda.loaded("compiled")[0] is None
         assert "of another version" in cuda.loaded("compiled")[1]
-
-
-def test_the_arguments_of_gemv_are_those_of_the_binding():
-    source = (Path(__file__).parents[2] / "csrc" / "cuda" / "bindings.cpp").read_text()
-    arguments = source.partition("\nvoid gemv(")[2].partition(")")[0]
-    assert arguments.count(",") + 1 == cuda.GEMV_ARGUMENTS
-
-
-def test_cutlass_serves_with_the_tiles_that_were_built(monkeypatch):
-    built = SimpleNamespace(tiles=lambda: [(90, "64x32")])
-    for module in (cuda, cutlass):
-        monkeypatch.setattr(module, "_C", built)
-        monkeypatch.setattr(module, "_missing", None)
-    monkeypatch.setattr(cuda, "missing", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    supports = kernel("cutlass").supports
-    assert supports(OnGPU(20, 128), OnGPU(48, 64)) is None
-    assert supports(OnGPU(40, 128), OnGPU(48, 64)).startswith("its tile 64x64 was not built for this GPU")

@@ -34,12 +34,7 @@ def packed(shape: tuple[int, int], dtype: torch.dtype, device: str, backend: str
     prepare = get_kernel("sparse_linear", backend).prepare
     if prepare and get_kernel("sparse_linear", backend).supports(weight.new_empty(8, shape[1]), values) is not None:
         return None
-    return (
-        weight,
-        among_nan(values),
-        indices,
-        prepare(values, indices) if prepare else None,
-    )
+    return weight, among_nan(values), indices, prepare(values, indices) if prepare else None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,19 +60,13 @@ def test_products(place, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("backend", "rows"),
-    [("gemv", 1), ("gemv", 16), ("cutlass", 40), ("cusparselt", 64)],
-)
+@pytest.mark.parametrize(("backend", "rows"), [("gemv", 1), ("gemv", 16), ("cutlass", 40), ("cusparselt", 64)])
 def test_a_replayed_call_multiplies_the_present_x(backend, rows):
     weight, *form = packed((512, 1024), torch.bfloat16, "cuda", backend) or (None,)
     if weight is None:
         pytest.skip(f"{backend} is not here")
     values, indices, prepared = form
-    x, bias = (
-        torch.randn(rows, 1024, device="cuda").bfloat16(),
-        torch.randn(512, device="cuda").bfloat16(),
-    )
+    x, bias = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((rows, 1024), (512,)))
     if reason := get_kernel("sparse_linear", backend).supports(x, values):
         pytest.skip(reason)
     sparse_linear(x, values, indices, bias, prepared, backend)  # what happens once happens here

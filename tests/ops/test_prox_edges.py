@@ -1,46 +1,24 @@
-"""The prox where arithmetic is at its limits: lambda next to 1, units near overflow, a NaN among small weights."""
+"""The prox where arithmetic is at its limits: ties, units near overflow, numbers that are not finite, signed zeros."""
 
 import pytest
 import torch
 from ops.blocks import random_blocks
-from ops.on_each_backend import backends_of
-from reference import ground_truth
+from reference.ground_truth import GAP, assert_optimal
 
-from proxsparse import prox_nm, reference
+from proxsparse import prox_nm, prox_nm_, reference
+from proxsparse.ops.registry import chosen_backend
 
-GAP = {torch.float64: 1e-11, torch.float32: 2e-6}  # the objective's distance from the optimum, over z_1^2
-
-
-@pytest.fixture(params=backends_of("prox_nm_"))
-def device(request, on_backend):
-    """The device of the backend under test, which serves every call of the test."""
-    return on_backend("prox_nm_", request.param, 1.0, 2, 4, None)
+OP = "prox_nm_"
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+each_dtype = pytest.mark.parametrize("dtype", GAP, ids=str)
+full_precision = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
-# ------------------------------------------------------------------------------------------ 1:4, lambda next to 1
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(BITS[tensor.itemsize])
 
 
-@pytest.mark.parametrize("dtype", GAP, ids=str)
-@pytest.mark.parametrize("below", [1e-5, 1e-6, 1e-7, 1e-8])
-def test_one_of_four_just_below_lambda_one(below, dtype, device):
-    """An fp32 lambda is 1 for the last two, and 1 - lambda has lost its digits for all."""
-    weight = random_blocks(20_000, 1 - below, n=1, seed=5).to(dtype)
-    result = prox_nm(weight.to(device), 1 - below, "1:4").cpu()
-    exact = ground_truth.exact_one(weight, 1 - below)
-    gap = ground_truth.relative_gap(result, exact, weight, 1 - below, n=1)
-    assert gap.max() <= {torch.float64: 1e-14, torch.float32: 1e-12}[dtype]
-
-
-@pytest.mark.parametrize("dtype", GAP, ids=str)
-@pytest.mark.parametrize("below", [1e-3, 1e-6, 1e-8])
-def test_equal_weights_share_what_one_of_four_leaves(below, dtype, device):
-    """w + 3 lambda w = 1."""
-    result = prox_nm(torch.ones(3, 8, dtype=dtype, device=device), 1 - below, "1:4").cpu()
-    expected = torch.full((3, 8), 1 / (1 + 3 * (1 - below)), dtype=dtype)
-    torch.testing.assert_close(result, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-# ------------------------------------------------------------------------------------------ 2:4, ties and units
+# ------------------------------------------------------------------------------------------ ties and units
 
 
 def test_the_dense_point_is_found_where_three_weights_tie_at_s_zero():
@@ -49,22 +27,25 @@ def test_the_dense_point_is_found_where_three_weights_tie_at_s_zero():
     candidate, valid = reference.prox.dense_candidate(weight, 0.7)
     assert valid.all()
     assert candidate.isfinite().all()
-    gap = ground_truth.relative_gap(candidate, ground_truth.exact(weight, 0.7), weight, 0.7)
-    assert gap.abs().max() <= GAP[torch.float32]
+    assert_optimal(candidate, weight, 0.7)
 
 
-@pytest.mark.parametrize("dtype", GAP, ids=str)
+@full_precision
 def test_a_tie_of_three_where_the_dense_start_is_exact(dtype, device):
     """Strengths around the one at which the smallest root R_4 of the dense problem vanishes."""
-    high = torch.linspace(0.3, 1.0, 301, dtype=torch.float64)[:, None]
+    high = torch.linspace(0.3, 1.0, 101, dtype=torch.float64)[:, None]
     low = high * torch.linspace(0.3, 1.0, 301, dtype=torch.float64)
     weight = torch.stack([high.expand_as(low), low, low, low], dim=-1).view(-1, 4).to(dtype)
-    result = prox_nm(weight.to(device), 1.0).cpu()
-    gap = ground_truth.relative_gap(result, ground_truth.exact(weight, 1.0), weight, 1.0)
-    assert gap.max() <= GAP[dtype]
+    assert_optimal(prox_nm(weight.to(device), 1.0), weight, 1.0)
 
 
-@pytest.mark.parametrize("dtype", GAP, ids=str)
+def test_ties_go_to_the_lower_index(device):
+    weight = torch.tensor([[1.0, 3, 1, 2], [5, 5, 5, 5], [2, 0, 3, -2]], device=device)
+    assert prox_nm(weight, 10.0).tolist() == [[0, 3, 0, 2], [5, 5, 0, 0], [2, 0, 3, 0]]
+    assert prox_nm(weight, 10.0, "1:4").tolist() == [[0, 3, 0, 0], [5, 0, 0, 0], [0, 0, 3, 0]]
+
+
+@full_precision
 @pytest.mark.parametrize("exponent", [-80, 80])
 def test_the_unit_of_the_weights_does_not_matter(exponent, dtype, device):
     """A power of two changes no digit: prox(w * c; lambda / c) = c * prox(w; lambda), bit for bit."""
@@ -73,29 +54,98 @@ def test_the_unit_of_the_weights_does_not_matter(exponent, dtype, device):
     assert torch.equal(prox_nm(weight * unit, 0.7 / unit), prox_nm(weight, 0.7) * unit)
 
 
-@pytest.mark.parametrize("dtype", GAP, ids=str)
+@full_precision
 @pytest.mark.parametrize("pattern", ["2:4", "1:4"])
 def test_only_the_magnitude_of_the_scale_counts(pattern, dtype, device):
-    weight = random_blocks(600, 0.7, seed=21).view(-1, 24).to(device, dtype)
-    scale = (0.2 + torch.rand(24, device=device)).to(dtype)
-    sign = torch.where(torch.arange(24, device=device) % 3 == 0, -1.0, 1.0).to(dtype)
+    weight = random_blocks(600, 0.7, seed=21).view(3, 800).to(device, dtype)
+    scale = (0.2 + torch.rand(800, device=device)).to(dtype)
+    sign = torch.where(torch.arange(800, device=device) % 3 == 0, -1.0, 1.0).to(dtype)
     assert torch.equal(prox_nm(weight, 0.7, pattern, scale * sign), prox_nm(weight, 0.7, pattern, scale))
 
 
-# ------------------------------------------------------------------------------------------ a NaN among others
+# ------------------------------------------------------------------------------------------ what must not change
 
 
+@each_dtype
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_the_prox_does_not_change_keeps_its_bits(n, dtype, device):
+    """Feasible blocks, -0.0 among them, and blocks with a number that is not finite, NaNs with all their bits."""
+    for size in (0.05, 5.0):  # next to blocks that coordinate descent solves, and next to others
+        weight = (size * torch.randn(600, 4)).to(dtype)
+        weight[:200, : 4 - n] = torch.tensor([0.0, -0.0, -0.0])[: 4 - n].to(dtype)
+        weight[50::50, 3], weight[60::50], weight[75::50, 0] = torch.inf, -torch.inf, torch.nan
+        bits(weight)[75::50, 0] += 5
+        same = ~weight.isfinite().all(-1) | (torch.arange(600) < 200)
+        for scale in (None, torch.tensor([0.3, 3.0, 0.7, 1.1], device=device).repeat(600)):
+            result = prox_nm(weight.view(1, -1).to(device), 0.5, f"{n}:4", scale).cpu().view(-1, 4)
+            assert torch.equal(bits(result)[same], bits(weight)[same])
+            assert result[~same].isfinite().all()
+            assert (result[~same] != weight[~same]).any()
+
+
+@each_dtype
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("strength", [0.01, 0.15, 0.3])
-def test_a_bad_number_changes_no_other_block_at_any_strength(strength, poison, device):
-    """All other blocks are small, where backends choose how to solve them by the largest weight of many."""
-    clean = random_blocks(256, 1.0, seed=22).float()
-    clean = (strength * clean / clean.abs().amax(-1, keepdim=True).clamp_min(1e-30)).to(device)
-    poisoned = clean.clone()
-    poisoned[100, 2] = poison
-    expected = prox_nm(clean, 1.0)
-    expected[100] = poisoned[100]
-    torch.testing.assert_close(prox_nm(poisoned, 1.0), expected, rtol=0, atol=0, equal_nan=True)
+def test_a_bad_number_changes_no_other_block_at_any_strength(poison, dtype, device):
+    """All other blocks are small, where backends choose how to solve them by the largest weight of many.
+
+    A warp of the CUDA kernels stops when all of its blocks have converged, which may be a sweep earlier without one.
+    """
+    for strength in (0.01, 0.15, 0.3):
+        clean = random_blocks(256, 1.0, seed=22)
+        clean = (strength * clean / clean.abs().amax(-1, keepdim=True).clamp_min(1e-30)).to(device, dtype)
+        poisoned = clean.clone()
+        poisoned[100, 2] = poison
+        expected = prox_nm(clean, 1.0)
+        expected[100] = poisoned[100]
+        rtol, atol = (2 * torch.finfo(dtype).eps, 1e-5 * strength) if chosen_backend() == "cuda" else (0, 0)
+        torch.testing.assert_close(prox_nm(poisoned, 1.0), expected, rtol=rtol, atol=atol, equal_nan=True)
+
+
+@each_dtype
+@pytest.mark.parametrize("n", [1, 2])
+def test_kept_weights_keep_their_bits_and_pruned_ones_become_plus_zero(n, dtype, device):
+    weight, scale = torch.randn(8, 400).to(dtype), 0.25 + torch.rand(400, device=device)
+    for c in (None, scale):
+        result = prox_nm(weight.to(device), 1e4, f"{n}:4", c).cpu()
+        kept = result != 0
+        assert (kept.view(8, 100, 4).sum(-1) == n).all()
+        assert torch.equal(bits(result[kept]), bits(weight[kept]))
+        assert not result[~kept].signbit().any()
+
+
+@each_dtype
+def test_zeros_are_positive_even_by_underflow(dtype, device):
+    units = -torch.randint(1, 5, (4, 800))  # of the smallest number of the dtype
+    smallest, scale = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, 2.0**100
+    weight = (units.double() * smallest).to(device, dtype)
+    result = prox_nm(weight, 0.5 / (4 * smallest * scale), scale=torch.full((800,), scale, device=device))
+    assert (result == 0).any()
+    assert not result[result == 0].signbit().any()
+
+
+@each_dtype
+def test_lambda_zero_is_the_identity(dtype, device):
+    weight = random_blocks(50, 0.7, seed=17).to(device, dtype)
+    assert torch.equal(bits(prox_nm(weight, 0.0)), bits(weight))
+    assert torch.equal(bits(prox_nm_(weight.clone(), 0)), bits(weight))
+
+
+# ------------------------------------------------------------------------------------------ the ends of the range
+
+
+@full_precision
+@pytest.mark.parametrize(("size", "reg_lambda"), [(1e30, 1.0), (1.0, 1e30), (1e25, 1e10)])
+def test_a_huge_strength_prunes_to_the_two_largest(size, reg_lambda, dtype, device):
+    weight = size * torch.tensor([[1.0, -0.99, 1.01, 0.98], [0.5, 0.0, -0.7, 0.6]], dtype=dtype, device=device)
+    expected = torch.where(reference.nm_mask(weight.abs()), weight, 0.0)
+    assert torch.equal(prox_nm(weight, reg_lambda), expected)
+
+
+@full_precision
+@pytest.mark.parametrize(("size", "reg_lambda"), [(1e-30, 1.0), (1.0, 1e-30), (1e-15, 1e-15), (1.0, 1e-50)])
+def test_a_tiny_strength_changes_next_to_nothing(size, reg_lambda, dtype, device):
+    weight = size * torch.tensor([[1.0, -0.99, 1.01, 0.98], [0.5, 0.1, -0.7, 0.6]], dtype=dtype, device=device)
+    torch.testing.assert_close(prox_nm(weight, reg_lambda), weight, rtol=4 * torch.finfo(dtype).eps, atol=0)
 
 
 OVERFLOWING = [(torch.float32, 1, 3e38), (torch.bfloat16, 1e30, 1e10), (torch.float64, 1e200, 1e200)]
@@ -103,15 +153,13 @@ OVERFLOWING = [(torch.float32, 1, 3e38), (torch.bfloat16, 1e30, 1e10), (torch.fl
 
 @pytest.mark.parametrize(("dtype", "size", "reg_lambda"), OVERFLOWING, ids=str)
 def test_the_two_largest_stay_where_lambda_times_a_weight_overflows(dtype, size, reg_lambda, device):
-    weight = size * torch.tensor(
-        [[1.0, 2.0, 3.0, 4.0], [-4.0, 2.0, 0.0, -3.0], [1.0, 1.0, 1.0, 0.5]], dtype=torch.float64
-    )
-    weight = weight.to(device, dtype)
+    blocks = [[1.0, 2.0, 3.0, 4.0], [-4.0, 2.0, 0.0, -3.0], [1.0, 1.0, 1.0, 0.5]]
+    weight = (size * torch.tensor(blocks, dtype=torch.float64)).to(device, dtype)
     kept = weight * torch.tensor([[0, 0, 1, 1], [1, 0, 0, 1], [1, 1, 0, 0]], device=device)
     assert torch.equal(prox_nm(weight, reg_lambda), kept)
     scale = torch.tensor([1.0, 3.0, 1.0, 1.0], dtype=torch.float64, device=device).to(dtype)
-    with_metric = weight[:1] * torch.tensor([0, 1, 0, 1], device=device)  # 1, 6, 3, 4
-    assert torch.equal(prox_nm(weight[:1], reg_lambda, scale=scale), with_metric)
+    scaled = weight[:1] * torch.tensor([0, 1, 0, 1], device=device)  # 1, 6, 3, 4
+    assert torch.equal(prox_nm(weight[:1], reg_lambda, scale=scale), scaled)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

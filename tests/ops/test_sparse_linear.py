@@ -78,16 +78,17 @@ def served_by(monkeypatch, packed):
     """served_by(backend) -> the backend that multiplied; "cpp" is the automatic choice and "gemv" serves nothing."""
     used = []
 
-    def add(backend: str, reason: str | None = None) -> None:
+    def add(backend: str, reason: str | None = None, prepare=None) -> None:
         def run(x, values, *_others):
             used.append(backend)
             return x.new_zeros(len(x), len(values))
 
-        kernel = Kernel(backend, run, lambda x, values: reason, prepare=pack_nm if backend == "cusparselt" else None)
+        kernel = Kernel(backend, run, lambda x, values: reason, prepare)
         monkeypatch.setitem(registry._kernels["sparse_linear"], backend, kernel)
 
-    for backend in ("cpp", "reference", "cusparselt"):
-        add(backend)
+    add("cpp")
+    add("reference")
+    add("cusparselt", prepare=pack_nm)
     add("gemv", "it is a test")
     monkeypatch.setattr(choice, "choose", lambda *_: get_kernel("sparse_linear", "cpp"))
     monkeypatch.setattr(registry, "_announced", set())
@@ -96,30 +97,28 @@ def served_by(monkeypatch, packed):
 
 
 def test_an_explicit_choice_serves_or_raises(served_by, monkeypatch):
+    """A backend is called only with its own prepared form."""
+    form = torch.zeros(1)
     assert served_by() == "cpp"
+    assert served_by("cusparselt", prepared=form) == "cusparselt"
     with use_backend("reference"):
         assert (served_by(), served_by("cpp")) == ("reference", "cpp")
         with use_backend(None):
             assert served_by() == "cpp"
+    with use_backend("triton"), pytest.warns(UserWarning, match="sparse_linear: backend 'triton' has no kernel"):
+        assert served_by() == "cpp"
     with pytest.raises(RuntimeError, match=r"'gemv' was chosen .* cannot serve.*it is a test.*backend='auto'"):
         served_by("gemv")
     with use_backend("gemv"), pytest.raises(RuntimeError, match=r"'gemv' was chosen .*unset PROXSPARSE_BACKEND or"):
         served_by()
-    with use_backend("triton"), pytest.warns(UserWarning, match="sparse_linear: backend 'triton' has no kernel"):
-        assert served_by() == "cpp"
-    with pytest.raises(ValueError, match="no such backend 'fastest'; choose from auto, cpp"):
-        served_by("fastest")
-    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
-    assert served_by() == "reference"
-
-
-def test_a_backend_is_called_only_with_its_own_prepared_form(served_by):
-    form = torch.zeros(1)
-    assert served_by("cusparselt", prepared=form) == "cusparselt"
     with pytest.raises(RuntimeError, match=r"'cusparselt' reads a form of its own; pass its prepare"):
         served_by("cusparselt")
     with use_backend("cusparselt"), pytest.raises(RuntimeError, match="or call a SparseLinear of this backend"):
         served_by(prepared=form)  # of a layer on "auto": the form may be that of "cutlass"
+    with pytest.raises(ValueError, match="no such backend 'fastest'; choose from auto, cpp"):
+        served_by("fastest")
+    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
+    assert served_by() == "reference"
 
 
 def test_only_one_backend_has_a_form_that_is_optional():

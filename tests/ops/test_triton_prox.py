@@ -12,34 +12,38 @@ import pytest
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
+# (file, options of pytest): what runs quickly; each call of the interpreter takes a quarter second
+QUICK = [("triton_prox_cases.py", "-m", "not slow")]
+SLOW = [("triton_prox_cases.py", "-m", "slow"), ("test_prox_list.py",), ("test_prox.py",), ("test_prox_edges.py",)]
+SLOW += [("test_adamw_prox.py",), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
+COMPILED = [("triton_compiled_prox.py", "-m", "not slow"), ("triton_rocm_cases.py", "-m", "not slow")]
+COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow"), ("triton_rocm_cases.py", "-m", "slow")]
+
+
+def quick_and_slow(quick, slow):
+    return [*quick, *(pytest.param(command, marks=pytest.mark.slow) for command in slow)]
 
 
 def run_in_own_process(file: str, *options: str, **environment: str):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     options = [*options, "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
-    process = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(FOLDER / file)],
-        env=inherited | environment,
-        cwd=FOLDER.parent.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", *options, str(FOLDER / file)]
+    folder, both = FOLDER.parent.parent, {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.run(command, env=inherited | environment, cwd=folder, **both)
     assert process.returncode == 0, f"{file} failed:\n{process.stdout[-6000:]}"
 
 
-@pytest.mark.parametrize("file", ["triton_prox_cases.py", "triton_adamw_cases.py", "test_prox_list.py"])
-def test_interpreted(file, tmp_path):
-    run_in_own_process(file, "-x", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("command", quick_and_slow(QUICK, SLOW))
+def test_interpreted(command, tmp_path):
+    run_in_own_process(*command, "-x", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.parametrize("file", ["triton_compiled_prox.py", "triton_rocm_cases.py"])
-def test_compiled_ahead_of_time(file, tmp_path):
-    run_in_own_process(file, "-x", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("command", quick_and_slow(COMPILED, COMPILED_SLOW))
+def test_compiled_ahead_of_time(command, tmp_path):
+    run_in_own_process(*command, "-x", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("file", ["triton_prox_cases.py", "triton_adamw_cases.py"])
-def test_on_the_gpu(file):
+def test_on_the_gpu():
     """To the end, whatever fails, and with the kernels that other processes have compiled: minutes on a GPU are few."""
-    run_in_own_process(file)
+    run_in_own_process("triton_prox_cases.py")

@@ -1,8 +1,5 @@
 """The table of launch parameters: the nearest size, no table, and parameters that are forced for a measurement."""
 
-import json
-
-import pytest
 import torch
 
 from proxsparse.ops import tuning
@@ -10,38 +7,23 @@ from proxsparse.ops import tuning
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def table(tmp_path, monkeypatch):
-    """table(kernel, fastest): tuned.json of this machine holds that alone."""
-
-    def write(kernel: str, fastest: dict) -> None:
-        file = tmp_path / "tuned.json"
-        file.write_text(json.dumps({tuning.device_kind(CPU): {kernel: {"measured": {}, "fastest": fastest}}}))
-        monkeypatch.setattr(tuning, "TUNED", file)
-        tuning.forget()
-
-    yield write
-    tuning.forget()
+def parameters(*size: int, kernel: str = "gemv", dtype=torch.bfloat16) -> dict:
+    return tuning.launch_parameters(kernel, dtype, CPU, size)
 
 
-def test_the_nearest_size_decides(table):
-    table("gemv bfloat16", {"4096x4096x1": {"warps": 8}, "4096x4096x16": {"warps": 4}})
-    assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (2048, 4096, 3)) == {"warps": 8}
-    assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (4096, 4096, 9)) == {"warps": 4}
-
-
-def test_what_was_not_measured_has_no_parameters(table, monkeypatch, tmp_path):
-    table("gemv bfloat16", {"4096x4096x1": {"warps": 8}})
-    assert tuning.launch_parameters("gemv", torch.float16, CPU, (4096, 4096, 1)) == {}
-    assert tuning.launch_parameters("prox", torch.bfloat16, CPU, (4096,)) == {}
+def test_the_nearest_size_decides_and_what_was_not_measured_has_no_parameters(tuned, monkeypatch, tmp_path):
+    tuned("gemv bfloat16", {"4096x4096x1": {"warps": 8}, "4096x4096x16": {"warps": 4}})
+    assert parameters(2048, 4096, 3) == {"warps": 8}
+    assert parameters(4096, 4096, 9) == {"warps": 4}
+    assert parameters(4096, 4096, 1, dtype=torch.float16) == parameters(4096, kernel="prox") == {}
     monkeypatch.setattr(tuning, "TUNED", tmp_path / "absent.json")
     tuning.forget()
-    assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (4096, 4096, 1)) == {}
+    assert parameters(4096, 4096, 1) == {}
 
 
-def test_forced_parameters_hold_in_their_block_alone(table):
-    table("gemv bfloat16", {"1x1x1": {"warps": 8}})
+def test_forced_parameters_hold_in_their_block_alone(tuned):
+    tuned("gemv bfloat16", {"1x1x1": {"warps": 8}})
     with tuning.use_launch_parameters("gemv", warps=2, splits=4), tuning.use_launch_parameters("prox", blocks=64):
-        assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (1, 1, 1)) == {"warps": 2, "splits": 4}
-        assert tuning.launch_parameters("prox", torch.bfloat16, CPU, (1,)) == {"blocks": 64}
-    assert tuning.launch_parameters("gemv", torch.bfloat16, CPU, (1, 1, 1)) == {"warps": 8}
+        assert parameters(1, 1, 1) == {"warps": 2, "splits": 4}
+        assert parameters(1, kernel="prox") == {"blocks": 64}
+    assert parameters(1, 1, 1) == {"warps": 8}

@@ -79,27 +79,38 @@ def assert_stays_in_registers(kernel):
     assert not kernel.starting_with("LDS", "STS", "BAR"), "a layout conversion"
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("variant", PROX, ids=lambda variant: variant[0])
+def assert_moves_16_bytes_at_once(kernel):
+    assert kernel.starting_with("LDG") == {"LDG.E.128"}
+    assert kernel.starting_with("STG") == {"STG.E.128"}
+
+
+def on_each_gpu(values, ids=str):
+    """(value, capability): all are slow except the first on sm_90."""
+    return [
+        pytest.param(value, capability, id=f"{ids(value)}-{capability}", marks=marks)
+        for i, value in enumerate(values)
+        for capability in (80, 90, 100)
+        for marks in [[] if capability == 90 and i == 0 else [pytest.mark.slow]]
+    ]
+
+
+@pytest.mark.parametrize(("variant", "capability"), on_each_gpu(PROX))
 def test_prox(variant, capability, tmp_path):
     kernel = compiled_prox(*variant, capability, tmp_path)
     assert_stays_in_registers(kernel)
-    assert kernel.starting_with("LDG") == {"LDG.E.128"}
-    assert kernel.starting_with("STG") == {"STG.E.128"}
+    assert_moves_16_bytes_at_once(kernel)
     if variant[0] != "fp64":
         assert not kernel.starting_with("RET"), "a division or a root with a slow path"
         assert kernel.registers <= 128, "fewer warps run at once than the grid is made for"
 
 
-@pytest.mark.parametrize("call", [prox_call("bf16", None, 2), prox_call("fp32", None, 2), list_call("bf16", 2)])
-@pytest.mark.parametrize("capability", [80, 90, 100])
+CALLS = [prox_call("bf16", None, 2), prox_call("fp32", None, 2), list_call("bf16", 2)]
+
+
+@pytest.mark.parametrize(("call", "capability"), on_each_gpu(CALLS, lambda call: call[0].__name__))
 def test_the_next_piece_is_loaded_before_this_one_is_solved(call, capability, tmp_path):
     """In each turn of the outer loop: 2 KB a warp, 16 bytes a lane at once, are on their way when the solver starts."""
-    code = compiled(call, capability, tmp_path).code
-    start, end = max(
-        ((target, address) for address, _, target in code if target is not None), key=lambda x: x[1] - x[0]
-    )
-    turn = [name for address, name, _ in code if start <= address <= end]
+    turn = max(compiled(call, capability, tmp_path).loops(), key=len)
     before = turn[: next(i for i, name in enumerate(turn) if "REDUX" in name)]  # the largest weight
     assert before.count("LDG.E.128") == 4
 
@@ -114,17 +125,15 @@ def test_a_launch_makes_as_many_programs_as_run_at_once(monkeypatch):
     assert launch.programs_for(gpu, 100, warps=1, registers=128) == 100
 
 
-@pytest.mark.parametrize("weight", ["bf16", "fp32"])
-@pytest.mark.parametrize("parameters", prox.PROX_LAUNCHES, ids=lambda launch: "x".join(map(str, launch.values())))
-def test_all_launch_parameters_of_the_prox_compile(parameters, weight, tmp_path):
-    kernel = compiled_prox(weight, None, 2, 90, tmp_path, parameters)
-    assert kernel.stack == 0
-    assert kernel.starting_with("LDG") == {"LDG.E.128"}
+LAUNCHES = [prox_call(weight, None, 2, parameters) for weight in ("bf16", "fp32") for parameters in prox.PROX_LAUNCHES]
+LAUNCHES += [step_call("bf16", "fp32", ("seed",), 2, **parameters) for parameters in adamw_prox.ADAMW_PROX_LAUNCHES]
 
 
-@pytest.mark.parametrize("parameters", adamw_prox.ADAMW_PROX_LAUNCHES, ids=lambda x: "x".join(map(str, x.values())))
-def test_all_launch_parameters_of_the_fused_step_compile(parameters, tmp_path):
-    kernel = compiled(step_call("bf16", "fp32", ("seed",), 2, **parameters), 90, tmp_path)
+@pytest.mark.parametrize(
+    "call", [LAUNCHES[0], LAUNCHES[-1], *(pytest.param(call, marks=pytest.mark.slow) for call in LAUNCHES[1:-1])]
+)
+def test_all_launch_parameters_compile(call, tmp_path):
+    kernel = compiled(call, 90, tmp_path)
     assert kernel.stack == 0
     assert kernel.starting_with("LDG") == {"LDG.E.128"}
 
@@ -137,13 +146,16 @@ def test_other_launch_parameters_are_refused():
             prox.launch_parameters(weight, 0, False, given)
 
 
-@pytest.mark.parametrize("variant", MORE_PROX, ids=str)
-def test_more_of_the_prox(variant, tmp_path):
-    assert_stays_in_registers(compiled_prox(*variant, 90, tmp_path))
+MORE = [prox_call(*variant) for variant in MORE_PROX] + [step_call(*variant) for variant in MORE_STEP]
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("weight", ["fp32", "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("call", MORE)
+def test_more_variants_stay_in_registers(call, tmp_path):
+    assert_stays_in_registers(compiled(call, 90, tmp_path))
+
+
+@pytest.mark.parametrize(("weight", "capability"), on_each_gpu(["fp32", "bf16"]))
 def test_prox_of_a_list(weight, capability, tmp_path):
     kernel = compiled(list_call(weight, 2), capability, tmp_path)
     assert_stays_in_registers(kernel)
@@ -158,20 +170,13 @@ def test_a_sweep_takes_17_instructions_a_block(weight, tmp_path):
     loops = compiled_prox(weight, None, 2, 90, tmp_path).loops()
     sweeps = [loop for loop in loops if not any(name.startswith(("MUFU", "LDG", "BAR")) for name in loop)]
     blocks_a_lane = launch_of(weight)[0]["BLOCKS"] // 32
-    assert max(sweep.total() for sweep in sweeps) <= 17 * blocks_a_lane
-    assert max(sweep["FFMA"] for sweep in sweeps) >= 10 * blocks_a_lane, "not the loop this test is about"
+    assert max(map(len, sweeps)) <= 17 * blocks_a_lane
+    assert max(sweep.count("FFMA") for sweep in sweeps) >= 10 * blocks_a_lane, "not the loop this test is about"
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("variant", STEP, ids=str)
+@pytest.mark.parametrize(("variant", "capability"), on_each_gpu(STEP))
 def test_the_fused_step(variant, capability, tmp_path):
     kernel = compiled(step_call(*variant), capability, tmp_path)
     assert_stays_in_registers(kernel)
-    assert kernel.starting_with("LDG") == {"LDG.E.128"}
-    assert kernel.starting_with("STG") == {"STG.E.128"}
+    assert_moves_16_bytes_at_once(kernel)
     assert kernel.registers <= 128
-
-
-@pytest.mark.parametrize("variant", MORE_STEP, ids=str)
-def test_more_of_the_fused_step(variant, tmp_path):
-    assert_stays_in_registers(compiled(step_call(*variant), 90, tmp_path))

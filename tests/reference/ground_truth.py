@@ -15,6 +15,9 @@ CHUNK = 1 << 12  # blocks at a time: the intermediate results stay in the cache
 # Bisection to 1e-7 for the ends of a bracket and to 1e-10 for the root in it: there the objective is flat to third and
 # to second order, and sweeps over the coordinates follow.
 BRACKET_STEPS, ROOT_STEPS = 26, 36
+# The objective's distance from the optimum, in units of z_1^2. fp32 cannot see differences of a few 1e-7 where two
+# minimisers tie; a half-precision result has been rounded by eps / 2 a weight, to second order in the objective.
+GAP = {torch.float64: 1e-11, torch.float32: 2e-6, torch.bfloat16: 2 * 2.0**-14, torch.float16: 2e-6 + 2 * 2.0**-20}
 
 
 def elementary(members: list[Tensor], k: int) -> Tensor:
@@ -37,6 +40,29 @@ def relative_gap(w: Tensor, best: Tensor, weight: Tensor, reg_lambda: float, n: 
     largest = weight.double().abs().amax(-1)
     gap = objective(w, weight, reg_lambda, n) - objective(best, weight, reg_lambda, n)
     return gap / torch.where(largest > 0, largest, 1.0).square()
+
+
+def assert_optimal(
+    result: Tensor, weight: Tensor, reg_lambda: float, n: int = 2, scale: Tensor | float = 1.0, **given
+) -> None:
+    """`result` is a prox of n:4 blocks as good as the exact one of `weight`.
+
+    Args:
+        result, weight: of any shape and device, `weight` possibly in float64 where it has not been rounded.
+        scale: of the input features, of any sign.
+        given: best, the exact prox, if it is known; tolerance, another than GAP of the dtype of `result`.
+    """
+    found, blocks = ((tensor.cpu().double() * scale).reshape(-1, 4) for tensor in (result, weight))
+    best = given.get("best")
+    best = (exact if n == 2 else exact_one)(blocks, reg_lambda) if best is None else best
+    gap, tolerance = relative_gap(found, best, blocks, reg_lambda, n), given.get("tolerance", GAP[result.dtype])
+    if gap.numel():
+        worst = gap.argmax()
+        assert gap.max() <= tolerance, (
+            f"lambda={reg_lambda}: {(gap > tolerance).sum()} of {len(gap)} blocks; the worst is "
+            f"{blocks[worst].tolist()} -> {found[worst].tolist()} instead of {best[worst].tolist()}"
+        )
+        assert gap.min() >= -GAP[result.dtype], "the result is better than the ground truth: the ground truth is wrong"
 
 
 def descend(w: Tensor, z: Tensor, reg_lambda: float, n: int, sweeps: int) -> Tensor:

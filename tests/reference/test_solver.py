@@ -16,31 +16,17 @@ def block(*members: float) -> torch.Tensor:
     return torch.tensor([members], dtype=torch.float64)
 
 
-@pytest.fixture(scope="module", params=[0.01, 1.0])
-def searched(request):
-    """(weight, lambda, the best that a search without any theorem has found)."""
-    weight = random_blocks(40 * len(FAMILIES), request.param, seed=11)
-    return weight, request.param, ground_truth.search(weight, request.param, n=2)
-
-
-def test_24_prox_is_never_worse_than_a_search_without_theorems(searched):
-    weight, reg_lambda, found = searched
-    gap = ground_truth.relative_gap(prox_nm(weight, reg_lambda), found, weight, reg_lambda)
-    assert gap.max() <= 1e-12
-
-
-def test_the_fast_judge_agrees_with_the_search(searched):
+@pytest.mark.parametrize("reg_lambda", [0.01, 1.0])
+def test_24_prox_and_judge_are_never_worse_than_a_search_without_theorems_and_enum_alm_is(reg_lambda):
     """`ground_truth.exact` judges millions of blocks elsewhere, so it has to be right itself."""
-    weight, reg_lambda, found = searched
-    gap = ground_truth.relative_gap(ground_truth.exact(weight, reg_lambda), found, weight, reg_lambda)
-    assert gap.max() <= 1e-13
-    assert gap.min() >= -1e-9  # the search is no sham either: it finds every optimum
-
-
-def test_search_and_judge_see_that_enum_alm_misses(searched):
-    weight, reg_lambda, found = searched
-    gap = ground_truth.relative_gap(enum_alm(weight, reg_lambda), found, weight, reg_lambda)
-    assert gap.max() > 1e-2
+    weight = random_blocks(40 * len(FAMILIES), reg_lambda, seed=11)
+    found = ground_truth.search(weight, reg_lambda, n=2)
+    results = prox_nm(weight, reg_lambda), ground_truth.exact(weight, reg_lambda), enum_alm(weight, reg_lambda)
+    prox, judge, alm = (ground_truth.relative_gap(result, found, weight, reg_lambda) for result in results)
+    assert prox.max() <= 1e-12
+    assert judge.max() <= 1e-13
+    assert judge.min() >= -1e-9  # the search is no sham either: it finds every optimum
+    assert alm.max() > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -57,30 +43,23 @@ def test_other_patterns_are_never_worse_than_a_search(pattern, reg_lambda):
 # ------------------------------------------------------------------------------------------ worked by hand, lambda = 1
 
 
-def test_three_equal_weights_stay_three_where_enum_alm_drops_one():
-    """w + w^2 = 1.05 for three equal weights; EnumALM's first sweep sets one of them to 0 and never comes back."""
-    weight = block(1.05, 1.05, 1.05, 0.0)
-    root = (math.sqrt(1 + 4 * 1.05) - 1) / 2
-    exact, paper = prox_nm(weight, 1.0), enum_alm(weight, 1.0)
-    torch.testing.assert_close(exact, block(root, root, root, 0.0), rtol=1e-14, atol=0)
-    assert ground_truth.objective(exact, weight, 1.0).item() == pytest.approx(0.51429, abs=5e-6)
-    assert sorted(paper[0].tolist()) == pytest.approx([0, 0, 1.05, 1.05], abs=1e-12)
-    assert ground_truth.objective(paper, weight, 1.0).item() == pytest.approx(0.55125, abs=1e-12)
+BY_HAND = {
+    "three, w + w^2 = 1.05, where EnumALM keeps two": (
+        (1.05, 1.05, 1.05, 0.0),
+        (math.sqrt(1 + 4 * 1.05) - 1) / 2,
+        3,
+    ),
+    "three of four ones, w + w^2 = 1": ((1, 1, -1, 1), (math.sqrt(5) - 1) / 2, 3),
+    "four small weights, w + 3 w^2 = 0.1": ((0.1, -0.1, 0.1, 0.1), (math.sqrt(1 + 12 * 0.1) - 1) / 6, 4),
+}
 
 
-def test_of_four_ones_three_survive():
-    """Two: objective 1. Three, w + w^2 = 1: 0.9549. Four, w + 3 w^2 = 1: 0.9677."""
-    root = (math.sqrt(5) - 1) / 2
-    result = prox_nm(block(1, 1, -1, 1), 1.0)
-    torch.testing.assert_close(result, block(root, root, -root, 0.0), rtol=1e-14, atol=0)
-    assert ground_truth.objective(result, block(1, 1, -1, 1), 1.0).item() == pytest.approx(0.95492, abs=5e-6)
-
-
-def test_small_equal_weights_stay_dense():
-    """w + 3 w^2 = 0.1 for four weights of 0.1."""
-    root = (math.sqrt(1 + 12 * 0.1) - 1) / 6
-    result = prox_nm(block(0.1, -0.1, 0.1, 0.1), 1.0)
-    torch.testing.assert_close(result, block(root, -root, root, root), rtol=1e-14, atol=0)
+@pytest.mark.parametrize(("weights", "root", "survivors"), BY_HAND.values(), ids=BY_HAND)
+def test_equal_weights_by_hand(weights, root, survivors):
+    """Two of four ones have objective 1, three 0.9549, four 0.9677."""
+    weight = block(*weights)
+    expected = root * weight.sign() * (torch.arange(4) < survivors)
+    torch.testing.assert_close(prox_nm(weight, 1.0), expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("strength", [(1 + math.sqrt(2)) / 2 + 1e-6, 1.3, 10.0, 1e3, 1e6])
@@ -91,7 +70,7 @@ def test_two_survive_unchanged_from_the_threshold_on(strength):
 
 def test_just_below_the_threshold_more_than_two_survive():
     strength = (1 + math.sqrt(2)) / 2 - 1e-3
-    assert (prox_nm(block(strength, strength, strength, strength), 1.0) > 0).sum() == 3
+    assert (prox_nm(block(*[strength] * 4), 1.0) > 0).sum() == 3
 
 
 @pytest.mark.parametrize("reg_lambda", [1.0, 1.5, 100.0])
