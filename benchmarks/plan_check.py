@@ -1,9 +1,9 @@
 """Peak memory of short trainings on a CPU, compared with `--plan`.
 
 Whole runs: SmolLM2-135M in one process; its resident memory (VmHWM), compared with everything that the plan counts.
-Shared runs: a random Llama of 50 million weights in 1, 2 and 4 processes; the memory that each has written (RssAnon)
-until the last step and after it, minus that of a model of 29 thousand weights. malloc gives every tensor a mapping of
-its own here, so the plan leaves out the memory that malloc keeps, and that of an empty process.
+Shared runs: a random Llama with 50 million weights in 1, 2 and 4 processes; the memory that each has written (RssAnon)
+before the last step and after it, minus that of a model with 29 thousand weights. malloc uses a separate mapping for
+every tensor here, so the plan excludes the memory that malloc keeps, and that of an empty process.
 """
 
 import argparse

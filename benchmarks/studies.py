@@ -1,4 +1,4 @@
-"""The paper's studies of its own parts: each is one command that writes rows and a picture. NAME comes first.
+"""The paper's studies: each is one command that writes rows and a plot. NAME comes first.
 
     python benchmarks/studies.py --list
     python benchmarks/studies.py lambda1                            # with the demo recipe of `proxsparse train`

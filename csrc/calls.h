@@ -40,7 +40,7 @@ struct AdamWProxCall {
   uint64_t seed;
 };
 
-// An n:4 weight and its packed form (proxsparse/reference describes it), in either direction.
+// An n:4 weight and its packed format (proxsparse/reference describes it), in either direction.
 struct PackCall {
   void* weight;      // [rows, in_features]
   void* values;      // [rows, in_features * n / 4]

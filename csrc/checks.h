@@ -48,7 +48,7 @@ inline void check_tensor(const char* name, const at::Tensor& tensor, at::DeviceT
 
 inline void check_alignment(const char* name, const at::Tensor& tensor, int64_t bytes) {
   TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0, name, " of shape ",
-                    tensor.sizes(), " must begin at a multiple of ", bytes, " bytes");
+                    tensor.sizes(), ": its address must be a multiple of ", bytes, " bytes");
 }
 
 inline void check_in_features(const char* name, const at::Tensor& weight) {
@@ -135,7 +135,7 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
           .seed = static_cast<uint64_t>(seed.value_or(0))};
 }
 
-// The weight of an n:4 pattern and its packed form.
+// The weight of an n:4 pattern and its packed format.
 inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, int64_t n, const at::Tensor& values,
                              const at::Tensor& indices) {
   TORCH_CHECK_VALUE(n >= 1 && n <= 3, "n=", n, ": only 1:4, 2:4 and 3:4 weights can be packed; leave the weight dense");

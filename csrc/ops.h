@@ -42,7 +42,7 @@ void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Ten
 //   mask   bool, shape of score; overwritten
 void mask_n4(const at::Tensor& score, int64_t n, const at::Tensor& mask);
 
-// weight -> kept values and their places; proxsparse/reference/pack.py describes the packed form. Returns false if a
+// weight -> kept values and their places; proxsparse/reference/pack.py describes the packed format. Returns false if a
 // block has more than n nonzeros; values and indices are then invalid.
 //   weight   [..., in_features]; float32, float64, bfloat16 or float16
 //   n        1, 2 or 3

@@ -1,4 +1,4 @@
-// Which weights of a block the packed form keeps; proxsparse/reference/pack.py describes the form.
+// Which weights of a block the packed format keeps; proxsparse/reference/pack.py describes the format.
 #pragma once
 
 #include <bit>

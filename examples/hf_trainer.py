@@ -4,10 +4,10 @@
     python examples/hf_trainer.py --model NAME --text FILE         # your model, your text
     accelerate launch examples/hf_trainer.py --fsdp ...            # many GPUs, FSDP2
 
-`ProxTrainerMixin` makes the optimizer; mixed precision, accumulation and checkpoints stay Trainer's business.
-`ProxCallback` saves the masks and takes every weight back to its pretrained value, or to zero where it is pruned.
-The tiny model's "pretrained" weights are random: it shows the mechanics, its quality after the snap means nothing.
-For the whole method (calibration data, metric, reports) use `python -m proxsparse.train`.
+`ProxTrainerMixin` creates the optimizer; Trainer handles mixed precision, accumulation and checkpoints as usual.
+`ProxCallback` saves the masks and sets every weight to its pretrained value, or to zero where it is pruned.
+The "pretrained" weights of the tiny model are random, so its quality after the snap is meaningless.
+For the complete method (calibration data, scaling, reports) use `proxsparse train`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from proxsparse.integrations.transformers_trainer import ProxCallback, ProxTrain
 
 
 class MaskTrainer(ProxTrainerMixin, Trainer):
-    """Trainer whose optimizer ends every step with the prox."""
+    """A Trainer whose optimizer applies the prox after every step."""
 
 
 def tiny_llama() -> nn.Module:
@@ -40,7 +40,7 @@ def tiny_llama() -> nn.Module:
 
 
 def counting_samples(samples: int = 256, length: int = 32, vocabulary: int = 64) -> list[dict]:
-    """Rows that count upwards in steps of 1 to 7 from a random start: something a tiny model can learn."""
+    """Rows that count upwards in steps of 1 to 7 from a random start, which a tiny model can learn."""
     start, stride = torch.randint(vocabulary, (samples, 1)), torch.randint(1, 8, (samples, 1))
     return as_dataset((start + stride * torch.arange(length)) % vocabulary)
 
@@ -54,7 +54,7 @@ def text_samples(model_name: str, path: str, length: int = 512) -> list[dict]:
 
 
 def as_dataset(ids: torch.Tensor) -> list[dict]:
-    """[samples, length] -> what Trainer's default collator takes."""
+    """[samples, length] -> a data set for the default collator of Trainer."""
     return [{"input_ids": row, "labels": row} for row in ids]
 
 

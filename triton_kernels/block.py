@@ -210,7 +210,7 @@ def dense_24(u1, u2, u3, u4, steps):
         b4 = beta * i4
         f = alpha * v - 4 + p4 * b4 + p1 * i1 + p2 * i2 + p3 * i3
         slope = alpha + v * (b4 + i1 + i2 + i3)
-        # k first: where v = k = 0, i^3 alone overflows
+        # multiply by k first: for v = k = 0, i^3 overflows
         curvature = kappa * b4 * (i4 * i4) + k1 * i1 * (i1 * i1) + k2 * i2 * (i2 * i2) + k3 * i3 * (i3 * i3)
         v -= euler_step(f, slope, curvature, 1e-3)
     square = v * v

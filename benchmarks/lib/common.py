@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, the provenance of a result, files of rows, tables."""
+"""Shared by the benchmarks: flags, the provenance of a result, files of rows, tables."""
 
 import argparse
 import json

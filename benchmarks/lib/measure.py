@@ -1,4 +1,4 @@
-"""Random weights that no cache holds, and the timing of what runs on them."""
+"""Random weights that exceed the caches, and the timing of functions on them."""
 
 import math
 import statistics
@@ -24,7 +24,7 @@ LAUNCH_CYCLES = 300_000  # GPU clocks for each launch: 0.15 ms, several times wh
 
 @dataclass(frozen=True)
 class WeightSet:
-    """Weights that belong together, one after the other in `flat`, and the values that they are renewed from."""
+    """Weights in one buffer `flat`, and the values from which they are restored."""
 
     weights: list[Tensor]
     flat: Tensor
@@ -56,7 +56,7 @@ def rotation(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, 
 
 
 def packed_weight(shape: Shape, dtype: torch.dtype, device: torch.device, sigma: float) -> tuple[Tensor, Tensor]:
-    """A random 2:4 weight in packed form, (values, indices): Gaussian values, every pair of places equally likely."""
+    """A random 2:4 weight in packed format, (values, indices): Gaussian values, every pair of places equally likely."""
     out_features, in_features = shape
     values = torch.empty(out_features, in_features // 2, dtype=dtype, device=device).normal_(0, sigma)
     pairs = torch.tensor([4, 8, 12, 9, 13, 14], dtype=torch.uint8, device=device)  # i0 | i1 << 2, i0 < i1
@@ -200,12 +200,12 @@ def elapsed_ms(run: Callable[[], object], device: torch.device, launches: int = 
 
 
 def held_bytes(device: torch.device) -> int:
-    """The memory that this process holds: of the GPU, or of the machine."""
+    """Memory of this process: on the GPU, or resident."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes("VmRSS")
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int | None:
-    """The most bytes that a run held beyond what was held before it; None if this system does not report them."""
+    """Peak memory of a run minus the memory before it, in bytes; None if the system does not report it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

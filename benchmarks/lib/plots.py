@@ -114,7 +114,7 @@ def prox_speed(rows: list[dict]):
 
 
 def linear_speed(rows: list[dict]):
-    """A panel for each weight and dtype, a line for each backend (prepared forms excluded): speedup over dense."""
+    """A panel for each weight and dtype, a line for each backend (without prepared weights): speedup over dense."""
     rows = [row for row in rows if row["state"] == "cold" and "times_dense" in row]
     rows = [row for row in rows if row["backend"] != "dense" and ":" not in row["backend"]]
     if not rows:

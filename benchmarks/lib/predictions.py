@@ -1,4 +1,4 @@
-"""Writes what was predicted for an H100 and an H200 (predictions.yaml) into the rows of the benchmarks."""
+"""Adds the predictions for an H100 and an H200 (predictions.yaml) to the rows of the benchmarks."""
 
 import functools
 from pathlib import Path

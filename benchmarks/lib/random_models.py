@@ -1,7 +1,7 @@
 """Models with random weights: decoders of published shapes, dense or packed, and a small Llama in a folder.
 
 The decoders have 2:4 weights and are built layer by layer on their device. The same seed gives the dense and the packed
-form the same weights, and the packed form never holds a dense one.
+form the same weights, and the packed format never holds a dense one.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-// n:4 weights to the packed form and back on the CPU: checks and threads.
+// n:4 weights to the packed format and back on the CPU: checks and threads.
 #include <ATen/Parallel.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// The exact prox of a chunk of blocks, N lanes at a time. Groups of blocks go to the cheapest solver that serves all of
+// The exact prox of a chunk of blocks, N lanes at a time. Groups of blocks use the cheapest solver that supports all of
 // their blocks.
 #pragma once
 
@@ -195,7 +195,7 @@ PROXSPARSE_INLINE void solve_chunk(const ProxParams<T>& params, Load load, Repla
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
   BlockVectors<T> u;
-  uint64_t waiting = 0;  // a bit for each group that descent does not serve
+  uint64_t waiting = 0;  // a bit for each group that coordinate descent cannot solve
   for (int group = 0; group < kChunk / (kGroup * N); ++group) {
     const int first = group * kGroup * N;
     Block<V> start[kGroup];

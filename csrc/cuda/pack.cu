@@ -1,4 +1,4 @@
-// Dense 2:4 weights to the packed form of proxsparse/reference/pack.py and back, bit for bit. A thread processes the
+// Dense 2:4 weights to the packed format of proxsparse/reference/pack.py and back, bit for bit. A thread processes the
 // two blocks of one byte of places at a time.
 #include <bit>
 

@@ -1,6 +1,6 @@
-"""To packed and back: a model in memory (`sparsify_`, `unsparsify_`), a checkpoint as a stream of (name, tensor).
+"""Packing and unpacking: models in memory (`sparsify_`, `unsparsify_`), and checkpoints as streams of (name, tensor).
 
-One rule decides for both which layers are packed: `packable_layers`.
+`packable_layers` decides in both cases which layers are packed.
 """
 
 import collections
@@ -19,7 +19,7 @@ from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.patterns import FLOAT_DTYPES
 from proxsparse.runtime.progress import phase
 
-Stream = Iterator[tuple[str, Tensor]]  # the tensors of a checkpoint by name, one after the other
+Stream = Iterator[tuple[str, Tensor]]  # (name, tensor) of a checkpoint, one at a time
 
 
 @torch.no_grad()
@@ -28,24 +28,24 @@ def sparsify_(
 ) -> nn.Module:
     """Packs every nn.Linear of the model whose weight is 2:4, in place, and returns the model.
 
-    One layer after the other, each dense weight freed before the next is packed: the peak is the model plus one layer.
-    Dense layers (lm_head) stay as they are; weights that are tied stay tied and dense. Nothing is replaced if any layer
-    is refused. A model of transformers can be saved afterwards, and `from_pretrained` loads the folder packed: give the
-    model that you will save, not a part of it, because its config says which layers are packed.
+    Layers are packed one at a time, and each dense weight is freed before the next: peak memory is the model plus one
+    layer. Dense layers (lm_head) do not change; tied weights stay tied and dense. If a layer is refused, no layer is
+    replaced. A model of transformers can be saved afterwards, and `from_pretrained` loads the packed folder. Pass the
+    model that you will save, not a submodule, because its config lists the packed layers.
 
-    The packed model takes `.half()`, `.float()` and `.to(dtype)`. One that `from_pretrained` has loaded refuses the
+    The packed model supports `.half()`, `.float()` and `.to(dtype)`. A model loaded by `from_pretrained` refuses the
     first two, as all quantized models of transformers do: use `.to(dtype)`, or `dtype=` in `from_pretrained`.
 
     Args:
-        backend: of the packed layers, see `SparseLinear`.
-        include, exclude: regular expressions searched in the names of the layers, such as ["mlp"]; what `include`
-            names must be 2:4.
+        backend: backend of the packed layers, see `SparseLinear`.
+        include, exclude: regular expressions searched in the names of the layers, such as ["mlp"]; layers that match
+            `include` must be 2:4.
     Raises:
-        ValueError: no layer is 2:4; a layer is almost 2:4, or `include` names one that is not; a layer is a subclass of
-            nn.Linear, or has hooks, and would not be the same afterwards. The message names the layer and the remedy.
+        ValueError: no layer is 2:4; a layer is almost 2:4, or matches `include` and is not 2:4; a layer is a subclass
+            of nn.Linear, or has hooks, which packing would lose. The message names the layer.
     """
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
-        raise ValueError(f"the model is quantised by {method}: it cannot be packed too; load the dense model")
+        raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
     for names in packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude):
         packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend)
         for name in names:
@@ -56,9 +56,9 @@ def sparsify_(
 
 @torch.no_grad()
 def unsparsify_(model: nn.Module) -> nn.Module:
-    """The inverse of `sparsify_`: every SparseLinear becomes a nn.Linear again, with every number, in place.
+    """The inverse of `sparsify_`: replaces every SparseLinear with an nn.Linear, in place, and returns the model.
 
-    Bit for bit, unless pruned places held -0.0: of those some may come back as +0.0. Our own checkpoints have none.
+    The weights are bit-identical, except that a -0.0 in a pruned place may become +0.0 (proxsparse writes +0.0 only).
     """
     for names in names_of_modules(model, SparseLinear):
         packed = model.get_submodule(names[0])
@@ -72,7 +72,7 @@ def unsparsify_(model: nn.Module) -> nn.Module:
 
 
 def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
-    """The tensors of a dense checkpoint, one after the other; values and indices for the weight of each of `layers`."""
+    """Yields the tensors of a dense checkpoint, with values and indices instead of the weight of each of `layers`."""
     packed = set(layers)
     for name in found:
         layer, _, part = name.rpartition(".")
@@ -86,12 +86,10 @@ def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
 
 
 def finite(found: dict[str, Header], name: str) -> Tensor:
-    """Reads the tensor of that name. Raises ValueError if it has a NaN or an infinity."""
+    """Reads a tensor. Raises ValueError if it contains NaN or infinity."""
     tensor = read_tensor(found, name)
     if tensor.dtype in FLOAT_DTYPES and not tensor.isfinite().all():  # float8_e4m3fn has no isfinite
-        raise ValueError(
-            f"{found[name].file}: {name} has numbers that are NaN or infinite; get the model's files again"
-        )
+        raise ValueError(f"{found[name].file}: {name} contains NaN or infinity; download the model again")
     return tensor
 
 
@@ -106,56 +104,59 @@ def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
             try:
                 yield f"{layer}.weight", unpack_nm(read_tensor(found, name), read_tensor(found, f"{layer}.indices"))
             except ValueError as error:
-                raise ValueError(f"{header.file}: packed layer {layer}: {error}; get the file again") from error
+                raise ValueError(f"{header.file}: packed layer {layer}: {error}; download the file again") from error
 
 
 def layers_to_pack(
     found: dict[str, Header], model: nn.Module, include: list[str] | None = None, exclude: list[str] | None = None
 ) -> list[str]:
-    """What `sparsify_` would pack of this checkpoint, decided before anything is written.
+    """The layers of a checkpoint that `sparsify_` would pack.
 
     Args:
         found: the headers of the dense checkpoint.
-        model: the model of its config.json; on the meta device will do.
+        model: the model of its config.json, which may be on the meta device.
         include, exclude: see `sparsify_`.
     Raises:
-        ValueError: as `sparsify_` does; a weight has another shape than the model's; the files have other names.
+        ValueError: as `sparsify_`; or a weight does not have the shape, or the files not the names, of the model.
     """
     refuse_other_names(found, model)
     chosen = packable_layers(model, lambda name: stored_weight(found, model, name), include, exclude)
-    return [names[0] for names in chosen if len(names) == 1]  # held twice, only one of its places would be packed
+    return [names[0] for names in chosen if len(names) == 1]  # skips modules with two names
 
 
 def refuse_other_names(found: dict[str, Header], model: nn.Module) -> None:
-    """Raises ValueError if the files have none of the model's nn.Linear weights by name; tied ones may be absent."""
+    """Raises ValueError if the files have no nn.Linear weight of the model by name; tied weights may be missing."""
     tied, linears = tied_weights(model), [names[0] for names in names_of_modules(model, nn.Linear)]
     needed = [f"{name}.weight" for name in linears if id(model.get_submodule(name).weight) not in tied]
     if needed and not any(name in found for name in needed):
         name, header = next(iter(found.items()))
         raise ValueError(
-            f"{header.file}: its names, such as {name}, are not those of {type(model).__name__}, such as {needed[0]}; "
-            "save the whole causal language model, not its base model"
+            f"{header.file}: has names such as {name}, but {type(model).__name__} needs names such as {needed[0]}; "
+            "save the causal language model, not its base model"
         )
 
 
 def stored_weight(found: dict[str, Header], model: nn.Module, layer: str) -> Tensor | None:
-    """The weight of a layer of the model, None if no file has it. Raises ValueError if it has another shape."""
+    """The weight of a layer; None if no file has it. Raises ValueError if its shape is not that of the model."""
     name, shape = f"{layer}.weight", model.get_submodule(layer).weight.shape
     if name not in found:
         return None
     if (header := found[name]).shape != shape:
-        raise ValueError(f"{header.file}: {name} is {list(header.shape)}, by config.json it must be {list(shape)}")
+        raise ValueError(
+            f"{header.file}: {name} has shape {list(header.shape)}, but config.json requires {list(shape)}; "
+            "download the checkpoint again"
+        )
     return read_tensor(found, name)
 
 
 def packed_layers(found: dict[str, Header], model: nn.Module, layers: list[str]) -> dict[str, str]:
-    """Name in the files -> name in the model, of the packed layers of a checkpoint; all of them are checked.
+    """Name in the files -> name in the model, for the packed layers of a checkpoint, after checking them.
 
     Args:
-        layers: as config.json has them; see `spellings`.
+        layers: the names in config.json; see `spellings`.
     Raises:
-        ValueError: the files hold other layers packed than these, the model has no such nn.Linear, a tensor is absent
-            or of another shape or dtype.
+        ValueError: other layers are packed in the files; the model has no such nn.Linear; a tensor is missing or has
+            a wrong shape or dtype.
     """
     there = [place_of(model, layer) for layer in layers]
     places = dict(zip(check_layers(found, layers, model.base_model_prefix), there, strict=True))
@@ -173,7 +174,8 @@ def place_of(model: nn.Module, name: str) -> str:
         except AttributeError:
             continue
     raise ValueError(
-        f"packed layer {name}: {type(model).__name__} has no nn.Linear of this name; config.json is of another model"
+        f"packed layer {name}: {type(model).__name__} has no nn.Linear with this name; "
+        "download config.json of this checkpoint again"
     )
 
 
@@ -183,7 +185,7 @@ def packable_layers(
     include: list[str] | None,
     exclude: list[str] | None,
 ) -> list[list[str]]:
-    """The layers to pack, each by all its names; `weight_of` gives the weight of a name. Raises as `sparsify_` does."""
+    """The layers to pack, each as the list of its names; `weight_of` returns a weight. Raises as `sparsify_` does."""
     linears, tied, chosen = names_of_modules(model, nn.Linear), tied_weights(model), []
     with phase(f"looking for {PATTERN} layers", unit="layer") as current:
         for names in current.count(linears):
@@ -194,21 +196,21 @@ def packable_layers(
         current.result = f"{len(chosen)} found"
     if not chosen:
         if names_of_modules(model, SparseLinear):
-            reason = "the model is packed already"
+            reason = "the model is already packed"
         elif len(linears) <= 1:  # lm_head at most, as in GPT-2
             reason = f"{type(model).__name__} has its weights in Conv1D or other modules, not in nn.Linear layers"
         else:
             reason = f"none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "
-            reason += f"exclude={exclude}; Conv1D and fused experts stay dense); prune the model: proxsparse prune"
+            reason += f"exclude={exclude}; Conv1D and fused experts stay dense); prune it first: proxsparse prune"
         raise ValueError(f"nothing to pack: {reason}")
     return chosen
 
 
 def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: bool = False) -> bool:
-    """Whether the layer `name` is to be packed: its weight is 2:4 and nobody else's. False for a dense one.
+    """Whether to pack the layer `name`: its weight is 2:4 and not tied.
 
     Raises:
-        ValueError: at least half of its blocks are 2:4, but not all; or it cannot be packed, and `include` names it.
+        ValueError: at least half of its blocks, but not all, are 2:4; or `include` names it and it cannot be packed.
     """
     reason, alarming = obstacle(weight, tied)
     if reason is None:
@@ -219,13 +221,13 @@ def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: boo
 
 
 def obstacle(weight: Tensor | None, tied: bool) -> tuple[str | None, bool]:
-    """Why a weight cannot be packed, None if it can; and whether to say so of a layer that nobody named, too."""
+    """Why a weight cannot be packed (None if it can), and whether this is an error even if `include` is not given."""
     if tied:
-        return "its weight is tied to another module's, which needs it dense", False
+        return "its weight is tied to that of another module, which needs it dense", False
     if weight is None:
         return "no file has its weight", False
     if weight.is_meta:
-        return "its weight is on the meta device, there is nothing to pack; load the model first", True
+        return "its weight is on the meta device; load the model first", True
     if weight.dtype not in FLOAT_DTYPES or weight.shape[-1] % PATTERN.m:
         return f"its weight is {weight.dtype} {list(weight.shape)}, which has no blocks of {PATTERN.m}", False
     feasible = PATTERN.feasible_blocks(weight)
@@ -236,28 +238,28 @@ def obstacle(weight: Tensor | None, tied: bool) -> tuple[str | None, bool]:
 
 
 def refuse_altered(model: nn.Module, name: str) -> None:
-    """Raises ValueError for a layer that is more than a nn.Linear: replaced, it would lose what it has besides."""
+    """Raises ValueError for a layer that is not a plain nn.Linear: its replacement would lose hooks and overrides."""
     layer, parts = model.get_submodule(name), name.split(".")
     around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts))]
     rewriting = [type(module).__name__ for module in around if any(hooks_of(module, "state_dict"))]
     reasons = {
         "it is the whole model (use SparseLinear.from_linear)": not name,
-        f"it is a {type(layer).__name__}, not nn.Linear itself": type(layer) is not nn.Linear,
-        "it has hooks or a forward of its own": "forward" in vars(layer) or any(hooks_of(layer)),
-        f"{' and '.join(rewriting)} around it rewrites its state_dict": bool(rewriting),
+        f"it is a {type(layer).__name__}, a subclass of nn.Linear": type(layer) is not nn.Linear,
+        "it has hooks or its own forward": "forward" in vars(layer) or any(hooks_of(layer)),
+        f"its parent {' and '.join(rewriting)} has state_dict hooks": bool(rewriting),
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"{name}: {reason}; restore the plain nn.Linear, or leave it dense: exclude {name!r}")
+            raise ValueError(f"{name}: {reason}; replace it with a plain nn.Linear, or exclude {name!r}")
 
 
 def hooks_of(module: nn.Module, kind: str = "") -> list[dict]:
-    """The tables of hooks that torch keeps in a module's attributes."""
+    """The dicts of hooks in the attributes of a module."""
     return [hooks for key, hooks in vars(module).items() if kind in key and key.endswith("_hooks")]
 
 
 def names_of_modules(model: nn.Module, kind: type) -> list[list[str]]:
-    """The names of each module of the kind; more than one where the model holds it more than once."""
+    """The names of each module of this type; a module that the model holds twice has two names."""
     names = collections.defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, kind):
@@ -266,13 +268,13 @@ def names_of_modules(model: nn.Module, kind: type) -> list[list[str]]:
 
 
 def tied_weights(model: nn.Module) -> set[int]:
-    """The ids of the parameters that several modules hold."""
+    """The ids of the parameters that several modules share."""
     owners = collections.Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     return {parameter for parameter, count in owners.items() if count > 1}
 
 
 def declare_(model: nn.Module) -> None:
-    """Has the config of a model of transformers say which layers are packed: what `save_pretrained` writes."""
+    """Lists the packed layers in the config of a model of transformers, for `save_pretrained`."""
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return
     layers = [name for names in names_of_modules(model, SparseLinear) for name in names]
@@ -284,6 +286,6 @@ def declare_(model: nn.Module) -> None:
 
 
 def quant_method(model: nn.Module) -> str | None:
-    """What the config of a model of transformers says of its weights; None for dense ones, and for other models."""
+    """quant_method in the config of a model of transformers; None for dense weights and other models."""
     entry = getattr(getattr(model, "config", None), "quantization_config", None)
     return entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)

@@ -1,6 +1,6 @@
-"""Greedy generation: one prefill, then decode steps on a cache of fixed size; on a GPU a step is one CUDA graph.
+"""Greedy generation: a prefill, then decode steps with a cache of fixed size; on a GPU each step is one CUDA graph.
 
-Dense and sparse models run through the same loop, so that their speeds compare.
+Dense and sparse models use the same loop, so that their speeds can be compared.
 """
 
 import functools
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from proxsparse.inference.glue import with_compiled_glue
 
-WARM_UPS = 3  # before a capture: libraries choose algorithms and allocate their workspaces
+WARM_UPS = 3  # before a capture, because libraries choose algorithms and allocate workspaces
 
 
 def generate(
@@ -21,26 +21,26 @@ def generate(
     cuda_graph: bool | None = None,
     compile_glue: bool = False,
 ) -> Tensor:
-    """input_ids [batch, prompt] -> [batch, prompt + max_new_tokens]: every new token is the likeliest one.
-
-    It does not stop at an end-of-text token: cut the text there. All prompts have the same length.
+    """Appends the most likely token `max_new_tokens` times. Does not stop at an end-of-text token.
 
     Args:
-        model: a causal language model of transformers. `merge_projections_` (proxsparse.inference.merge), called once
-            on it, saves 3 of the 7 products of a block.
-        cuda_graph: one decode step is captured once and replayed, which spares the launches of its kernels; None: on
-            a GPU yes, on a CPU, where there are none, no.
-        compile_glue: RMSNorm, the rotary embedding and act(gate) * up of the decode steps are compiled by torch.compile
-            (`proxsparse.inference.glue`), once a process for each shape: about half a minute. In bfloat16 they round
-            less often than in eager mode, so a token may differ.
+        model: a causal language model of transformers. Call `merge_projections_` (proxsparse.inference.merge) on it
+            first to save 3 of the 7 matrix products of a decoder block.
+        input_ids: [batch, prompt], prompts of equal length.
+        cuda_graph: capture one decode step and replay it, which saves kernel launches; None: only on a GPU.
+        compile_glue: compile RMSNorm, the rotary embedding and act(gate) * up of the decode steps with torch.compile
+            (`proxsparse.inference.glue`); takes about half a minute, once per process and shape. In bfloat16 they round
+            less often than in eager mode, so tokens may differ.
+    Returns:
+        [batch, prompt + max_new_tokens].
     Raises:
-        ValueError: fewer than one new token, or a CUDA graph for tokens that are not on a GPU.
+        ValueError: max_new_tokens < 1, or cuda_graph=True and the tokens are not on a GPU.
     """
     on_gpu = input_ids.device.type == "cuda"
     if cuda_graph and not on_gpu:
         raise ValueError(f"cuda_graph=True: the tokens are on {input_ids.device}; move model and tokens to a GPU")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: ask for one at least")
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     check_prompts(input_ids)
     batch, prompt = input_ids.shape
     faster = capture_graph if cuda_graph or (cuda_graph is None and on_gpu) else None
@@ -52,17 +52,18 @@ def generate(
 
 
 class GreedyDecoder:
-    """Continues `batch` prompts of equal length by the likeliest tokens, one step at a time.
+    """Appends the most likely tokens to `batch` prompts of equal length, one step at a time.
 
-    Keys and values stay in a cache of fixed size, the newest tokens in one tensor [batch, 1]: so a step is the same
-    work on the same memory every time, which CUDA graphs and torch.compile ask for. `prefill` and `step` return that
-    tensor: clone what is to be kept.
+    Keys and values are in a cache of fixed size, the newest tokens in one tensor [batch, 1]. So every step does the
+    same work on the same memory, as CUDA graphs and torch.compile require. `prefill` and `step` return the tensor of
+    the newest tokens, which the next step overwrites: clone it to keep it.
 
     Args:
-        model: a causal language model of transformers, every decoder block of it with attention.
-        length: of prompt and new tokens together, what the cache holds.
-        faster: step -> the same, faster: `captured`, torch.compile or `with_compiled_glue(model, captured)`; it is
-            applied here. None: eager.
+        model: a causal language model of transformers whose decoder blocks all have attention.
+        batch: the number of prompts.
+        length: capacity of the cache: prompt and new tokens together.
+        faster: a function that makes a step faster: `capture_graph`, torch.compile or
+            `with_compiled_glue(model, capture_graph)`. None: eager.
     """
 
     def __init__(self, model: nn.Module, batch: int, length: int, faster: Callable[[Callable], Callable] | None = None):
@@ -75,19 +76,19 @@ class GreedyDecoder:
             self.prefill(self.tokens.clone())  # the cache gets its memory
             with torch.no_grad():
                 self.run = faster(self.eager_step)
-                self.run()  # what compiles, compiles now
+                self.run()  # compiles
 
     @torch.no_grad()
     def prefill(self, input_ids: Tensor) -> Tensor:
-        """The prompts, [batch, prompt] -> the first new tokens, [batch, 1]. Forgets whatever was seen before.
+        """Prompts [batch, prompt] -> the first new tokens [batch, 1]. Empties the cache first.
 
-        Raises ValueError for another batch, or more tokens, than the decoder was made for.
+        Raises ValueError for another batch size, or more tokens, than the decoder was created for.
         """
         check_prompts(input_ids)
         if len(input_ids) != len(self.tokens) or input_ids.shape[1] > self.length:
             raise ValueError(
-                f"input_ids of shape {list(input_ids.shape)}: the decoder was made for batch={len(self.tokens)} and "
-                f"length={self.length} tokens; make another one"
+                f"input_ids of shape {list(input_ids.shape)}: the decoder was created for batch={len(self.tokens)} and "
+                f"length={self.length} tokens; create another one"
             )
         self.cache.reset()
         self.position.zero_()
@@ -97,40 +98,41 @@ class GreedyDecoder:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """The newest tokens -> the next ones, [batch, 1]. Raises ValueError where the cache is full."""
+        """The next tokens, [batch, 1]. Raises ValueError if the cache is full."""
         if self.seen >= self.length:
-            raise ValueError(f"the cache is full: it was made for length={self.length} tokens; make it longer")
+            raise ValueError(f"the cache of length={self.length} tokens is full; create a decoder with a larger length")
         self.seen += 1
         self.run()
         return self.tokens
 
     def eager_step(self) -> None:
-        """tokens <- the likeliest after them."""
+        """tokens <- the most likely next tokens."""
         self.choose(self.tokens)
 
     def choose(self, input_ids: Tensor) -> None:
-        """Appends input_ids to what was seen; tokens <- the likeliest next ones."""
+        """Appends input_ids to the cache; tokens <- the most likely next tokens."""
         logits = self.model(input_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
         self.position.add_(input_ids.shape[1])
 
 
 def check_prompts(input_ids: Tensor) -> None:
-    """Raises ValueError unless input_ids is [batch, prompt], with a token in it."""
+    """Raises ValueError unless input_ids is [batch, prompt] and not empty."""
     if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ValueError(
-            f"input_ids of shape {list(input_ids.shape)} must be [batch, prompt]: prompts of one length, at least 1"
+            f"input_ids of shape {list(input_ids.shape)} must be [batch, prompt], with at least one token per prompt"
         )
 
 
 def static_cache(model: nn.Module, length: int, position: Tensor):
-    """transformers' cache of fixed size, all of it for every decoder block.
+    """A cache of transformers with the full fixed length for every decoder block.
 
-    StaticCache would give blocks with a sliding window a shorter one that counts its tokens in Python: a captured step
-    would see the count of its capture forever. A full one is right for them too, the mask holds the window.
+    StaticCache gives blocks with a sliding window a shorter cache that counts its tokens in Python: a captured step
+    would always see the count at its capture. The full length is correct for these blocks too, because the mask has the
+    window.
 
     Args:
-        position: the number of tokens in the cache, which the caller advances after each call of the model.
+        position: scalar tensor, the number of tokens in the cache; the caller advances it after each call of the model.
     """
     from transformers.cache_utils import Cache
 
@@ -140,10 +142,10 @@ def static_cache(model: nn.Module, length: int, position: Tensor):
 
 @functools.cache
 def counted_layer() -> type:
-    """transformers' StaticLayer with the count of its tokens in a tensor that all layers share.
+    """StaticLayer of transformers with a token count that all layers share.
 
-    StaticLayer counts by itself, in three small kernels a block. A layer on another device than the shared count still
-    does so.
+    The own count of StaticLayer needs three small kernels per block. A layer on another device than the shared count
+    still uses its own.
     """
     from transformers.cache_utils import StaticLayer
 
@@ -174,10 +176,10 @@ def counted_layer() -> type:
 
 
 def capture_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """A step as a CUDA graph: its kernels in one launch. It runs a few times here.
+    """Runs a step a few times, captures it as a CUDA graph, and returns the replay.
 
-    Its tensors have to stay where they are, on the current device (torch.cuda.set_device).
-    See "CUDA Graphs" in torch's documentation: work before a capture has to be on a side stream.
+    The tensors of the step must stay at their addresses on the current device (torch.cuda.set_device). The warm-up runs
+    on a side stream, as "CUDA Graphs" in the documentation of torch requires.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -1,9 +1,9 @@
-"""Compiled glue: the small operations of a decode step between its products, each compiled into one kernel.
+"""Compiled glue: torch.compile for the small operations between the matrix products of a decode step.
 
-In eager mode a block of transformers' Llama in bfloat16 runs 43 kernels, 36 of them on a few kilobytes: 2 x 8 for
+In eager mode a Llama block of transformers in bfloat16 runs 43 kernels, 36 of them on a few kilobytes: 2 x 8 for
 RMSNorm, 10 for the rotary embedding, 2 for act(gate) * up, 3 for the mask, which SDPA converts from bool in each block,
-the others for residuals, cache and attention. Compiled, the first three are 2, 2 and 1; the mask is converted once a
-step. Compiling whole blocks would compile each of them, because they differ in layer_idx; the small functions compiled
+and the rest for residuals, cache and attention. Compiled, the first three need 2, 2 and 1 kernels, and the mask is
+converted once per step. Whole blocks differ in layer_idx, so each of them would be compiled; the functions compiled
 here are shared by all blocks.
 """
 
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor, nn
 
 MASKS, SDPA = "transformers.masking_utils", "sdpa"
-ROTARY = "apply_rotary_pos_emb"  # transformers' name for it, in each of its modeling files
+ROTARY = "apply_rotary_pos_emb"  # its name in each modeling file of transformers
 
 
 def with_compiled_glue(
     model: nn.Module, faster: Callable[[Callable], Callable] | None = None, backend: str | Callable = "inductor"
 ) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """A `faster` for GreedyDecoder: the step with compiled glue, to which another `faster` (`captured`) is applied.
+    """The argument `faster` of GreedyDecoder that compiles the glue, then applies another `faster` to the step.
 
-    With `captured`, the compiled kernels are part of the CUDA graph, and the model is restored after the capture.
+    With `capture_graph`, the compiled kernels are part of the CUDA graph, and the model is restored after the capture.
     Without `faster`, the model is changed only during each step.
 
     Args:
-        model: a model of transformers; parts that are not recognised stay eager.
-        backend: of torch.compile.
+        model: a model of transformers; modules that are not recognized stay eager.
+        backend: the backend of torch.compile.
     """
 
     def apply(step: Callable[[], None]) -> Callable[[], None]:
@@ -46,18 +46,18 @@ def with_compiled_glue(
 class CompiledGlue:
     """The compiled functions for a model, and the functions that they replace.
 
-    * RMSNorm: forward of every module whose class name ends in RMSNorm, one compiled function for each class
+    * RMSNorm: the forward of every module whose class name ends in RMSNorm, one compiled function per class
     * rotary embedding: `apply_rotary_pos_emb` in the file of the attention class
     * act(gate) * up: in every module whose forward has the same instructions as a gated MLP of transformers
-    * mask of SDPA: made in the dtype of the model, as SDPA would convert it; not compiled
+    * mask of SDPA: created in the dtype of the model, so that SDPA does not convert it; not compiled
 
-    A function is compiled at its first call, and again for each other shape, stride and dtype; dynamic=False.
+    A function is compiled at its first call, and again for each new shape, stride and dtype (dynamic=False).
     """
 
     def __init__(self, model: nn.Module, backend: str | Callable = "inductor"):
         self.compile = functools.partial(torch.compile, dynamic=False, backend=backend)
         self.forwards: list[tuple[nn.Module, Callable]] = []  # a module and its forward within `in_place`
-        self.globals: list[tuple[MutableMapping, str, Callable]] = []  # a table, a name in it and the function there
+        self.globals: list[tuple[MutableMapping, str, Callable]] = []  # a dict, a key in it and the new function
         if masks := getattr(sys.modules.get(MASKS), "ALL_MASK_ATTENTION_FUNCTIONS", None):
             self.globals.append((masks, SDPA, functools.partial(additive_mask, masks[SDPA])))
         product = self.compile(activated_product)
@@ -67,7 +67,7 @@ class CompiledGlue:
             if "forward" in vars(module):  # replaced by another library, such as accelerate
                 continue
             forward = inspect.unwrap(kind.forward)
-            if kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:  # torch's own is one kernel already
+            if kind.__name__.endswith("RMSNorm") and kind is not nn.RMSNorm:  # nn.RMSNorm is already one kernel
                 if kind not in compiled:
                     compiled[kind] = self.compile(kind.forward)
                 self.forwards.append((module, functools.partial(compiled[kind], module)))
@@ -79,7 +79,7 @@ class CompiledGlue:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the block the model calls these functions; other models also call those for rotary and mask."""
+        """Within the block the model uses these functions; rotary and mask functions also affect other models."""
         before = [(table, name, table[name]) for table, name, _ in self.globals]
         try:
             for module, forward in self.forwards:
@@ -109,7 +109,7 @@ def activated_product(act_fn: Callable[[Tensor], Tensor], gate: Tensor, up: Tens
 
 
 def additive_mask(make_mask: Callable, *args, dtype: torch.dtype | None = None, **kwargs) -> Tensor | None:
-    """The bool mask of `make_mask` as what is added to the scores: 0 where it is True, else -inf, in `dtype`."""
+    """The bool mask of `make_mask` as an additive mask in `dtype`: 0 where it is True, else -inf."""
     mask = make_mask(*args, dtype=dtype, **kwargs)
     if mask is None or mask.dtype != torch.bool or dtype is None:
         return mask
@@ -122,12 +122,12 @@ def gated_mlp(mlp: nn.Module, product: Callable, x: Tensor) -> Tensor:
 
 
 def is_gated_mlp(forward: Callable) -> bool:
-    """Whether a forward is one of the two spellings in transformers, compared by their instructions."""
+    """Whether a forward has the same instructions as one of the two gated MLPs in transformers."""
     return any(instructions(forward) == instructions(known) for known in (_gated_mlp_named, _gated_mlp_returned))
 
 
 def instructions(function: Callable) -> tuple | None:
-    """What a function does, without the names of its variables; None for what is not written in Python."""
+    """The bytecode of a function, without the names of its variables; None if it is not written in Python."""
     code = getattr(function, "__code__", None)
     if code is None:
         return None

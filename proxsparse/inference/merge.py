@@ -1,8 +1,8 @@
-"""Merged projections: linear layers that read the same input, multiplied as one product.
+"""Merged projections: linear layers with the same input are computed as one matrix product.
 
 The rows of a weight are independent, so W = [Wq; Wk; Wv] gives x W^T = [x Wq^T, x Wk^T, x Wv^T]: one product and three
-slices. A decoder block then has 4 products instead of 7. The weights are stored once: the merged tensor holds all rows,
-and each layer's own tensors are slices of it, with the names and shapes that they had.
+slices. A decoder block then has 4 products instead of 7. The weights are stored once: the merged tensor contains all
+rows, and the tensors of each layer become slices of it, with the same names and shapes.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear
 
-# Layers of these names under one parent read the same input, in the models of transformers that have them.
+# In models of transformers, layers with these names and the same parent read the same input.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-ORDINARY = (Tensor, nn.Parameter)  # no DTensor, no fake tensor
-MAX_INCOMPLETE = 2  # products in a row; one of them may be due to an exception between the calls
+ORDINARY = (Tensor, nn.Parameter)  # not DTensor or fake tensors
+MAX_INCOMPLETE = 2  # consecutive products; a single one may be due to an exception between the calls
 _separate: ContextVar[bool] = ContextVar("proxsparse_separate_products", default=False)
 
 
@@ -32,22 +32,22 @@ def merge_projections_(model: nn.Module) -> nn.Module:
 
         y = x @ torch.cat([layer.weight for layer in group]).T;  y.split([layer.out_features for layer in group], -1)
 
-    The call of the first layer multiplies by all rows; the others return their slice if they get the same tensor x,
-    with unchanged content, under the same autocast. Each slice is released when it is returned. The layers multiply
-    separately, with the same result, where a gradient is needed, in code compiled by torch.compile, and under
-    torch.inference_mode (its tensors do not count their changes; use torch.no_grad). A group whose layers turn out to
-    read different inputs (cross-attention) or are not all called stops being merged after two such products.
+    The first layer that is called computes the product for all layers. The others return their slice if they get the
+    same unmodified tensor x under the same autocast. The layers compute separately, with the same result, if a gradient
+    is needed, under torch.compile, and under torch.inference_mode (inference tensors have no version counter; use
+    torch.no_grad). If the layers of a group get different inputs (cross-attention) or are not all called, the group
+    is no longer merged after two such products.
 
-    Dense and packed layers are merged, each among themselves. A group stays separate where its layers differ in type,
-    in_features, dtype, device, backend or in having a bias, have hooks or a forward of their own, are subclasses, or
-    share a weight with another module. Names outside of GROUPS are never merged.
+    Dense and packed layers are merged, but not with each other. A group stays separate if its layers differ in type,
+    in_features, dtype, device, backend or presence of a bias, have hooks or their own forward, are subclasses, or share
+    a weight with another module. Names outside of GROUPS are never merged.
 
-    state_dict, save_pretrained, `sparsify_`'s inverse and load_state_dict see the separate layers. Copies and pickles
-    of a model hold separate layers again. So does a model that was moved or cast (`.to()`): call this function again.
-    Memory: while a group is merged, its weights exist twice; afterwards the model has the size that it had.
+    state_dict, save_pretrained, `unsparsify_` and load_state_dict see separate layers. Copies and pickles of a model
+    have separate layers. After the model was moved or cast (`.to()`), call this function again. While a group is being
+    merged, its weights exist twice; afterwards the model has its original size.
 
     Args:
-        model: any module; the groups are searched in all its submodules.
+        model: any module; all its submodules are searched for groups.
     Returns:
         The model.
     """
@@ -66,14 +66,14 @@ def merge_projections_(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def split_projections_(model: nn.Module) -> nn.Module:
-    """The inverse of `merge_projections_`: every layer is of its own class and has its own memory again, in place."""
+    """The inverse of `merge_projections_`: restores the class and the own memory of every layer, in place."""
     split([module for module in model.modules() if isinstance(module, MergedPart)])
     return model
 
 
 @contextlib.contextmanager
 def separate_products() -> Iterator[None]:
-    """Within the block the layers of merged groups multiply separately, in this thread: for comparisons."""
+    """Within the block the layers of merged groups compute separately, in this thread; for comparisons."""
     token = _separate.set(True)
     try:
         yield
@@ -82,7 +82,7 @@ def separate_products() -> Iterator[None]:
 
 
 class State(threading.local):
-    """Of a group, between the calls of its first and its last part in one thread.
+    """The state of a group between the calls of its first and last part, for each thread.
 
     pending: (x, conditions of the call, index of a part -> its output), or None.
     """
@@ -91,11 +91,11 @@ class State(threading.local):
 
 
 class Group:
-    """Layers that are multiplied as one.
+    """Layers that are computed as one product.
 
     Attributes:
-        layer: the merged layer, of the plain class of its parts; None once the group multiplies separately.
-        incomplete: products in a row of which some part did not take its slice.
+        layer: the merged layer, with the plain class of its parts; None if the group is no longer merged.
+        incomplete: number of consecutive products whose slices were not all used.
     """
 
     def __init__(self, parts: list[nn.Module]):
@@ -106,13 +106,13 @@ class Group:
         self.layer = kind(first.in_features, sum(self.sizes), first.bias is not None, device="meta")
         if kind is SparseLinear:
             self.layer.backend = first.backend
-        self.places = []  # (the table of a part's tensors, a name in it, the address that belongs there)
+        self.places = []  # (dict with the tensors of a part, name, expected address)
         for name, tensor in own_tensors(first).items():
             merged = torch.cat([getattr(part, name).detach() for part in parts])
             is_parameter = isinstance(tensor, nn.Parameter)
             setattr(self.layer, name, nn.Parameter(merged, tensor.requires_grad) if is_parameter else merged)
             for part, rows in zip(parts, merged.split(self.sizes), strict=True):
-                getattr(part, name).data = rows  # the same Parameter: an optimizer may hold it
+                getattr(part, name).data = rows  # keeps the Parameter, which an optimizer may hold
                 table = part._parameters if is_parameter else part._buffers
                 self.places.append((table, name, rows.data_ptr()))
         for index, part in enumerate(parts):
@@ -120,7 +120,7 @@ class Group:
             part.group, part.index = self, index
 
     def output(self, part: "MergedPart", x: Tensor) -> Tensor | None:
-        """The part's output for x, of one product of all parts; None: the part has to multiply by itself."""
+        """The output of the part for x, from one product of all parts; None: the part must compute separately."""
         layer, conditions = self.layer, self.conditions(x)
         pending, self.state.pending = self.state.pending, None
         if layer is None or conditions is None:
@@ -131,17 +131,17 @@ class Group:
                 return self.taken(part.index, x, conditions, slices)
             self.incomplete += 1
         if self.incomplete >= MAX_INCOMPLETE or not self.is_intact():
-            self.layer = None  # frees what only the group holds
+            self.layer = None  # frees the merged tensors
             return None
         y = layer.forward(x)
         slices, begin = {}, 0
-        for index, size in enumerate(self.sizes):  # narrow, not split: these views may be changed in place
+        for index, size in enumerate(self.sizes):  # narrow, not split: its views may be modified in place
             slices[index] = y.narrow(-1, begin, size)
             begin += size
         return self.taken(part.index, x, conditions, slices)
 
     def taken(self, index: int, x: Tensor, conditions: tuple, slices: dict[int, Tensor]) -> Tensor:
-        """The slice of a part; the others wait for their parts, and nothing is held after the last one."""
+        """The slice of a part. The other slices are kept until their parts are called."""
         rest = {other: slice_ for other, slice_ in slices.items() if other != index}
         if rest:
             self.state.pending = (x, conditions, rest)
@@ -150,7 +150,7 @@ class Group:
         return slices[index]
 
     def conditions(self, x: Tensor) -> tuple | None:
-        """What must be equal for all calls of one product; None where the parts have to multiply separately."""
+        """What must be equal in all calls of one product; None if the parts must compute separately."""
         if _separate.get() or x.is_inference() or x.device != self.device:
             return None
         if torch.is_grad_enabled() and (x.requires_grad or any(needs_gradient(part) for part in self.parts)):
@@ -159,7 +159,7 @@ class Group:
         return x._version, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
     def is_intact(self) -> bool:
-        """Whether the tensors of the parts still are the slices of the merged ones."""
+        """Whether the tensors of the parts are still slices of the merged tensors."""
         return all(
             type(tensor := table.get(name)) in ORDINARY and tensor.data_ptr() == address
             for table, name, address in self.places
@@ -167,7 +167,7 @@ class Group:
 
 
 class MergedPart(nn.Module):
-    """A layer of a merged group, a base class that comes before the layer's own."""
+    """A layer of a merged group; the base class before nn.Linear or SparseLinear."""
 
     group: Group
     index: int
@@ -188,7 +188,7 @@ class MergedPart(nn.Module):
         self.changed()
 
     def changed(self) -> None:
-        """Drops what was derived from the tensors, and the merged tensors if this layer no longer uses them."""
+        """Drops pending outputs and the prepared weight, and the merged tensors if this layer no longer uses them."""
         self.group.state.pending = None
         if not self.group.is_intact():
             self.group.layer = None
@@ -196,7 +196,7 @@ class MergedPart(nn.Module):
             self.group.layer.prepared = None
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Copies and pickles are plain layers with tensors of their own."""
+        """Copies and pickles are plain layers with their own tensors."""
         state = super().__getstate__() if isinstance(self, SparseLinear) else dict(self.__dict__)
         del state["group"], state["index"]
         for table in ("_parameters", "_buffers"):
@@ -216,7 +216,7 @@ MERGED = {nn.Linear: MergedLinear, SparseLinear: MergedSparseLinear}
 
 
 def new_layer(kind: type) -> nn.Module:
-    """A layer without state, which pickle sets."""
+    """A layer without state, for unpickling."""
     return kind.__new__(kind)
 
 
@@ -234,7 +234,7 @@ def is_merged(layers: list[nn.Module]) -> bool:
 
 
 def can_merge(layers: list[nn.Module], owners: Counter) -> bool:
-    """Whether one product serves these plain layers; `owners` counts the modules that hold a tensor, by its id."""
+    """Whether these plain layers can be merged; `owners` counts the modules that hold a tensor, by its id."""
     first, tensors = layers[0], [own_tensors(layer) for layer in layers]
     return (
         type(first) in MERGED
@@ -250,14 +250,14 @@ def can_merge(layers: list[nn.Module], owners: Counter) -> bool:
 
 
 def description(layer: nn.Module) -> tuple:
-    """What layers of a group have in common."""
+    """The properties that all layers of a group must share."""
     found = own_tensors(layer)
     of_tensors = tuple((name, tensor.dtype, type(tensor), tensor.requires_grad) for name, tensor in found.items())
     return type(layer), getattr(layer, "in_features", None), getattr(layer, "backend", None), of_tensors
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is an ordinary one in memory: no DTensor, no fake, quantised, meta or inference tensor."""
+    """Whether it is an ordinary tensor in memory, not a DTensor or a fake, quantized, meta or inference tensor."""
     ordinary = type(tensor) in ORDINARY and tensor.layout == torch.strided
     return ordinary and not (tensor.is_meta or tensor.is_inference())
 
@@ -269,7 +269,7 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def needs_gradient(layer: nn.Module) -> bool:
-    """Whether a parameter of the layer learns."""
+    """Whether a parameter of the layer requires a gradient."""
     return any(parameter is not None and parameter.requires_grad for parameter in layer._parameters.values())
 
 
@@ -279,7 +279,7 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def own_copy(tensor: Tensor | None) -> Tensor | None:
-    """The tensor in memory of its own."""
+    """A copy of the tensor."""
     if tensor is None:
         return None
     copy = tensor.detach().clone()
@@ -287,7 +287,7 @@ def own_copy(tensor: Tensor | None) -> Tensor | None:
 
 
 def split(layers: list[nn.Module]) -> None:
-    """Gives the merged ones among these layers their own class and memory."""
+    """Restores the class and the own memory of the merged layers in the list."""
     for layer in layers:
         if isinstance(layer, MergedPart):
             layer.group.layer, layer.group.state.pending = None, None

@@ -1,7 +1,7 @@
-"""A packed checkpoint on disk: what config.json says of it, which tensors it has, and how it is checked and written.
+"""Packed checkpoints on disk: their config.json, their tensors, checks and writing.
 
-A Hugging Face folder in which each layer of `quantization_config["layers"]` has `<layer>.values` and `<layer>.indices`
-in the place of `<layer>.weight`; see `proxsparse.reference.pack` for the form. All else is as in the dense checkpoint.
+A packed checkpoint is a Hugging Face folder in which each layer of `quantization_config["layers"]` has `<layer>.values`
+and `<layer>.indices` instead of `<layer>.weight`, in the format of `proxsparse.reference.pack`.
 """
 
 import json
@@ -19,8 +19,8 @@ FORMAT_VERSION = 1
 NOTE = b"""
 <!-- proxsparse.pack -->
 The 2:4 layers of this checkpoint are packed: `import proxsparse`, then `AutoModelForCausalLM.from_pretrained` loads it.
-`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` gives the dense checkpoint back, every number of it
-(of -0.0 in pruned places +0.0 may come back; the checkpoints of proxsparse have none).
+`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint, bit for bit
+(except that a -0.0 in a pruned place may become +0.0; checkpoints of proxsparse have no -0.0 there).
 <!-- /proxsparse.pack -->
 """
 ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
@@ -35,41 +35,43 @@ def check_description(config: dict) -> None:
     """Raises ValueError for a quantization_config that this version cannot read."""
     method = config.get("quant_method") if isinstance(config, dict) else config
     if not isinstance(config, dict) or method != QUANT_METHOD:
-        raise ValueError(f"quantization_config of quant_method {method!r}: not a packed checkpoint of proxsparse")
+        raise ValueError(f"quantization_config has quant_method {method!r}: not a packed checkpoint of proxsparse")
     version, pattern, layers = (config.get(key) for key in ("format_version", "pattern", "layers"))
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"packed checkpoint of format version {version!r}, this proxsparse reads {FORMAT_VERSION}; "
+            f"packed checkpoint has format version {version!r}, but this proxsparse reads version {FORMAT_VERSION}; "
             "update proxsparse, or pack the dense checkpoint again"
         )
     if pattern != str(PATTERN):
-        raise ValueError(f"packed checkpoint of pattern {pattern!r}: only {PATTERN} is read; pack a {PATTERN} model")
+        raise ValueError(
+            f"packed checkpoint has pattern {pattern!r}: only {PATTERN} is supported; pack a {PATTERN} model"
+        )
     if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
         raise ValueError(
-            "packed checkpoint: layers in the quantization_config of config.json must be a list of layer names; "
+            "packed checkpoint: `layers` in quantization_config of config.json must be a list of layer names; "
             "pack the dense checkpoint again"
         )
 
 
 def read_packed_config(path: Path, packed: bool) -> dict:
-    """The config.json of a checkpoint. Raises ValueError unless it is there and, as it says, packed, or dense."""
+    """Reads the config.json of a packed or dense checkpoint. Raises ValueError if it is missing or the other kind."""
     folder = str(path.parent)
     if not path.is_file():
-        raise ValueError(f"{folder!r} has no {path.name}: give the folder of a pruned checkpoint (`proxsparse prune`)")
+        raise ValueError(f"{folder!r}: {path.name} is missing; give the folder of a pruned checkpoint")
     config = read_object(path)
     entry = config.get("quantization_config")
     if packed and entry is None:
-        raise ValueError(f"{folder!r} is not packed: there is nothing to unpack")
+        raise ValueError(f"{folder!r} is not packed; give a packed checkpoint")
     if packed:
         check_description(entry)
     elif entry is not None:
         method = entry.get("quant_method") if isinstance(entry, dict) else entry
-        raise ValueError(f"{folder!r} is not dense (quant_method {method}): give the dense pruned checkpoint")
+        raise ValueError(f"{folder!r} is not dense (quant_method {method}); give the dense pruned checkpoint")
     return config
 
 
 def annotate(card: Path, note: bytes) -> None:
-    """The model card with this note, b"" for none, in the place of any earlier one; bytes, whatever their encoding."""
+    """Replaces the note in the model card; b"" removes it. Works on bytes, because the encoding is unknown."""
     text = ANY_NOTE.sub(b"", card.read_bytes() if card.is_file() else b"") + note
     card.unlink(missing_ok=True)
     if text:
@@ -77,18 +79,18 @@ def annotate(card: Path, note: bytes) -> None:
 
 
 def spellings(name: str, prefix: str) -> tuple[str, str, str]:
-    """The names that a layer may have: as it is, without the name of the base model before it, and with it.
+    """The names that a layer may have: unchanged, without the prefix of the base model, and with it.
 
-    A model and its base model read each other's files, and share a config.
+    A model and its base model can load each other's files and share a config.
     """
     return name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
 
 
 def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> list[str]:
-    """The names in the files of the layers that config.json lists.
+    """The names in the files for the layers that config.json lists.
 
     Raises:
-        ValueError: the files hold a layer packed that is not listed, or one dense that is: loaded, it would be random.
+        ValueError: a layer is packed but not listed, or dense but listed; transformers would load random weights.
     """
     stored = [next((s for s in spellings(layer, prefix) if f"{s}.values" in found), layer) for layer in layers]
     packed = set(stored)
@@ -97,14 +99,14 @@ def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> li
         if (part in ("values", "indices") and layer not in packed) or (part == "weight" and layer in packed):
             says = "lists this layer as packed" if layer in packed else "does not list this layer as packed"
             raise ValueError(
-                f"{header.file} holds {tensor}, but the quantization_config in config.json {says}; "
-                "get the whole checkpoint, or pack it again"
+                f"{header.file} contains {tensor}, but the quantization_config in config.json {says}; "
+                "download the checkpoint again, or pack it again"
             )
     return stored
 
 
 def check_layer(found: dict[str, Header], name: str, linear: nn.Linear) -> None:
-    """Raises ValueError unless the files hold the tensors of a packed layer in the shapes and dtypes of its place."""
+    """Raises ValueError unless the files contain the tensors of a packed layer with the expected shapes and dtypes."""
     in_features, out_features = linear.in_features, linear.out_features
     needed = {
         f"{name}.values": ((out_features, in_features // 2), SAFETENSORS_FLOATS),
@@ -115,24 +117,26 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear) -> None:
     for tensor, (shape, dtypes) in needed.items():
         header = found.get(tensor)
         if header is None:
-            raise ValueError(f"packed layer {name}: no file has {tensor}; get the whole checkpoint, or pack it again")
+            raise ValueError(
+                f"packed layer {name}: no file has {tensor}; download the checkpoint again, or pack it again"
+            )
         if header.shape != shape or header.dtype not in dtypes:
             raise ValueError(
-                f"{header.file}: {tensor} is {header.dtype} {list(header.shape)}, the model needs {' or '.join(dtypes)}"
-                f" {list(shape)}; the file or config.json is of another model: pack it again"
+                f"{header.file}: {tensor} is {header.dtype} {list(header.shape)}, but the model needs "
+                f"{' or '.join(dtypes)} {list(shape)}; pack the dense checkpoint again"
             )
 
 
 def layer_bytes(layers: list[str], found: dict[str, Header]) -> int:
-    """Of the weights of these layers, dense or packed."""
+    """Bytes of the weights of these layers, dense or packed."""
     tensors = (f"{layer}.{part}" for layer in layers for part in ("weight", "values", "indices"))
     return sum(found[tensor].size for tensor in tensors if tensor in found)
 
 
 def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-    """Writes the tensors as model.safetensors, or as shards with an index where they exceed `max_bytes`.
+    """Writes the tensors as model.safetensors, or as shards with an index if they exceed `max_bytes`.
 
-    In memory is one shard at a time. A tensor larger than `max_bytes` gets a shard of its own.
+    One shard at a time is in memory. A tensor larger than `max_bytes` gets its own shard.
     """
     sizes: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
@@ -155,7 +159,7 @@ def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: 
 
 
 def write_shard(folder: Path, shard: dict[str, Tensor], number: int) -> list[str]:
-    """Writes and empties a shard, under a name of its own until the number of shards is known; returns the names."""
+    """Writes a shard to a temporary name, empties it, and returns the names of its tensors."""
     from safetensors.torch import save_file
 
     names = sorted(shard)

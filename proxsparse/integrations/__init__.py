@@ -1,4 +1,4 @@
-"""Other libraries: transformers' Trainer and its loader of quantized checkpoints."""
+"""Integrations with transformers: Trainer, and the loader of quantized checkpoints."""
 
 import importlib
 import warnings
@@ -7,11 +7,11 @@ from proxsparse.integrations.after_import import after_import
 
 
 def register_quantizer() -> None:
-    """Makes `from_pretrained` of transformers read packed checkpoints."""
+    """Makes `from_pretrained` of transformers load packed checkpoints."""
     try:
         importlib.import_module("proxsparse.integrations.transformers_quantizer")
-    except Exception as error:  # of another version, whatever it is: nobody's `import transformers` may fail for that
-        warnings.warn(f"packed checkpoints cannot be loaded with this transformers: {error}", stacklevel=2)
+    except Exception as error:  # another version of transformers: importing it must not fail
+        warnings.warn(f"packed checkpoints cannot be loaded with this version of transformers: {error}", stacklevel=2)
 
 
 after_import("transformers.quantizers", register_quantizer)

@@ -1,4 +1,4 @@
-"""Acting on a package that may never be imported: `import proxsparse` needs torch alone."""
+"""A callback for the import of an optional package: `import proxsparse` requires only torch."""
 
 import importlib.abc
 import importlib.machinery
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def after_import(name: str, act: Callable[[], None]) -> None:
-    """Calls `act` once the module `name` is imported: now if it is there, else when that happens, if ever."""
+    """Calls `act` after the module `name` is imported: now if it already is, else when it is imported."""
     if name in sys.modules:
         act()
     else:
@@ -15,7 +15,7 @@ def after_import(name: str, act: Callable[[], None]) -> None:
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Finds one module, as Python itself would, and puts `act` behind its execution; then it goes."""
+    """Finds one module as Python would, calls `act` after the module was executed, and removes itself."""
 
     def __init__(self, name: str, act: Callable[[], None]):
         self.name, self.act = name, act

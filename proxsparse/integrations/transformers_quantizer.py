@@ -1,7 +1,7 @@
-"""Packed checkpoints in transformers: `from_pretrained` loads them straight into SparseLinear layers.
+"""Packed checkpoints in transformers: `from_pretrained` loads them directly into SparseLinear layers.
 
-Registered when transformers is imported (`proxsparse.inference`). The dense weights are never made: the packed layers
-take the places of the dense ones while the model is on the meta device, and the files hold nothing else.
+Registered when transformers is imported. Dense weights are never created: the layers are replaced while the model is on
+the meta device, and the files contain only packed weights.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from proxsparse.reference.pack import check_packed
 
 @register_quantization_config(QUANT_METHOD)
 class PackedConfig(QuantizationConfigMixin):
-    """The quantization_config of a packed checkpoint. Raises ValueError for one that cannot be read."""
+    """The quantization_config of a packed checkpoint. Raises ValueError if this version cannot read it."""
 
     def __init__(self, **entries):
         check_description(entries)
@@ -32,17 +32,17 @@ class PackedConfig(QuantizationConfigMixin):
 
 @register_quantizer(QUANT_METHOD)
 class PackedQuantizer(HfQuantizer):
-    """What transformers calls while it loads and saves a packed model."""
+    """Called by transformers while it loads and saves a packed model."""
 
-    requires_calibration = True  # there is no packing while loading: the mask comes from pruning
+    requires_calibration = True  # dense weights cannot be packed while loading: they must be pruned first
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files=None, **_others) -> None:
-        """SparseLinear on the meta device for every packed layer; its tensors' headers are checked.
+        """Creates a SparseLinear on the meta device for every packed layer and checks the headers of its tensors.
 
-        Raises ValueError for a state_dict in the place of files: nobody would see which of its tensors are missing.
+        Raises ValueError for a state_dict instead of files: missing tensors would not be reported.
         """
         if not checkpoint_files:
-            raise ValueError("a packed model is loaded from its folder, not from a state_dict: give the folder")
+            raise ValueError("a packed model cannot be loaded from a state_dict; give its folder")
         if (folder := Path(model.name_or_path)).is_dir():
             check_folder(folder)
         found = headers([Path(file) for file in checkpoint_files])
@@ -54,11 +54,11 @@ class PackedQuantizer(HfQuantizer):
         check_weights(found, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
-        """Every packed layer is checked once; from then on kernels may trust it."""
+        """Checks every packed layer once: kernels do not check the indices."""
         for name, layer in model.named_modules():
             if isinstance(layer, SparseLinear):
                 layer.requires_grad_(False)
-                if not layer.indices.is_meta and not layer.values.is_meta:  # else offloaded to disk
+                if not layer.indices.is_meta and not layer.values.is_meta:  # meta tensors are offloaded to disk
                     refuse_damaged(model, name, layer)
         return model
 
@@ -70,9 +70,9 @@ class PackedQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """dL/dx is there: what stands before a packed layer learns, and a module of your own beside it.
+        """True: dL/dx is computed, so layers before a packed layer and your own adapters can be trained.
 
-        peft's LoRA refuses a SparseLinear, which it does not know.
+        LoRA of peft does not support SparseLinear.
         """
         return True
 
@@ -82,8 +82,8 @@ class PackedQuantizer(HfQuantizer):
 
 
 def refuse_damaged(model: nn.Module, name: str, layer: SparseLinear) -> None:
-    """Raises ValueError, with the name of the layer, for places that no packing has made."""
+    """Raises ValueError, with the name of the layer, for invalid indices."""
     try:
         check_packed(layer.values, layer.indices)
     except ValueError as error:
-        raise ValueError(f"{model.name_or_path}: packed layer {name}: {error}; get the checkpoint again") from error
+        raise ValueError(f"{model.name_or_path}: packed layer {name}: {error}; download the model again") from error

@@ -1,4 +1,4 @@
-"""ProxSparse inside `transformers.Trainer`: the mixin makes the optimizer, the callback watches, snaps and saves masks.
+"""ProxSparse in `transformers.Trainer`: the mixin creates the optimizer, the callback logs, snaps and saves the masks.
 
     class MaskTrainer(ProxTrainerMixin, Trainer):
         '''Learns N:M masks.'''
@@ -7,10 +7,10 @@
     trainer.train()
     trainer.save_model()
 
-In one process, under DDP and under FSDP2: `TrainingArguments(fsdp=True)` started by `accelerate launch` or `torchrun`,
+Supported are one process, DDP and FSDP2: `TrainingArguments(fsdp=True)` started by `accelerate launch` or `torchrun`,
 or a model loaded with the `distributed_config` of transformers 5.18 or newer. Every process works on its own rows:
-blocks of M weights lie along in_features, FSDP2 cuts out_features. Accelerate shards on accelerators only: on a CPU its
-processes run DDP.
+blocks of M weights lie along in_features, and FSDP2 splits out_features. Accelerate shards only on accelerators; on a
+CPU it uses DDP.
 """
 
 import os
@@ -35,23 +35,23 @@ from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import mean_size
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and checkpointing add to module names
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # added to names by torch.compile and checkpointing
 
 
 class ProxTrainerMixin:
-    """A Trainer whose optimizer ends every step with the prox on the model's `prunable_layers` (paper, Algorithm 1).
+    """A Trainer whose optimizer applies the prox to the `prunable_layers` after every step (paper, Algorithm 1).
 
-    The optimizer is the one that TrainingArguments ask for, in a `ProxOptimizer`. Parameters that are not pruned train
-    as they do without the mixin: freeze them (`requires_grad_(False)`) to learn the masks alone.
+    The optimizer of TrainingArguments is wrapped in a `ProxOptimizer`. Parameters that are not pruned are trained as
+    without the mixin; freeze them (`requires_grad_(False)`) to learn only the masks.
 
     Args:
         reg_lambda: lambda_1, in units of 1 / |w|^(N-1); not multiplied by the learning rate.
-        reg_lambda_rel: R: every layer gets lambda_1 = R / mean|w|. One of the two has to be given.
+        reg_lambda_rel: R: every layer gets lambda_1 = R / mean|w|. Give exactly one of reg_lambda and reg_lambda_rel.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
         include, exclude: regular expressions searched in the names of the layers, as in `prunable_layers`.
         frozen_lambda: lambda_2 of the frozen-weight term.
     Raises:
-        ValueError: none or both lambdas; FSDP1 or DeepSpeed, which cut blocks; nothing to prune.
+        ValueError: none or both lambdas are given; FSDP1 or DeepSpeed, which split blocks; there is nothing to prune.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ProxTrainerMixin:
         refuse_cut_blocks(self)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's own optimizer with the prox; under FSDP2 accelerate shards its parameters afterwards."""
+        """The optimizer of Trainer, with the prox; with FSDP2, accelerate shards its parameters afterwards."""
         refuse_cut_blocks(self)
         base = super().create_optimizer(model)
         if "prox_step" in base.defaults:  # `train` is called a second time
@@ -83,14 +83,12 @@ class ProxTrainerMixin:
         weights = [layer.weight for layer in layers.values() if layer.weight.requires_grad]
         if not weights:
             raise ValueError(
-                f"the weights of all {len(layers)} layers to prune are frozen (requires_grad=False, as under adapters "
-                "such as LoRA): train the layers themselves"
+                f"the weights of all {len(layers)} layers to prune are frozen (requires_grad=False, as with adapters "
+                "such as LoRA); train the layers themselves"
             )
         if self.reg_lambda is None:
             means = [mean_size(weight) for weight in weights]
-            means = on_rank_zero(
-                lambda: means
-            )  # with FSDP's cpu_ram_efficient_loading no other has read the weights yet
+            means = on_rank_zero(lambda: means)  # FSDP's cpu_ram_efficient_loading reads weights on rank zero only
             lambdas = [self.reg_lambda_rel / mean if mean > 0 else 0.0 for mean in means]
             split_groups_(base, [([weight], value) for weight, value in zip(weights, lambdas, strict=True)])
         else:
@@ -99,13 +97,13 @@ class ProxTrainerMixin:
         return self.optimizer
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        """Trainer's, with the figures of a `ProxCallback` beside the loss."""
+        """Trainer.log, with the figures of a `ProxCallback` added to the loss."""
         for callback in self.callback_handler.callbacks if "loss" in logs else ():
             logs |= callback.figures if isinstance(callback, ProxCallback) else {}
         super().log(logs, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """A checkpoint of Trainer holds learned weights: W0 is what the model holds before it is loaded."""
+        """Keeps the weights of the model as W0 before the learned weights of a checkpoint are loaded."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ProxCallback):
                 callback.keep_pretrained(model or self.model)
@@ -113,20 +111,20 @@ class ProxTrainerMixin:
 
 
 class ProxCallback(TrainerCallback):
-    """What the masks do while they are learned; at the end of the training they are saved and the weights snap to W0.
+    """Measures the masks during training; at the end saves them and snaps the weights to W0.
 
-    It serves any Trainer whose optimizer is one of ours. Each time the loss is logged, and before the snap, it measures
-    `figures` on a sample of blocks, see `monitor.MaskMonitor`: `feasible_share`, the share that is N:M by itself;
-    `mask_change`, the share of mask bits that are not those of the last time; `norm_gap`, ||W - W0|| / ||W0|| of the
-    kept weights. `ProxTrainerMixin` logs them.
+    Works with any Trainer whose optimizer is a ProxOptimizer or ProxAdamW. Each time the loss is logged, and before the
+    snap, `figures` are measured on a sample of blocks (`training.mask_monitor.MaskMonitor`): `feasible_share`, the
+    share of blocks that are N:M; `mask_change`, the share of mask bits that changed since the last measurement;
+    `norm_gap`, ||W - W0|| / ||W0|| of the kept weights. `ProxTrainerMixin` logs them.
 
-    At the end every weight that has been trained becomes W0 again, +0.0 where the mask prunes it, and the first process
-    writes masks.safetensors into `args.output_dir`. `trainer.save_model()` then saves the pruned model beside it.
-    Each process keeps its own rows of W0 in CPU memory; a second `train` returns to the same W0.
+    At the end every trained weight is set to W0, or to +0.0 where the mask prunes it, and rank zero writes
+    masks.safetensors to `args.output_dir`. `trainer.save_model()` then saves the pruned model to the same folder. Each
+    process keeps its own rows of W0 in CPU memory. A second call of `train` snaps to the same W0.
 
     Attributes:
-        figures: name -> value, of the last measurement.
-        masks: layer name -> bool [out_features, in_features], True = kept; on the first process, after the training.
+        figures: name -> value of the last measurement.
+        masks: layer name -> bool [out_features, in_features], True = kept; on rank zero, after the training.
     """
 
     def __init__(self):
@@ -138,11 +136,11 @@ class ProxCallback(TrainerCallback):
         self.monitor: MaskMonitor | None = None
 
     def keep_pretrained(self, model: nn.Module) -> None:
-        """Notes the trained parameters as W0, this process's rows of them, if none are noted yet."""
+        """Copies the trained parameters, the rows of this process, as W0 unless a copy exists."""
         reshard_(model)
         if not self.pretrained:
             sharded = any(local(parameter) is not parameter for parameter in model.parameters())
-            known = {"base_model": model.config.name_or_path}  # of a sharded model no process has all weights
+            known = {"base_model": model.config.name_or_path}  # no digest: no process has all weights
             self.base = known if sharded else base_identity(known["base_model"], model)
         self.pretrained = self.pretrained or {
             name: local(parameter).detach().to("cpu", copy=True)
@@ -151,15 +149,15 @@ class ProxCallback(TrainerCallback):
         }
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
-        """Keeps W0; of a resumed run `ProxTrainerMixin` has kept it before the checkpoint was loaded."""
+        """Keeps W0. In a resumed run `ProxTrainerMixin` has kept it before the checkpoint was loaded."""
         if state.global_step and not self.pretrained:
             raise ValueError(
-                f"resumed at step {state.global_step}: the model no longer holds the pretrained weights, to which "
-                "ProxCallback has to return; make the Trainer with ProxTrainerMixin"
+                f"resumed at step {state.global_step}: the model no longer has the pretrained weights, which "
+                "ProxCallback needs; derive the Trainer from ProxTrainerMixin"
             )
         target = Path(args.output_dir) / "masks.safetensors"
         if os.path.lexists(target) and not is_mask_file(target):
-            raise ValueError(f"{target} is not a mask file, and the masks would replace it; move it away")
+            raise ValueError(f"{target} is not a mask file, and the masks would replace it; move the file")
         self.keep_pretrained(model)
         self.learned = learned_by(optimizer, model, self.pretrained)
         self.monitor = MaskMonitor(self.learned.values(), state.max_steps)
@@ -169,17 +167,17 @@ class ProxCallback(TrainerCallback):
         if control.should_log:
             self.figures = self.monitor.observe(state.global_step)
 
-    on_epoch_end = on_step_end  # where logging_strategy="epoch" decides
+    on_epoch_end = on_step_end  # for logging_strategy="epoch"
 
     def on_train_end(self, args, state, control, model=None, **_):
-        """Masks of the learned weights, the snap to W0, masks.safetensors.
+        """Computes the masks, snaps the weights to W0 and writes masks.safetensors.
 
         Raises:
-            ValueError: a learned weight is not finite; no weight has been changed then.
+            ValueError: a learned weight is not finite; no weight is changed in this case.
         """
         reshard_(model)
         if bad := count_not_finite(self.learned.values()):
-            raise ValueError(f"{bad} weights have become NaN or infinite while learning; lower learning_rate")
+            raise ValueError(f"{bad} weights became NaN or infinite during training; lower learning_rate")
         self.figures = self.monitor.observe(state.global_step)
         masks = {name: one.mask().cpu() for name, one in self.learned.items()}
         snap_(model, self.pretrained, masks)
@@ -193,24 +191,23 @@ class ProxCallback(TrainerCallback):
 
 
 def refuse_cut_blocks(trainer) -> None:
-    """Raises ValueError if the Trainer's engine flattens parameters: its parts begin and end inside of blocks."""
+    """Raises ValueError for FSDP1 and DeepSpeed, which flatten parameters and split blocks."""
     remedy = "shard with FSDP2: TrainingArguments(fsdp=True) with fsdp_config version 2, or accelerate's fsdp_version 2"
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if getattr(plugin, "fsdp_version", 2) == 1:
         raise ValueError(
-            "FSDP1 (fsdp_version 1) joins the weights of a module to one flat parameter and cuts that anywhere, so "
-            f"that N:M blocks are torn apart; {remedy}"
+            f"FSDP1 (fsdp_version 1) flattens the weights of a module and splits N:M blocks between processes; {remedy}"
         )
     partitioned = trainer.model is not None and any(hasattr(p, "ds_id") for p in trainer.model.parameters())
     if partitioned or trainer.is_deepspeed_enabled or getattr(trainer.args, "deepspeed", None):
         raise ValueError(
-            "DeepSpeed ZeRO steps on flat partitions of the weights in an optimizer of its own, so that N:M blocks are "
-            f"torn apart and the prox is left out; {remedy}"
+            "DeepSpeed ZeRO flattens the weights, splits N:M blocks between processes, and uses its own optimizer, "
+            f"without the prox; {remedy}"
         )
 
 
 def split_groups_(optimizer: torch.optim.Optimizer, pruned: list[tuple[list[Tensor], float]]) -> None:
-    """Every group keeps what is not pruned, with reg_lambda 0; each (weights, lambda_1) moves to groups of its own."""
+    """Moves each (weights, lambda_1) to new groups; the rest of every group gets reg_lambda 0."""
     part_of = {weight: index for index, (weights, _) in enumerate(pruned) for weight in weights}
     for group in list(optimizer.param_groups):
         parts: dict[int, list[Tensor]] = {}
@@ -225,7 +222,7 @@ def split_groups_(optimizer: torch.optim.Optimizer, pruned: list[tuple[list[Tens
 def learned_by(
     optimizer: torch.optim.Optimizer, model: nn.Module, pretrained: dict[str, Tensor]
 ) -> dict[str, LearnableLayer]:
-    """Layer name in the model -> what learns there, for every parameter that one of our optimizers prunes."""
+    """Layer name -> LearnableLayer, for every parameter that the optimizer prunes."""
     name_of = {parameter: name for name, parameter in model.named_parameters()}
     learned = {}
     for group in optimizer.param_groups:
@@ -237,14 +234,14 @@ def learned_by(
 
 
 def reshard_(model: nn.Module) -> None:
-    """Frees the whole weights that FSDP2 leaves in place after an evaluation: what counts is each process's shard."""
+    """Frees the full weights that FSDP2 keeps after an evaluation, so that parameters are shards again."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def plain_name(layer_name: str) -> str:
-    """The name of the layer in the plain model: without what wrappers have added."""
+    """The name of the layer without the prefixes of wrappers."""
     for wrapper in WRAPPERS:
         layer_name = layer_name.replace(wrapper, "")
     return layer_name

@@ -1,4 +1,4 @@
-"""Writing files and folders whole or not at all."""
+"""Atomic writes: a file or folder is written completely or not at all."""
 
 import errno
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 from proxsparse.errors import InputError
 from proxsparse.io.model_files import is_inside
 
-SCRATCH = ".incomplete"  # how the name of what is being written begins; it outlives a killed process only
+SCRATCH = ".incomplete"  # name prefix of files that are being written; only a killed process leaves such files
 
 
 def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[str] = ()) -> None:
-    """Copies the files of a folder, but not the hidden ones and not what matches `but` and not `keep` (patterns).
+    """Copies the files of a folder, except hidden files and files that match a pattern in `but` and none in `keep`.
 
-    A link out of the folder is left out, aloud: a stranger's folder must not choose what of this machine is copied. The
-    blobs of the Hugging Face cache that it is part of are its own.
+    A link that points outside the folder is skipped with a message: an untrusted folder must not decide which files of
+    this machine are copied. Links into the blobs of the surrounding Hugging Face cache are followed.
     """
     for path in sorted(source.iterdir()):
         wanted = any(map(path.match, keep)) or not any(map(path.match, but))
@@ -28,7 +28,7 @@ def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[st
         if is_inside(path, source):
             shutil.copyfile(path, target / path.name)
         else:
-            print(f"left out: {path.name}, a link out of {str(source)!r}", file=sys.stderr)
+            print(f"not copied: {path.name}, a link to a file outside {str(source)!r}", file=sys.stderr)
 
 
 def require_space(path: Path, needed_bytes: int, what: str = "the result needs") -> None:
@@ -43,10 +43,10 @@ def require_space(path: Path, needed_bytes: int, what: str = "the result needs")
 
 @contextmanager
 def atomic_directory(folder: Path):
-    """Yields a scratch folder inside `folder`; on success all in it is synced and moved up, on any error it is removed.
+    """Yields a scratch folder inside `folder`. On success its files are synced and moved to `folder`; on error removed.
 
-    The move is a few renames on one disk, the weights last: whoever finds weights finds the rest of the save too.
-    New files get the permissions of the umask.
+    The weights are moved last: a reader that finds weights finds the other files too. New files get the permissions of
+    the umask.
     """
     scratch = folder / SCRATCH
     shutil.rmtree(scratch, ignore_errors=True)
@@ -55,7 +55,7 @@ def atomic_directory(folder: Path):
         yield scratch
         for path in scratch.rglob("*"):
             sync(path)
-        probe = scratch / f"{SCRATCH}-mode"  # safetensors are written readable by their owner alone
+        probe = scratch / f"{SCRATCH}-mode"  # safetensors writes files that only their owner can read
         probe.touch()
         mode = mode_of(probe)
         probe.unlink()
@@ -72,48 +72,48 @@ def atomic_directory(folder: Path):
 
 
 def weights_last(path: Path) -> tuple[bool, str]:
-    """The order in which the files of a model are moved to their place."""
+    """Sort key: the weights after all other files."""
     return path.suffix == ".safetensors", path.name
 
 
 def mode_of(path: Path) -> int:
-    """The permissions; of a new file those of the umask, or of the folder's default ACL."""
+    """The permission bits. A new file has those of the umask, or of the folder's default ACL."""
     return path.stat().st_mode & 0o777
 
 
 @contextmanager
 def atomic_write(path: Path):
-    """Yields a path beside `path` to write to; on success it is synced and renamed, on any error removed.
+    """Yields a temporary path in the same folder. On success the file is synced and renamed, on error removed.
 
-    So no reader sees half of the file, and neither a kill nor a power cut leaves half of it. Two processes may write
-    the same file at once, as a run and `proxsparse report` do: each has a scratch file of its own.
+    A reader never sees a partial file, even after a kill or a power failure. Two processes may write the same file at
+    the same time, such as a run and `proxsparse report`: each has its own temporary file.
     """
-    beside = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
+    temporary = path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}")
     try:
-        beside.touch()
-        mode = mode_of(beside)  # safetensors are written readable by their owner alone
-        yield beside
-        beside.chmod(mode)
-        sync(beside)
-        os.replace(beside, path)
+        temporary.touch()
+        mode = mode_of(temporary)  # safetensors writes files that only their owner can read
+        yield temporary
+        temporary.chmod(mode)
+        sync(temporary)
+        os.replace(temporary, path)
         sync(path.parent)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Writes a small file whole or not at all, see `atomic_write`."""
-    with atomic_write(path) as beside:
-        beside.write_bytes(content)
+    """Writes a small file atomically, see `atomic_write`."""
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(content)
 
 
 def sync(path: Path) -> None:
-    """What was written to a file, or renamed in a folder, is on the disk when this returns."""
+    """Flushes a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if not (path.is_dir() and error.errno in (errno.EBADF, errno.EINVAL)):  # some disks cannot sync a folder
+        if not (path.is_dir() and error.errno in (errno.EBADF, errno.EINVAL)):  # some file systems cannot sync a folder
             raise
     finally:
         os.close(descriptor)

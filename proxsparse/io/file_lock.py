@@ -12,15 +12,15 @@ from pathlib import Path
 
 from proxsparse.errors import InputError
 
-# What flock reports on a file system without locks.
+# Error numbers of flock on a file system without locks.
 LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextmanager
 def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
-    """Holds the lock of an output directory, which is made if it is missing.
+    """Holds the lock of an output directory, which is created if it is missing.
 
-    The system releases it if the process dies. Afterwards the directories in `made` are removed if they are empty.
+    The operating system releases the lock if the process dies. At the end, empty directories in `made` are removed.
     """
     file = None
     try:
@@ -40,15 +40,15 @@ def lock_directory(folder: Path, name: str, made: list[Path]) -> Iterator[None]:
                 (folder / name).unlink()
             os.close(file)
         for path in made:
-            with suppress(OSError):  # not empty, or not made
+            with suppress(OSError):  # not empty, or not created
                 path.rmdir()
 
 
 def acquire(path: Path) -> int:
-    """The descriptor of the file `path`, created if missing and locked until it is closed or the process ends.
+    """Creates and locks the file `path` until its descriptor is closed or the process ends; returns the descriptor.
 
-    The file holds the process id, the host and the time, for the message of those that come later. On a file system
-    without locks a warning is printed.
+    The process id, host and time are written to the file: the error message of other processes names them. A file
+    system without locks gives a warning.
 
     Raises:
         InputError: another process holds the lock.
@@ -72,7 +72,7 @@ def acquire(path: Path) -> int:
                 file=sys.stderr,
             )
             return file
-        with suppress(FileNotFoundError):  # the holder before may have removed the file that was just locked
+        with suppress(FileNotFoundError):  # the previous holder may have removed the file that was just locked
             if os.path.samestat(os.fstat(file), path.stat()):
                 break
         os.close(file)

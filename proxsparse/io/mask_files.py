@@ -1,4 +1,4 @@
-"""masks.safetensors: packed bits of the masks and what they belong to."""
+"""masks.safetensors: the masks as bits, with the name and digest of the pretrained model."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from proxsparse.errors import InputError
 from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
-MIXED = "mixed"  # in the place of a pattern: the layers have different ones
+MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -41,10 +41,11 @@ def save_masks(
     every layer as JSON.
 
     Args:
+        masks: layer name -> bool [out_features, in_features], True = kept.
+        pattern: one for all layers, or layer name -> pattern. If they differ, the metadata has pattern "mixed", and
+            `patterns` with the pattern of every layer as JSON.
         base_model, base_revision, base_sha256: name, commit on the Hub and digest of the pretrained model, see
-            `models.base_of`; "" if unknown.
-        pattern: one for all layers, or layer name -> pattern. Where they differ, the metadata's pattern is "mixed", and
-            its `patterns` has that of every layer as JSON.
+            `models.loading.base_identity`; "" if unknown.
     """
     from safetensors.torch import save_file
 
@@ -65,13 +66,13 @@ def save_masks(
 
 
 def pattern_name(patterns: dict[str, PatternLike]) -> str:
-    """The one pattern of all layers, such as "2:4", or "mixed"."""
+    """The pattern of all layers, such as "2:4", or "mixed" if they differ."""
     names = {str(NMPattern.parse(pattern)) for pattern in patterns.values()}
     return names.pop() if len(names) == 1 else MIXED
 
 
 def masks_sha256(masks: dict[str, Tensor]) -> str:
-    """Digest of the names and packed bits in the order of the names; the file's own bytes differ from run to run."""
+    """Digest of the sorted names and their packed bits. The bytes of masks.safetensors differ from run to run."""
     digest = hashlib.sha256()
     for name in sorted(masks):
         digest.update(name.encode() + pack_mask(masks[name]).numpy().tobytes())
@@ -79,11 +80,12 @@ def masks_sha256(masks: dict[str, Tensor]) -> str:
 
 
 def load_masks(path: Path | str) -> dict[str, Tensor]:
-    """masks.safetensors -> layer name -> bool [out_features, in_features], True = kept; every block is checked.
+    """Reads masks.safetensors and checks every block.
 
+    Returns:
+        layer name -> bool [out_features, in_features], True = kept.
     Raises:
-        InputError: the file is absent, malformed, or a mask does not keep exactly n of every m weights, by the pattern
-            that the file names for its layer.
+        InputError: the file is missing or malformed, or a mask does not keep exactly n of every m weights.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -94,11 +96,13 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
             metadata = file.metadata() or {}
             packed = {name: file.get_tensor(name) for name in list(file.keys())}
     except FileNotFoundError as error:
-        raise InputError(f"mask file {str(path)!r}: there is no such file") from error
+        raise InputError(f"mask file {str(path)!r}: no such file; check the path") from error
     except SafetensorError as error:
         raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
     if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
-        raise InputError(f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r})")
+        raise InputError(
+            f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r}); give a masks.safetensors file"
+        )
     try:
         columns = json.loads(metadata["in_features"])
         mixed = metadata["pattern"] == MIXED
@@ -115,7 +119,7 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
 
 
 def is_mask_file(path: Path) -> bool:
-    """Whether `save_masks` has written the file, by its metadata."""
+    """Whether the metadata of the file says that `save_masks` wrote it."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -126,7 +130,7 @@ def is_mask_file(path: Path) -> bool:
 
 
 def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
-    """Raises InputError if the masks in a file belong to another model than `base` (see `models.base_of`).
+    """Raises InputError if the masks in a file belong to another model than `base` (see `base_identity`).
 
     Compares the digests of the weights, or the names if the file has no digest.
     """
@@ -138,18 +142,18 @@ def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None
     if recorded.get(key) != base[key]:
         revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
         raise InputError(
-            f"{flag} {path}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights are not "
+            f"{flag} {path}: these masks belong to {recorded.get('base_model')!r}{revision}, whose weights differ from "
             f"those of {base['base_model']!r}; give the masks of this model, or add --allow_other_base"
         )
 
 
 def unpack_checked(packed: Tensor, columns: object) -> Tensor:
-    """`unpack_mask` of a tensor of unknown origin: what it would allocate is decided by `columns`.
+    """`unpack_mask` of an untrusted tensor, checked first because `columns` decides how much memory is allocated.
 
     Raises:
-        ValueError: it is no uint8 [out_features, ceil(columns / 8)].
+        ValueError: the tensor is not uint8 [out_features, ceil(columns / 8)].
     """
     whole = isinstance(columns, int) and not isinstance(columns, bool) and columns > 0
     if not whole or packed.dtype != torch.uint8 or packed.ndim != 2 or packed.shape[1] != -(-columns // 8):
-        raise ValueError(f"{packed.dtype} {list(packed.shape)} is no uint8 mask of in_features {columns!r:.40}")
+        raise ValueError(f"{packed.dtype} {list(packed.shape)} is not a uint8 mask of in_features {columns!r:.40}")
     return unpack_mask(packed, columns)

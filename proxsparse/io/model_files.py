@@ -1,7 +1,7 @@
-"""The files of a model's folder, judged before they are used: the folder may be a stranger's.
+"""Checks of the files in a model's folder before they are used: the folder may be untrusted.
 
-Opened are safetensors and settings inside the folder; never a pickle, never a file that one of them names elsewhere,
-and a tensor only after its shape and dtype. No package but safetensors, and that late: what is refused is never parsed.
+Only safetensors and JSON files inside the folder are opened, never a pickle or a file elsewhere. The shape and dtype of
+a tensor are checked before it is read. safetensors is imported late, so a refused file is never parsed.
 """
 
 import json
@@ -17,25 +17,25 @@ from proxsparse.errors import InputError
 
 SAFETENSORS_FLOATS = ("F64", "F32", "F16", "BF16")  # the dtypes of weights, as the files call them
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# What transformers opens in a folder by these names. A link out of it would choose what of this machine is read.
+# Files that transformers opens by name. A link to a file elsewhere would decide which files of this machine are read.
 OPENED = (
     *("*.safetensors", "*.gguf", "*.json", "*.model", "*.tiktoken", "*.jinja", "vocab.txt", "merges.txt"),
     *("additional_chat_templates", "additional_chat_templates/*"),
 )
-# Keys that count modules which a model is built of. The largest models have 130 decoder blocks, or 512 experts in one;
-# beyond this bound building it, even without memory for the weights, would take minutes.
+# Keys of config.json that count modules. The largest models have 130 decoder blocks, or 512 experts in a block.
+# Building a model with more modules than this bound takes minutes, even on the meta device.
 COUNTS = re.compile(r"(?:num|n)_(?:\w+_)?(?:layers?|experts?)|\w+_layers")
 MOST_MODULES = 2048
 
 
 def check_folder(folder: Path) -> None:
-    """Raises InputError for a folder whose files name code, pickles or files elsewhere; nothing in it is loaded."""
+    """Raises InputError if files of the folder name code, pickles or files elsewhere. Nothing is loaded."""
     refuse_pickles(folder)
     refuse_links(folder)
     if (folder / "adapter_config.json").exists():
         raise InputError(
-            f"model {str(folder)!r} holds an adapter (adapter_config.json names another model); merge it into its base "
-            "model (peft: merge_and_unload) and save that"
+            f"model {str(folder)!r}: contains an adapter (adapter_config.json); merge it into its base model (peft: "
+            "merge_and_unload) and save the result"
         )
     if (folder / INDEX).is_file():
         shards(folder / INDEX)
@@ -43,32 +43,32 @@ def check_folder(folder: Path) -> None:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Raises InputError for a checkpoint that has pickled weights only."""
+    """Raises InputError for a checkpoint that has only pickled weights."""
     if not any((folder / name).is_file() for name in (ONE_FILE, INDEX)) and list(folder.glob("*.bin")):
         raise InputError(
-            f"model {str(folder)!r} holds pickled .bin weights, which can run code when loaded; convert it once with "
-            "save_pretrained(folder, safe_serialization=True) in an environment you trust"
+            f"model {str(folder)!r}: contains pickled .bin weights, which can run code when loaded; convert them with "
+            "save_pretrained(folder, safe_serialization=True) in an isolated environment"
         )
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises InputError for a link out of the folder in the place of a file that loading it would open."""
+    """Raises InputError if a file that transformers would open is a link to a file outside the folder."""
     for pattern in OPENED:
         for path in sorted(folder.glob(pattern)):
             if path.is_symlink() and not is_inside(path, folder):
                 raise InputError(
-                    f"{path} is a link out of its folder; if you trust the folder, put the file itself in its place"
+                    f"{path}: is a link to a file outside its folder; if you trust it, replace the link with the file"
                 )
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, its links followed, is in the folder or among the blobs of the Hugging Face cache around it."""
+    """Whether a path, with links resolved, is in the folder or in the blobs of the surrounding Hugging Face cache."""
     real, folder = path.resolve(), folder.resolve()
     return real.is_relative_to(folder) or real.parent == (folder.parent.parent / "blobs").resolve()
 
 
 def check_config(path: Path) -> None:
-    """Raises InputError for a config.json that names other files or code, or more modules than any model has."""
+    """Raises InputError for a config.json that names other files or code, or more than `MOST_MODULES` modules."""
     entries = [read_object(path)]
     while entries:
         for key, value in entries.pop().items():
@@ -76,12 +76,14 @@ def check_config(path: Path) -> None:
                 entries.append(value)
             if key == "transformers_weights":
                 raise InputError(
-                    f"{path}: transformers_weights names {value!r:.60}; name the weights {ONE_FILE} instead"
+                    f"{path}: transformers_weights is {value!r:.60}; remove it and rename the weights to {ONE_FILE}"
                 )
             if key.endswith("_implementation") and "/" in str(value):
-                raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run here; remove it")
+                raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
             if COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_MODULES:
-                raise InputError(f"{path}: {key} of {value:.4g}: no model has more than {MOST_MODULES}; get it again")
+                raise InputError(
+                    f"{path}: {key} is {value:.4g}, but at most {MOST_MODULES} is allowed; download the file again"
+                )
 
 
 def read_object(path: Path) -> dict:
@@ -89,54 +91,54 @@ def read_object(path: Path) -> dict:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is malformed: {error}; get the checkpoint again") from error
+        raise InputError(f"{path}: malformed ({error}); download the checkpoint again") from error
     if not isinstance(entries, dict):
-        raise InputError(f"{path} is malformed: it holds no JSON object; get the checkpoint again")
+        raise InputError(f"{path}: malformed (not a JSON object); download the checkpoint again")
     return entries
 
 
 def is_shard_name(name: object) -> bool:
-    """Whether it is the plain name of a safetensors file: no folders in it, no other format."""
+    """Whether it is the name of a safetensors file, without a folder."""
     return isinstance(name, str) and re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", name) is not None
 
 
 def shards(index: Path) -> list[Path]:
-    """The files that an index names, in the order of their names.
+    """The files that an index names, sorted by name.
 
     Raises:
-        InputError: one is not a safetensors file of this folder, or absent; or the index is malformed or empty.
+        InputError: a file is missing or is not a safetensors file of this folder; the index is malformed or empty.
     """
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise InputError(f"{index} is malformed: it has no weight_map; get the checkpoint again")
+        raise InputError(f"{index}: malformed (no weight_map); download the checkpoint again")
     for name in weight_map.values():
         if not is_shard_name(name):
             raise InputError(
-                f"{index} names {name!r:.60}: a shard must be a .safetensors file in the same folder; get the "
-                "checkpoint again, or convert it in an environment you trust"
+                f"{index}: names {name!r:.60}, but a shard must be a .safetensors file in the same folder; download "
+                "the checkpoint again, or convert it in an isolated environment"
             )
     if not weight_map:
-        raise InputError(f"{index} holds no tensors; get the checkpoint again")
+        raise InputError(f"{index}: contains no tensors; download the checkpoint again")
     files = [index.parent / name for name in sorted(set(weight_map.values()))]
     require_files(files)
     return files
 
 
 def require_files(files: Iterable[Path]) -> None:
-    """Raises InputError for a file that is absent, no plain file, or a link out of its folder."""
+    """Raises InputError for a path that is missing, not a file, or a link to a file outside its folder."""
     for file in files:
         folder = file.parent
         if not file.is_file():
             raise InputError(
-                f"{str(folder)!r} has no {file.name}: give the folder of a whole safetensors checkpoint (pickled "
-                "weights are not read; convert them once with save_pretrained in an environment you trust)"
+                f"{str(folder)!r}: {file.name} is missing; give the folder of a complete safetensors checkpoint "
+                "(pickled weights are not read; convert them with save_pretrained in an isolated environment)"
             )
         if not is_inside(file, folder):
-            raise InputError(f"{file} is a link out of its folder; put the file itself there")
+            raise InputError(f"{file}: is a link to a file outside its folder; replace the link with the file")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or the shards that its index names. Raises as `shards` does."""
+    """The safetensors file of a checkpoint, or the shards that its index names. Raises as `shards` does."""
     if (folder / INDEX).is_file():
         return shards(folder / INDEX)
     require_files([folder / ONE_FILE])
@@ -145,7 +147,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of one tensor before it is read."""
+    """What a safetensors file says about a tensor before the tensor is read."""
 
     file: Path
     dtype: str
@@ -153,59 +155,60 @@ class Header:
 
     @property
     def size(self) -> int:
-        """Bytes; the dtypes have their bits in their names, BF16, U8, F8_E4M3, but for BOOL."""
+        """Bytes. Names of dtypes contain the number of bits (BF16, U8, F8_E4M3), except BOOL."""
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * int(bits[0] if bits else 8) // 8
 
 
 def open_file(file: Path):
-    """The open safetensors file, a context manager. Raises ValueError for a damaged one."""
+    """The open safetensors file, a context manager. Raises ValueError for a damaged file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut off ({error}); get the file again") from error
+        raise ValueError(f"{file}: damaged or truncated ({error}); download the file again") from error
 
 
 def headers(files: Iterable[Path]) -> dict[str, Header]:
-    """Tensor name -> header, without reading a tensor. Raises ValueError for a damaged file, or without any tensor."""
+    """Tensor name -> header, without reading a tensor. Raises ValueError for damaged or empty files."""
     found: dict[str, Header] = {}
     for path in files:
         with open_file(path) as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a file is no dict)
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (a file is not a dict)
             found |= {name: Header(path, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
     if not found:
-        raise ValueError(f"{' '.join(map(str, files))} holds no tensors; get the checkpoint again")
+        raise ValueError(f"{' '.join(map(str, files))}: contains no tensors; download the checkpoint again")
     return found
 
 
 def read_tensor(found: dict[str, Header], name: str) -> Tensor:
-    """The tensor of that name, alone in memory. Raises ValueError for a damaged file."""
+    """Reads one tensor. Raises ValueError for a damaged file."""
     with open_file(found[name].file) as file:
         return file.get_tensor(name)
 
 
 def check_weights(found: dict[str, Header], model: nn.Module) -> None:
-    """Raises InputError unless the files can hold the model's weights: before memory is taken for them.
+    """Raises InputError, before memory is allocated, unless the files can contain the weights of the model.
 
-    By their number, as transformers renames and joins tensors while it loads them: it names those that are absent or of
-    another shape only after it has made them. Half may be absent here, so that its names reach the user.
+    Only the number of weights is compared, because transformers renames and merges tensors while it loads them. Up to
+    half of the weights may be missing here: transformers reports missing tensors by name.
 
     Args:
         found: the headers of a dense checkpoint.
-        model: the model of its config.json on the meta device.
+        model: the model of its config.json, on the meta device.
     """
     parameters = dict(model.named_parameters())
     needed = sum(parameter.numel() for parameter in parameters.values())
     held = sum(math.prod(header.shape) for header in found.values())
     if needed > 2 * held:
         raise InputError(
-            f"by config.json the model has {needed:.4g} weights, its files hold {held:.4g}; get the whole checkpoint"
+            f"config.json: {needed:.4g} weights are needed, but the files contain {held:.4g}; "
+            "download the checkpoint again"
         )
     for name in sorted(parameters.keys() & found.keys()):
         if (header := found[name]).dtype not in SAFETENSORS_FLOATS:
             raise InputError(
-                f"{header.file}: {name} is {header.dtype}, a weight must be {', '.join(SAFETENSORS_FLOATS)}; "
+                f"{header.file}: {name} is {header.dtype}, but weights must be {', '.join(SAFETENSORS_FLOATS)}; "
                 "give the dense checkpoint"
             )

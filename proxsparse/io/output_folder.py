@@ -1,12 +1,12 @@
-"""The output directory of a run: one run writes it at a time, and only files that runs have written are ever removed.
+"""The output directory of a run. One run writes to it at a time, and only files that runs have written are removed.
 
     DIR/.proxsparse.json   the marker: format, run id, command and flags of the run that writes here; written first
     DIR/.proxsparse.lock   locked by the operating system while a run writes; names the process that holds the lock
     DIR/.next/             a run that will replace an existing result works here until it is complete
-    DIR/.complete/         the same run, complete: its files are being moved up
+    DIR/.complete/         the same run after it is complete, while its files are moved to DIR
 
 A directory without a marker must be empty, whatever the flags. In a marked directory the names that
-`is_written_by_runs` lists belong to runs, and all others to the user: those are never removed or replaced.
+`is_written_by_runs` accepts belong to runs. All other files belong to the user and are never removed or replaced.
 """
 
 import json
@@ -27,10 +27,10 @@ from proxsparse.io.atomic import SCRATCH, sync, weights_last, write_file
 from proxsparse.io.file_lock import lock_directory
 
 MARKER, LOCK, NEXT, COMPLETE = ".proxsparse.json", ".proxsparse.lock", ".next", ".complete"
-FORMAT, MOST_BYTES = "proxsparse-run-1", 1 << 20  # of a marker; one that a run writes has about 3,000 bytes
+FORMAT, MOST_BYTES = "proxsparse-run-1", 1 << 20  # limit for a marker; a run writes about 3,000 bytes
 RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
-FINISHED_BLOCKS = "finished_blocks"  # a folder with what a stopped `proxsparse prune` continues from
-# All that train, prune, pack and report write by fixed names; tokenizers are saved under the names of transformers.
+FINISHED_BLOCKS = "finished_blocks"  # a folder from which an interrupted `proxsparse prune` resumes
+# The fixed names that train, prune, pack and report write. Tokenizers are saved under the names of transformers.
 FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
 TOKENIZERS = {
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -43,22 +43,22 @@ FILES = {
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
 }
 CHECKPOINT, SHARD = re.compile(r"checkpoint-\d+"), re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-# What is being written: a save, a checkpoint (an old one while it is removed), a file, a check of many processes.
+# Temporary names: a save, a checkpoint (or an old one that is being removed), a file, the check for a shared directory.
 SCRATCH_NAME = re.compile(re.escape(SCRATCH) + r"((-old)?-checkpoint-\d+|-[0-9a-f]{8}-.+|-sign)?")
 
 
 def is_written_by_runs(name: str) -> bool:
-    """Whether a file or folder of this name in a marked directory was written by a run."""
+    """Whether a file or folder with this name in a marked directory belongs to a run."""
     return name in FILES or bool(SHARD.fullmatch(name)) or is_folder_of_runs(name)
 
 
 def is_scratch(entry: Path) -> bool:
-    """Whether this is what a run writes to before it gets its name; it outlives a killed process only."""
+    """Whether this is a temporary file or folder of a run; only a killed process leaves one."""
     return bool(SCRATCH_NAME.fullmatch(entry.name)) and not entry.is_symlink()
 
 
 def is_folder_of_runs(name: str) -> bool:
-    """Whether runs write a folder of this name, not a file."""
+    """Whether runs write a folder with this name, not a file."""
     return name in FOLDERS or bool(CHECKPOINT.fullmatch(name))
 
 
@@ -67,10 +67,10 @@ class OutputFolder:
     """Where a run writes.
 
     Attributes:
-        path: the directory in which the run works: `final`, or `final`/.next if that has a result already.
+        path: the directory in which the run works: `final`, or `final`/.next if `final` already has a result.
         final: the --output_dir.
-        run_id: the id of the run, kept when it is resumed.
-        begun: the run is resumed; it has written in `path` before.
+        run_id: the id of the run, unchanged when the run is resumed.
+        begun: whether the run is resumed.
     """
 
     path: Path
@@ -97,19 +97,19 @@ def opened(
 ) -> Iterator[OutputFolder]:
     """Locks, checks and marks an output directory for one run, and unlocks it afterwards.
 
-    If the block ends in an error before the run has saved anything to resume from, what this run has written is
-    removed, and the directory too if it was made here.
+    If the block ends in an error before the run has saved anything to resume from, the files of this run are removed,
+    and the directory too if it was created here.
 
     Args:
         command: "train", "prune" or "pack"; only the same command can resume a run.
-        settings: the flags, JSON values; a resumed run must have the same, except `may_differ`.
-        overwrite: a result that is there may be replaced, once the new one is complete.
-        resume: continue the run that has begun here; begin one where there is none.
+        settings: the flags as JSON values; a resumed run must have the same, except those in `may_differ`.
+        overwrite: an existing result may be replaced when the new one is complete.
+        resume: continue the run in this directory, or start one if there is none.
         inputs: flag -> file that the run reads; none of them may be a file that a new run would replace.
     Raises:
-        InputError: another run writes to the directory; it cannot be written; it holds files and no marker; it holds a
-            run and neither `overwrite` nor `resume` is given; the run to resume has another command or other flags; an
-            input file would be replaced.
+        InputError: another run writes to the directory; the directory is not writable; it contains files but no marker;
+            it contains a run and neither `overwrite` nor `resume` is given; the run to resume has another command or
+            other flags; an input file would be replaced.
     """
     if final.exists() and not final.is_dir():
         raise InputError(f"--output_dir {str(final)!r} is a file; give a directory")
@@ -124,16 +124,16 @@ def opened(
         try:
             yield folder
         except BaseException:
-            with suppress(OSError, InputError):  # the disk itself may be gone, the marker damaged
+            with suppress(OSError, InputError):  # the disk may be unavailable, or the marker damaged
                 remove_unfinished(folder)
             raise
 
 
-# ---------------------------------------------------------------------------------------------- whose directory
+# ---------------------------------------------------------------------------------------------- choosing the directory
 
 
 def read_marker(path: Path) -> dict | None:
-    """The marker of a directory; None if there is none. Raises InputError for one that cannot be read."""
+    """The marker of a directory; None if there is none. Raises InputError for a damaged marker."""
     try:
         with (path / MARKER).open("rb") as file:
             marker = json.loads(file.read(MOST_BYTES))
@@ -143,7 +143,7 @@ def read_marker(path: Path) -> dict | None:
         marker = error
     entries = {"format": str, "run_id": str, "command": str, "settings": dict, "others": list}
     if not isinstance(marker, dict) or not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
-        raise InputError(f"{path / MARKER} is damaged, so the directory's files cannot be assigned; choose another one")
+        raise InputError(f"{path / MARKER}: damaged, so it is unknown which files runs wrote; choose another directory")
     return marker
 
 
@@ -156,17 +156,17 @@ def choose_directory(
     may_differ: Iterable[str],
     inputs: dict[str, str],
 ) -> OutputFolder:
-    """Where the run works, and whether it has begun there. Raises InputError where it may not write, see `opened`."""
+    """Where the run works, and whether it is resumed. Raises InputError if it may not write there, see `opened`."""
     marker = read_marker(final)
     if marker is None:
         foreign = sorted(entry.name for entry in final.iterdir() if entry.name != LOCK and not is_scratch(entry))
         if foreign:
             raise InputError(
                 f"--output_dir {str(final)!r} is not empty ({foreign[0]}) and no run of proxsparse has written there; "
-                "choose another or an empty directory"
+                "choose another directory"
             )
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
-    refuse_links(final, {NEXT, COMPLETE, *FOLDERS, *FILES} - TOKENIZERS)  # not every model has all of the latter
+    refuse_links(final, {NEXT, COMPLETE, *FOLDERS, *FILES} - TOKENIZERS)  # no model has all tokenizer files
     begun = [(path, found) for path in (final / NEXT, final) if (found := read_marker(path) if path.is_dir() else None)]
     if resume:
         differences = [difference(found, command, settings, may_differ) for _, found in begun]
@@ -175,30 +175,30 @@ def choose_directory(
                 return OutputFolder(path, final, found["run_id"], begun=True)
         if has_progress(final) and not overwrite:
             raise InputError(
-                f"--resume_from_checkpoint: the run in {str(final)!r} has {differences[-1]}; give the same, or start "
-                "again: leave out --resume_from_checkpoint and add --overwrite_output_dir"
+                f"--resume_from_checkpoint: the run in {str(final)!r} has {differences[-1]}; give the same flags, or "
+                "start again with --overwrite_output_dir and without --resume_from_checkpoint"
             )
     refuse_inputs(final, inputs)
-    if not has_progress(final) and not has_progress(final / NEXT):  # nothing was saved: nothing is lost
+    if not has_progress(final) and not has_progress(final / NEXT):  # no results to lose
         unused = [*written(final), *filter(is_own_folder, [final / NEXT])]
         names = ", ".join(path.name for path in unused)
-        remove(unused, names and f"{final}: removed what a run left that had not saved anything yet: {names}")
+        remove(unused, names and f"{final}: removed the files of a run that stopped before its first save: {names}")
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
     if not overwrite:
         stopped = not is_complete(final) and marker["command"] == command != "pack"
-        hint = ", or --resume_from_checkpoint last to continue the run that was stopped there" if stopped else ""
+        hint = ", or --resume_from_checkpoint last to continue the interrupted run" if stopped else ""
         raise InputError(
             f"--output_dir {str(final)!r} is not empty; choose another, or add --overwrite_output_dir{hint}"
         )
     if (final / NEXT).exists():
-        remove([final / NEXT], f"{final / NEXT}: an unfinished run, removed")
+        remove([final / NEXT], f"{final / NEXT}: removed (an unfinished run)")
     names = ", ".join(path.name for path in written(final))
-    print(f"{final}: will be replaced when this run is complete: {names}", file=sys.stderr)
+    print(f"{final}: these files will be replaced when this run is complete: {names}", file=sys.stderr)
     return OutputFolder(final / NEXT, final, uuid.uuid4().hex, begun=False)
 
 
 def difference(marker: dict, command: str, settings: dict, may_differ: Iterable[str]) -> str:
-    """What keeps a run with these flags from continuing the marked one; "" if nothing does."""
+    """The differences because of which a run with these flags cannot resume the marked run; "" if there are none."""
     if marker["command"] != command:
         return f"the command proxsparse.{marker['command']} (now proxsparse.{command})"
     before, free = marker["settings"], set(may_differ)
@@ -207,7 +207,7 @@ def difference(marker: dict, command: str, settings: dict, may_differ: Iterable[
 
 
 def refuse_links(final: Path, names: Iterable[str]) -> None:
-    """Raises InputError if a link, or a folder in the place of a file, has one of these names that a run has to use."""
+    """Raises InputError if one of these names is a link, a folder instead of a file, or a file instead of a folder."""
     for path in (final / name for name in names):
         folder = path.name in (NEXT, COMPLETE) or is_folder_of_runs(path.name)
         if path.is_symlink() or (path.exists() and path.is_dir() != folder):
@@ -215,16 +215,16 @@ def refuse_links(final: Path, names: Iterable[str]) -> None:
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether it is a folder and not a link to one."""
+    """Whether it is a folder, not a link to a folder."""
     return path.is_dir() and not path.is_symlink()
 
 
 def refuse_inputs(final: Path, inputs: dict[str, str]) -> None:
-    """Raises InputError if a file that the run reads is one that it would replace."""
+    """Raises InputError if the run would replace a file that it reads."""
     for flag, name in inputs.items():
         try:
             inside = Path(name).resolve(strict=True).relative_to(final.resolve()).parts
-        except (OSError, ValueError):  # not a file, such as "c4", or in another place
+        except (OSError, ValueError):  # not a file, such as "c4", or outside `final`
             continue
         if inside and (is_written_by_runs(inside[0]) or inside[0] in (NEXT, COMPLETE)):
             raise InputError(
@@ -234,7 +234,7 @@ def refuse_inputs(final: Path, inputs: dict[str, str]) -> None:
 
 
 def begin(folder: OutputFolder, command: str, settings: dict) -> None:
-    """Marks the directory as this run's."""
+    """Writes the marker of this run."""
     folder.path.mkdir(exist_ok=True)
     marker = read_marker(folder.path) if folder.path == folder.final else None
     since = datetime.now(UTC).isoformat(timespec="seconds")
@@ -248,10 +248,10 @@ def write_marker(path: Path, marker: dict) -> None:
 
 
 def claim(path: Path, names: Iterable[str]) -> None:
-    """Notes names outside of the fixed list, such as a copied LICENSE, which the run is about to write.
+    """Records names that are not in the fixed list, such as a copied LICENSE, before the run writes them.
 
     Raises:
-        InputError: the user has a file of that name there.
+        InputError: the user has a file with that name in the directory.
     """
     names = list(names)
     refuse_links(path, filter(is_written_by_runs, names))
@@ -259,18 +259,18 @@ def claim(path: Path, names: Iterable[str]) -> None:
     others = [name for name in names if not is_written_by_runs(name) and name not in marker["others"]]
     for name in others:
         if os.path.lexists(path / name):
-            raise InputError(f"{path / name} was not written by this run, which has a file of that name; move it away")
+            raise InputError(f"{path / name} was not written by this run, which needs this name; move it away")
     if others:
         write_marker(path, marker | {"others": [*marker["others"], *others]})
 
 
-# ---------------------------------------------------------------------------------------------- what is there
+# ---------------------------------------------------------------------------------------------- existing files
 
 
 def written(path: Path) -> list[Path]:
     """The entries of a marked directory that runs have written, except the marker.
 
-    A link is the user's, as is a folder with the name of a file.
+    A link belongs to the user, and so does a folder with the name of a file.
     """
     return sorted(
         entry
@@ -280,7 +280,7 @@ def written(path: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the run there has written its result, which it does last."""
+    """Whether the run has written result.json, its last file, with status "complete"."""
     return read_result(path).get("status") == "complete"
 
 
@@ -294,7 +294,7 @@ def read_result(path: Path) -> dict:
 
 
 def has_progress(path: Path) -> bool:
-    """Whether a directory holds a result or something to resume from."""
+    """Whether a directory contains a result, or files to resume from."""
     return any(
         entry.suffix == ".safetensors" or entry.name == RESULT or entry.name.startswith("checkpoint-")
         for entry in (*written(path), *(path / FINISHED_BLOCKS).glob("*.safetensors"))
@@ -302,12 +302,12 @@ def has_progress(path: Path) -> bool:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """The checkpoints of `proxsparse train`, checkpoint-STEP, the newest last."""
+    """The checkpoints checkpoint-STEP of `proxsparse train`, sorted by step."""
     return sorted((entry for entry in written(path) if entry.name.startswith("checkpoint-")), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which it was written."""
+    """The training step of a checkpoint."""
     return int(checkpoint.name.partition("-")[2])
 
 
@@ -315,11 +315,11 @@ def step_of(checkpoint: Path) -> int:
 
 
 def remove(paths: Iterable[Path], message: str = "") -> None:
-    """Removes files and folders that runs have written. A link to a folder is not followed."""
+    """Removes files and folders that runs have written. Links to folders are not followed."""
     if message:
         print(message, file=sys.stderr)
     for path in paths:
-        if path.is_dir() and not path.is_symlink():  # renamed: a kill leaves no half of it under its own name
+        if path.is_dir() and not path.is_symlink():  # renamed first: a kill must not leave a partial folder
             aside = path.rename(path.with_name(f"{SCRATCH}-{secrets.token_hex(4)}-{path.name}"))
             shutil.rmtree(aside, ignore_errors=True)  # the next run removes the rest
         else:
@@ -327,20 +327,20 @@ def remove(paths: Iterable[Path], message: str = "") -> None:
 
 
 def remove_scratch(*paths: Path) -> None:
-    """Removes what killed processes were writing."""
+    """Removes the temporary files of killed processes."""
     folders = filter(is_own_folder, {folder for path in paths for folder in (path, path / FINISHED_BLOCKS)})
     remove([entry for folder in folders for entry in folder.iterdir() if is_scratch(entry)])
 
 
 def remove_in_progress(path: Path) -> None:
-    """Removes the checkpoints and finished blocks of a run that is complete."""
+    """Removes the checkpoints and finished blocks of a complete run."""
     remove([*checkpoints(path), path / FINISHED_BLOCKS])
 
 
 def remove_unfinished(folder: OutputFolder) -> None:
-    """After an error: removes what the run has written if there is nothing to resume from, not even metrics."""
+    """After an error: removes the files of the run if there is nothing to resume from and no metrics."""
     path = folder.path
-    if (folder.final / COMPLETE).exists() or (path / NEXT).exists():  # results that this run has not written alone
+    if (folder.final / COMPLETE).exists() or (path / NEXT).exists():  # contains results of other runs
         return
     if read_marker(path) and not has_progress(path) and not (path / METRICS).exists():
         remove(written(path))
@@ -351,20 +351,20 @@ def remove_unfinished(folder: OutputFolder) -> None:
 
 
 def publish(folder: OutputFolder) -> None:
-    """Replaces the old result by the complete new one; does nothing where the run worked in the directory itself."""
+    """Replaces the old result with the new one. Does nothing if the run worked in the final directory."""
     if folder.path != folder.final:
         refuse_links(folder.final, [entry.name for entry in folder.path.iterdir() if is_written_by_runs(entry.name)])
         folder.path.rename(folder.final / COMPLETE)
         sync(folder.final)
         try:
             finish_replacement(folder.final)
-        except KeyboardInterrupt:  # a few renames are left: no reason to leave them to the next run
+        except KeyboardInterrupt:  # only a few renames are left
             finish_replacement(folder.final)
             raise
 
 
 def publish_waiting(path: Path, final: Path, inputs: dict[str, str]) -> None:
-    """Publishes a complete run that was killed before it had replaced the old result, unless it is read now."""
+    """Publishes a complete run that was killed before it replaced the old result, unless this run reads its files."""
     is_read = any(Path(name).resolve().is_relative_to(path.resolve()) for name in inputs.values())
     if read_marker(final) and is_own_folder(path) and is_complete(path) and not is_read:
         remove_in_progress(path)
@@ -372,11 +372,11 @@ def publish_waiting(path: Path, final: Path, inputs: dict[str, str]) -> None:
 
 
 def finish_replacement(final: Path) -> None:
-    """Removes the old result and moves the complete new one up; continues where a killed process has stopped.
+    """Removes the old result and moves the new one to `final`; continues the work of a killed process.
 
-    result.json is the first file that goes and the last that comes, and the weights come after the other files: at no
-    moment does result.json stand beside other files than those of its run, or a model that can be loaded beside files
-    of another one. The marker comes once the old files are gone, so that a second attempt removes nothing new.
+    The old result.json is removed first; the new one is moved last, after the weights. So result.json never describes
+    files of another run, and loadable weights are never next to the files of another model. The marker is moved after
+    the old files are removed, so a second attempt does not remove new files.
     """
     source = final / COMPLETE
     if not is_own_folder(source) or read_marker(final) is None:
@@ -393,7 +393,7 @@ def finish_replacement(final: Path) -> None:
         if entry.name == RESULT:
             sync(final)
         if not is_written_by_runs(entry.name) and os.path.lexists(target) and entry.name not in others:
-            print(f"{target} is not replaced: it was not written by a run", file=sys.stderr)
+            print(f"{target}: not replaced, because it was not written by a run", file=sys.stderr)
             continue
         os.replace(entry, target)
     shutil.rmtree(source)

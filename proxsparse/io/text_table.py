@@ -1,10 +1,10 @@
-"""The plain-text table that commands and benchmarks print."""
+"""Plain-text tables for commands and benchmarks."""
 
 from collections.abc import Sequence
 
 
 def text_table(header: Sequence[str] | None, rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """Aligned columns, two spaces apart, columns of numbers to the right; one line for the header and for each row."""
+    """Columns two spaces apart, numeric columns right-aligned; one line for the header and one for each row."""
     lines = [*([header] if header else []), *rows]
     columns = []
     for cells in zip(*lines, strict=True):
@@ -14,6 +14,6 @@ def text_table(header: Sequence[str] | None, rows: Sequence[Sequence[str]], inde
 
 
 def is_numeric(cells: Sequence[str]) -> bool:
-    """Whether every cell that is not empty or "-" starts like a number, and at least one does."""
+    """Whether at least one cell starts like a number, and all others do too or are empty or "-"."""
     filled = [cell for cell in cells if cell not in ("", "-")]
     return bool(filled) and all(cell.lstrip("+-<")[:1].isdigit() for cell in filled)

@@ -1,4 +1,4 @@
-"""YAML files of settings, which may be a stranger's: plain values only, read in little time and memory."""
+"""Untrusted YAML files of flags: only plain values are read, with limits on time and memory."""
 
 from pathlib import Path
 
@@ -6,22 +6,22 @@ import yaml
 
 from proxsparse.errors import InputError
 
-MOST_BYTES = 1 << 16  # of a file; what a run writes has 2,000
-MOST = 2**63  # an integer beyond is no setting; one of some thousand digits cannot even be printed
+MOST_BYTES = 1 << 16  # limit for a file; a run writes about 2,000 bytes
+MOST = 2**63  # Python cannot print integers of several thousand digits
 
 
 class PlainLoader(yaml.SafeLoader):
-    """YAML without aliases, a few lines of which unfold to billions of values, and with integers of 64 bits."""
+    """YAML with 64-bit integers and without aliases, which can expand a few lines to billions of values."""
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, f"alias *{event.anchor}: write it out", event.start_mark)
+            raise yaml.composer.ComposerError(None, None, f"alias *{event.anchor} is not allowed", event.start_mark)
         return super().compose_node(parent, index)
 
     def whole_number(self, node: yaml.Node) -> int:
         if abs(value := self.construct_yaml_int(node)) >= MOST:
-            raise ValueError(f"{node.value:.20}...: a whole number must be below 2^63")
+            raise ValueError(f"{node.value:.20}...: an integer must be below 2^63")
         return value
 
 
@@ -29,12 +29,12 @@ PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.whole_number)
 
 
 def read_yaml(path: Path, what: str) -> dict:
-    """The mapping in a YAML file, {} for an empty one.
+    """The mapping in a YAML file; {} for an empty file.
 
     Args:
-        what: what an error calls the file, such as "--config".
+        what: the name of the file in error messages, such as "--config".
     Raises:
-        InputError: it is absent, malformed, too long, or no mapping.
+        InputError: the file is missing, malformed, too long, or not a mapping.
     """
     try:
         with path.open("rb") as file:
@@ -42,12 +42,12 @@ def read_yaml(path: Path, what: str) -> dict:
     except OSError as error:
         raise InputError(f"{what} {path}: cannot be read ({error.strerror}); check the path") from error
     if len(text) > MOST_BYTES:
-        raise InputError(f"{what} {path}: is longer than {MOST_BYTES:,} bytes: it is no file of settings")
+        raise InputError(f"{what} {path}: longer than {MOST_BYTES:,} bytes; give a YAML file of flags")
     try:
         settings = yaml.load(text, PlainLoader) or {}
-    except Exception as error:  # YAMLError, and whatever Python says of the text behind a tag such as !!int
+    except Exception as error:  # YAMLError, or a Python error for the value of a tag such as !!int
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"{what} {path}: is not YAML ({reason}); mend the file") from error
+        raise InputError(f"{what} {path}: not valid YAML ({reason}); fix the file") from error
     if not isinstance(settings, dict):
         raise InputError(f"{what} {path}: must be a mapping of flags to values, such as seq_len: 512")
     return settings

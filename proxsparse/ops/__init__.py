@@ -1,4 +1,4 @@
-"""The operations, each with its schema, fake, reference and public function in one file."""
+"""The custom ops; one file per op contains its schema, fake implementation, reference and public function."""
 
 from proxsparse.ops import backends
 from proxsparse.ops.adamw_prox import adamw_prox_

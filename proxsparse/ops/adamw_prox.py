@@ -1,4 +1,4 @@
-"""The op `proxsparse::adamw_prox_`: a step of AdamW and the prox after it, in one pass, in place."""
+"""The op `proxsparse::adamw_prox_`: an AdamW step, then the prox, in one pass and in place."""
 
 import math
 
@@ -25,7 +25,7 @@ def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *
     if scale is not None:
         scale = scale.to(arithmetic_of(weight))
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
-    # kernels need contiguous memory; a copy only for other strides
+    # kernels need contiguous memory; only other strides are copied
     dense = {id(tensor): tensor.contiguous() for tensor in tensors if tensor is not None}
     arguments = [dense.get(id(tensor)) for tensor in tensors]
     kernel = select("adamw_prox_", *arguments, *settings)
@@ -62,7 +62,7 @@ def check_tensor(tensor: Tensor, what: str, shape: torch.Size, dtypes: tuple[tor
     if tensor.shape != shape or tensor.dtype not in dtypes or tensor.device != weight.device:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(
-            f"{what} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: with a {weight.dtype} weight of shape "
+            f"{what} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; for a {weight.dtype} weight of shape "
             f"{list(weight.shape)} it must be {names} {list(shape)} on {weight.device}"
         )
 
@@ -77,7 +77,7 @@ def check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale) 
     check_tensor(exp_avg_sq, "exp_avg_sq", weight.shape, (exp_avg.dtype,), weight)
     if master is not None:
         if weight.dtype == arithmetic:
-            raise ValueError(f"master weights are for bfloat16 and float16: a {weight.dtype} weight is its own master")
+            raise ValueError(f"master: only bfloat16 and float16 weights can have a master, not {weight.dtype}")
         check_tensor(master, "master", weight.shape, (torch.float32,), weight)
     if pretrained is not None:
         check_tensor(pretrained, "pretrained", weight.shape, (weight.dtype,), weight)
@@ -127,32 +127,33 @@ def adamw_prox_(
 ) -> Tensor:
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W), in one pass over weight, gradient and moments, in place.
 
-    The equations are those of `reference.adamw_prox`: the base step with the gradient of the frozen-weight
-    term (paper, section 3.1) and, with `scale` = c, on v = c * w (step lr / c in every column), then the exact prox.
-    The prox leaves a block with a NaN or an infinity as AdamW made it; zeros are +0.0. Arithmetic is fp64 for a float64
-    weight and fp32 otherwise, and only what is stored is rounded.
+    The equations are in `reference.adamw_prox`: the AdamW step includes the gradient of the frozen-weight term (paper,
+    section 3.1) and, with `scale` = c, acts on v = c * w (learning rate lr / c in each column); then the exact prox.
+    The prox does not change blocks with NaN or infinity; zeros are +0.0. Arithmetic is fp64 for a float64 weight and
+    fp32 otherwise; only stored values are rounded.
 
     Args:
-        weight: [..., in_features], float32, float64, bfloat16 or float16, any strides, as all tensors here; any shape
-            if reg_lambda is 0. Changed in place.
-        grad: as the weight; not changed.
+        weight: [..., in_features], float32, float64, bfloat16 or float16; any shape if reg_lambda is 0. Changed in
+            place. All tensors may have any strides.
+        grad: shape and dtype of the weight; not changed.
         exp_avg, exp_avg_sq: the moments of v, float32 or bfloat16 (float64 for a float64 weight). Changed in place.
-        master: the weight in float32, for bfloat16 and float16 weights: the step updates it, and the weight becomes
-            the nearest value to it. Changed in place. None: the step updates the weight itself.
-        pretrained: W0, as the weight; needed if frozen_lambda > 0.
+        master: float32 copy of a bfloat16 or float16 weight: the step updates it, and the weight becomes its rounded
+            value. Changed in place. None: the step updates the weight itself.
+        pretrained: W0, shape and dtype of the weight; required if frozen_lambda > 0.
         scale: c, [in_features], the scaling of the input features, positive; None means 1.
         step: t, counted from 1.
         lr, betas, eps, weight_decay: as in torch.optim.AdamW.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by lr. 0: AdamW alone.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
         frozen_lambda, frozen_eps: lambda_2 >= 0 and the epsilon > 0 of the frozen-weight term.
-        seed: of the stochastic rounding to bfloat16, of the moments and, without a master, of the weight: an integer,
-            taken modulo 2^64. The same seed gives the same bits on every backend. Take numbers that look random: two
-            that differ in their lower 32 bits only give the same bits in another order. None: to nearest even.
+        seed: an integer, taken modulo 2^64, for stochastic rounding to bfloat16 of the moments and, without a master,
+        of
+            the weight. The same seed gives the same bits on every backend. Use random-looking numbers: seeds that
+            differ only in their lower 32 bits give the same bits in another order. None: round to nearest even.
     Returns:
         `weight`.
     Raises:
-        ValueError: in_features is not a multiple of M; a tensor that does not fit the weight; a number out of range.
+        ValueError: in_features is not a multiple of M; a tensor does not fit the weight; a number is out of range.
     """
     check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
     check_numbers(step, lr, betas, eps, weight_decay)
@@ -162,7 +163,7 @@ def adamw_prox_(
     if reg_lambda > 0:
         pattern.check_blocks(weight.shape)
     if frozen_lambda > 0 and pretrained is None:
-        raise ValueError(f"frozen_lambda={frozen_lambda} needs the pretrained weights: pass `pretrained`")
+        raise ValueError(f"frozen_lambda={frozen_lambda} needs the pretrained weights; pass `pretrained`")
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained if frozen_lambda > 0 else None, scale)
     numbers = (step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, frozen_lambda, frozen_eps)
     torch.ops.proxsparse.adamw_prox_(*tensors, *numbers, None if seed is None else signed(seed))

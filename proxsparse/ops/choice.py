@@ -1,18 +1,18 @@
-"""The automatic choice of a backend for `sparse_linear`, from a table of what was fastest where it was measured.
+"""The automatic choice of a backend for `sparse_linear`, from a table of measurements.
 
-measured.json holds, for each kind of device and each dtype, the result of
+measured.json contains, for each kind of device and each dtype, the result of
 
     python benchmarks/linear_speed.py --update_choice
 
-on the rows of benchmarks/results/linear_speed.jsonl, and the device, torch and commit of these rows:
+on the rows of benchmarks/results/linear_speed.jsonl, with the device, torch version and commit of these rows:
 
     {"cpu avx512_bf16": {"bfloat16": {"measured": {...}, "fastest": {"4096x4096": {"1": "cpp > reference", ...}}}}}
 
 that is, shape of the weight (out_features x in_features) -> rows of x -> backends, fastest first. A call takes the
-nearest shape, the nearest number of rows, and the first backend there that supports it. `reference`, which unpacks the
-weight and calls torch's dense matmul, supports everything; it comes first where sparse kernels are slower. A backend
-that needs a prepared form (`needs_prepared`) is never chosen, because the layer may not hold that form. A backend that
-is passed over is announced, once for each reason, if it multiplies by no weight of this dtype on this device.
+nearest shape, the nearest number of rows, and the first backend in the list that supports the call. `reference` unpacks
+the weight and calls torch's dense matmul; it supports every call, and is first where sparse kernels are slower. A
+backend that requires its own format of the weight (`needs_prepared`) is never chosen, because the layer may not have
+it. If a backend supports no weight of this dtype on this device, skipping it gives one warning for each reason.
 """
 
 import functools
@@ -27,14 +27,14 @@ from proxsparse.ops.tuning import device_kind, nearest
 
 MEASURED = Path(__file__).with_name("measured.json")
 REFERENCE, ORDER = "reference", " > "
-# Where nothing was measured: (rows,) -> backends. Few rows are bound by memory, and every sparse kernel reads less of
-# it. For many rows cpp does what the reference does, a slab at a time.
+# Without measurements: (rows,) -> backends. Few rows are memory-bound, and every sparse kernel reads less memory. For
+# many rows cpp computes the same as the reference, one slab at a time.
 UNMEASURED = {
     "cpu": {(1,): "cpp > reference"},
     "cuda": {(1,): "gemv > cutlass > reference", (16,): "gemv > cutlass > reference", (64,): "cutlass > reference"},
 }
-EASY_ROWS, EASY_SIZE = 8, 4096  # of x, and of a square weight: a backend that cannot multiply these never can
-MAX_CHOICES = 10_000  # of the cache: a server meets many numbers of rows
+EASY_ROWS, EASY_SIZE = 8, 4096  # rows of x, size of a square weight; every usable backend supports these
+MAX_CHOICES = 10_000  # limit of the cache: a server may see many different numbers of rows
 _choices: dict[tuple, Kernel] = {}
 
 
@@ -53,13 +53,13 @@ def choose(x: Tensor, values: Tensor) -> Kernel:
 
 
 def forget() -> None:
-    """Empty the caches: read the table and choose again."""
+    """Empties the caches, so that the table is read again."""
     measured.cache_clear()
     _choices.clear()
 
 
 def first_that_serves(x: Tensor, values: Tensor) -> Kernel:
-    """The first kernel of the order that is registered, needs no prepared form and supports the call."""
+    """The first kernel in the order that is registered, does not require its own format and supports the call."""
     rows, (out_features, k) = x.shape[0], values.shape
     for backend in order(x.device, x.dtype, rows, (out_features, 2 * k)):
         if backend not in list_backends("sparse_linear"):
@@ -75,13 +75,13 @@ def first_that_serves(x: Tensor, values: Tensor) -> Kernel:
 
 
 def why_never(kernel: Kernel, x: Tensor, values: Tensor) -> str | None:
-    """Why the kernel refuses even an easy size; None if it refuses only this one, which the order allows for."""
+    """Why the kernel does not even support an easy size; None if it only does not support this size."""
     easy_x = x.new_empty(1, 1).expand(EASY_ROWS, EASY_SIZE)
     return kernel.supports(easy_x, values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2))
 
 
 def order(device: torch.device, dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> list[str]:
-    """The names of backends, fastest first, for x with so many rows and a weight of [out_features, in_features]."""
+    """The backends, fastest first, for x with `rows` rows and a weight of shape [out_features, in_features]."""
     fastest = measured(str(MEASURED)).get((device_kind(device), str(dtype).removeprefix("torch.")))
     by_rows = fastest[nearest(fastest, shape)] if fastest else UNMEASURED.get(device.type, {(1,): REFERENCE})
     return by_rows[nearest(by_rows, (rows,))].split(ORDER)
@@ -89,7 +89,7 @@ def order(device: torch.device, dtype: torch.dtype, rows: int, shape: tuple[int,
 
 @functools.cache
 def measured(file: str) -> dict[tuple[str, str], dict[tuple[int, ...], dict[tuple[int, ...], str]]]:
-    """(device kind, dtype) -> (out_features, in_features) -> (rows,) -> backends; {} without a file."""
+    """(device kind, dtype) -> (out_features, in_features) -> (rows,) -> backends; {} if the file is missing."""
     if not Path(file).is_file():
         return {}
     kinds = json.loads(Path(file).read_text(encoding="utf-8"))

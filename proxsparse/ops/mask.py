@@ -1,4 +1,4 @@
-"""The op `proxsparse::nm_mask`: which n of every m weights to keep, by their score."""
+"""The op `proxsparse::nm_mask`: keeps the n largest scores of every m."""
 
 import torch
 from torch import Tensor
@@ -28,12 +28,13 @@ def _reference(score: Tensor, n: int, m: int) -> Tensor:
 
 @torch.no_grad()
 def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
-    """True on the n largest scores of every block of m along the last dimension: exactly n a block.
+    """True for the n largest scores of every block of m along the last dimension.
 
-    Ties go to the lower index; a NaN counts as the largest. For a magnitude mask pass `weight.abs()`.
+    For equal scores the lower index wins; NaN counts as the largest score. For a magnitude mask pass `weight.abs()`.
 
     Args:
         score: [..., in_features], floating point.
+        pattern: "N:M" or an NMPattern; exactly N of every M scores are kept.
     Returns:
         bool, the shape of `score`; True = kept.
     Raises:

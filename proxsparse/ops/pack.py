@@ -1,4 +1,4 @@
-"""The ops `proxsparse::pack_nm` and `proxsparse::unpack_nm`: n:4 weights to kept values and 2-bit places, and back."""
+"""The ops `proxsparse::pack_nm` and `proxsparse::unpack_nm`: n:4 weights <-> kept values and 2-bit indices."""
 
 import torch
 from torch import Tensor
@@ -48,11 +48,13 @@ def _reference_unpack(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor
 
 @torch.no_grad()
 def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
-    """weight [..., in_features] with at most n nonzeros in every block of 4 -> (values, indices).
+    """Packs a weight with at most n nonzeros in every block of 4. The format is described in `reference.pack`.
 
-    The form is that of `reference.pack`, whose `pack_nm` is the reference: values [..., k] in ascending place,
-    k = in_features * n / 4, and uint8 indices [..., ceil(k / 4)], two bits a value.
-
+    Args:
+        weight: [..., in_features], floating point.
+        pattern: "1:4", "2:4" or "3:4".
+    Returns:
+        values [..., k] with k = in_features * n / 4, and indices uint8 [..., ceil(k / 4)], two bits per value.
     Raises:
         ValueError: m is not 4, in_features is not a multiple of 4, the dtype is not floating point, or a block has
             more than n nonzeros.
@@ -65,10 +67,12 @@ def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> Tensor:
-    """The inverse of `pack_nm`: -> weight [..., in_features], +0.0 where nothing was kept.
+    """The inverse of `pack_nm`: returns the weight [..., in_features] with +0.0 in the pruned places.
 
+    Args:
+        values, indices, pattern: as returned by, and passed to, `pack_nm`.
     Raises:
-        ValueError: shapes, dtypes or places that `pack_nm` never returns.
+        ValueError: shapes, dtypes or indices that `pack_nm` never returns.
     """
     pattern = pack.packable(pattern)
     pack.check_packed(values, indices, pattern)

@@ -1,4 +1,4 @@
-"""The op `proxsparse::prox_nm_`: the proximal operator of the N:M regulariser, in place, on the best backend."""
+"""The op `proxsparse::prox_nm_`: the proximal operator of the N:M regularizer, in place."""
 
 import math
 
@@ -10,8 +10,8 @@ from proxsparse.ops.registry import register_kernel, register_order, select
 from proxsparse.ops.tuning import launch_parameters
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
-# Mean |w| of a normal distribution with the standard deviation 0.02 of language models' weights. With a scale the mean
-# |c w| is 1 (proxsparse/training/scaling.py).
+# Mean |w| of a normal distribution with standard deviation 0.02, typical for weights of language models. With a scale
+# the mean |c w| is 1 (proxsparse/training/scaling.py).
 TYPICAL_MAGNITUDE = 0.016
 
 torch.library.define(
@@ -23,16 +23,16 @@ torch.library.define(
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None = None) -> None:
     if reg_lambda == 0 or weight.numel() == 0:
         return
-    dense = weight.contiguous()  # kernels need contiguous memory; a copy only for other strides
+    dense = weight.contiguous()  # kernels need contiguous memory; only other strides are copied
     kernel = select("prox_nm_", dense, reg_lambda, n, m, scale)
     kernel.run(dense, reg_lambda, n, m, scale)
     write_back(weight, dense)
 
 
 def write_back(weight: Tensor, dense: Tensor) -> None:
-    """Finish an in-place op: its kernel has changed `dense`, which is `weight` itself or a contiguous copy of it."""
+    """Finishes an in-place op: copies `dense`, which the kernel has changed, to `weight` unless they are the same."""
     if dense is weight:
-        torch.autograd.graph.increment_version(weight)  # kernels write raw memory, which autograd does not see
+        torch.autograd.graph.increment_version(weight)  # autograd does not see writes of kernels
     else:
         weight.copy_(dense)
 
@@ -51,10 +51,10 @@ def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor 
 def fastest_first(
     backends: tuple[str, ...], weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None
 ) -> tuple[str, ...]:
-    """CUDA comes before Triton if lambda * typical magnitude reaches a measured threshold; else `backends` as it is.
+    """Puts CUDA before Triton if lambda * typical magnitude reaches a measured threshold.
 
-    Below about lambda * max|w| = 0.3 both need the same number of instructions per block, above it Triton needs more.
-    The choice does not read the weights: that would wait for the GPU, and a resumed run could choose another backend.
+    Below about lambda * max|w| = 0.3 both need the same number of instructions per block; above it Triton needs more.
+    The weights are not read: this would synchronize, and a resumed run could choose another backend.
     """
     if "cuda" not in backends or (n, m) != (2, 4):
         return backends
@@ -72,7 +72,7 @@ def check_reg_lambda(reg_lambda: float) -> None:
 
 
 def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike, scale: Tensor | None) -> NMPattern:
-    """Raises ValueError, with the value and the remedy, for what no backend can serve."""
+    """Returns the parsed pattern. Raises ValueError for arguments that no backend supports."""
     pattern = NMPattern.parse(pattern)
     check_dtype(weight, "weight")
     pattern.check_blocks(weight.shape)
@@ -81,27 +81,28 @@ def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike
         return pattern
     if scale.shape != weight.shape[-1:] or not scale.is_floating_point() or scale.device != weight.device:
         raise ValueError(
-            f"scale is {scale.dtype} {list(scale.shape)} on {scale.device}: it must hold one floating-point number "
-            f"for each of the {weight.shape[-1]} input features, on {weight.device}"
+            f"scale is {scale.dtype} {list(scale.shape)} on {scale.device}; it must be floating point of shape "
+            f"[{weight.shape[-1]}] on {weight.device}, one number for each input feature"
         )
     return pattern
 
 
 @torch.no_grad()
 def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
-    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimiser for 2:4 and 1:M.
+    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4 and 1:M.
 
     Reg_{N:M}(V) sums e_{N+1}(|v|), the elementary symmetric polynomial, over blocks of M weights along the last
-    dimension (paper, equations 4 and 7). With `scale` = c the prox acts on c * W and the result is divided back.
-    Weights the prox does not change keep their bits; new zeros are +0.0; a block with a NaN or an infinity stays.
+    dimension (paper, equations 4 and 7). With `scale` = c the prox acts on c * W and the result is divided by c.
+    Weights that the prox does not change keep their bits; new zeros are +0.0; blocks with NaN or infinity do not
+    change.
 
     Args:
         weight: [..., in_features], float32, float64, bfloat16 or float16, any strides; arithmetic is fp64 for float64
             and fp32 otherwise. Changed in place.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by any learning rate. 0: identity.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        scale: c, [in_features], the scaling of the input features, positive; None means 1. Only its magnitude counts.
-            The caller must avoid 0 and values that are not finite: a check would wait for the GPU.
+        scale: c, [in_features], the scaling of the input features, positive; None means 1. The sign is ignored. Values
+            must be finite and nonzero; this is not checked, because a check would synchronize.
     Returns:
         `weight`.
     Raises:
@@ -114,5 +115,5 @@ def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sc
 
 
 def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
-    """`prox_nm_` on a copy: the input is left as it is. Same arguments and errors; not differentiable."""
+    """`prox_nm_` on a copy of the weight. Same arguments and errors; not differentiable."""
     return prox_nm_(weight.detach().clone(memory_format=torch.contiguous_format), reg_lambda, pattern, scale)

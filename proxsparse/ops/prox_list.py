@@ -1,11 +1,11 @@
-"""The op `proxsparse::prox_nm_list_`: the prox of many weights at once, in as few launches as a backend can."""
+"""The op `proxsparse::prox_nm_list_`: the prox of many weights, with as few kernel launches as possible."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from proxsparse.ops import backends  # noqa: F401 so that all kernels of prox_nm_ are registered before they are listed
+from proxsparse.ops import backends  # noqa: F401 (registers all kernels of prox_nm_, which are listed below)
 from proxsparse.ops.prox import check_prox_arguments, write_back
 from proxsparse.ops.registry import get_kernel, list_backends, register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike
@@ -38,7 +38,7 @@ def _one_by_one(weights: Sequence[Tensor], reg_lambdas: Sequence[float], n: int,
 
 
 def _register_one_by_one(backend: str) -> None:
-    """Serve a list with `backend`'s prox_nm_."""
+    """Registers a kernel that calls prox_nm_ of `backend` for each weight."""
 
     def supports(weight: Tensor, *pattern: int) -> str | None:
         return get_kernel("prox_nm_", backend).supports(weight, 1.0, *pattern, None)
@@ -55,23 +55,23 @@ for _backend in list_backends("prox_nm_"):
 def prox_nm_list_(weights: Sequence[Tensor], reg_lambdas: Sequence[float], pattern: PatternLike = "2:4") -> None:
     """W_i <- argmin_V 1/2 ||V - W_i||_F^2 + lambda_i * Reg_{N:M}(V) for every weight, in place, as `prox_nm_` does.
 
-    One launch serves all weights that share a device and a dtype where the backend can (Triton), otherwise they are
-    served one by one; the results are the same. Triton comes first for every lambda: for small weights one launch
-    gains more than faster kernels, and the weights may be scaled already, so that their magnitude is unknown.
+    The Triton backend uses one launch for all weights with the same device and dtype; other backends process one weight
+    at a time. The results are the same. Triton is first for every lambda: for small weights a single launch saves more
+    time than a faster kernel, and the magnitude of the weights is unknown, because they may already be scaled.
 
     Args:
         weights: each [..., in_features], any strides, dtypes and devices; they must not overlap. Changed in place.
-        reg_lambdas: one lambda_1 >= 0 per weight, in units of 1 / |w|^(N-1); 0 leaves its weight as it is.
+        reg_lambdas: one lambda_1 >= 0 per weight, in units of 1 / |w|^(N-1); 0 does not change the weight.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
     Raises:
-        ValueError: not one lambda per weight, the same tensor twice, or what `prox_nm_` refuses; the message names the
+        ValueError: the numbers of weights and lambdas differ; a tensor occurs twice; or as `prox_nm_`, with the
             position in the list.
     """
     pattern = NMPattern.parse(pattern)
     if len(weights) != len(reg_lambdas):
-        raise ValueError(f"{len(weights)} weights and {len(reg_lambdas)} lambdas: each weight needs one")
-    if len(set(weights)) != len(weights):  # of identities, as a tensor hashes; Dynamo of torch 2.11 cannot trace id()
-        raise ValueError("a weight is in the list twice: pass every weight once (of tied weights, one)")
+        raise ValueError(f"{len(weights)} weights and {len(reg_lambdas)} lambdas: pass one lambda per weight")
+    if len(set(weights)) != len(weights):  # tensors hash by identity; Dynamo of torch 2.11 cannot trace id()
+        raise ValueError("a weight is in the list twice; pass every weight once, also if it is tied")
     for i, (weight, reg_lambda) in enumerate(zip(weights, reg_lambdas, strict=True)):
         try:
             check_prox_arguments(weight, reg_lambda, pattern, scale=None)

@@ -1,8 +1,8 @@
-"""One op, many backends: a table of kernels per op, and the rule that selects one of them for a call.
+"""The kernels of each op, one per backend, and the rule that selects one of them for a call.
 
-The dispatcher of torch holds one kernel per dispatch key, so every op registers ONE selector (`select`), which looks
-into the table. The automatic choice falls back to the next kernel with a warning. An explicit choice never falls back;
-it applies to the ops that its backend has a kernel for, and the automatic choice serves the others.
+The dispatcher of torch has one kernel per dispatch key, so every op registers one selector (`select`), which uses the
+table of kernels. The automatic choice falls back to the next kernel with a warning. An explicit choice never falls
+back; ops without a kernel of the chosen backend use the automatic choice.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 AUTO = "auto"
-# The backends that the automatic choice tries on a device, fastest first; on other devices only the reference. Triton's
-# interpreter runs on a CPU only after an explicit choice. An op can have another order (`register_order`), or, as
-# `sparse_linear`, an automatic choice of its own.
+# The backends that the automatic choice tries on a device, fastest first; on other devices only the reference. The
+# interpreter of Triton runs on a CPU only if it is chosen explicitly. An op can have another order (`register_order`),
+# or its own automatic choice, as `sparse_linear` has.
 AUTOMATIC = {"cpu": ("cpp", "reference"), "cuda": ("triton", "cuda", "reference")}
 
 
@@ -26,10 +26,10 @@ class Kernel:
     Attributes:
         backend: the name of the backend.
         run: run(*args) computes the op.
-        supports: supports(*args) -> None, or the reason why the kernel cannot serve such a call.
-        prepare: only for `sparse_linear`: prepare(values, indices) -> the weight in the backend's own form, one tensor;
-            None if the kernel reads the packed form.
-        prepare_is_optional: whether `run` also works without the prepared form; it is then derived in every call.
+        supports: supports(*args) -> None, or the reason why the kernel does not support the call.
+        prepare: only for `sparse_linear`: prepare(values, indices) -> the weight in the format of the backend, one
+            tensor; None if the kernel reads the packed format.
+        prepare_is_optional: whether `run` also works without the prepared weight, which is then computed in every call.
     """
 
     backend: str
@@ -40,7 +40,7 @@ class Kernel:
 
     @property
     def needs_prepared(self) -> bool:
-        """Whether `run` requires the prepared form."""
+        """Whether `run` requires the prepared weight."""
         return self.prepare is not None and not self.prepare_is_optional
 
 
@@ -57,7 +57,7 @@ def register_kernel(
     prepare: Callable | None = None,
     prepare_is_optional: bool = False,
 ):
-    """Decorator: add a function to the table of `op` as the kernel of `backend`; for the rest see `Kernel`."""
+    """Decorator that registers a function as the kernel of `backend` for `op`; see `Kernel` for the other arguments."""
 
     def add(run: Callable) -> Callable:
         _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports, prepare, prepare_is_optional)
@@ -67,9 +67,9 @@ def register_kernel(
 
 
 def register_order(op: str):
-    """Decorator: `order(backends, *args)` sorts the backends of the automatic choice, fastest first, for these inputs.
+    """Decorator for `order(backends, *args)`, which sorts the backends of the automatic choice, fastest first.
 
-    It must depend only on shapes, dtypes, devices and numbers: reading a tensor would wait for the GPU.
+    It may depend only on shapes, dtypes, devices and numbers, because reading a tensor would synchronize.
     """
 
     def add(order: Callable[..., tuple[str, ...]]) -> Callable[..., tuple[str, ...]]:
@@ -99,13 +99,13 @@ def get_kernel(op: str, backend: str) -> Kernel:
 
 @contextlib.contextmanager
 def use_backend(backend: str | None) -> Iterator[None]:
-    """Within the block every op of this thread runs on `backend` or raises; None returns to the automatic choice.
+    """Within the block every op in this thread uses `backend` or raises; None restores the automatic choice.
 
-    An op that `backend` has no kernel for at all (`nm_mask` on "triton") gets the automatic choice, with one warning.
-    The same holds for packed layers (`SparseLinear`) with backend="auto". A layer with another backend keeps it.
+    An op without a kernel of `backend` (`nm_mask` on "triton") uses the automatic choice, with one warning. The same
+    applies to packed layers (`SparseLinear`) with backend="auto". A layer with another backend keeps it.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: the backend is unknown.
     """
     token = _chosen.set(None if backend is None else _checked(backend, "use_backend"))
     try:
@@ -115,7 +115,7 @@ def use_backend(backend: str | None) -> Iterator[None]:
 
 
 def chosen_backend() -> str | None:
-    """The explicit choice in force: `use_backend`, else the environment variable PROXSPARSE_BACKEND, else None."""
+    """The explicit choice: `use_backend`, else the environment variable PROXSPARSE_BACKEND, else None."""
     from_environment = os.environ.get("PROXSPARSE_BACKEND") or None
     return _chosen.get() or (from_environment and _checked(from_environment, "PROXSPARSE_BACKEND"))
 
@@ -127,13 +127,13 @@ def _checked(backend: str, source: str) -> str:
 
 
 def explicit_kernel(op: str, *args, backend: str = AUTO) -> Kernel | None:
-    """The kernel of the backend that was chosen explicitly: `backend`, or for "auto" that of `chosen_backend`.
+    """The kernel of the explicitly chosen backend: `backend`, or `chosen_backend()` if `backend` is "auto".
 
-    None if no backend was chosen, or if the one of `chosen_backend` has no kernel for `op`, with one warning.
+    None if no backend was chosen, or, with one warning, if `chosen_backend()` has no kernel for `op`.
 
     Raises:
         ValueError: `op` has no kernel of `backend`.
-        RuntimeError: the kernel does not support these arguments; the message has the reason and the remedy.
+        RuntimeError: the kernel does not support these arguments; the message contains the reason.
     """
     remedy = "choose backend='auto'"
     if backend == AUTO:
@@ -141,22 +141,22 @@ def explicit_kernel(op: str, *args, backend: str = AUTO) -> Kernel | None:
         if chosen is None:
             return None
         if chosen not in _kernels[op]:
-            warn_once(f"{op}: backend {chosen!r} has no kernel for this op, the automatic choice serves it", op, chosen)
+            warn_once(f"{op}: backend {chosen!r} has no kernel for this op; using the automatic choice", op, chosen)
             return None
         backend = chosen
     kernel = get_kernel(op, backend)
     if reason := kernel.supports(*args):
         raise RuntimeError(
-            f"{op}: backend {backend!r} was chosen explicitly but cannot serve this call: {reason}; {remedy}"
+            f"{op}: backend {backend!r} was chosen explicitly but does not support this call: {reason}; {remedy}"
         )
     return kernel
 
 
 def select(op: str, tensor, *args) -> Kernel:
-    """The kernel that serves `op` for these arguments; the device of `tensor` decides which backends are tried.
+    """The kernel of `op` for these arguments; the device of `tensor` decides which backends are tried.
 
     Raises:
-        RuntimeError: the explicitly chosen backend does not support them; the message has the reason and the remedy.
+        RuntimeError: the explicitly chosen backend does not support the call; the message contains the reason.
     """
     kernel = explicit_kernel(op, tensor, *args)
     if kernel is not None:
@@ -175,12 +175,12 @@ def select(op: str, tensor, *args) -> Kernel:
 
 
 def announce(op: str, backend: str, reason: str) -> None:
-    """One warning for each reason, for whichever op it occurs first."""
-    warn_once(f"{op}: not on the {backend} backend, a slower one serves: {reason}", backend, reason)
+    """Warns that a slower backend is used; once for each reason, not for each op."""
+    warn_once(f"{op}: not on the {backend} backend ({reason}); using a slower backend", backend, reason)
 
 
 def warn_once(message: str, *key: str) -> None:
-    """A warning, unless there was one with this key."""
+    """Warns once for each key."""
     if key not in _announced:
         _announced.add(key)
         warnings.warn(message, stacklevel=4)

@@ -1,14 +1,14 @@
 """The op `proxsparse::sparse_linear`: y = x W^T + b with a packed 2:4 weight W.
 
-All kernels read the packed form (`reference.pack`), so that a layer can change its backend with the number of rows and
-a checkpoint never needs a conversion. A kernel whose library reads another form has `prepare`. The contract of a
-kernel, with rows = the product of the leading dimensions of x:
+All kernels read the packed format (`reference.pack`), so that a layer can use different backends for different numbers
+of rows, and checkpoints need no conversion. A kernel whose library needs another format has `prepare`. The interface of
+a kernel, with rows = the product of the leading dimensions of x:
 
-    supports(x, values)                           None or the reason why not, for x [rows, in_features]; looks only at
-                                                  dtypes, devices and shapes, so that the tensors may be on meta
-    run(x, values, indices, bias, prepared) -> y  [rows, out_features] in the dtype of x, summed in fp32 at least; x is
+    supports(x, values)                           None or the reason why not, for x [rows, in_features]; depends only
+                                                  on dtypes, devices and shapes: the tensors may be meta tensors
+    run(x, values, indices, bias, prepared) -> y  [rows, out_features] in the dtype of x, summed at least in fp32; x is
                                                   contiguous; values, bias and x have the same dtype
-    prepare(values, indices) -> prepared          the weight in the backend's own form, one tensor
+    prepare(values, indices) -> prepared          the weight in the format of the backend, one tensor
 """
 
 import math
@@ -36,10 +36,10 @@ def _sparse_linear(
     check_sparse_linear(x, values, indices, bias)
     rows = as_rows(x)
     kernel = select_kernel(rows, values, backend)
-    if kernel.needs_prepared and (prepared is None or backend == AUTO):  # "auto" may come with another backend's form
+    if kernel.needs_prepared and (prepared is None or backend == AUTO):  # "auto": another backend's
         raise RuntimeError(
-            f"sparse_linear: backend {kernel.backend!r} reads a form of its own; pass its prepare(values, indices) as "
-            f"`prepared` with backend={kernel.backend!r}, or call a SparseLinear of this backend, which holds that form"
+            f"sparse_linear: backend {kernel.backend!r} needs its own format of the weight; pass prepare(values, "
+            f"indices) of its kernel as `prepared`, or use a SparseLinear with backend={kernel.backend!r}"
         )
     return kernel.run(rows, values, indices, bias, prepared).view(*x.shape[:-1], values.shape[0])
 
@@ -54,17 +54,17 @@ def _save_weight(ctx, inputs: tuple, output: Tensor) -> None:
     _x, values, indices, *_others = inputs
     if values.is_inference():
         raise RuntimeError(
-            "sparse_linear: no dL/dx through a weight that was packed or loaded under torch.inference_mode(): "
-            "do that under torch.no_grad()"
+            "sparse_linear: no dL/dx for a weight that was packed or loaded under torch.inference_mode(); "
+            "use torch.no_grad() instead"
         )
     ctx.save_for_backward(values, indices)
 
 
 def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """dL/dx = dL/dy W, which an adapter next to a packed layer needs; the packed weight itself cannot learn."""
+    """dL/dx = dL/dy W, for training adapters and layers before a packed layer. The packed weight has no gradient."""
     if any(ctx.needs_input_grad[1:4]):
         raise RuntimeError(
-            "sparse_linear: a packed weight and its bias have no gradient; freeze them with requires_grad_(False), "
+            "sparse_linear: packed weights and their biases have no gradient; freeze them with requires_grad_(False), "
             "or train the dense layer (proxsparse.inference.convert.unsparsify_)"
         )
     values, indices = ctx.saved_tensors
@@ -77,17 +77,18 @@ torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_co
 
 @register_kernel("sparse_linear", "reference", supports=lambda x, values: None)
 def _reference(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
-    """Unpack the weight, then torch's dense matmul: any device and dtype, and often the fastest for many rows."""
+    """Unpacks the weight and calls torch's dense matmul: any device and dtype, often the fastest for many rows."""
     return functional.linear(x, torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m), bias)
 
 
 def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO) -> Kernel:
     """The kernel for x [rows, in_features] and values [out_features, in_features / 2].
 
-    That of `backend`; for "auto" that of `use_backend` or PROXSPARSE_BACKEND, else the fastest measured one (`choice`).
+    The kernel of `backend`; for "auto" that of `use_backend` or PROXSPARSE_BACKEND, else the fastest measured
+    (`choice`).
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: the backend is unknown.
         RuntimeError: an explicitly chosen backend does not support these tensors.
     """
     return explicit_kernel("sparse_linear", x, values, backend=backend) or choice.choose(x, values)
@@ -99,7 +100,7 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def pad_rows(x: Tensor, step: int) -> Tensor:
-    """x with rows of zeros up to a multiple of `step`; x itself, not a copy, if no rows are missing."""
+    """Pads x with rows of zeros to a multiple of `step`; returns x itself if no rows are missing."""
     missing = -len(x) % step
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
@@ -115,19 +116,19 @@ def check_sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor
         raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be in_features={2 * k}")
     if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-k // 4)):
         raise ValueError(
-            f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}: values of shape {list(values.shape)} "
-            f"need torch.uint8 {[out_features, -(-k // 4)]}; pack the weight again"
+            f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}, but values of shape "
+            f"{list(values.shape)} need torch.uint8 {[out_features, -(-k // 4)]}; pack the weight again"
         )
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
     for name, tensor in (("values", values), ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise ValueError(
-                f"sparse_linear: x is {x.dtype}, {name} {tensor.dtype}: convert one of them, or use torch.autocast"
+                f"sparse_linear: x is {x.dtype}, {name} is {tensor.dtype}; convert one of them, or use torch.autocast"
             )
     for name, tensor in (("values", values), ("indices", indices), ("bias", bias)):
         if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"sparse_linear: x is on {x.device}, {name} on {tensor.device}: move one of them")
+            raise ValueError(f"sparse_linear: x is on {x.device}, {name} is on {tensor.device}; move one of them")
 
 
 def sparse_linear(
@@ -138,25 +139,25 @@ def sparse_linear(
     prepared: Tensor | None = None,
     backend: str = AUTO,
 ) -> Tensor:
-    """y = x W^T + b with W [out_features, in_features] 2:4 and packed; dL/dx = dL/dy W. W and b have no gradient.
+    """y = x W^T + b with a packed 2:4 weight W [out_features, in_features]; dL/dx = dL/dy W. W and b have no gradient.
 
-    Where W keeps no weight, an infinity or NaN in x makes y NaN or has no effect, depending on the backend and the
-    number of rows. On CPUs that multiply bfloat16 (AVX512-BF16) subnormal bfloat16 weights count as 0.
+    An infinity or NaN in x at a pruned weight makes y NaN or has no effect, depending on the backend and the number of
+    rows. On CPUs with AVX512-BF16 subnormal bfloat16 weights count as 0.
 
     Args:
         x: [..., in_features], floating point, any strides.
-        values: [out_features, in_features / 2], the kept weights, of x's dtype and device; from `pack_nm`.
-        indices: uint8 [out_features, ceil(in_features / 8)], their places; from `pack_nm`, or checked by
-            `reference.pack.check_packed`: kernels trust them.
-        bias: b, [out_features], of x's dtype and device; None means 0.
-        prepared: the weight in the own form of `backend`: prepare(values, indices) of its kernel. Required by
-            "cusparselt", optional for "cutlass", None otherwise. `SparseLinear` holds it.
-        backend: one of `list_backends("sparse_linear")`, which serves the call or raises; or "auto": the fastest
-            measured one that needs no prepared form, unless `use_backend` or PROXSPARSE_BACKEND chooses.
+        values: [out_features, in_features / 2], the kept weights from `pack_nm`, with the dtype and device of x.
+        indices: uint8 [out_features, ceil(in_features / 8)], from `pack_nm`. Kernels do not check the content; use
+            `reference.pack.check_packed` for indices from files.
+        bias: b, [out_features], with the dtype and device of x; None means 0.
+        prepared: the weight in the format of `backend`: prepare(values, indices) of its kernel. Required by
+            "cusparselt", optional for "cutlass", else None. `SparseLinear` holds it.
+        backend: one of `list_backends("sparse_linear")`, which runs the call or raises; or "auto": the fastest
+            measured backend that does not require `prepared`, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
     Returns:
-        y, [..., out_features], in the dtype of x; sums are in fp32 at least.
+        y, [..., out_features], in the dtype of x; sums are at least in fp32.
     Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or there is no such backend.
+        ValueError: shapes, dtypes or devices do not match, or the backend is unknown.
         RuntimeError: an explicitly chosen backend does not support the call, or `prepared` is missing.
     """
     return torch.ops.proxsparse.sparse_linear(x, values, indices, bias, prepared, backend)

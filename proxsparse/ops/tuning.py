@@ -1,12 +1,12 @@
 """Launch parameters of the GPU kernels, from a table of measurements.
 
-tuned.json holds, for each kind of device and each kernel, the fastest parameters that `benchmarks/tune.py` measured:
+tuned.json contains, for each kind of device and each kernel, the fastest parameters that `benchmarks/tune.py` measured:
 
     {"sm_90": {"gemv bfloat16": {"measured": {...}, "fastest": {"4096x4096x1": {"warps": 8, "splits": 4, "tiles": 4}}}}}
 
-The keys of "fastest" are sizes, defined by the kernel (gemv: out_features x in_features x rows). A call takes the
-parameters of the nearest size. Where nothing was measured the kernel uses its own defaults. Parameters change the
-speed of a kernel, not what it computes.
+The keys of "fastest" are sizes, defined by the kernel (gemv: out_features x in_features x rows). A call uses the
+parameters of the nearest size. Without measurements the kernel uses its defaults. Parameters change the speed of a
+kernel, not its results.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def launch_parameters(
 
     Args:
         kernel: a name in tuned.json without its dtype, such as "gemv".
-        size: as many positive numbers as the keys of this kernel have; the nearest key is taken.
+        size: positive numbers, as in the keys of this kernel; the nearest key is used.
     """
     forced = _forced.get().get(kernel)
     return forced if forced is not None else measured_parameters(kernel, dtype, device, size)
@@ -40,7 +40,7 @@ def launch_parameters(
 
 @contextlib.contextmanager
 def use_launch_parameters(kernel: str, **parameters: object) -> Iterator[None]:
-    """Within the block every call of `kernel` in this thread is launched with these parameters: for measuring them."""
+    """Within the block every call of `kernel` in this thread uses these parameters; for measurements."""
     token = _forced.set({**_forced.get(), kernel: parameters})
     try:
         yield
@@ -57,14 +57,14 @@ def measured_parameters(kernel: str, dtype: torch.dtype, device: torch.device, s
 
 
 def forget() -> None:
-    """Empty the caches: read the table again."""
+    """Empties the caches, so that the table is read again."""
     tuned.cache_clear()
     measured_parameters.cache_clear()
 
 
 @functools.cache
 def tuned(file: Path) -> dict[tuple[str, str], dict[tuple[int, ...], dict]]:
-    """(device kind, kernel and dtype) -> size -> parameters; {} without a file."""
+    """(device kind, kernel and dtype) -> size -> parameters; {} if the file is missing."""
     if not file.is_file():
         return {}
     kinds = json.loads(file.read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def tuned(file: Path) -> dict[tuple[str, str], dict[tuple[int, ...], dict]]:
 
 
 def nearest(table: dict[tuple[int, ...], object], size: tuple[int, ...]) -> tuple[int, ...]:
-    """The key with the smallest product of the factors, all >= 1, by which its numbers differ from those of `size`."""
+    """The key with the smallest product of ratios (each >= 1) between its numbers and those of `size`."""
 
     def distance(key: tuple[int, ...]) -> float:
         return sum(abs(math.log(max(number, 1) / max(own, 1))) for number, own in zip(key, size, strict=True))
@@ -86,7 +86,7 @@ def nearest(table: dict[tuple[int, ...], object], size: tuple[int, ...]) -> tupl
 
 @functools.cache
 def device_kind(device: torch.device) -> str:
-    """The name that devices with the same kernels share: "sm_90" for an H100, the widest instructions of a CPU."""
+    """The name of a device in the tables: "sm_90" for an H100; for a CPU, its widest vector instructions."""
     if device.type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     if device.type == "cpu":

@@ -1,8 +1,8 @@
-"""What a param group says about the prox: its settings, who is pruned, and the metric. Plain functions on groups.
+"""Functions on param groups: the settings of the prox, the pruned parameters and their scaling.
 
-Next to the base optimizer's keys a group holds `SETTINGS`: plain values, so that they pass through `state_dict` and
-distributed checkpoints. `prox_scale` is None or a list beside `params` (one metric or None each). It is not in `state`,
-because torch's optimizers and distributed checkpointing take any entry there for "already initialised".
+In addition to the keys of the base optimizer, a group contains `SETTINGS`: plain values, which `state_dict` and
+distributed checkpoints can store. `prox_scale` is None or a list with a scale or None for each of `params`. It is not
+in `state`, because optimizers of torch and distributed checkpointing treat any entry there as "already initialized".
 """
 
 import math
@@ -23,13 +23,13 @@ SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_scale"
 
 
 def first_settings(reg_lambda: float, pattern: PatternLike, frozen_lambda: float, frozen_eps: float) -> dict:
-    """What a group without settings of its own starts with: a value for each of `SETTINGS`."""
+    """The default value of each of `SETTINGS`."""
     values = (reg_lambda, str(NMPattern.parse(pattern)), frozen_lambda, frozen_eps, None, 0)
     return dict(zip(SETTINGS, values, strict=True))
 
 
 def check_group(group: dict) -> None:
-    """Stores `pattern` as text; raises ValueError for a setting or a parameter that the prox cannot serve."""
+    """Stores `pattern` as text; raises ValueError for a setting or parameter that the prox does not support."""
     check_reg_lambda(group["reg_lambda"])
     check_frozen(group["frozen_lambda"], group["frozen_eps"])
     group["pattern"] = str(NMPattern.parse(group["pattern"]))
@@ -39,12 +39,12 @@ def check_group(group: dict) -> None:
 
 
 def check_something_to_prune(param_groups: Iterable[dict]) -> None:
-    """Raises ValueError if groups ask for the prox but no parameter of theirs takes it."""
+    """Raises ValueError if there are groups with reg_lambda > 0, but none of their parameters can be pruned."""
     active = [group for group in param_groups if group["reg_lambda"] > 0]
     if active and not any(list(pruned_parameters(group)) for group in active):
         raise ValueError(
             "there is nothing to prune: no parameter with reg_lambda > 0 has two or more dimensions (frameworks "
-            "that flatten parameters, such as DeepSpeed ZeRO, are not supported: shard with FSDP2's fully_shard)"
+            "that flatten parameters, such as DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard)"
         )
 
 
@@ -54,25 +54,25 @@ def complete_state(
     keys: Iterable[str] = SETTINGS,
     check: Callable[[dict], None] = check_group,
 ) -> dict:
-    """The state dict, with the settings that the state of a plain optimizer lacks taken from the present groups.
+    """Adds the settings that are missing in the state dict of a plain optimizer, from the groups of `optimizer`.
 
     Raises:
-        ValueError: for a setting that `check` refuses, before anything is loaded.
+        ValueError: `check` refuses a setting; nothing has been loaded yet.
     """
     saved = list(state_dict["param_groups"])
     for i, group in enumerate(optimizer.param_groups[: len(saved)]):
-        if len(saved[i]["params"]) == len(group["params"]):  # else the base refuses it, with a message of its own
+        if len(saved[i]["params"]) == len(group["params"]):  # else the base raises an error
             checked = {key: group[key] for key in keys} | saved[i] | {"params": group["params"]}
             check(checked)
             saved[i] = checked | {
                 "params": saved[i]["params"],
-                "prox_scale": beside(group["params"], checked["prox_scale"]),
+                "prox_scale": scales_on_devices(group["params"], checked["prox_scale"]),
             }
     return state_dict | {"param_groups": saved}
 
 
-def beside(parameters: list[Tensor], scales: list[Tensor | None] | None) -> list[Tensor | None] | None:
-    """The metrics on the devices of their parameters: a state loaded to the CPU would be copied at every step."""
+def scales_on_devices(parameters: list[Tensor], scales: list[Tensor | None] | None) -> list[Tensor | None] | None:
+    """The scales on the devices of their parameters: scales on the CPU would be copied at every step."""
     if scales is None:
         return None
     return [
@@ -82,10 +82,10 @@ def beside(parameters: list[Tensor], scales: list[Tensor | None] | None) -> list
 
 
 def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """(parameter, metric or None) for every parameter of two or more dimensions; none of them if reg_lambda is 0.
+    """Yields (parameter, scale or None) for every parameter of two or more dimensions; nothing if reg_lambda is 0.
 
     Raises:
-        ValueError: for a parameter whose weights here do not form whole blocks.
+        ValueError: a parameter, or its shard in this process, does not consist of whole blocks.
     """
     if group["reg_lambda"] == 0:
         return
@@ -95,7 +95,7 @@ def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
             raise ValueError(
                 f"parameter of shape {list(parameter.shape)} belongs to a flat parameter of FSDP1 "
-                "(FullyShardedDataParallel), which cuts blocks; shard with FSDP2's fully_shard instead"
+                "(FullyShardedDataParallel), which splits blocks; shard with FSDP2's fully_shard instead"
             )
         if parameter.ndim >= 2:
             pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,")
@@ -105,17 +105,17 @@ def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
 
 
 def trained_parameters(group: dict) -> list[tuple[Tensor, Tensor | None]]:
-    """Those of `pruned_parameters` that have a gradient: torch's optimizers leave the others alone, and so do we.
+    """The `pruned_parameters` that have a gradient; optimizers of torch skip the others too.
 
     Raises:
-        ValueError: for a sparse gradient that would have to take a dense term or a metric.
+        ValueError: a gradient is sparse, but the parameter has a scale or the frozen-weight term.
     """
     trained = [(parameter, scale) for parameter, scale in pruned_parameters(group) if parameter.grad is not None]
     for parameter, scale in trained:
         if parameter.grad.is_sparse and (scale is not None or group["frozen_lambda"] > 0):
             raise ValueError(
-                f"parameter of shape {list(parameter.shape)} has a sparse gradient, which takes no frozen-weight term "
-                "and no metric: make its layer with sparse=False, or put it into a param group with reg_lambda=0"
+                f"parameter of shape {list(parameter.shape)} has a sparse gradient, which supports neither the "
+                "frozen-weight term nor a scale; create its layer with sparse=False, or set reg_lambda=0 in its group"
             )
     return trained
 
@@ -127,27 +127,27 @@ def check_shards(parameter: Tensor, pattern: NMPattern) -> None:
     shards = math.prod(parameter.device_mesh.size(i) for i in along)
     if shards > 1 and math.ceil(shape[last] / shards) % pattern.m:
         raise ValueError(
-            f"parameter of shape {shape}: {shards} shards along the last dimension cut its {pattern} blocks "
+            f"parameter of shape {shape}: {shards} shards along the last dimension split its {pattern} blocks "
             f"(placements {placements}); shard another dimension, as fully_shard does, or use fewer shards"
         )
 
 
 def check_scale(weight: Tensor, scale: Tensor) -> None:
-    """Raises ValueError unless the metric holds one positive finite number for each input feature held here."""
+    """Raises ValueError unless the scale has one positive finite number for each input feature in this process."""
     if scale.shape != weight.shape[-1:] or not scale.is_floating_point():
         raise ValueError(
-            f"metric of shape {list(scale.shape)} and dtype {scale.dtype}: a weight with {weight.shape[-1]} input "
-            "features on this device takes one floating-point number for each of them"
+            f"scale of shape {list(scale.shape)} and dtype {scale.dtype}: must be floating point of shape "
+            f"{list(weight.shape[-1:])}, one number for each input feature"
         )
     if not (scale.isfinite() & (scale > 0)).all():
         raise ValueError(
-            f"metric with values from {scale.min().item()} to {scale.max().item()}: every input feature needs a finite "
-            "number > 0; raise those of features that are never active to a small one"
+            f"scale with values from {scale.min().item()} to {scale.max().item()}: every value must be finite and > 0; "
+            "use a small positive number for input features that are never active"
         )
 
 
 def set_scale(param_groups: Iterable[dict], parameter: Tensor, scale: Tensor | None) -> None:
-    """Notes the metric, a copy of it, beside its parameter; raises ValueError for what `set_scale` says."""
+    """Stores a copy of the scale in the group of the parameter; see `ProxOptimizer.set_scale`."""
     for group in param_groups:
         if any(parameter is pruned for pruned, _ in pruned_parameters(group)):
             if scale is not None:
@@ -162,9 +162,9 @@ def set_scale(param_groups: Iterable[dict], parameter: Tensor, scale: Tensor | N
 
 
 def learns(group: dict) -> bool:
-    """False at lr = 0, where a step must not move the weights: distributed checkpointing runs one to create the state.
+    """False at lr = 0, where a step must not change the weights: distributed checkpointing runs it to create the state.
 
-    A learning rate held on an accelerator counts as nonzero: to read it would stall the device.
+    A learning rate on an accelerator counts as nonzero, because reading it would stall the device.
     """
     lr = group.get("lr")
     on_accelerator = isinstance(lr, Tensor) and lr.device.type != "cpu"
@@ -172,17 +172,17 @@ def learns(group: dict) -> bool:
 
 
 def add_frozen_gradients(group: dict, pretrained: dict[Tensor, Tensor], grad_scale: Tensor | None) -> None:
-    """grad += lambda_2 * dReg_W0/dW (paper, section 3.1), times grad_scale where a GradScaler left that in `.grad`."""
+    """grad += lambda_2 * dReg_W0/dW (paper, section 3.1), times `grad_scale` if a GradScaler has scaled `.grad`."""
     for parameter, _ in trained_parameters(group):
         term = frozen_penalty_grad(local(parameter), local(pretrained[parameter]), group["frozen_eps"])
         term = term if grad_scale is None else term * grad_scale
         local(parameter.grad).add_(term, alpha=group["frozen_lambda"])
 
 
-def enter_metric(group: dict, entered: list[tuple[Tensor, Tensor, bool]]) -> None:
-    """w <- c * w and g <- g / c for every parameter with a metric c; notes each in `entered`, for `leave_metric`.
+def apply_scales(group: dict, applied: list[tuple[Tensor, Tensor, bool]]) -> None:
+    """w <- c * w and g <- g / c for every parameter with a scale c; records each in `applied`, for `undo_scales`.
 
-    At lr = 0 the weights keep their bits and only the gradient changes, for the sake of the base's moments.
+    At lr = 0 the weights keep their bits; only the gradient changes, so that the moments of the base are correct.
     """
     for parameter, scale in trained_parameters(group):
         if scale is not None:
@@ -190,34 +190,34 @@ def enter_metric(group: dict, entered: list[tuple[Tensor, Tensor, bool]]) -> Non
             local(parameter.grad).div_(scale)
             if learns(group):
                 local(parameter).mul_(scale)
-            entered.append((parameter, scale, learns(group)))
+            applied.append((parameter, scale, learns(group)))
 
 
-def leave_metric(entered: list[tuple[Tensor, Tensor, bool]]) -> None:
-    """Undoes `enter_metric` and empties the list."""
-    while entered:
-        parameter, scale, moved = entered.pop()
+def undo_scales(applied: list[tuple[Tensor, Tensor, bool]]) -> None:
+    """Undoes `apply_scales` and empties the list."""
+    while applied:
+        parameter, scale, moved = applied.pop()
         local(parameter.grad).mul_(scale)
         if moved:
             local(parameter).div_(scale)
 
 
 def reg_lambda_now(group: dict, schedule: Schedule | None) -> float:
-    """lambda_1 of the group's next step; raises ValueError for a factor of the schedule that the prox cannot take."""
+    """lambda_1 of the next step of the group. Raises ValueError if the schedule returns an invalid factor."""
     factor = schedule(group["prox_step"]) if schedule else 1.0
     value = float(factor * group["reg_lambda"])
     if not 0 <= value < math.inf:
         raise ValueError(
-            f"reg_schedule({group['prox_step']}) is {factor!r} and makes reg_lambda {value}: it must return factors "
-            "that keep reg_lambda finite and >= 0"
+            f"reg_schedule({group['prox_step']}) returned {factor!r}, so reg_lambda would be {value}; the schedule "
+            "must return factors that keep reg_lambda finite and >= 0"
         )
     return value
 
 
 def prox_step(strengths: list[tuple[dict, float]]) -> None:
-    """W <- prox_{lambda_1 Reg_{N:M}}(W) for the trained parameters of every (group, lambda_1); counts the step.
+    """W <- prox_{lambda_1 Reg_{N:M}}(W) for the trained parameters of every (group, lambda_1); increments `prox_step`.
 
-    One call of the op for each pattern: a launch for every weight would take longer than a small weight.
+    The op is called once per pattern: for small weights a launch takes longer than the computation.
     """
     of_pattern: dict[str, dict[Tensor, float]] = {}
     for group, reg_lambda in strengths:
@@ -232,5 +232,5 @@ def prox_step(strengths: list[tuple[dict, float]]) -> None:
 def describe_group(group: dict) -> str:
     """One line for `repr`."""
     shown = [f"{key}={group[key]}" for key in ("lr", *SETTINGS) if key in group and key != "prox_scale"]
-    metrics = sum(scale is not None for scale in group["prox_scale"] or ())
-    return ", ".join([f"{len(group['params'])} parameters", *shown, f"metrics={metrics}"])
+    scales = sum(scale is not None for scale in group["prox_scale"] or ())
+    return ", ".join([f"{len(group['params'])} parameters", *shown, f"scales={scales}"])

@@ -13,20 +13,21 @@ from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import PatternLike, check_dtype
 from proxsparse.runtime.sharding import local
 
-# The other keys in the groups of torch's AdamW, so that either loads the state of the other. The first are other
-# methods, which are refused; the second say how torch computes, and are put back to what stands here.
+# The other keys in the groups of torch's AdamW, so that each optimizer can load the state of the other. VARIANTS select
+# other algorithms; other values than these are refused. EXECUTION selects an implementation; it is reset to these
+# values.
 VARIANTS = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 EXECUTION = {"foreach": None, "capturable": False, "fused": None}
 WITHOUT_PROX = {"reg_lambda": 0.0, "frozen_lambda": 0.0, "scale": None}
-# What belongs to the optimizer as a whole and is not part of the state.
+# Attributes of the optimizer that are not part of the state.
 SETUP = ("reg_schedule", "moment_dtype", "master_weights", "stochastic_rounding")
 
 
 @dataclass(frozen=True)
 class Uncast:
-    """A parameter's part of a state dict that torch's `load_state_dict` hands on as it is.
+    """Protects the state of a parameter from the cast in `load_state_dict` of torch.
 
-    It would cast tensors to the dtype of the parameter, and float32 moments of bfloat16 weights would lose digits.
+    torch casts tensors to the dtype of the parameter, so float32 moments of bfloat16 weights would lose precision.
     """
 
     state: dict
@@ -35,40 +36,41 @@ class Uncast:
 class ProxAdamW(Optimizer):
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W) in one pass over weight, gradient and moments.
 
-    The step of `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), which reads and writes the weights
-    once instead of several times; the equations are those of `reference.adamw_prox`. What ProxOptimizer's
-    docstring says of groups, schedules, lr = 0 and the metric holds here; `.grad` is left as it is. Parameters of fewer
-    than two dimensions and groups with reg_lambda = 0 take the plain AdamW step. Any pattern works; 2:4 and 1:4 have
-    fused kernels.
+    Equivalent to `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), but reads and writes the weights
+    once. The equations are in `reference.adamw_prox`. Groups, schedules, lr = 0 and scaling work as described in
+    ProxOptimizer; `.grad` is not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0
+    take the plain AdamW step. Any pattern is supported; 2:4 and 1:4 have fused kernels.
 
-    `state_dict()` is that of torch.optim.AdamW and of ProxOptimizer(AdamW) plus keys they ignore: each loads the
-    other's. A load keeps the dtypes given here. Resuming is bit-identical, stochastic rounding included.
+    `state_dict()` has the format of torch.optim.AdamW and ProxOptimizer(AdamW) with additional keys, and each of the
+    three can load the state of the others. Loading keeps the dtypes given here. Resuming is bit-identical, also with
+    stochastic rounding.
 
-    Memory a weight next to the weight and its gradient: 8 bytes of moments in float32, 4 in bfloat16; 4 bytes of a
-    master; W0 where frozen_lambda > 0. A prox step of the paper's lambda is 1 to 3 units in the last place of a
-    bfloat16 weight, and much of it is lost in rounding to nearest: give bfloat16 weights a master, or round them
-    stochastically, which is right in the mean and costs no memory.
+    Memory per weight, in addition to the weight and its gradient: moments take 8 bytes in float32 or 4 in bfloat16; a
+    master takes 4 bytes; frozen_lambda > 0 adds W0. With the lambda of the paper, a prox step is 1 to 3 units in the
+    last place of a bfloat16 weight, and much of it is lost when rounding to nearest. Use master weights, or stochastic
+    rounding, which is unbiased and needs no memory.
 
     Args:
-        params: as of any torch optimizer; groups may carry every number below, lr to frozen_eps and seed, of their own.
-        lr, betas, eps, weight_decay: as of torch.optim.AdamW, but without decay by default (there it is 0.01). An lr
-            on a GPU is read at every step, which waits for it.
+        params: as in any torch optimizer; groups may have their own values of lr to frozen_eps and seed.
+        lr, betas, eps: as in torch.optim.AdamW. Reading an lr that is on a GPU synchronizes at every step.
+        weight_decay: as in torch.optim.AdamW, but the default is 0, not 0.01.
         reg_lambda: lambda_1 >= 0, in units of 1 / |w|^(N-1). Not multiplied by the learning rate.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
         frozen_lambda: lambda_2 >= 0 of the frozen-weight term. W0, the parameter at its first step, is kept in
             `state[p]["pretrained"]`; 0 keeps no copy.
         frozen_eps: the epsilon > 0 of Reg_W0, in the unit of the weights.
-        reg_schedule: step -> factor of reg_lambda; the step is the group's `prox_step`, from 0 (see `schedules`). Like
-            the next three it is not part of the state: resume with the same one.
-        moment_dtype: None for float32, or torch.bfloat16 (float64 weights: always float64): then moments are rounded
-            stochastically, because an average that moves by 1 part in 1000 stands still when rounded to nearest.
-        master_weights: keep and step bfloat16 and float16 weights in float32, in `state[p]["master"]`. To change such
-            a weight by hand, delete its master.
+        reg_schedule: step -> factor of reg_lambda; the step is the `prox_step` of the group, from 0 (see `schedules`).
+            This and the next three arguments are not part of the state: pass the same values when resuming.
+        moment_dtype: None for float32, or torch.bfloat16 (float64 weights: always float64). bfloat16 moments are
+            rounded stochastically, because averages that change by 1/1000 would not change if rounded to nearest.
+        master_weights: keep a float32 copy of bfloat16 and float16 weights in `state[p]["master"]`, which the step
+            updates. After changing such a weight yourself, delete its master.
         stochastic_rounding: round bfloat16 weights stochastically.
-        seed: of all stochastic rounding; saved with the groups. The same in all processes keeps replicas equal.
+        seed: seed of all stochastic rounding; saved with the groups. Use the same seed in all processes, so that
+            replicas stay equal.
     Raises:
-        ValueError: a setting out of range; a parameter or shard without whole blocks; nothing to prune; a way of
-            rounding that does not fit the dtype of a parameter.
+        ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
+            to prune; a kind of rounding does not fit the dtype of a parameter.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class ProxAdamW(Optimizer):
             )
         if stochastic_rounding and master_weights:
             raise ValueError(
-                "stochastic_rounding=True and master_weights=True: weights that have a master need no stochastic "
+                "stochastic_rounding=True and master_weights=True: weights with a master need no stochastic "
                 "rounding; choose one of the two"
             )
         self.reg_schedule = reg_schedule
@@ -109,7 +111,7 @@ class ProxAdamW(Optimizer):
         param_groups.check_something_to_prune(self.param_groups)
         held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
         if stochastic_rounding and torch.bfloat16 not in held:
-            raise ValueError("stochastic_rounding=True is for bfloat16 weights, and there are none: leave it out")
+            raise ValueError("stochastic_rounding=True is for bfloat16 weights, and there are none; remove it")
 
     def __getstate__(self) -> dict:
         return super().__getstate__() | {name: getattr(self, name) for name in SETUP}
@@ -117,7 +119,7 @@ class ProxAdamW(Optimizer):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         for parameter, entries in self.state.items():
-            if isinstance(entries, Uncast):  # an entry that belongs to no parameter is passed on
+            if isinstance(entries, Uncast):  # entries of other keys are passed on
                 state = entries.state
                 self.state[parameter] = self._loaded_state(parameter, state) if isinstance(parameter, Tensor) else state
 
@@ -127,7 +129,7 @@ class ProxAdamW(Optimizer):
         return "\n".join(lines) + "\n)"
 
     def add_param_group(self, param_group: dict) -> None:
-        """As of any optimizer; a group that this step cannot serve raises ValueError and is not added."""
+        """As in any optimizer; raises ValueError for a group that is not supported, and does not add it."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -136,34 +138,34 @@ class ProxAdamW(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As of any optimizer, from a ProxAdamW, a torch AdamW or a ProxOptimizer(AdamW); keeps the dtypes of this one.
+        """Loads the state of a ProxAdamW, torch AdamW or ProxOptimizer(AdamW); keeps the dtypes of this optimizer.
 
         Raises:
-            ValueError: a setting out of range, or a state of other groups; nothing is loaded then.
+            ValueError: a setting is out of range, or the state has other groups; nothing is loaded.
         """
 
         def prepare(_optimizer, state_dict: dict) -> dict:
             completed = param_groups.complete_state(self, state_dict, self.defaults, self._check_group)
             return completed | {"state": {number: Uncast(state) for number, state in completed["state"].items()}}
 
-        last_hook = self.register_load_state_dict_pre_hook(prepare)  # the user's come before and see plain tensors
+        last_hook = self.register_load_state_dict_pre_hook(prepare)  # last: hooks of the user see plain tensors
         try:
             super().load_state_dict(state_dict)
         finally:
             last_hook.remove()
 
     def set_scale(self, parameter: Tensor, scale: Tensor | None) -> None:
-        """From now on the step of `parameter` is lr / c_j in column j, then the prox on c * w: AdamW on v = c * w.
+        """Sets the scale c of `parameter`: later steps use lr / c_j in column j and the prox of c * w.
 
-        Arguments and errors are those of `ProxOptimizer.set_scale`, whose roundings on the way to v and back this one
-        does without.
+        This is AdamW on v = c * w. Arguments and errors as in `ProxOptimizer.set_scale`, but without the rounding
+        errors of the conversion to v and back.
         """
         param_groups.set_scale(self.param_groups, parameter, scale)
 
-    @torch._disable_dynamo  # as torch's own: a compiled step is not guarded against another parameter's state
+    @torch._disable_dynamo  # as in torch's optimizers: a compiled step has no guard on the state of other parameters
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """AdamW with the frozen-weight gradient, and the prox. Returns the loss, if there is a closure."""
+        """AdamW with the frozen-weight gradient, then the prox. Returns the loss of the closure, if given."""
         rates = [float(group["lr"]) for group in self.param_groups]
         lambdas = [
             param_groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0
@@ -184,12 +186,12 @@ class ProxAdamW(Optimizer):
 
     @torch.no_grad()
     def step_parameter(self, parameter: Tensor) -> None:
-        """The step of one parameter that is alone in its group, such as inside of the backward pass.
+        """The step of one parameter that is alone in its group, for use during the backward pass.
 
-        A `step()` of all is the same, bit by bit, as this for each of them in any order.
+        Calling it for every parameter, in any order, is bit-identical to `step()`.
 
         Raises:
-            ValueError: it shares its group, whose `prox_step` counts the steps of all.
+            ValueError: the group has other parameters, which would share its `prox_step`.
         """
         number = 0
         for group in self.param_groups:
@@ -198,15 +200,15 @@ class ProxAdamW(Optimizer):
             number += len(group["params"])
         if len(group["params"]) != 1:
             raise ValueError(
-                f"parameter of shape {list(parameter.shape)}: step_parameter needs a param group of its own, this one "
-                f"has {len(group['params'])}"
+                f"parameter of shape {list(parameter.shape)}: step_parameter needs a param group with one parameter, "
+                f"but this group has {len(group['params'])}"
             )
         check_gradient(parameter)
         lr = float(group["lr"])
         self._step_group(group, number, lr, param_groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0)
 
     def prepare_state(self, parameter: Tensor) -> dict:
-        """The state of the parameter, made now if it has none yet: zeros, for a checkpoint to be loaded into."""
+        """The state of the parameter, initialized if there is none, for loading a checkpoint into it."""
         frozen = any(
             parameter is pruned and group["frozen_lambda"] > 0
             for group in self.param_groups
@@ -215,7 +217,7 @@ class ProxAdamW(Optimizer):
         return self._prepared_state(parameter, frozen)
 
     def _step_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> None:
-        """The fused step of every parameter that has a gradient; `first`: the number of the first one in all groups."""
+        """The fused step of every parameter with a gradient; `first` is the number of the first, over all groups."""
         pruned = dict(param_groups.pruned_parameters(group))
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
@@ -227,7 +229,7 @@ class ProxAdamW(Optimizer):
         group["prox_step"] += 1 if lr else 0
 
     def _step_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> None:
-        """The fused step on the part of the parameter that this process holds; `number` counts over all groups."""
+        """The fused step on the rows of the parameter in this process; `number` counts over all groups."""
         state = self._prepared_state(parameter, prox["frozen_lambda"] > 0)
         step = int(state["step"]) + 1
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
@@ -250,10 +252,12 @@ class ProxAdamW(Optimizer):
         state["step"] += 1
 
     def _prepared_state(self, parameter: Tensor, frozen: bool) -> dict:
-        """The state of the parameter; what a first step, or the state of another optimizer, lacks is added."""
+        """The state of the parameter, with missing entries added."""
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)  # on the CPU, as torch's: read without a stall
+            state["step"] = torch.tensor(
+                0.0, dtype=torch.float32
+            )  # on the CPU, as in torch: reading it does not synchronize
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, dtype=self._state_dtype(parameter, key))
         if self._has_master(parameter) and "master" not in state:
@@ -266,26 +270,26 @@ class ProxAdamW(Optimizer):
         return self.master_weights and parameter.dtype in (torch.bfloat16, torch.float16)
 
     def _state_dtype(self, parameter: Tensor, key: str) -> torch.dtype:
-        """The dtype in which an entry of the state is kept."""
+        """The dtype of an entry of the state."""
         if key in ("exp_avg", "exp_avg_sq"):
             return torch.float64 if parameter.dtype == torch.float64 else self.moment_dtype or torch.float32
         return torch.float32 if key in ("step", "master") else parameter.dtype
 
     def _loaded_state(self, parameter: Tensor, saved: dict) -> dict:
-        """The entries of a saved state in the dtypes and on the device of this optimizer."""
+        """A saved state in the dtypes and on the device of this optimizer."""
         state = {}
         for key, value in saved.items():
             dtype = self._state_dtype(parameter, key)
             if key == "step":
                 state[key] = torch.tensor(float(value), dtype=dtype)
             elif key == "master" and (value.dtype != dtype or not self._has_master(parameter)):
-                continue  # one that lost its dtype was left behind in an optimizer that does not know it
+                continue  # another optimizer has cast it
             else:
                 state[key] = value.to(parameter.device, dtype) if isinstance(value, Tensor) else value
         return state
 
     def _check_group(self, group: dict) -> None:
-        """Normalises the group; raises ValueError for what this step cannot serve."""
+        """Normalizes the group; raises ValueError for unsupported settings."""
         param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
         for key, value in VARIANTS.items():
@@ -298,18 +302,18 @@ class ProxAdamW(Optimizer):
             self._check_rounding(parameter)
 
     def _check_rounding(self, parameter: Tensor) -> None:
-        """Raises ValueError unless there is one way in which the parameter is to be rounded."""
+        """Raises ValueError unless the settings define how the parameter is rounded."""
         shape, dtype = list(parameter.shape), parameter.dtype
         check_dtype(parameter, f"parameter of shape {shape}")
         if self.stochastic_rounding and dtype == torch.float16:
             raise ValueError(
-                f"stochastic_rounding=True rounds to bfloat16, the parameter of shape {shape} is {dtype}: "
+                f"stochastic_rounding=True rounds to bfloat16, but the parameter of shape {shape} is {dtype}; "
                 "convert it, or use master_weights=True"
             )
         if self.moment_dtype and dtype == torch.bfloat16 and not (self.stochastic_rounding or self.master_weights):
             raise ValueError(
-                f"moment_dtype=torch.bfloat16 and the bfloat16 parameter of shape {shape}: say how to round the weight "
-                "as well, with stochastic_rounding=True or with master_weights=True"
+                f"moment_dtype=torch.bfloat16 with a bfloat16 parameter of shape {shape}: also set "
+                "stochastic_rounding=True or master_weights=True"
             )
 
 
@@ -320,19 +324,19 @@ def check_gradient(parameter: Tensor) -> None:
         return
     if grad.layout != torch.strided:
         raise ValueError(
-            f"parameter of shape {list(parameter.shape)} has a sparse gradient, which AdamW does not take: make its "
-            "layer with sparse=False, or leave it to another optimizer"
+            f"parameter of shape {list(parameter.shape)} has a sparse gradient, which AdamW does not support; create "
+            "its layer with sparse=False, or use another optimizer for it"
         )
     if grad.dtype != parameter.dtype:
         raise ValueError(
-            f"parameter of shape {list(parameter.shape)} is {parameter.dtype} and its gradient {grad.dtype}: convert "
-            "the gradient before the step"
+            f"parameter of shape {list(parameter.shape)} is {parameter.dtype}, but its gradient is {grad.dtype}; "
+            "convert the gradient before the step"
         )
     here, there = getattr(parameter, "placements", None), getattr(grad, "placements", None)
     if here != there:
         raise ValueError(
-            f"parameter of shape {list(parameter.shape)} is placed {here} and its gradient {there}: redistribute the "
-            "gradient before the step"
+            f"parameter of shape {list(parameter.shape)} has placements {here}, but its gradient {there}; redistribute "
+            "the gradient before the step"
         )
 
 
@@ -340,7 +344,7 @@ WORD = 2**64 - 1  # 64 bits
 
 
 def call_seed(seed: int, parameter_number: int, step: int) -> int:
-    """An integer in [0, 2^64) for one parameter in one step: a hash in which every bit depends on all three."""
+    """A hash of the three numbers, in [0, 2^64): the seed of one parameter in one step."""
     state = 0
     for word in (seed, parameter_number, step):
         state = mix(state ^ (word & WORD))
@@ -348,7 +352,7 @@ def call_seed(seed: int, parameter_number: int, step: int) -> int:
 
 
 def mix(x: int) -> int:
-    """A bijection of 64-bit words after which every bit depends on all (the output function of SplitMix64)."""
+    """A bijection of 64-bit words: the output function of SplitMix64. Every output bit depends on all input bits."""
     x = (x + 0x9E3779B97F4A7C15) & WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & WORD

@@ -16,7 +16,7 @@ HOOKS = [
 
 
 def _of_base(name: str) -> property:
-    """An attribute that lives in the base optimizer and is read, set and deleted there: there is only one."""
+    """A property that reads, sets and deletes the attribute of the base optimizer."""
     return property(
         lambda self: getattr(self.base_optimizer, name),
         lambda self, value: setattr(self.base_optimizer, name, value),
@@ -27,16 +27,16 @@ def _of_base(name: str) -> property:
 class ProxOptimizer(Optimizer):
     """W <- prox_{lambda_1 Reg_{N:M}}(base step of W) at every step (paper, Algorithm 1; equations 4 and 7).
 
-    A drop-in for the optimizer it wraps: `param_groups`, `state` and `defaults` are the base's own, and schedulers,
-    closures, hooks, GradScaler, checkpoints and FSDP2's `fully_shard` work as they do with the base.
+    A drop-in replacement for the optimizer that it wraps: `param_groups`, `state` and `defaults` are those of the base
+    optimizer, and schedulers, closures, hooks, GradScaler, checkpoints and FSDP2's `fully_shard` work as with the base.
 
-    The prox acts on every parameter that has two or more dimensions (blocks lie along the last one) and a gradient.
-    Biases and norms, being vectors, are left alone. Take embeddings and lm_head out with a group of their own:
+    The prox is applied to every parameter with a gradient and two or more dimensions (blocks lie along the last one),
+    so not to biases and norms. Put embeddings and lm_head in a group with reg_lambda = 0:
 
         ProxOptimizer(AdamW([{"params": linears}, {"params": others, "reg_lambda": 0}], lr=1e-4), reg_lambda=0.2)
 
-    A group may carry its own `reg_lambda`, `pattern`, `frozen_lambda` and `frozen_eps`; the arguments below fill in
-    what is missing. `reg_lambda=0` takes a group out of all this class does. A step at lr = 0 moves no weight.
+    A group may have its own `reg_lambda`, `pattern`, `frozen_lambda` and `frozen_eps`; the arguments below are the
+    defaults. Groups with `reg_lambda=0` take only the base step. A step with lr = 0 does not change the weights.
 
     Args:
         base_optimizer: any torch.optim.Optimizer.
@@ -45,18 +45,19 @@ class ProxOptimizer(Optimizer):
         frozen_lambda: lambda_2 >= 0. The gradient lambda_2 * dReg_W0/dW is added to `.grad` before the base step and
             stays in it. W0, the parameter at its first step, is kept in `state[p]["pretrained"]`; 0 keeps no copy.
         frozen_eps: the epsilon > 0 of Reg_W0, in the unit of the weights.
-        reg_schedule: step -> factor of reg_lambda; the step is the group's `prox_step`, from 0 (see `schedules`). Being
-            code, it is not part of the state: resume with the same one.
+        reg_schedule: step -> factor of reg_lambda; the step is the `prox_step` of the group, from 0 (see `schedules`).
+            It is a function and not part of the state: pass the same one when resuming.
     Raises:
-        TypeError: base_optimizer is no torch optimizer, or a ProxOptimizer already.
-        ValueError: a setting out of range; a parameter or shard without whole blocks; nothing to prune; a base that
-            is wrapped already. The base is left as it was.
+        TypeError: base_optimizer is not a torch optimizer, or is a ProxOptimizer.
+        ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
+            to prune; the base is already wrapped. The base is not modified.
     """
 
     param_groups = _of_base("param_groups")
     state = _of_base("state")
     defaults = _of_base("defaults")
-    # How GradScaler talks to a fused optimizer, which unscales by itself and skips its step where found_inf is nonzero.
+    # Set by GradScaler for fused optimizers, which unscale gradients themselves and skip the step if found_inf is
+    # nonzero.
     _step_supports_amp_scaling = _of_base("_step_supports_amp_scaling")
     grad_scale = _of_base("grad_scale")
     found_inf = _of_base("found_inf")
@@ -71,11 +72,11 @@ class ProxOptimizer(Optimizer):
         reg_schedule: Schedule | None = None,
     ):
         if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
-            raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}: pass a plain torch.optim.Optimizer")
+            raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}; pass a plain torch.optim.Optimizer")
         if "prox_step" in base_optimizer.defaults:
             raise ValueError(
-                f"this {type(base_optimizer).__name__} has a prox step of its own or is wrapped already; make a new "
-                "one, or change its param_groups"
+                f"this {type(base_optimizer).__name__} already has a prox step or is already wrapped; create a new "
+                "optimizer, or change the param_groups of this one"
             )
         settings = param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
         completed = [settings | group for group in base_optimizer.param_groups]
@@ -83,7 +84,7 @@ class ProxOptimizer(Optimizer):
             param_groups.check_group(group)
         param_groups.check_something_to_prune(completed)
         self.__setstate__({"base_optimizer": base_optimizer, "reg_schedule": reg_schedule})
-        self.defaults.update(settings)  # from here the base hands them to groups that are added later
+        self.defaults.update(settings)  # the base uses them for groups that are added later
         for group, whole in zip(self.param_groups, completed, strict=True):
             group.update(whole)
 
@@ -92,7 +93,7 @@ class ProxOptimizer(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
-        for name in HOOKS:  # one set for both: a hook fires once, whichever of the two it was registered on
+        for name in HOOKS:  # shared, so that a hook runs once, regardless of where it was registered
             setattr(self, name, getattr(self.base_optimizer, name))
         self.base_optimizer.register_load_state_dict_pre_hook(param_groups.complete_state)
         super().__setstate__({})
@@ -103,7 +104,7 @@ class ProxOptimizer(Optimizer):
         return "\n".join(lines) + "\n)"
 
     def add_param_group(self, param_group: dict) -> None:
-        """As the base's; a group that the prox cannot serve raises ValueError and is not added."""
+        """As in the base; raises ValueError for a group that the prox does not support, and does not add it."""
         self.base_optimizer.add_param_group(param_group)
         try:
             param_groups.check_group(self.param_groups[-1])
@@ -112,55 +113,57 @@ class ProxOptimizer(Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the base's."""
+        """As in the base."""
         self.base_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict:
-        """As the base's: its groups and state hold our settings, counters and W0 too."""
+        """As in the base; also contains the settings of the prox, its counters and W0."""
         return self.base_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """As the base's; settings that the state of a plain optimizer lacks stay as they are.
+        """As in the base; settings that are missing in the state of a plain optimizer do not change.
 
         Raises:
-            ValueError: a setting out of range, or a state of other groups; nothing is loaded then.
+            ValueError: a setting is out of range, or the state has other groups; nothing is loaded.
         """
-        # here as well as in the hook: some bases load without calling hooks
+        # also here, because some base optimizers do not call hooks
         self.base_optimizer.load_state_dict(param_groups.complete_state(self, state_dict))
 
     def set_scale(self, parameter: Tensor, scale: Tensor | None) -> None:
-        """From now on the whole step of `parameter` acts on v = c * w: base step with g / c, prox, then w = v / c.
+        """Sets the scale c of `parameter`: later steps act on v = c * w (base step with g / c, prox, then w = v / c).
 
-        Exact for any base optimizer; for AdamW it is the step with lr / c_j in column j, then the prox with scale c.
-        The way to v and back rounds twice a step, except where c is a power of two (and zeros stay +0.0): keep such
-        weights in float32. After the step `.grad` is that of w again, up to rounding. c is saved with the group.
+        Exact for any base optimizer; for AdamW this is a step with lr / c_j in column j, then the prox with scale c.
+        The conversion to v and back rounds twice per step unless c is a power of two, so keep these weights in float32.
+        After the step `.grad` is the gradient of w again, up to rounding. c is saved with the group.
 
         Args:
+            parameter: a parameter of a group with reg_lambda > 0.
             scale: c, [in_features], floating point, one positive number per input feature; None means 1.
         Raises:
-            ValueError: a wrong shape or dtype, values that are not positive and finite, a parameter that is not pruned.
+            ValueError: the scale has a wrong shape or dtype, or values that are not positive and finite; the parameter
+                is not pruned.
         """
         param_groups.set_scale(self.param_groups, parameter, scale)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Frozen-weight gradient, base step, prox. Returns the loss, if there is a closure."""
+        """Frozen-weight gradient, base step, prox. Returns the loss of the closure, if given."""
         if getattr(self, "found_inf", None):
             return self._base_step(closure)
         learning = list(filter(param_groups.learns, self.param_groups))
         lambdas = [param_groups.reg_lambda_now(group, self.reg_schedule) for group in learning]
-        first_values, entered = {}, []
+        first_values, applied = {}, []
 
         def before_base():
             for group in self.param_groups:
                 if group["frozen_lambda"] > 0:
                     pretrained = self._pretrained(group, first_values)
                     param_groups.add_frozen_gradients(group, pretrained, getattr(self, "grad_scale", None))
-                param_groups.enter_metric(group, entered)
+                param_groups.apply_scales(group, applied)
 
         @torch.no_grad()
         def evaluate():
-            param_groups.leave_metric(entered)  # the model sees w, the base v
+            param_groups.undo_scales(applied)  # the model uses w, the base v
             with torch.enable_grad():
                 loss = closure()
             before_base()
@@ -172,13 +175,13 @@ class ProxOptimizer(Optimizer):
             loss = self._base_step(closure and evaluate)
             param_groups.prox_step(list(zip(learning, lambdas, strict=True)))
         finally:
-            param_groups.leave_metric(entered)
-        for parameter, value in first_values.items():  # only now: the base initialises a state that it finds empty
+            param_groups.undo_scales(applied)
+        for parameter, value in first_values.items():  # after the base step, which initializes only empty states
             self.state[parameter]["pretrained"] = value
         return loss
 
     def _pretrained(self, group: dict, first_values: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """W0 of every trained parameter of the group; one without takes its present value, noted in `first_values`."""
+        """W0 of every trained parameter of the group; if missing, its present value, which `first_values` records."""
         pretrained = {}
         for parameter, _ in param_groups.trained_parameters(group):
             known = self.state.get(parameter, {}).get("pretrained")
@@ -188,7 +191,7 @@ class ProxOptimizer(Optimizer):
         return pretrained
 
     def _base_step(self, closure: Callable[[], float] | None) -> float | None:
-        """The base's step without the hooks torch has put around it: those fire around ours, after the prox."""
+        """The step of the base without the hooks that torch adds: they run around our step, after the prox."""
         step = type(self.base_optimizer).step
-        self.base_optimizer._opt_called = True  # what a scheduler made on the base, before it was wrapped, looks for
+        self.base_optimizer._opt_called = True  # read by schedulers that were created on the base before wrapping
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.base_optimizer, closure)

@@ -1,6 +1,6 @@
-"""Schedules of reg_lambda: functions step -> factor, the step counted from 0. Any other callable serves as well.
+"""Schedules of reg_lambda: functions step -> factor, with steps counted from 0. Any other callable works too.
 
-They are partial functions of this module, so an optimizer that holds one can be pickled.
+They are partial functions of this module, so an optimizer with a schedule can be pickled.
 """
 
 import math
@@ -14,19 +14,19 @@ def linear_ramp(steps: int) -> Schedule:
     """min(1, step / steps): from 0 at the first step to 1 after `steps` steps.
 
     Raises:
-        ValueError: unless steps >= 1.
+        ValueError: steps < 1.
     """
     return partial(_linear, steps=_checked(steps))
 
 
 def cosine_ramp(steps: int) -> Schedule:
-    """(1 - cos(pi * min(1, step / steps))) / 2: as `linear_ramp`, with a smooth start and end."""
+    """(1 - cos(pi * min(1, step / steps))) / 2: `linear_ramp` with a smooth start and end. Raises as `linear_ramp`."""
     return partial(_cosine, steps=_checked(steps))
 
 
 def _checked(steps: int) -> int:
     if steps < 1:
-        raise ValueError(f"steps={steps!r}: a ramp needs at least 1 step; leave the schedule out for a constant lambda")
+        raise ValueError(f"steps={steps!r}: a ramp needs at least 1 step; omit the schedule for a constant lambda")
     return steps
 
 

@@ -1,4 +1,4 @@
-"""One AdamW step followed by the prox, in plain torch, with stochastic rounding."""
+"""An AdamW step followed by the prox, in plain torch, with stochastic rounding."""
 
 import math
 
@@ -41,11 +41,11 @@ def adamw_prox(
                      - lr / c * exp_avg / (1 - beta1^t) / (sqrt(exp_avg_sq / (1 - beta2^t)) + eps)
         w          = prox_{reg_lambda Reg_{N:M}}(c * w) / c
 
-    Arithmetic is fp64 for a float64 weight and fp32 otherwise; only what is stored is rounded. w starts from `master`
-    where there is one. Arguments, shapes and units: `proxsparse.ops.adamw_prox_`.
+    Arithmetic is fp64 for a float64 weight and fp32 otherwise; only stored values are rounded. w is initialized with
+    `master` if given, else with `weight`. For arguments, shapes and units see `proxsparse.ops.adamw_prox_`.
 
     Returns:
-        (weight, exp_avg, exp_avg_sq, w), new tensors: three in the dtypes of the arguments, and w before rounding.
+        New tensors (weight, exp_avg, exp_avg_sq, w): three in the dtypes of the arguments, and w before rounding.
     """
     arithmetic = torch.float64 if weight.dtype == torch.float64 else torch.float32
     w = (weight if master is None else master).to(arithmetic)
@@ -70,16 +70,16 @@ def adamw_prox(
 
 
 def round_to(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """x in `dtype`: to bfloat16 stochastically where there are bits, else to nearest even; zeros are +0.0."""
+    """Rounds x to `dtype`: stochastically for bfloat16 if `bits` are given, else to nearest even; zeros are +0.0."""
     stochastic = bits is not None and dtype == torch.bfloat16
     rounded = stochastic_round(x.float(), bits) if stochastic else x.to(dtype)
     return torch.where(rounded == 0, 0.0, rounded)
 
 
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 -> bfloat16, up with the probability of the fraction cut off: the upper half of (bits of x) + r.
+    """Rounds float32 to bfloat16: the upper 16 bits of (bits of x) + r, so that the mean over r is x.
 
-    The mean over r is x itself. Zeros are +0.0; a NaN stays a NaN, whose own bits could carry into the sign.
+    Zeros are +0.0. Infinity and NaN are excluded, because the carry could change their sign.
 
     Args:
         bits: r, int32, the shape of x, uniform in [0, 2^16).
@@ -90,10 +90,10 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def random_bits(like: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Three times 16 bits an element, int32, for weight, exp_avg and exp_avg_sq: a hash of (seed, flat position).
+    """16 random bits per element, as int32, for weight, exp_avg and exp_avg_sq: a hash of (seed, flat position i).
 
-    first = mix(mix(low(i) ^ low(seed)) ^ high(i) ^ high(seed)) gives two of them, second = mix(first) the third; low
-    and high are the 32-bit halves. The same on every backend.
+    first = mix(mix(low(i) ^ low(seed)) ^ high(i) ^ high(seed)) gives the first two, second = mix(first) the third; low
+    and high are the 32-bit halves. All backends give the same bits.
     """
     index = torch.arange(like.numel(), device=like.device).view(like.shape)
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
@@ -103,7 +103,7 @@ def random_bits(like: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words, held in int64, after which every bit depends on all (the "lowbias32" constants)."""
+    """A bijection of 32-bit words, stored in int64, with the "lowbias32" constants."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = x ^ (x >> shift)
         # x * factor modulo 2^32, in two halves that do not overflow the int64

@@ -9,9 +9,9 @@ from proxsparse.patterns import NMPattern, PatternLike
 
 
 def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
-    """True on the n largest scores of every block; ties go to the lower index, a NaN counts as the largest.
+    """True for the n largest scores of every block; for equal scores the lower index wins, and NaN is the largest.
 
-    [..., in_features] -> bool, same shape, exactly n True a block.
+    [..., in_features] -> bool of the same shape, exactly n True per block.
     """
     pattern = NMPattern.parse(pattern)
     block = pattern.blocks(score.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf))

@@ -1,9 +1,9 @@
-"""The packed form of n:4 weights, in plain torch: kept values and their 2-bit places. Hardware-independent.
+"""The packed format of n:4 weights, in plain torch: kept values and their 2-bit places, independent of the hardware.
 
-A row of in_features weights becomes k = in_features * n / 4 values, those of each block in ascending place, and
-ceil(k / 4) bytes: value j of the row stands at place (indices[j // 4] >> 2 * (j % 4)) & 3 of its block, j // n. Bits
-behind the last place are 0. For 2:4 a block is a nibble, i0 | i1 << 2 with i0 < i1; in bf16 the whole takes 9/16 of
-the dense weight. The form is this project's own.
+A row of in_features weights becomes k = in_features * n / 4 values, in order of their places, and ceil(k / 4) bytes of
+indices. Value j of the row belongs to block j // n, at place (indices[j // 4] >> 2 * (j % 4)) & 3. Bits after the last
+place are 0. For 2:4, the indices of a block are 4 bits, i0 | i1 << 2 with i0 < i1; a packed bf16 weight takes 9/16 of
+the dense one.
 """
 
 import torch
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
-PLACES = 4  # of a block: what two bits can tell apart
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: torch may alter a NaN that it moves, no integer
+PLACES = 4  # places in a block, which two bits can encode
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize: moving floats could change the bits of a NaN
 
 
 def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
-    """weight [..., in_features] with at most n nonzeros a block -> values [..., k], uint8 indices [..., ceil(k / 4)].
+    """weight [..., in_features] with at most n nonzeros per block -> values [..., k], uint8 indices [..., ceil(k / 4)].
 
-    Every bit pattern but a +0.0 counts before it, a nonzero (or NaN) before a -0.0; then the lower place. So
-    `unpack_nm` gives every nonzero back bit for bit, and a -0.0 wherever its block has room; +0.0 otherwise.
+    Nonzeros (and NaN) are kept first, then -0.0, then +0.0, each in order of their places. So `unpack_nm` restores
+    every nonzero bit for bit, and -0.0 if the block has fewer than n nonzeros.
 
     Raises:
-        ValueError: the pattern's m is not 4, in_features is no multiple of 4, the dtype is not floating point, or a
-            block has more than n nonzeros; the message names the first.
+        ValueError: m is not 4, in_features is not a multiple of 4, the dtype is not floating point, or a block has
+            more than n nonzeros; the message names the first such block.
     """
     pattern = packable(pattern)
     check_dtype(weight, "weight")
@@ -58,10 +58,10 @@ def unpack_places(indices: Tensor, k: int) -> Tensor:
 
 
 def packable(pattern: PatternLike) -> NMPattern:
-    """The pattern. Raises ValueError unless its blocks have four weights: a place takes two bits."""
+    """Parses a pattern. Raises ValueError unless its blocks have four weights."""
     pattern = NMPattern.parse(pattern)
     if pattern.m != PLACES:
-        raise ValueError(f"pattern {pattern}: only blocks of 4 are packed, 1:4, 2:4 or 3:4; leave the weight dense")
+        raise ValueError(f"pattern {pattern}: only blocks of 4 are packed (1:4, 2:4, 3:4); keep the weight dense")
     return pattern
 
 
@@ -71,43 +71,42 @@ def refuse_infeasible(weight: Tensor, pattern: NMPattern) -> None:
     if count := int(wrong.sum()):
         *row, block = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"weight of shape {list(weight.shape)}: {count} of {wrong.numel()} blocks hold more than {pattern.n} "
-            f"nonzeros, the first is block {block} of row {place_of_row(row)}; prune it to {pattern} first"
+            f"weight of shape {list(weight.shape)}: {count} of {wrong.numel()} blocks have more than {pattern.n} "
+            f"nonzeros, the first is block {block} of row {row_name(row)}; prune it to {pattern} first"
         )
 
 
 def check_packed(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> None:
-    """Raises ValueError, with what is wrong, for tensors that `pack_nm` cannot have made: before a kernel reads them.
+    """Raises ValueError for tensors that `pack_nm` cannot have returned. Kernels do not check indices.
 
     Args:
-        values, indices: of any origin, a file's for example; see the head of this module.
+        values, indices: tensors of any origin, such as a file; for the format see the top of this module.
+        pattern: "1:4", "2:4" or "3:4".
     """
     pattern = packable(pattern)
     check_dtype(values, "values")
     k = values.shape[-1] if values.ndim else 0
     expected = [*values.shape[:-1], -(-k // 4)]
     if not values.ndim or k % pattern.n:
-        raise ValueError(
-            f"values of shape {list(values.shape)}: the last dimension must hold {pattern.n} for each block"
-        )
+        raise ValueError(f"values of shape {list(values.shape)}: the last dimension must be a multiple of {pattern.n}")
     if indices.dtype != torch.uint8 or list(indices.shape) != expected or indices.device != values.device:
         raise ValueError(
-            f"indices are {indices.dtype} {list(indices.shape)} on {indices.device}: values of shape "
+            f"indices are {indices.dtype} {list(indices.shape)} on {indices.device}, but values of shape "
             f"{list(values.shape)} need torch.uint8 {expected} on {values.device}"
         )
     places = unpack_places(indices, 4 * indices.shape[-1])
     if bool(places[..., k:].any()):
-        raise ValueError("indices: bits behind the last place of a row must be 0; the file is damaged")
+        raise ValueError("indices: bits after the last place of a row must be 0; the file is damaged")
     blocks = places[..., :k].unflatten(-1, (-1, pattern.n))
     wrong = (blocks[..., 1:] <= blocks[..., :-1]).any(-1)
     if bool(wrong.any()):
         *row, block = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"indices out of order: block {block} of row {place_of_row(row)} has the places "
-            f"{blocks[(*row, block)].tolist()}, which must ascend; the file is damaged"
+            f"indices out of order: block {block} of row {row_name(row)} has the places "
+            f"{blocks[(*row, block)].tolist()}, which must be ascending; the file is damaged"
         )
 
 
-def place_of_row(row: list[int]) -> str:
-    """The leading indices of a row in words: "7", or "0, 7" of a stack of matrices."""
+def row_name(row: list[int]) -> str:
+    """The leading indices of a row: "7", or "0, 7" in a batch of matrices."""
     return ", ".join(map(str, row))

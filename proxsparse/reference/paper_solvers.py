@@ -4,13 +4,14 @@ With z = |w| sorted descending, all three look for argmin_{w >= 0} g(w),
 
     g(w) = 1/2 |w - z|^2 + lambda * e_3(w),    e_3(w) = w_1 w_2 w_3 + w_1 w_2 w_4 + w_1 w_3 w_4 + w_2 w_3 w_4,
 
-by solving g once with w_4 = 0 and once without, and take the better answer or [z_1, z_2, 0, 0] (Algorithm 2). They
-differ in the solver of these two subproblems: `alm`, `pgd` or `ipm`. Only `ipm` is certain to find the minimiser; our
-own `prox.solve_24` is certain too, and a hundred times faster (benchmarks/solver_quality.py).
+by minimizing g with w_4 = 0 and without this constraint, and take the best of the two results and [z_1, z_2, 0, 0]
+(Algorithm 2). They differ in the solver of the two subproblems: `alm`, `pgd` or `ipm`. Only `ipm` is guaranteed to find
+the minimizer. `prox.solve_24`, which is not from the paper, is exact too and a hundred times faster
+(benchmarks/solver_quality.py).
 
-Corrected misprints of the paper: g_3 has the cubic term lambda * w_1 w_2 w_3, as Algorithm 1 does, not the pairwise one
-of Theorem 4; Algorithm 1 keeps w' from before the sweep (kept after it, w' = w would end every loop at once) and sums
-w_j w_k over unordered pairs.
+Corrections to the paper: g_3 has the cubic term lambda * w_1 w_2 w_3, as in Algorithm 1, not the pairwise term of
+Theorem 4. Algorithm 1 must store w' before the sweep (else w' = w and every loop ends at once), and sums w_j w_k over
+unordered pairs.
 """
 
 import math
@@ -25,7 +26,7 @@ from proxsparse.reference import objective
 
 
 class Solution(NamedTuple):
-    """w: where the solver stopped, [..., 4]; iterations: how many it took, [...]."""
+    """w: the result, [..., 4]; iterations: the number of iterations, [...]."""
 
     w: Tensor
     iterations: Tensor
@@ -36,13 +37,16 @@ Solver = Callable[[Tensor, Tensor, int, float, int], Solution]
 
 
 def enum_alm(weight: Tensor, reg_lambda: float, tolerance: float = 1e-8, max_sweeps: int = 100) -> Tensor:
-    """EnumALM as the authors' code runs it over a whole weight: every block sweeps until all of them have stopped.
+    """EnumALM as in the code of the authors: sweeps over the whole weight until all blocks have converged.
 
-    It can miss the optimum: z = (1.05, 1.05, 1.05, 0), lambda = 1. `enum_solve(alm, ...)` stops each block by itself.
+    It can miss the optimum, for example for z = (1.05, 1.05, 1.05, 0), lambda = 1. `enum_solve(alm, ...)` stops each
+    block separately.
 
     Args:
-        weight: [..., in_features], in_features a multiple of 4; the arithmetic is that of its dtype.
-        tolerance: stop once the sum of |w - w'| over the whole tensor is below.
+        weight: [..., in_features], in_features a multiple of 4; computed in its dtype.
+        reg_lambda: lambda > 0.
+        tolerance: stop when the sum of |w - w'| over the whole tensor is below this value.
+        max_sweeps: for each of the two subproblems.
     Returns:
         A new tensor, shape and dtype of `weight`.
     """
@@ -64,7 +68,7 @@ def enum_pgd(
 ) -> Tensor:
     """EnumPGD: Algorithm 2 with `pgd`; arguments and errors of `enum_solve`.
 
-    Nothing guarantees a global minimiser, but `benchmarks/solver_quality.py --hard` sees no miss.
+    A global minimizer is not guaranteed, but `benchmarks/solver_quality.py --hard` finds no miss.
     """
     return enum_solve(pgd, weight, reg_lambda, tolerance, max_iterations).w
 
@@ -74,7 +78,7 @@ def enum_ipm(
 ) -> Tensor:
     """EnumIPM: Algorithm 2 with `ipm`; arguments and errors of `enum_solve`. Within `tolerance` of the global minimum.
 
-    The barrier keeps weights that should be zero slightly above it, unless [z_1, z_2, 0, 0] wins.
+    The barrier keeps weights that should be zero slightly above zero, unless [z_1, z_2, 0, 0] is the best candidate.
     """
     return enum_solve(ipm, weight, reg_lambda, tolerance, max_iterations).w
 
@@ -82,20 +86,23 @@ def enum_ipm(
 def enum_solve(
     solver: Solver, weight: Tensor, reg_lambda: float | Tensor, tolerance: float, max_iterations: int
 ) -> Solution:
-    """Algorithm 2 of the paper with `alm`, `pgd` or `ipm`, each block by itself.
+    """Algorithm 2 of the paper with `alm`, `pgd` or `ipm`, separately for each block.
 
     Args:
+        solver: `alm`, `pgd` or `ipm`.
         weight: float64 [..., in_features], in_features a multiple of 4; any signs and order.
         reg_lambda: lambda > 0, one number or one for each block, [..., in_features / 4].
-        tolerance: > 0; what it bounds is said by the solver.
-        max_iterations: of each of the two subproblems.
+        tolerance: > 0; see the solver.
+        max_iterations: for each of the two subproblems.
     Returns:
         w, the shape of `weight`, and the iterations of both subproblems together, [..., in_features / 4].
     Raises:
-        ValueError: another dtype, in_features no multiple of 4, lambda or tolerance not positive and finite.
+        ValueError: another dtype, in_features not a multiple of 4, lambda or tolerance not positive and finite.
     """
     if weight.dtype != torch.float64:
-        raise ValueError(f"weight has dtype {weight.dtype}: the paper's solvers take float64; pass weight.double()")
+        raise ValueError(
+            f"weight has dtype {weight.dtype}: the solvers of the paper need float64; pass weight.double()"
+        )
     if not (math.isfinite(tolerance) and tolerance > 0):
         raise ValueError(f"tolerance={tolerance!r} must be a finite number > 0")
     check_reg_lambda(reg_lambda)
@@ -112,7 +119,7 @@ def check_reg_lambda(reg_lambda: float | Tensor) -> None:
 
 
 def best_candidate(solve: Callable[[Tensor, int], Solution], weight: Tensor, lam: float | Tensor) -> Solution:
-    """The best of [z_1, z_2, 0, 0], solve(z, 3) and solve(z, 4), back in the order and with the signs of `weight`.
+    """The best of [z_1, z_2, 0, 0], solve(z, 3) and solve(z, 4), in the order and with the signs of `weight`.
 
     Args:
         solve: (z [problems, 4], sorted and >= 0, support) -> the solution of the subproblem.
@@ -135,7 +142,7 @@ def best_candidate(solve: Callable[[Tensor, int], Solution], weight: Tensor, lam
 
 
 def truncated(z: Tensor, support: int) -> Tensor:
-    """z with zeros after the first `support` entries. As the target of a subproblem it keeps those weights at zero."""
+    """z with zeros after the first `support` entries; as target of a subproblem, it keeps these weights at zero."""
     return torch.cat([z[:, :support], torch.zeros_like(z[:, support:])], dim=-1)
 
 
@@ -163,13 +170,13 @@ def iterate(
 
 
 def alm(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: int) -> Solution:
-    """ALM, Algorithm 1 of the paper: from w = z, sweeps of exact minimisation over one weight at a time.
+    """ALM, Algorithm 1 of the paper: starting at w = z, sweeps of exact minimization over one weight at a time.
 
-    Each sweep lowers g by at least 1/2 |w - w'|^2, so it halts after at most 3 lambda |z|^3 / tolerance^2 sweeps
-    (Proposition 6), at a critical point that need not be the minimum.
+    Each sweep decreases g by at least 1/2 |w - w'|^2, so it stops after at most 3 lambda |z|^3 / tolerance^2 sweeps
+    (Proposition 6), at a critical point that may not be the minimum.
 
     Args:
-        tolerance: epsilon of the paper; a problem stops once |w - w'| <= tolerance.
+        tolerance: epsilon of the paper; a problem stops when |w - w'| <= tolerance.
     """
     target = truncated(z, support)
 
@@ -181,7 +188,7 @@ def alm(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: 
 
 
 def sweep(w: Tensor, target: Tensor, lam: float | Tensor, support: int = 4) -> Tensor:
-    """w_i <- max(target_i - lambda * d e_3 / d w_i, 0) for i = 1 ... support in turn; a new tensor."""
+    """w_i <- max(target_i - lambda * d e_3 / d w_i, 0), sequentially for i = 1 ... support; a new tensor."""
     w = w.clone()
     members = w.unbind(-1)
     for i in range(support):
@@ -201,12 +208,12 @@ def slope(members: Sequence[Tensor], i: int) -> Tensor:
 def pgd(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: int) -> Solution:
     """Projected gradient descent from w = z: w <- max(w - grad g(w) / L, 0), without the semidefinite constraint.
 
-    The paper names no step size. With steps of at most 1 no iterate leaves the box [0, z]. There the Hessian's row sums
-    are at most L = 1 + lambda * (S - 2) * (z_1 + ... + z_{S-1}) for the support S, so 1 / L lowers g at every step and
-    the iterates converge to a critical point.
+    The paper does not give a step size. With steps of at most 1 all iterates stay in the box [0, z]. There the row sums
+    of the Hessian are at most L = 1 + lambda * (S - 2) * (z_1 + ... + z_{S-1}) for the support S, so a step of 1 / L
+    decreases g and the iterates converge to a critical point.
 
     Args:
-        tolerance: a problem stops once |L (w - w')| <= tolerance: the projected gradient, in units of z.
+        tolerance: a problem stops when |L (w - w')| <= tolerance: the projected gradient, in units of z.
     """
     target = truncated(z, support)
     lipschitz = 1 + lam * (support - 2) * z[:, : support - 1].sum(-1)
@@ -225,28 +232,28 @@ def pgd(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: 
 
 
 def ipm(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: int) -> Solution:
-    """The minimum of g where its Hessian H is positive semidefinite, a convex problem, by an interior point method.
+    """Interior point method for the convex problem: minimize g subject to its Hessian H being positive semidefinite.
 
-    With S = support it follows the minimisers of F(w) = g(w) / mu - logdet H(w) - sum_i log w_i while mu falls tenfold
-    at a time. The barriers have parameter S each, so at the minimiser of F, g is within 2 S mu of its minimum, and at
-    the nearby points where a mu is left within (2 S + 1) mu: the last mu is tolerance / (2 S + 1).
+    With S = support it follows the minimizers of F(w) = g(w) / mu - logdet H(w) - sum_i log w_i while mu is divided by
+    10 repeatedly. Each of the two barriers has parameter S, so g at the minimizer of F is within 2 S mu of its minimum,
+    and within (2 S + 1) mu at the points where mu is changed. The last mu is tolerance / (2 S + 1).
 
-    F is self-concordant, since the third derivative of g is bounded by H and the barrier of H. So the Newton step
-    divided by 1 + decrement stays inside and lowers F by a fixed amount (Nesterov, Introductory Lectures, 4.1.5): there
-    is nothing to search for along the line.
+    F is self-concordant, because H and the barrier of H bound the third derivative of g. So the Newton step divided by
+    1 + decrement stays in the domain and decreases F by a fixed amount (Nesterov, Introductory Lectures, 4.1.5). No
+    line search is needed.
 
     Args:
-        tolerance: how far g may end above its minimum under the constraint, in units of z^2. Where it is less than
-            1e-13 |z|^2 it is taken as that, or rounding would make H singular where the constraint binds.
+        tolerance: bound on g minus its constrained minimum, in units of z^2. At least 1e-13 |z|^2 is used, because
+            otherwise rounding makes H singular where the constraint is active.
     """
-    start = (1 / (4 * lam))[:, None].expand(-1, support)  # where H has eigenvalues of at least 1/2
+    start = (1 / (4 * lam))[:, None].expand(-1, support)  # all eigenvalues of H are >= 1/2 here
     last = (1e-13 * z.square().sum(-1, keepdim=True)).clamp_min(tolerance) / (2 * support + 1)
     mu = torch.maximum(1 / lam.square()[:, None], last)
 
     def step(state: Tensor, z: Tensor, lam: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
         w, mu = state[:, :-1], state[:, -1:]
         direction, decrement = newton_direction(w, z, lam, mu)
-        centred = decrement < 0.25  # the full step is safe then, and leaves a decrement below 1/9
+        centred = decrement < 0.25  # then the full step is safe; the next decrement is below 1/9
         w = w - direction / torch.where(centred, 1.0, 1 + decrement)
         finished = (centred & (mu <= last)).squeeze(-1)
         return torch.cat([w, torch.where(centred, torch.maximum(mu / 10, last), mu)], dim=-1), finished
@@ -270,7 +277,7 @@ def newton_direction(w: Tensor, z: Tensor, lam: Tensor, mu: Tensor) -> tuple[Ten
     hessian = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device) + lam * torch.einsum("kij,pk->pij", third, w)
     gradient = w - z + lam[..., 0] / 2 * torch.einsum("kij,pi,pj->pk", third, w, w)
     change = lam[..., None] * torch.einsum("pij,kjl->pkil", torch.linalg.inv(hessian), third)  # lambda H^-1 T_k
-    # times mu, so that nothing overflows
+    # multiplied by mu to avoid overflow
     slopes = gradient - mu * (torch.einsum("pkii->pk", change) + 1 / w)
     curvature = hessian + mu[..., None] * (torch.einsum("pkij,plji->pkl", change, change) + w.pow(-2).diag_embed())
     direction = torch.linalg.solve(curvature, slopes)

@@ -8,7 +8,7 @@ from torch import Tensor
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference.regularizers import elementary_symmetric
 
-# From lambda * z_1 = (1 + sqrt 2) / 2 on a 3-sparse candidate never beats the 2-sparse one; dense ones lose from 1 on.
+# If lambda * z_1 >= (1 + sqrt 2) / 2, the 2-sparse candidate is optimal; dense candidates lose already from 1 on.
 TWO_SPARSE_FROM = (1 + math.sqrt(2)) / 2
 
 
@@ -16,15 +16,16 @@ TWO_SPARSE_FROM = (1 + math.sqrt(2)) / 2
 
 
 def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
-    """argmin_V 1/2 ||V - c * W||_F^2 + reg_lambda * Reg_{N:M}(V), divided back by c; a global minimiser.
+    """argmin_V 1/2 ||V - c * W||_F^2 + reg_lambda * Reg_{N:M}(V), divided by c; a global minimizer.
 
-    Every backend follows the conventions fixed here: arithmetic in fp64 for fp64 and in fp32 otherwise; a weight that
-    the prox does not change keeps its bits; a block with a NaN or an infinity is returned as it is; new zeros are +0.0.
+    All backends follow these conventions: arithmetic is fp64 for fp64 weights and fp32 otherwise; weights that the prox
+    does not change keep their bits; blocks with NaN or infinity do not change; new zeros are +0.0.
 
     Args:
         weight: [..., in_features], any float dtype.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(n-1); 0 is the identity.
-        scale: c, [in_features], positive: the metric; None means 1.
+        pattern: "N:M" or an NMPattern; N of every M weights are kept.
+        scale: c, [in_features], the scaling of the input features, positive; None means 1.
     Returns:
         A new tensor, shape and dtype of `weight`.
     """
@@ -33,22 +34,22 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
         return weight.clone()
     arithmetic = torch.float64 if weight.dtype == torch.float64 else torch.float32
     limits = torch.finfo(arithmetic)
-    reg_lambda = min(max(reg_lambda, limits.tiny), limits.max)  # so that neither lambda nor its inverse is infinite
+    reg_lambda = min(max(reg_lambda, limits.tiny), limits.max)  # lambda and 1 / lambda are finite
     exact = weight.to(arithmetic)
-    metric = torch.ones_like(exact[..., :1]) if scale is None else scale.to(arithmetic)
-    v = pattern.blocks((exact * metric).contiguous())
+    c = torch.ones_like(exact[..., :1]) if scale is None else scale.to(arithmetic)
+    v = pattern.blocks((exact * c).contiguous())
     finite = v.isfinite().all(-1, keepdim=True)
     magnitude, order = torch.where(finite, v, 0.0).abs().sort(dim=-1, descending=True, stable=True)
     sorted_prox = solver_for(pattern)(magnitude, reg_lambda)
     shrunk = torch.empty_like(v).scatter_(-1, order, sorted_prox)
     unchanged = (shrunk == v.abs()) | ~finite
-    new = (shrunk.copysign(v).view(weight.shape) / metric).to(weight.dtype)
-    new = torch.where(new == 0, 0.0, new)  # +0.0, also where a small negative number was rounded to zero
+    new = (shrunk.copysign(v).view(weight.shape) / c).to(weight.dtype)
+    new = torch.where(new == 0, 0.0, new)  # +0.0, also for small negative numbers rounded to zero
     return torch.where(unchanged.view(weight.shape), weight, new)
 
 
 def solver_for(pattern: NMPattern):
-    """The solver of sorted blocks: (z [..., m] descending and >= 0, lambda) -> argmin_{w >= 0}, same shape."""
+    """The solver for sorted blocks: (z [..., m] descending and >= 0, lambda) -> argmin_{w >= 0}, same shape."""
     if (pattern.n, pattern.m) == (2, 4):
         return solve_24
     if pattern.n == 1:
@@ -64,25 +65,25 @@ def objective(w: Tensor, z: Tensor, reg_lambda: float, n: int) -> Tensor:
 def solve_24(z: Tensor, reg_lambda: float) -> Tensor:
     """Exact prox of sorted 2:4 blocks: the best of the 2-sparse, the 3-sparse and the dense candidate.
 
-    In units where lambda = 1 (u = lambda * z) the stationary point of the 3-sparse problem is the root of one scalar
-    equation in t = x_3, that of the dense problem the root of one in s = x_1 + x_2 + x_3 + x_4. Both are found by
-    cubic (Euler) iterations that converge monotonically from the start chosen. A last coordinate sweep in the original
-    units restores the relative accuracy of tiny weights.
+    In units with lambda = 1 (u = lambda * z) the stationary point of the 3-sparse problem is the root of a scalar
+    equation in t = x_3; the stationary point of the dense problem is the root of a scalar equation in s = x_1 + x_2 +
+    x_3 + x_4. Both are computed by cubic (Euler) iterations, which converge monotonically from the chosen start. A
+    final coordinate sweep in the original units restores the relative accuracy of tiny weights.
 
-    The iterations are one more than those of the kernels (csrc/prox24_block.h: 3 in fp32, 5 in fp64, by measurement):
-    what kernels are judged by must not owe its error to the same truncation.
+    The number of iterations is one more than in the kernels (csrc/prox24_block.h: 3 in fp32, 5 in fp64, by
+    measurement), so that the reference does not have the truncation error of the kernels.
     """
     sparse3 = three_sparse_candidate(z, reg_lambda)
     dense, dense_valid = dense_candidate(z, reg_lambda)
     sparse2 = torch.cat([z[..., :2], torch.zeros_like(z[..., 2:])], dim=-1)
 
-    # lambda^2 times the objectives, in which the unit of the weights cancels: no square under- or overflows.
+    # Objectives times lambda^2 do not depend on the unit of the weights: squares neither underflow nor overflow.
     u = reg_lambda * z
     undecided = u[..., 0] < TWO_SPARSE_FROM
     best, best_objective = sparse2, 0.5 * u[..., 2:].square().sum(-1)
     sparse3_objective = objective(reg_lambda * sparse3, u, 1.0, 2)
     dense_objective = objective(reg_lambda * dense, u, 1.0, 2)
-    # A fp32 objective cannot tell candidates apart near a continuous transition: prefer the denser valid one there.
+    # Near a continuous transition fp32 objectives cannot be distinguished: prefer the denser valid candidate.
     tolerance = 1 + 4 * torch.finfo(z.dtype).eps
     take3 = undecided & (sparse3[..., 2] > 0) & (sparse3_objective <= best_objective * tolerance)
     best = torch.where(take3[..., None], sparse3, best)
@@ -131,25 +132,25 @@ def dense_candidate(z: Tensor, reg_lambda: float) -> tuple[Tensor, Tensor]:
     beta = 3 - alpha
     k = 4 * (u123 - u4) + k4.clamp_min(0)
     kappa = k4.abs()
-    equal = 2 * total / (1 + (1 + 3 * total).sqrt())  # s if all four were equal: a lower bound
+    equal = 2 * total / (1 + (1 + 3 * total).sqrt())  # s for four equal weights: a lower bound
     v = torch.where(signed, (equal.square() + k4).clamp_min(0).sqrt(), equal)
     for _ in range(6 if z.dtype == torch.float64 else 4):
         i4, i = (v.square() + kappa + 1e-30).rsqrt(), (v.square() + k + 1e-30).rsqrt()
         f = alpha * v - 4 + beta * (v.square() + kappa) * i4 + ((v.square() + k) * i).sum(-1, keepdim=True)
         slope = alpha + v * (beta * i4 + i.sum(-1, keepdim=True))
-        # k first: where v = k = 0, i^3 alone overflows
+        # multiply by k first: for v = k = 0, i^3 overflows
         curvature = beta * kappa * i4 * i4 * i4 + (k * i * i * i).sum(-1, keepdim=True)
         v = v - euler_step(f, slope, curvature, 1e-3)
     root, q = (v.square() + k).sqrt(), (v.square() + kappa).sqrt()
     s, root4 = torch.where(signed, q, v), torch.where(signed, v, q)
     roots, e = torch.cat([root, root4], dim=-1), 1 - s
-    # the first form loses nothing where R_i and e nearly cancel
+    # the first form is accurate where R_i and e nearly cancel
     x = torch.where((e > 0) & (roots > 0), 2 * (u - (total - s) / 2) / (roots + e), (roots - e) / 2)
     valid = x[..., 3] > (-1e-15 if z.dtype == torch.float64 else -5e-7)
     w = list((x.clamp_min(0).minimum(u) / reg_lambda).unbind(-1))
     for i in (3, 2, 1, 0):
         a, b, c = (w[j] for j in range(4) if j != i)
-        # lambda first: a * b alone may overflow
+        # multiply by lambda first: a * b may overflow
         w[i] = (z[..., i] - (reg_lambda * a * b + reg_lambda * b * c + reg_lambda * c * a)).clamp_min(0)
     return torch.stack(w, dim=-1), valid
 
@@ -157,14 +158,14 @@ def dense_candidate(z: Tensor, reg_lambda: float) -> tuple[Tensor, Tensor]:
 def solve_1m(z: Tensor, reg_lambda: float) -> Tensor:
     """Exact prox of sorted 1:M blocks, Reg = sum_{i<j} |w_i w_j|.
 
-    lambda >= 1: [z_1, 0, ...]. lambda < 1 (convex): the last k with w_k > 0 wins, where with g = 1 / (1 - lambda)
+    lambda >= 1: [z_1, 0, ...]. lambda < 1 (convex): the largest k with w_k > 0, where with g = 1 / (1 - lambda)
     w_k = ((z_1 + ... + z_k) / (1 + (k - 1) lambda) - g * sum_{j<k} (z_j - z_k)) / k and w_i = w_k + g * (z_i - z_k) for
-    i <= k. Only differences of weights are multiplied by g, so ties stay exact however close lambda is to 1.
+    i <= k. Only differences of weights are multiplied by g, so equal weights stay equal even if lambda is close to 1.
     """
     best = torch.cat([z[..., :1], torch.zeros_like(z[..., 1:])], dim=-1)
     if reg_lambda >= 1:
         return best
-    gain = 1 / (1 - reg_lambda)  # in double: an fp32 lambda may be 1
+    gain = 1 / (1 - reg_lambda)  # in double precision: in fp32 lambda may round to 1
     for k in range(2, z.shape[-1] + 1):
         top, smallest = z[..., :k], z[..., k - 1 : k]
         above = gain * (top - smallest)
@@ -175,10 +176,10 @@ def solve_1m(z: Tensor, reg_lambda: float) -> Tensor:
 
 
 def solve_nm(z: Tensor, reg_lambda: float, n: int, max_sweeps: int = 500) -> Tensor:
-    """Prox of sorted N:M blocks for any n: the best over supports S = n ... m of coordinate descent.
+    """Prox of sorted N:M blocks for any n: coordinate descent for every support S = n ... m; the best result.
 
-    The sweep w_i <- max(z_i - lambda * e_n(w without i), 0) starts from the symmetric point xbar that solves
-    xbar + lambda * C(S-1, n) * xbar^n = mean(z_1..z_S), from which no miss has been seen.
+    The sweeps w_i <- max(z_i - lambda * e_n(w without i), 0) start at the symmetric point xbar that solves
+    xbar + lambda * C(S-1, n) * xbar^n = mean(z_1..z_S); no miss of the optimum has been observed from this start.
     """
     m, tolerance = z.shape[-1], 4 * torch.finfo(z.dtype).eps
     best = torch.cat([z[..., :n], torch.zeros_like(z[..., n:])], dim=-1)

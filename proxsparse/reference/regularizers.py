@@ -5,11 +5,11 @@ from torch import Tensor
 
 from proxsparse.patterns import NMPattern, PatternLike
 
-# ---------------------------------------------------------------------------------------------- regularisers
+# ---------------------------------------------------------------------------------------------- regularizers
 
 
 def elementary_symmetric(x: Tensor, k: int) -> Tensor:
-    """e_k(x) = sum over all k-subsets of the product of their members, along the last dimension.
+    """e_k(x): the sum of the products of all k-subsets, along the last dimension.
 
     [..., m] -> [...]; e_0 = 1, and e_k = 0 for k > m.
     """
@@ -37,10 +37,10 @@ def frozen_denominator(pretrained: Tensor, eps: float) -> Tensor:
 
 
 def frozen_penalty(weight: Tensor, pretrained: Tensor, eps: float) -> Tensor:
-    """Reg_{W0}(W) = || W / (W0 + eps * sign(W0)) * (W - W0) ||_F^2, paper section 3.1; a scalar."""
+    """Reg_{W0}(W) = || W / (W0 + eps * sign(W0)) * (W - W0) ||_F^2 (paper, section 3.1); a scalar."""
     return (weight / frozen_denominator(pretrained, eps) * (weight - pretrained)).square().sum()
 
 
 def frozen_penalty_grad(weight: Tensor, pretrained: Tensor, eps: float) -> Tensor:
-    """d Reg_{W0} / dW = 2 W (W - W0) (2W - W0) / (W0 + eps * sign(W0))^2, elementwise, the shape of `weight`."""
+    """d Reg_{W0} / dW = 2 W (W - W0) (2W - W0) / (W0 + eps * sign(W0))^2, elementwise."""
     return 2 * weight * (weight - pretrained) * (2 * weight - pretrained) / frozen_denominator(pretrained, eps).square()

@@ -1,4 +1,4 @@
-"""The command line as the user typed it, and the parser that all commands share."""
+"""The command line as the user typed it, and the argument parser of all commands."""
 
 import argparse
 import shlex
@@ -19,7 +19,7 @@ def program(command: str) -> str:
 
 
 def command_line() -> str:
-    """The whole command line of this process, for a shell; in a program of the user's own, "train" stands for it."""
+    """The command line of this process, quoted for a shell; in a user's own program, the command is "train"."""
     command, arguments = Path(sys.argv[0]).stem, sys.argv[1:]
     if program("").endswith(" "):
         command, *arguments = arguments
@@ -27,7 +27,7 @@ def command_line() -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse whose usage says how the command was started, and whose errors are one line."""
+    """argparse.ArgumentParser whose usage shows how the command was started, and whose errors are one line."""
 
     def __init__(self, command: str, **settings):
         settings |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}

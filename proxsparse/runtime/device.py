@@ -1,4 +1,4 @@
-"""The machine a run is on: device, precision, and the description of both that goes beside every result."""
+"""Device and precision of a run, and the description of the machine that is saved with every result."""
 
 import contextlib
 import importlib.metadata
@@ -19,7 +19,7 @@ PRECISIONS = {  # --precision -> dtype of the weights, dtype of autocast or None
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one. Raises InputError for a device that is not there."""
+    """The device; `auto` is the GPU if there is one, else the CPU. Raises InputError for an unusable device."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -47,7 +47,7 @@ def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype,
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None):
-    """torch.autocast to `dtype`, or nothing. No weight is cached: inside the block a method may change it."""
+    """torch.autocast to `dtype`, or nothing. Casts are not cached, because a method may change weights in the block."""
     return torch.autocast(device.type, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 
 
@@ -60,14 +60,14 @@ def version(package: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's and its cores."""
+    """The name of the GPU, or of the processor with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.cpu.get_capabilities().get('cpu_name', platform.processor())}, {os.cpu_count()} cores"
 
 
 def environment(device: torch.device) -> dict:
-    """What a result depends on: versions, device, threads."""
+    """Versions, device and threads, which are saved with a result."""
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -78,7 +78,7 @@ def environment(device: torch.device) -> dict:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most this process held: on the device if it is a GPU, else resident."""
+    """Peak memory of this process: on the device if it is a GPU, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

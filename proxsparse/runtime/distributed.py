@@ -1,7 +1,7 @@
-"""One process or many: which one this is, and the few collectives that all need.
+"""Rank, world size and collectives.
 
-`torchrun` starts the processes and says in the environment who is who. Without it there is one process, no group, and
-every function here is that of a plain model.
+`torchrun` starts the processes and sets the environment variables. Without it there is one process and no process
+group, and every function here works for that process alone.
 """
 
 import atexit
@@ -20,14 +20,14 @@ from proxsparse.errors import InputError
 
 T = TypeVar("T")
 SET_BY_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TIMEOUT = timedelta(hours=2)  # the others wait while the first process writes a large model
+TIMEOUT = timedelta(hours=2)  # the other ranks wait while rank zero writes a large model
 
 
 def launched_world_size() -> int:
-    """How many processes torchrun has started, this one among them; without it 1.
+    """The number of processes that torchrun has started; 1 without torchrun.
 
     Raises:
-        InputError: WORLD_SIZE is set, but not what torchrun sets with it.
+        InputError: WORLD_SIZE is set, but the other variables of torchrun are not.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -43,22 +43,22 @@ def launched_world_size() -> int:
 
 
 def local_device(name: str) -> str:
-    """The --device of this one of many processes: of GPUs that of its number on this machine.
+    """The --device of this process: with GPUs, the one with the local rank of the process.
 
     Raises:
-        InputError: the device of one process is named.
+        InputError: `name` is a single GPU, such as "cuda:0", but there are several processes.
     """
     if launched_world_size() == 1 or name == "cpu" or not torch.cuda.is_available():
         return name
     if ":" in name:
         raise InputError(
-            f"--device {name}: {launched_world_size()} processes take a GPU each; give --device cuda, or auto"
+            f"--device {name}: each of {launched_world_size()} processes needs its own GPU; use --device cuda or auto"
         )
     return f"cuda:{os.environ['LOCAL_RANK']}"
 
 
 def init_process_group(device: torch.device) -> None:
-    """Joins the processes that torchrun has started, if it has. Collectives run on gloo for CPU tensors, else nccl."""
+    """Joins the process group of torchrun, if there is one. Collectives use gloo for CPU tensors and nccl for CUDA."""
     if launched_world_size() == 1 or dist.is_initialized():
         return
     if device.type == "cuda":
@@ -68,22 +68,22 @@ def init_process_group(device: torch.device) -> None:
 
 
 def world_size() -> int:
-    """How many there are."""
+    """World size; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this one, from 0."""
+    """Rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the one that prints and writes files."""
+    """Whether this process has rank zero, which prints and writes files."""
     return rank() == 0
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Runs `action` in the first process alone; all get what it returns. If it fails, all end, and one says why."""
+    """Runs `action` on rank zero only and returns its result on all ranks. If it fails, all processes end."""
     if world_size() == 1:
         return action()
     answer, error = [None, False], None
@@ -98,22 +98,22 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     if error is not None:
         raise error
     if answer[1]:
-        raise SystemExit(2)  # the first one has printed the reason
+        raise SystemExit(2)  # rank zero prints the reason
     return answer[0]
 
 
 def require_shared_directory(folder: Path) -> None:
-    """Raises InputError in all processes if one of them does not see what the first one writes there."""
+    """Raises InputError on all ranks if one of them does not see the files that rank zero writes to the folder."""
     if world_size() == 1:
         return
-    sign = folder / ".incomplete-sign"
-    on_rank_zero(sign.touch)
-    (blind,) = all_reduce_sum([not sign.exists()])
-    on_rank_zero(sign.unlink)
-    if blind:
+    probe = folder / ".incomplete-sign"
+    on_rank_zero(probe.touch)
+    (missing,) = all_reduce_sum([not probe.exists()])
+    on_rank_zero(probe.unlink)
+    if missing:
         raise InputError(
-            f"--output_dir {str(folder)!r}: {blind:.0f} of {world_size()} processes do not see what the first one "
-            "writes there; give a folder that all machines share"
+            f"--output_dir {str(folder)!r}: {missing:.0f} of {world_size()} processes do not see the files that rank "
+            "zero writes there; give a folder that all machines share"
         )
 
 
@@ -135,10 +135,10 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
 
 
 def shard_items(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
-    """Every N-th item for this one of N processes, and whether it counts.
+    """Yields every N-th item, for N processes, and whether the item counts.
 
-    All get equally many, because a forward pass of a sharded model takes all of them: where N does not divide the
-    number of items, some get the last one once more, and it does not count.
+    All processes get the same number of items, because a forward pass of a sharded model needs all processes. If N does
+    not divide the number of items, some processes get the last item again; this copy does not count.
     """
     rounds = math.ceil(len(items) / world_size())
     for index in range(rank(), rounds * world_size(), world_size()):
@@ -146,7 +146,7 @@ def shard_items(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
 
 
 def gather_in_order(own: list[T], count: int) -> list[T]:
-    """What all processes have made of the items that `share` gave them, in the order of the items, for each of them."""
+    """The results of all processes for the items of `shard_items`, in the order of the items, on all ranks."""
     if world_size() == 1:
         return own
     of_all: list[list[T]] = [[] for _ in range(world_size())]
@@ -155,7 +155,7 @@ def gather_in_order(own: list[T], count: int) -> list[T]:
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """[processes, ...], the tensors of all, on the CPU, in each of them."""
+    """The tensors of all processes, stacked to [world_size, ...] on the CPU, on all ranks."""
     found: list[Tensor] = [tensor] * world_size()
     if world_size() > 1:
         dist.all_gather_object(found, tensor)

@@ -1,4 +1,4 @@
-"""Progress on stderr: what a command is doing, how long it will take, and one line when a phase has ended.
+"""Progress on stderr: the current phase of a command with the time left, and one line when the phase has ended.
 
     with phase("perplexity", len(windows), "window") as current:
         for window in windows:
@@ -6,8 +6,8 @@
             current.step()
         current.result = f"{value:.2f}"
 
-A terminal shows a bar with the time left. A file or a pipe gets a line every half minute, without "\\r". Command lines
-turn progress on with `shown`; a library call prints nothing. Of several processes only rank zero prints.
+A terminal shows a bar. A file or a pipe gets a line every half minute, without "\\r". Commands turn progress on with
+`shown`; a library call prints nothing. Only rank zero prints.
 """
 
 import math
@@ -29,7 +29,7 @@ _shown: ContextVar[bool] = ContextVar("proxsparse_progress", default=False)
 
 @contextmanager
 def shown(on: bool = True) -> Iterator[None]:
-    """Within the block phases print. False changes nothing: an outer block may have turned progress on."""
+    """Within the block phases print. `on=False` changes nothing: an outer block may have turned progress on."""
     token = _shown.set(on or _shown.get())
     try:
         yield
@@ -38,7 +38,7 @@ def shown(on: bool = True) -> Iterator[None]:
 
 
 class Phase:
-    """One phase: count with `step`; `note` is shown beside the bar, `result` in the line at the end."""
+    """One phase. `step` counts; `note` is shown next to the bar, `result` in the line at the end."""
 
     def __init__(self, name: str, total: int | None, unit: str, done: int):
         self.name, self.unit, self.note, self.result = name, unit, "", ""
@@ -46,15 +46,15 @@ class Phase:
         self.begin(total, done)
 
     def begin(self, total: int | None, done: int = 0) -> None:
-        """Counts from `done` to `total`, the number of steps if known; a resumed phase does not begin at 0."""
+        """Restarts the count at `done`; `total` is the number of steps, if known. A resumed phase has done > 0."""
         self.first, self.done, self.total, self.counted_from = done, done, total, time.monotonic()
 
     def step(self, count: int = 1) -> None:
-        """Counts, at most to the total. It prints nothing itself, so it costs nothing in a hot loop."""
+        """Counts, at most to the total. Another thread prints, so a call is cheap."""
         self.done = min(self.done + count, self.total or math.inf)
 
     def count(self, items: Iterable[T]) -> Iterator[T]:
-        """The items, each counted when the next one is asked for; where their number is known, it is the total."""
+        """Yields the items and counts each after its use; the total is their number, if known."""
         if hasattr(items, "__len__"):
             self.begin(len(items))
         for item in items:
@@ -63,7 +63,7 @@ class Phase:
 
     @contextmanager
     def instead_of_tqdm(self, *modules: ModuleType) -> Iterator[None]:
-        """Within the block the bars of `tqdm` in these modules of other libraries count here, one after the other."""
+        """Within the block `tqdm` bars in these modules of other libraries count in this phase instead."""
         before = [(module, getattr(module, "tqdm", None)) for module in modules]
         try:
             for module in modules:
@@ -74,7 +74,7 @@ class Phase:
                 module.tqdm = tqdm
 
     def bar(self, columns: int) -> str:
-        """The state as tqdm words it, in so many columns; 0 is the same text without the bar."""
+        """The state as a line of tqdm, `columns` wide; 0 gives the text without the bar."""
         from tqdm import tqdm
 
         elapsed = time.monotonic() - self.counted_from
@@ -87,7 +87,7 @@ class Phase:
         )  # fmt: skip
 
     def summary(self) -> str:
-        """The line at the end: what, the result, how much in how long."""
+        """The line at the end: name, result, steps and time."""
         seconds = time.monotonic() - self.started
         how_long = f"{seconds:.1f} s" if seconds < 60 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
         if self.total or self.done:
@@ -97,7 +97,7 @@ class Phase:
 
 
 class _Bar:
-    """What other libraries use of a tqdm bar, counted in a phase."""
+    """Replaces a tqdm bar of another library; counts in a phase."""
 
     def __init__(self, current: Phase, items: Iterable | None, total: int | None):
         self.current, self.items, self.update = current, items, current.step
@@ -107,12 +107,12 @@ class _Bar:
         return self.current.count(self.items)
 
     def close(self) -> None:
-        """Nothing to do: the phase goes on."""
+        """Does nothing: the phase continues."""
 
 
 @contextmanager
 def phase(name: str, total: int | None = None, unit: str = "step", done: int = 0) -> Iterator[Phase]:
-    """Shows a phase of a command while the block runs; `total` is None where the number of steps is not known."""
+    """Shows a phase of a command while the block runs; `total` is None if the number of steps is unknown."""
     current = Phase(name, total, unit, done)
     if not _shown.get() or os.environ.get("RANK", "0") != "0":
         yield current
@@ -129,12 +129,12 @@ def phase(name: str, total: int | None = None, unit: str = "step", done: int = 0
 
 
 def importing(package: str) -> AbstractContextManager:
-    """The phase of importing a package, which may take seconds; nothing once it is imported."""
+    """The phase of importing a package, which may take seconds; nothing if it is already imported."""
     return nullcontext() if package in sys.modules else phase(f"importing {package}")
 
 
 def _paint(current: Phase, ended: threading.Event) -> None:
-    """Shows the phase again and again until it has ended: the working thread only counts."""
+    """Prints the phase repeatedly until it has ended, in a thread of its own."""
     if not sys.stderr.isatty():
         while not ended.wait(FILE_INTERVAL_S):
             write_line(current.bar(0))
@@ -148,12 +148,12 @@ def _paint(current: Phase, ended: threading.Event) -> None:
 
 
 def write_line(text: str) -> None:
-    """Prints a line on stderr, in the place of a bar if there is one."""
+    """Prints a line on stderr; overwrites the bar if there is one."""
     columns = shutil.get_terminal_size().columns - 1 if sys.stderr.isatty() else 0
     _write(f"\r{' ' * columns}\r{text}\n" if columns else f"{text}\n")
 
 
 def _write(text: str) -> None:
-    with suppress(OSError):  # the terminal is gone or the reader of the pipe has left: no reason to stop the work
+    with suppress(OSError):  # the terminal or the reader of the pipe is closed: the work continues
         sys.stderr.write(text)
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""A model on its device: one process holds it whole, each of many holds its rows of every parameter (FSDP2).
+"""Moving a model to its device. With several processes, each holds its rows of every parameter (FSDP2).
 
-A parameter is cut along its rows, out_features; a block of M weights lies in one row, so the prox, masks and moments
-need no communication.
+A parameter is split along its rows, out_features. A block of M weights lies within one row, so the prox, masks and
+moments need no communication.
 """
 
 import math
@@ -24,7 +24,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def device_mesh(device: torch.device, within_node: bool) -> dist.DeviceMesh:
-    """All processes in one dimension, or with HSDP in two: copies over the nodes, shards within each of them."""
+    """All processes in one dimension; with HSDP in two: copies across nodes, shards within a node."""
     shards = int(os.environ["LOCAL_WORLD_SIZE"]) if within_node else world_size()
     sizes, names = (world_size() // shards, shards), ("copies", "shards")
     flat = shards == world_size()
@@ -40,13 +40,14 @@ def shard_and_move_(
     keep: str,
     within_node: bool,
 ) -> dict[str, Tensor]:
-    """Moves a model to its device and dtype, one decoder block after the other; of many processes each keeps its rows.
+    """Moves a model to its device and dtype, one decoder block at a time; with several processes, shards it.
 
-    Buffers (rotary frequencies) stay as precise as they were loaded.
+    Buffers (rotary frequencies) keep their dtype.
 
     Args:
-        keep: where W0 stays; "device", "cpu", or "disk": as it was loaded, which for safetensors is mapped memory.
-        within_node: shards within a node and copies over the nodes (HSDP), instead of shards over all processes.
+        keep: where W0 is kept: "device", "cpu", or "disk", which keeps the loaded tensors (for safetensors, mapped
+            memory).
+        within_node: shard within a node and copy across nodes (HSDP), instead of sharding across all processes.
     Returns:
         parameter name -> W0 in the dtype of the files: the rows of this process.
     """
@@ -62,10 +63,10 @@ def shard_and_move_(
             for parameter in own.values():
                 parameter.data = parameter.detach().to(device, dtype, copy=keep == "disk").contiguous()
             if shards is not None:
-                # also of the root: evaluation has no backward
+                # reshard the root too: evaluation has no backward pass
                 fully_shard(module, mesh=shards, reshard_after_forward=True)
-                module.set_gradient_divide_factor(1.0)  # a sum: the loss is divided already, see learning.backward
-                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+                module.set_gradient_divide_factor(1.0)  # a sum: the loss is already divided
+                module.set_force_sum_reduction_for_comms(True)  # the only reduction that gloo supports
             for name, weight in loaded.items():
                 pretrained[name] = copy_to(local_rows(model.get_parameter(name), weight), keep, device)
             placed |= own.keys()
@@ -75,27 +76,27 @@ def shard_and_move_(
 
 
 def copy_to(weight: Tensor, where: str, device: torch.device) -> Tensor:
-    """A copy of the weight there; "disk": the weight itself."""
+    """A copy of the weight on the device or the CPU; for "disk" the weight itself."""
     return weight if where == "disk" else weight.to(device if where == "device" else "cpu", copy=True)
 
 
 def local_rows(parameter: Tensor, whole: Tensor) -> Tensor:
-    """The rows of a whole tensor that this process holds of the parameter."""
+    """Those rows of a full tensor that this process holds of the parameter."""
     return whole[first_row(parameter) :][: len(local(parameter))] if parameter.ndim else whole
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether it is a DTensor whose rows are shared out over processes."""
+    """Whether it is a sharded DTensor."""
     return any(placement.is_shard() for placement in getattr(parameter, "placements", ()))
 
 
 def shard_dimension(parameter: Tensor) -> int:
-    """The dimension of the parameter's device mesh over which its rows are shared out."""
+    """The dimension of the device mesh across which the parameter is sharded."""
     return next(i for i, placement in enumerate(parameter.placements) if placement.is_shard())
 
 
 def first_row(parameter: Tensor) -> int:
-    """The number, in the whole parameter, of the first row that this process holds."""
+    """Index, in the full parameter, of the first row that this process holds."""
     if not is_sharded(parameter):
         return 0
     dimension = shard_dimension(parameter)
@@ -104,22 +105,22 @@ def first_row(parameter: Tensor) -> int:
 
 
 def sum_of_shards(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The sum over the processes that hold shards of the parameter; of other parameters the tensor itself."""
+    """The sum over the processes that hold shards of the parameter; the tensor itself if it is not sharded."""
     if is_sharded(parameter):
-        tensor = tensor.to(parameter.device_mesh.device_type, copy=True)  # a group of nccl alone takes no CPU tensor
+        tensor = tensor.to(parameter.device_mesh.device_type, copy=True)  # nccl does not accept CPU tensors
         dist.all_reduce(tensor, group=parameter.device_mesh.get_group(shard_dimension(parameter)))
     return tensor
 
 
 def mean_of_shards(values: Tensor, parameter: Tensor) -> Tensor:
-    """The mean of a tensor of the parameter's shape, given this process's rows of it."""
+    """The mean of a tensor with the shape of the parameter, given the rows of this process."""
     if not is_sharded(parameter):
         return values.mean()
     return sum_of_shards(values.sum(), parameter) / parameter.numel()
 
 
 def gather_rows(rows: Tensor, parameter: Tensor) -> Tensor:
-    """All rows, given those that this process holds: a tensor of as many rows as the parameter, cut like it."""
+    """The full tensor, given the rows of this process; it has as many rows as the parameter and is sharded like it."""
     if not is_sharded(parameter):
         return rows
     from torch.distributed.tensor import DTensor
@@ -138,7 +139,7 @@ def gather_masks(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[s
         masks: layer name -> bool [rows of this process, in_features].
         weights: layer name -> the parameter, which may be sharded.
     """
-    from proxsparse.io.mask_files import pack_mask, unpack_mask  # needs NumPy, which `import proxsparse` must not
+    from proxsparse.io.mask_files import pack_mask, unpack_mask  # needs NumPy, which proxsparse does not require
 
     found = {}
     for name, mask in masks.items():

@@ -1,4 +1,4 @@
-"""Signals that end a run early, at a moment when nothing is cut in two."""
+"""Signals that end a run between two steps."""
 
 import signal
 
@@ -6,10 +6,10 @@ from proxsparse.runtime.distributed import all_reduce_sum
 
 
 class StopSignal:
-    """Within the block SIGINT and SIGTERM interrupt nothing: they count at the next `agree`."""
+    """Within the block SIGINT and SIGTERM do not interrupt; `agree` reports them."""
 
     def __init__(self):
-        self.number: int | None = None  # the signal that all processes have agreed on
+        self.number: int | None = None  # set by `agree`, equal on all ranks
         self.seen: int | None = None
 
     def __enter__(self) -> "StopSignal":
@@ -24,7 +24,7 @@ class StopSignal:
         self.seen = number
 
     def agree(self) -> None:
-        """A signal that one process has received by now ends all processes."""
+        """Sets `number` on all ranks if one of them has received a signal."""
         seen = all_reduce_sum([self.seen == signal.SIGINT, self.seen == signal.SIGTERM])
         if any(seen):
             self.number = signal.SIGTERM if seen[1] else signal.SIGINT

@@ -85,7 +85,7 @@ def names_in(folder):
     [
         (["--model", "./absent"], ["./absent", "no such"]),
         (["--model", "pickled"], ["pickled", "convert"]),
-        (["--model", "cut"], ["damaged or cut off", "get the file again"]),
+        (["--model", "cut"], ["damaged or truncated", "download the file again"]),
         (["--model", "incomplete"], ["up_proj", "whole checkpoint"]),
         (["--data", "absent.jsonl"], ["absent.jsonl", "no such"]),
         (["--data", "c4.jsonl.bz2"], ["'c4.jsonl.bz2': no such file"]),

@@ -167,7 +167,7 @@ def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, mo
         (torch.AcceleratorError("unspecified launch failure"), True),
         (OverflowError("cannot convert float infinity to integer"), False),
         (MemoryError(), False),
-        (RuntimeError("nm_mask: backend 'cpp' was chosen explicitly but cannot serve this call"), False),
+        (RuntimeError("nm_mask: backend 'cpp' was chosen explicitly but does not support this call"), False),
         (InputError("--seq_len 0"), False),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",

@@ -257,12 +257,12 @@ def index_of(content):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (cut, ["model.safetensors", "cut off"]),
-        (lambda folder: (folder / "model.safetensors").unlink(), ["no model.safetensors"]),
-        (index_of('{"weight_map": {"a": "b.safetensors"}}'), ["no b.safetensors"]),
-        (index_of('{"weights": 1}'), ["index.json is malformed"]),
-        (index_of('{"weight_map": {}}'), ["index.json holds no tensors"]),
-        (lambda folder: save_file({}, folder / "model.safetensors"), ["model.safetensors holds no tensors"]),
+        (cut, ["model.safetensors", "truncated"]),
+        (lambda folder: (folder / "model.safetensors").unlink(), ["model.safetensors is missing"]),
+        (index_of('{"weight_map": {"a": "b.safetensors"}}'), ["b.safetensors is missing"]),
+        (index_of('{"weights": 1}'), ["index.json: malformed"]),
+        (index_of('{"weight_map": {}}'), ["index.json: contains no tensors"]),
+        (lambda folder: save_file({}, folder / "model.safetensors"), ["model.safetensors: contains no tensors"]),
         (lambda folder: (folder / "config.json").write_text("{"), ["config.json", "malformed"]),
         (lambda folder: (folder / "config.json").write_text("{}"), ["config.json"]),
         (rewrite(lambda t: t.update({f"{UP}.weight": t[f"{UP}.weight"][1:]})), [UP, "[63, 32]", "[64, 32]"]),

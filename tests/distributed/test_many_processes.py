@@ -86,7 +86,7 @@ def test_a_folder_that_not_all_processes_see_is_refused(forks, flags, tmp_path):
         (tmp_path / folder).mkdir()
     codes = forks.run([*flags, "--output_dir", "run"], 2, output=tmp_path / "log", folders=folders)
     assert codes[0] == 2
-    words = "1 of 2 processes do not see what the first one writes there; give a folder that all"
+    words = "1 of 2 processes do not see the files that rank zero writes there; give a folder"
     assert words in (tmp_path / "log").read_text()
 
 

@@ -237,7 +237,10 @@ def test_a_run_that_cannot_be_continued_is_refused(stopped, flags, documents, tm
     last = arguments.index("--resume_from_checkpoint")
     nowhere = [str(tmp_path / "other"), "--resume_from_checkpoint", str(tmp_path / "nowhere")]
     for given, words in (
-        ([*arguments, "--learning_rate", "1e-3"], r"run' has --learning_rate 0.005 \(now 0.001\); give the same, or"),
+        (
+            [*arguments, "--learning_rate", "1e-3"],
+            r"run' has --learning_rate 0.005 \(now 0.001\); give the same flags, or",
+        ),
         (
             [*arguments, "--gradient_accumulation_steps", "2"],
             r"its steps take 1 batches, these 2 \(1 processes\); change --gradient_acc",

@@ -48,7 +48,7 @@ def test_a_decoder_starts_again_and_keeps_its_memory():
     decoder = GreedyDecoder(model, 2, 16)
     for input_ids in (first, second, first):
         assert torch.equal(decode(decoder, input_ids, 10), expected(model, input_ids, 10))
-    with pytest.raises(ValueError, match="cache is full: it was made for length=16"):
+    with pytest.raises(ValueError, match="cache of length=16 tokens is full"):
         decoder.step()
 
 
@@ -71,7 +71,7 @@ def test_a_block_on_another_device_than_the_model_counts_its_own_tokens(monkeypa
 
 
 def test_a_faster_step_is_warmed_up_on_memory_that_the_prefill_clears():
-    """What `captured` does, without a GPU: the step runs a few times before the first prompt."""
+    """What `capture_graph` does, without a GPU: the step runs a few times before the first prompt."""
     model, input_ids, runs = tiny_model("llama"), prompts(), []
 
     def faster(step):
@@ -103,6 +103,6 @@ def test_bad_input():
     decoder = GreedyDecoder(model, 2, 8)
     first = decoder.prefill(input_ids).clone()
     for shape in ((1, 7), (3, 7), (2, 9)):
-        with pytest.raises(ValueError, match=rf"{shape[1]}\]: the decoder was made for batch=2 and length=8 tokens"):
+        with pytest.raises(ValueError, match=rf"{shape[1]}\]: the decoder was created for batch=2 and length=8 tokens"):
             decoder.prefill(prompts(*shape))
     assert torch.equal(torch.cat([input_ids, first, decoder.step()], 1), expected(model, input_ids, 2))

@@ -88,7 +88,7 @@ def test_a_cuda_graph_with_glue(name, form):
 
 
 def test_the_graph_is_captured_with_glue_and_the_model_is_restored_at_once(compiler):
-    """What `captured` does, without a GPU: the step runs a few times; what it ran then is what is replayed."""
+    """What `capture_graph` does, without a GPU: the step runs a few times; what it ran then is what is replayed."""
     model = tiny_model("llama")
     norm, language = model.model.layers[0].input_layernorm, sys.modules[type(model).__module__]
     rotary, seen = language.apply_rotary_pos_emb, []

@@ -53,7 +53,7 @@ def test_repr_and_wrong_layers():
         SparseLinear(6, 8)
     with pytest.raises(ValueError, match="'fastest'"):
         SparseLinear(8, 8, backend="fastest")
-    with pytest.raises(ValueError, match="blocks hold more than 2"):
+    with pytest.raises(ValueError, match="blocks have more than 2"):
         SparseLinear.from_linear(nn.Linear(8, 8))
 
 
@@ -74,7 +74,7 @@ def test_gradients_that_there_are_not_are_refused():
     x = torch.randn(2, 24, requires_grad=True)
     with torch.no_grad():
         torch.testing.assert_close(sparse(x), linear(x))
-    with pytest.raises(RuntimeError, match=r"no dL/dx .* torch.inference_mode\(\): do that under torch.no_grad"):
+    with pytest.raises(RuntimeError, match=r"no dL/dx .* torch.inference_mode\(\); use torch.no_grad"):
         sparse(x)
     sparse = SparseLinear.from_linear(pruned_linear()).requires_grad_(True)
     with pytest.raises(RuntimeError, match="requires_grad_"):
@@ -298,7 +298,7 @@ def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(backend, derivi
 
 def test_a_refused_call_makes_no_form(deriving):
     sparse = SparseLinear.from_linear(pruned_linear(), "deriving")
-    with pytest.raises(RuntimeError, match=r"'deriving' was chosen explicitly but cannot serve .*enough rows"):
+    with pytest.raises(RuntimeError, match=r"'deriving' was chosen explicitly but does not support .*enough rows"):
         sparse(torch.randn(100, 24))
     with pytest.raises(ValueError, match="must be in_features=24"):
         sparse(torch.randn(2, 20))
@@ -310,13 +310,13 @@ def test_a_refused_call_makes_no_form(deriving):
 def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monkeypatch):
     auto, other = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "reference"))
     for layer, backend, message in (
-        (auto, "reference", "'reference' reads the packed form; there is nothing to prepare"),
-        (auto, "preparing", "a layer of backend 'auto' never calls 'preparing'"),
-        (other, "deriving", "a layer of backend 'reference' never calls 'deriving'"),
+        (auto, "reference", "'reference' reads the packed format; there is nothing to prepare"),
+        (auto, "preparing", "a layer with backend='auto' never calls 'preparing'"),
+        (other, "deriving", "a layer with backend='reference' never calls 'deriving'"),
     ):
         with pytest.raises(ValueError, match=message):
             layer.prepare_(backend)
     monkeypatch.setattr(inference_linear, "MANY_ROWS", 100)
-    with pytest.raises(RuntimeError, match="'deriving' cannot serve this layer: it has had enough rows"):
+    with pytest.raises(RuntimeError, match="'deriving' does not support this layer: it has had enough rows"):
         auto.prepare_("deriving")
     assert auto.prepared is None

@@ -174,7 +174,7 @@ def test_shards(tmp_path):
     assert_same_files(tmp_path / "again", packed)
     assert torch.equal(model(TOKENS).logits, sparsify_(load(dense))(TOKENS).logits)
     shards[1].write_bytes(shards[1].read_bytes()[:-100])
-    refused(packed, f"{shards[1].name} is damaged or cut off")
+    refused(packed, f"{shards[1].name} is damaged or truncated")
 
 
 @torch.no_grad()

@@ -316,7 +316,7 @@ W, HALF, WIDE = torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16), torc
         ((W, W, WIDE, WIDE), {}, "exp_avg is torch.float64.*float32 or bfloat16"),
         ((WIDE, WIDE, HALF, HALF), {}, "exp_avg is torch.bfloat16.*must be float64"),
         ((W, W, W, HALF), {}, "exp_avg_sq is torch.bfloat16.*must be float32"),
-        ((W, W, W, W, W), {}, "torch.float32 weight is its own master"),
+        ((W, W, W, W, W), {}, "can have a master, not torch.float32"),
         ((HALF, HALF, W, W, WIDE), {}, "master is torch.float64.*must be float32"),
         ((HALF, HALF, W, W, None, W), {"frozen_lambda": 0.1}, "pretrained is torch.float32.*must be bfloat16"),
         ((W, W, W, W, None, None, torch.ones(4)), {}, r"scale is .*\[4\].*\[8\]"),

@@ -81,7 +81,7 @@ def test_a_backend_that_is_missing_is_announced_once(table):
     kernels = table({"8x8": {"1": "faster > fast > reference"}})
     kernels["faster"] = Kernel("faster", None, lambda x, values: "it is not installed; remedy: install it")
     assert warnings_of(lambda: chosen(1, 8, 8)) == [
-        "sparse_linear: not on the faster backend, a slower one serves: it is not installed; remedy: install it"
+        "sparse_linear: not on the faster backend (it is not installed; remedy: install it); using a slower backend"
     ]
     assert warnings_of(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
 

@@ -59,7 +59,7 @@ def test_every_block_of_zeros_numbers_and_nan(dtype, pattern, device, require):
     feasible = (blocks != 0).sum(-1) <= n
     require("pack_nm", blocks.to(device), n, 4)
     for block in blocks[~feasible]:
-        with pytest.raises(ValueError, match=rf"1 of 1 blocks hold more than {n} nonzeros, the first is block 0"):
+        with pytest.raises(ValueError, match=rf"1 of 1 blocks have more than {n} nonzeros, the first is block 0"):
             pack_nm(block.to(device, copy=True), pattern)
     blocks = blocks[feasible]
     values, indices = pack_nm(blocks.to(device), pattern)
@@ -141,7 +141,7 @@ def test_an_infeasible_weight_is_refused_in_the_words_of_the_reference(device):
     weight = random_weight((40, 1024))
     weight[7, 8:12] = 1.0
     weight[9, 1020:] = 1.0
-    message = "2 of 10240 blocks hold more than 2 nonzeros, the first is block 2 of row 7; prune it to 2:4 first"
+    message = "2 of 10240 blocks have more than 2 nonzeros, the first is block 2 of row 7; prune it to 2:4 first"
     with pytest.raises(ValueError) as error:  # noqa: PT011
         pack_nm(weight.to(device))
     assert str(error.value) == f"weight of shape [40, 1024]: {message}"
@@ -174,9 +174,9 @@ def damaged(place=None, byte=None, **replaced):
     [
         (*damaged((1, 0), 0x45), r"block 0 of row 1 has the places \[1, 1\]"),
         (*damaged((0, 0), 0x14), r"block 1 of row 0 has the places \[1, 0\]"),
-        (*damaged((1, 1), 0x14), "bits behind the last place"),
-        (*damaged(values=torch.zeros(2, 7)), r"values of shape \[2, 7\]: the last dimension must hold 2"),
-        (*damaged(values=torch.zeros(2, 8)), r"need torch.uint8 \[2, 2\]|out of order|behind"),
+        (*damaged((1, 1), 0x14), "bits after the last place"),
+        (*damaged(values=torch.zeros(2, 7)), r"values of shape \[2, 7\]: the last dimension must be a multiple of 2"),
+        (*damaged(values=torch.zeros(2, 8)), r"need torch.uint8 \[2, 2\]|out of order|after"),
         (*damaged(values=torch.zeros(3, 6)), r"need torch.uint8 \[3, 2\]"),
         (*damaged(values=torch.zeros(())), r"values of shape \[\]"),
         (*damaged(values=torch.zeros(2, 6, dtype=torch.int32)), "values has dtype torch.int32"),

@@ -76,11 +76,11 @@ def sharded_weight(mesh, placement, local_shape) -> nn.Parameter:
 @each_optimizer
 def test_shardings_that_cut_blocks_or_scalings_are_refused(two_processes, make):
     weight = sharded_weight(two_processes, Shard(1), (4, 6))  # 12 input features: 6 a process
-    with pytest.raises(ValueError, match=r"\[4, 12\]: 2 shards along the last .* cut its 2:4 blocks.*fully_shard"):
+    with pytest.raises(ValueError, match=r"\[4, 12\]: 2 shards along the last .* split its 2:4 blocks.*fully_shard"):
         make([weight], reg_lambda=0.1)
     make([weight], reg_lambda=0.1, pattern="1:2")
     weight = sharded_weight(two_processes, Shard(1), (4, 8))
-    with pytest.raises(ValueError, match="8 input features on this device"):
+    with pytest.raises(ValueError, match=r"floating point of shape \[8\]"):
         make([weight], reg_lambda=0.1).set_scale(weight, torch.ones(16))
 
 
@@ -106,6 +106,6 @@ def test_a_gradient_with_another_placement_is_refused(two_processes):
     optimizer = ProxAdamW([weight], lr=0.01, reg_lambda=0.5)
     weight.grad = DTensor.from_local(torch.ones(3, 8), two_processes, [Partial()], run_check=False)
     before = weight.to_local().detach().clone()
-    with pytest.raises(ValueError, match=r"\[3, 8\] is placed .*Replicate.* gradient .*Partial.*redistribute"):
+    with pytest.raises(ValueError, match=r"\[3, 8\] has placements .*Replicate.* gradient .*Partial.*redistribute"):
         optimizer.step()
     assert torch.equal(weight.to_local(), before)

@@ -195,7 +195,7 @@ def test_roundings_that_do_not_suit_the_weights_are_refused():
     half, bf16 = nn.Parameter(torch.ones(2, 4).half()), nn.Parameter(torch.ones(2, 4).bfloat16())
     with pytest.raises(ValueError, match=r"\[2, 4\] is torch.float16.*master_weights=True"):
         ProxAdamW([bf16, half], reg_lambda=0.1, stochastic_rounding=True)
-    with pytest.raises(ValueError, match=r"\[2, 4\].*stochastic_rounding=True or with master_weights=True"):
+    with pytest.raises(ValueError, match=r"\[2, 4\].*stochastic_rounding=True or master_weights=True"):
         ProxAdamW([bf16], reg_lambda=0.1, moment_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"complex64.*convert"):
         ProxAdamW([nn.Parameter(torch.ones(2, 4, dtype=torch.complex64))], reg_lambda=0.1)
@@ -225,6 +225,6 @@ def test_sparse_gradients_and_other_dtypes_are_refused_before_anything_moves():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter, dtype=parameter.grad_dtype)
     before = weights(model)
-    with pytest.raises(ValueError, match=r"\[4, 24\] is torch.bfloat16 and its gradient torch.float32"):
+    with pytest.raises(ValueError, match=r"\[4, 24\] is torch.bfloat16, but its gradient is torch.float32"):
         optimizer.step()
     assert_same(weights(model), before)

@@ -229,10 +229,10 @@ def test_bad_bases_are_refused():
     base = SGD(model.parameters(), lr=0.1)
     wrapped = ProxOptimizer(base, 0.1)
     for bad, error, message in (
-        (model, TypeError, r"Sequential: pass a plain torch\.optim\.Optimizer"),
+        (model, TypeError, r"Sequential; pass a plain torch\.optim\.Optimizer"),
         (wrapped, TypeError, "ProxOptimizer"),
-        (ProxAdamW(model.parameters(), reg_lambda=0.1), ValueError, "ProxAdamW has a prox step of its own"),
-        (base, ValueError, "wrapped already; make a new one"),
+        (ProxAdamW(model.parameters(), reg_lambda=0.1), ValueError, "ProxAdamW already has a prox step"),
+        (base, ValueError, "already wrapped; create a new"),
     ):
         with pytest.raises(error, match=message):
             ProxOptimizer(bad, 0.5, "1:4")

@@ -69,9 +69,9 @@ REFUSALS = (
     r"is in a folder that no run has marked .*, and the report would replace it; move it away",
     r"(metrics|result)\.jsonl?, line 1: not valid JSON",  # of a project
     r"holds neither a config\.json nor one|there is no such file or folder",
-    r"has no config\.json: give the folder|has no model\.safetensors: give the folder",
-    r"a run is replacing the result there, or was killed while it did",
-    r"a run has replaced the files while they were read; start again",
+    r"config\.json is missing; give the folder|model\.safetensors is missing; give the folder",
+    r"a run is replacing the result, or was killed while replacing it",
+    r"a run replaced the files while they were read; repeat",
     r"is the folder of the model: the result would replace it",
     r"MODEL_DIR .* is a file of|--model .* is a file of",
 )

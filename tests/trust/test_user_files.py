@@ -188,10 +188,10 @@ def test_files_that_are_replaced_while_they_are_read_are_not_used(tmp_path):
     before = files_to_read(final)
     require_unchanged(final, before)
     save_run(final, "new", overwrite=True)
-    with pytest.raises(InputError, match="a run has replaced the files while they were read; start again"):
+    with pytest.raises(InputError, match="a run replaced the files while they were read; repeat"):
         require_unchanged(final, before)
     (final / COMPLETE).mkdir()
-    with pytest.raises(InputError, match="a run is replacing the result there, or was killed while it did; wait, or"):
+    with pytest.raises(InputError, match="a run is replacing the result, or was killed while replacing it; wait, or"):
         files_to_read(final)
 
 

@@ -1,4 +1,4 @@
-"""One file per backend: every module of this folder is imported here, so that its kernels register themselves."""
+"""One file per backend. Every module of this folder is imported here, which registers its kernels."""
 
 import importlib
 import pkgutil

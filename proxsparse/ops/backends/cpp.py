@@ -16,20 +16,21 @@ except ImportError as error:
     _C = None
     _missing = f"the compiled extension is missing ({error}); remedy: apt install g++ python3-dev, then install again"
 
-# Up to this many rows the kernel for packed weights is faster than slabs: two cores of an EPYC 9005 (AVX-512 with
-# BF16), torch 2.13, in_features 576 to 4096; the times are equal between 32 and 64 rows in bf16, between 256 and 1024
-# in fp32. Result: the rows of "cpp" in benchmarks/results/linear_speed.jsonl (benchmarks/linear_speed.py).
+# Up to this number of rows the kernel for packed weights is faster than slabs. Measured on two cores of an EPYC 9005
+# (AVX-512 with BF16), torch 2.13, in_features 576 to 4096: both are equal between 32 and 64 rows in bf16, and between
+# 256 and 1024 in fp32. Results: the rows of "cpp" in benchmarks/results/linear_speed.jsonl
+# (benchmarks/linear_speed.py).
 FEW_ROWS = {torch.bfloat16: 48, torch.float32: 256}
-SLAB_BYTES = 4 << 20  # of dense weights: they stay in the cache of the cores
+SLAB_BYTES = 4 << 20  # dense weights of this size stay in the cache
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     if _missing:
         return _missing
     if tensor.device.type != "cpu":
-        return f"it serves the CPU, the tensor is on {tensor.device}"
+        return f"it supports the CPU, the tensor is on {tensor.device}"
     if m != 4 or n not in (1, 2):
-        return f"it serves the patterns 2:4 and 1:4, not {n}:{m}"
+        return f"it supports the patterns 2:4 and 1:4, not {n}:{m}"
     return None
 
 
@@ -55,7 +56,7 @@ def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
     *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
     if _C is not None and not hasattr(_C, "adamw_prox_"):
         return "the compiled extension is older than this op; remedy: install again"
-    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone knows no pattern
+    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone has no pattern
 
 
 @register_kernel("adamw_prox_", "cpp", supports=_supports_adamw_prox)
@@ -65,9 +66,9 @@ def _adamw_prox_(*arguments) -> None:
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
-    """Of a weight, or of values and indices; then n and m, of which any is served that can be packed."""
+    """For a weight, or values and indices; every pattern that can be packed is supported."""
     if _C is not None and not hasattr(_C, "sparse_linear"):
-        return "the compiled extension is older than the packed form; remedy: install again"
+        return "the compiled extension is older than the packed format; remedy: install again"
     return _supports(tensor, 2, 4)
 
 
@@ -87,25 +88,25 @@ def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
 
 
 def unpack_into(weight: Tensor, values: Tensor, indices: Tensor, n: int = 2) -> Tensor:
-    """weight [..., in_features], overwritten and returned: for a caller with a buffer to fill again and again."""
+    """Unpacks into `weight` [..., in_features] and returns it; for callers that reuse a buffer."""
     _C.unpack_n4(values, indices, n, weight)
     return weight
 
 
 def _supports_sparse_linear(x: Tensor, values: Tensor) -> str | None:
     if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype != x.dtype:
-        return f"it serves float32 or bfloat16, not {x.dtype} times {values.dtype}"
+        return f"it supports float32 or bfloat16, not {x.dtype} times {values.dtype}"
     return _supports_packed(x) or _supports_packed(values)
 
 
 @register_kernel("sparse_linear", "cpp", supports=_supports_sparse_linear)
 def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
-    """For few rows the packed weight is read once, as it is; for more rows it is unpacked in slabs."""
+    """For few rows the packed weight is read directly; for more rows it is unpacked in slabs."""
     return (few_rows if len(x) <= FEW_ROWS[x.dtype] else by_slabs)(x, values, indices, bias)
 
 
 def few_rows(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    """y = x W^T + b, [rows, out_features]; csrc/ops.h has the contract. Any strides."""
+    """y = x W^T + b, [rows, out_features]; see csrc/ops.h. Any strides."""
     y = x.new_empty((x.shape[0], values.shape[0]))
     bias = None if bias is None else bias.contiguous()
     _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
@@ -113,7 +114,7 @@ def few_rows(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) ->
 
 
 def by_slabs(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, a slab of output features at a time: its dense weights stay in the cache and take little memory."""
+    """y = x W^T + b, one slab of output features at a time, whose dense weights fit in the cache."""
     values, indices = values.contiguous(), indices.contiguous()
     height = max(64, SLAB_BYTES // max(1, x.shape[1] * x.element_size()))
     y, buffer = x.new_empty((len(x), len(values))), x.new_empty((min(height, len(values)), x.shape[1]))

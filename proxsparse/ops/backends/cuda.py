@@ -1,4 +1,4 @@
-"""The CUDA kernels: the only file that imports proxsparse._C_cuda. They serve where Triton is missing."""
+"""The CUDA kernels: the only file that imports proxsparse._C_cuda."""
 
 import contextlib
 import importlib
@@ -20,7 +20,7 @@ GEMV_ARGUMENTS = 10  # of _C.gemv
 
 
 def loaded(name: str) -> tuple[ModuleType | None, str | None]:
-    """The compiled extension, or why there is none that serves this file."""
+    """(the compiled extension, None), or (None, the reason why it cannot be used)."""
     try:
         extension = importlib.import_module(name)
     except ImportError as error:
@@ -34,21 +34,21 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
 
 _C, _missing = loaded("proxsparse._C_cuda")
 
-# Launch parameters of `gemv` for the sweep in benchmarks/tune.py: warps of a thread block, thread blocks that split the
-# columns, tiles of 8 rows of W in each warp. What a GPU cannot run is replaced by the nearest that it can.
+# Launch parameters of `gemv` for the sweep in benchmarks/tune.py: warps per thread block, thread blocks that split the
+# columns, tiles of 8 rows of W per warp. Values that a GPU does not support are replaced by the nearest supported ones.
 GEMV_WARPS, GEMV_SPLITS, GEMV_TILES = (4, 8, 16), (1, 2, 4, 8), (1, 2, 4)
 _dependent: ContextVar[bool] = ContextVar("proxsparse_dependent_launch", default=False)
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     if tensor.device.type != "cuda":
-        return f"it serves CUDA GPUs, the tensor is on {tensor.device}"
+        return f"it supports CUDA GPUs, the tensor is on {tensor.device}"
     if reason := rocm() or _missing:
         return reason
     if m != 4 or n not in (1, 2):
-        return f"it serves the patterns 2:4 and 1:4, not {n}:{m}"
+        return f"it supports the patterns 2:4 and 1:4, not {n}:{m}"
     if torch.cuda.get_device_capability(tensor.device) < (8, 0):
-        return f"it serves GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(tensor.device)}"
+        return f"it supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(tensor.device)}"
     return None
 
 
@@ -58,7 +58,7 @@ def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Ten
 
 def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
     *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
-    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone knows no pattern
+    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone has no pattern
 
 
 @register_kernel("prox_nm_", "cuda", supports=_supports_prox)
@@ -84,9 +84,9 @@ def _supports_packed(tensor: Tensor, n: int, m: int) -> str | None:
     if reason := _supports(tensor, n, m) or missing():
         return reason
     if (n, m) != (2, 4) or tensor.element_size() not in (2, 4):
-        return f"it packs 2:4 weights of 2 or 4 bytes, not {n}:{m} of {tensor.dtype}"
+        return f"it packs 2:4 weights of 2 or 4 bytes, not {n}:{m} weights of {tensor.dtype}"
     if tensor.data_ptr() % 16:
-        return "the tensor must begin at a multiple of 16 bytes"
+        return "the address of the tensor must be a multiple of 16 bytes"
     return None
 
 
@@ -117,20 +117,20 @@ def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
 
 
 def rocm() -> str | None:
-    """None, or why no CUDA kernel can serve: AMD's GPUs are devices of type "cuda", too."""
+    """The reason why CUDA kernels cannot be used on ROCm, where AMD GPUs also have device type "cuda"; else None."""
     version = torch.version.hip
-    return f"it serves NVIDIA's GPUs, this torch is built for AMD's (ROCm {version})" if version else None
+    return f"it supports NVIDIA GPUs, but this torch is built for AMD GPUs (ROCm {version})" if version else None
 
 
 def missing() -> str | None:
-    """None, or why nothing here can handle packed weights."""
+    """The reason why these kernels cannot be used, or None."""
     return rocm() or _missing
 
 
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu."""
     (rows, in_features), out_features = x.shape, values.shape[0]
-    if x.data_ptr() % 8:  # the kernel reads x in pieces of 8 bytes; this copy of a few KB may be captured
+    if x.data_ptr() % 8:  # the kernel reads 8 bytes of x at a time; the copy of a few KB can be captured
         x = x.clone()
     y = x.new_empty(rows, out_features)
     chosen = tuning.launch_parameters("gemv", x.dtype, x.device, (out_features, in_features, rows))
@@ -141,15 +141,13 @@ def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Ten
 
 @contextlib.contextmanager
 def dependent_launch() -> Iterator[None]:
-    """Within the block, `gemv` may start before the previous kernel of its stream has ended, and load weights.
+    """Within the block, `gemv` in this thread may start to load weights before the previous kernel of its stream ends.
 
-    It reads x and writes y only after the previous kernel has ended (programmatic dependent launch of CUDA, compute
-    capability 9.0 and newer; without effect elsewhere). A CUDA graph that is captured within the block is always
-    replayed this way.
+    It reads x and writes y only after the previous kernel has ended (programmatic dependent launch of CUDA; compute
+    capability 9.0 or newer, without effect on older GPUs). Replays of a CUDA graph captured in the block do the same.
 
-    The packed weights must not change on the GPU meanwhile: before the block, and before a replay of a graph that was
-    captured in it, wait for the kernels that write values or indices (torch.cuda.synchronize). Applies to the calls of
-    this thread.
+    The packed weights must not change meanwhile: before the block, and before replaying a graph that was captured in
+    it, wait for the kernels that write values or indices (torch.cuda.synchronize).
     """
     token = _dependent.set(True)
     try:
@@ -159,7 +157,7 @@ def dependent_launch() -> Iterator[None]:
 
 
 def cutlass_metadata_(indices: Tensor, metadata: Tensor, architecture: int) -> None:
-    """The places of a packed weight in the order of CUTLASS's kernels: see cutlass.py."""
+    """Writes the indices of a packed weight in the order of the CUTLASS kernels; see cutlass.py."""
     _call("cutlass_metadata_", indices, metadata, architecture)
 
 

@@ -1,13 +1,12 @@
-"""`sparse_linear` for many rows on CUDA GPUs: torch's own cuSPARSELt. A layer holds its form and the packed one.
+"""`sparse_linear` for many rows on CUDA GPUs, with cuSPARSELt of torch. A layer holds the weight in both formats.
 
 `prepare` unpacks the weight temporarily (16/9 of the packed memory in bfloat16), and cuSPARSELt compresses it again.
-The layer then takes twice the memory of the packed form, 9/8 of the dense one in bfloat16.
+The layer then takes twice the memory of the packed format, 9/8 of the dense weight in bfloat16.
 
-torch 2.11 to 2.13 creates the descriptors and the plan of a multiplication in every call, on the host (ATen,
-cuSPARSELtOps.cpp). A captured CUDA graph holds only the kernels, and a replay creates nothing; measure the speed there.
-The first call of each shape searches the algorithm and its split of in_features: it runs all of them and waits for the
-GPU. A capture must not wait: a shape that first occurs in a capture takes the default algorithm, so call the layer once
-before it.
+torch 2.11 to 2.13 creates descriptors and the plan of a multiplication on the host in every call (ATen,
+cuSPARSELtOps.cpp). A captured CUDA graph contains only the kernels, so measure the speed of graphs. The first call of
+each shape runs all algorithms to find the fastest, and synchronizes. This is not possible in a capture: a shape that
+first occurs in a capture uses the default algorithm, so call the layer once before.
 """
 
 import torch
@@ -26,11 +25,11 @@ _algorithms: dict[tuple, dict[str, int]] = {}
 
 def _supports(x: Tensor, values: Tensor) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
-        return f"it serves CUDA GPUs, x is on {x.device} and the weight on {values.device}"
+        return f"it supports CUDA GPUs, x is on {x.device} and the weight on {values.device}"
     if reason := cuda.rocm():
         return reason
     if x.dtype not in DTYPES or values.dtype != x.dtype:
-        return f"it serves bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
+        return f"it supports bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
     for name, size in (("out_features", len(values)), ("in_features", 2 * values.shape[1])):
         if size % WEIGHT_STEP:
             return f"{name}={size} must be a multiple of {WEIGHT_STEP}"
@@ -39,7 +38,7 @@ def _supports(x: Tensor, values: Tensor) -> str | None:
     if not torch.backends.cusparselt.is_available():
         return "this torch has no cuSPARSELt; remedy: install a CUDA build of torch"
     if torch.cuda.get_device_capability(x.device) < (8, 0):
-        return f"it serves GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
+        return f"it supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
     return None
 
 
@@ -65,7 +64,7 @@ def algorithm(prepared: Tensor, columns: Tensor, bias: Tensor | None, out_featur
 
 
 def search(prepared: Tensor, columns: Tensor, bias: Tensor | None) -> dict[str, int]:
-    """Runs all algorithms -> the fastest. torch's public op is deprecated and returns only its number."""
+    """Runs all algorithms and returns the fastest. The public op of torch is deprecated and returns only its number."""
     library = getattr(torch._C, "_cusparselt", None)
     if not hasattr(library, "mm_search"):
         number = torch._cslt_sparse_mm_search(prepared, columns, bias, transpose_result=True)

@@ -1,13 +1,14 @@
-"""`sparse_linear` for many rows on CUDA GPUs: CUTLASS's sparse matrix multiplications (csrc/cutlass).
+"""`sparse_linear` for many rows on CUDA GPUs: the sparse matrix multiplications of CUTLASS (csrc/cutlass).
 
-They read the packed values as they are, and the places in another order, the "metadata" (E in CUTLASS). A small kernel
-derives it from the packed places: it reads in_features * out_features / 8 bytes and writes as many. `prepare` does that
-once; a layer of backend="cutlass" then holds the metadata, 1/8 byte per weight, 11% of the packed form in bfloat16. A
-layer of backend="auto" derives it in every call. This file has the equations of these orders, csrc/cuda/metadata.cu
-the fast implementation.
+They read the packed values directly, and the indices in another order, the "metadata" (E in CUTLASS). A small kernel
+computes the metadata from the indices: it reads in_features * out_features / 8 bytes and writes as many. `prepare` does
+this once; a layer with backend="cutlass" then holds the metadata, 1/8 byte per weight, 11% of the packed weight in
+bfloat16. A layer with backend="auto" computes it in every call. This file has the equations of these orders;
+csrc/cuda/metadata.cu has the fast implementation.
 
-A tile is the part of y that a thread block computes. The fastest tile measured for the nearest size is taken
-(proxsparse.ops.tuning, kernel "cutlass", parameter "tile"). Without a measurement the number of rows decides, by TILES.
+A tile is the part of y that a thread block computes. The fastest tile measured for the nearest size is used
+(proxsparse.ops.tuning, kernel "cutlass", parameter "tile"); without measurements, the tile in TILES for the number of
+rows.
 """
 
 import importlib
@@ -30,9 +31,9 @@ except ImportError as error:
         "build of torch and nvcc, install again"
     )
 
-ANY_PLACES = 0x44  # places 0 and 1 of two blocks: where a padded tile has no weights
-# architecture -> [(most rows, tile)] for sizes that were not measured: as few idle rows as possible. The other tiles
-# are taken only where they were measured to be the fastest.
+ANY_PLACES = 0x44  # places 0 and 1 of two blocks, for the padding of a tile
+# architecture -> [(most rows, tile)] for sizes that were not measured, with as few idle rows as possible. Other tiles
+# are used only if they were measured to be the fastest.
 TILES = {
     90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
     80: [(128, "64x64"), (None, "128x128")],
@@ -63,14 +64,14 @@ def metadata_sm90(indices: Tensor) -> Tensor:
 
 
 def metadata_bytes(out_features: int, in_features: int, architecture: int) -> int:
-    """The size of the metadata."""
+    """The size of the metadata in bytes."""
     if architecture == 80:
         return out_features * in_features // 8
     return -(-out_features // 64) * 64 * -(-in_features // 128) * 16
 
 
 def architecture_of(device: torch.device) -> int:
-    """90 for Hopper, which has its own kernels, else 80."""
+    """90 for Hopper, else 80."""
     return 90 if torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
@@ -90,14 +91,14 @@ def built_tiles(device: torch.device) -> list[str]:
 
 def _supports(x: Tensor, values: Tensor) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
-        return f"it serves CUDA GPUs, x is on {x.device} and the weight on {values.device}"
+        return f"it supports CUDA GPUs, x is on {x.device} and the weight on {values.device}"
     if reason := cuda.missing() or _missing:
         return reason
     if x.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
-        return f"it serves bfloat16, not x of {x.dtype} with a weight of {values.dtype}"
+        return f"it supports bfloat16, not x of {x.dtype} with a weight of {values.dtype}"
     capability = torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
-        return f"it serves GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
+        return f"it supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
     if reason := shape_reason(len(x), *values.shape, architecture_of(x.device)):
         return reason
     if (tile := tile_for(x.device, len(values), 2 * values.shape[1], len(x))) not in built_tiles(x.device):
@@ -106,7 +107,7 @@ def _supports(x: Tensor, values: Tensor) -> str | None:
 
 
 def shape_reason(rows: int, out_features: int, k: int, architecture: int) -> str | None:
-    """None, or why CUTLASS cannot serve: it moves 16 bytes at once, and sm_80 orders the places of 32 rows together."""
+    """Why CUTLASS does not support the shape, or None. It loads 16 bytes; sm_80 groups the metadata of 32 rows."""
     out_step, in_step = (8, 16) if architecture == 90 else (32, 64)
     if rows == 0:
         return "there are no rows"
@@ -118,12 +119,12 @@ def shape_reason(rows: int, out_features: int, k: int, architecture: int) -> str
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy, at a multiple of 16 bytes. Memory from torch is aligned, but a view may begin anywhere."""
+    """The tensor, or a copy if its address is not a multiple of 16 bytes, as in some views."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _prepare(values: Tensor, indices: Tensor) -> Tensor:
-    """The metadata of a weight, for the GPU it is on."""
+    """The metadata of a weight for its GPU."""
     architecture = architecture_of(indices.device)
     size = metadata_bytes(len(values), 2 * values.shape[1], architecture)
     metadata = torch.empty(size, dtype=torch.uint8, device=indices.device)
@@ -140,7 +141,7 @@ def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | No
     if architecture == 90:
         bias = None if bias is None else aligned(bias)
         return _gemm(architecture, tile, values, metadata, x, bias, x.new_empty(rows, len(values)))
-    # computes y^T for a multiple of 8 rows; the bias is added after y was rounded to bfloat16
+    # the kernel computes y^T for a multiple of 8 rows; the bias is added after y was rounded to bfloat16
     x = pad_rows(x, 8)
     y = _gemm(architecture, tile, values, metadata, x, None, x.new_empty(len(values), len(x)))[:, :rows].t()
     return y.contiguous() if bias is None else torch.add(y, bias, out=x.new_empty(rows, len(values)))

@@ -1,6 +1,6 @@
-"""The Triton kernels for the GPU: the only file that imports triton_kernels (late: importing triton takes a second).
+"""The Triton kernels: the only file that imports triton_kernels, at the first call (importing triton takes a second).
 
-They serve NVIDIA's GPUs, and AMD's without inline assembly (compiled for gfx942, not run on an AMD GPU).
+They support NVIDIA GPUs, and AMD GPUs without inline assembly (compiled for gfx942, but never run on an AMD GPU).
 """
 
 import importlib.util
@@ -14,9 +14,9 @@ from proxsparse.ops.tuning import launch_parameters
 
 def _supports(weight: Tensor, n: int, m: int) -> str | None:
     if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"it serves CUDA GPUs, the tensor is on {weight.device} (TRITON_INTERPRET=1 runs it on the CPU, slowly)"
+        return f"it supports CUDA GPUs, the tensor is on {weight.device} (TRITON_INTERPRET=1: slowly on the CPU)"
     if (n, m) not in ((2, 4), (1, 4)):
-        return f"it serves the patterns 2:4 and 1:4, not {n}:{m}"
+        return f"it supports the patterns 2:4 and 1:4, not {n}:{m}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; remedy: pip install triton"
     return None
@@ -27,7 +27,7 @@ def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Ten
 
 
 def measured(kernel: str, weight: Tensor, numel: int) -> dict[str, object]:
-    """The launch parameters in tuned.json for this number of weights; {}: the kernel's own."""
+    """The launch parameters in tuned.json for this number of weights; {} for the defaults of the kernel."""
     return dict(launch_parameters(kernel, weight.dtype, weight.device, (numel,)))
 
 
@@ -35,7 +35,7 @@ def measured(kernel: str, weight: Tensor, numel: int) -> dict[str, object]:
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     from proxsparse import triton_kernels
 
-    # The table was measured without a scale, which takes other registers.
+    # The table was measured without a scale, which needs more registers.
     launch = {} if scale is not None else measured("prox", weight, weight.numel())
     triton_kernels.prox_n4_(weight, reg_lambda, n, scale, **launch)
 
@@ -50,7 +50,7 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
 
 def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
     *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
-    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone knows no pattern
+    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone has no pattern
 
 
 @register_kernel("adamw_prox_", "triton", supports=_supports_adamw_prox)
