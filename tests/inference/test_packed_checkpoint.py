@@ -161,7 +161,7 @@ def test_the_base_model_alone_loads_packed_and_saved_again(folders, tmp_path):
 def test_a_state_dict_without_files_is_refused(packed, folders):
     config = transformers.AutoConfig.from_pretrained(folders[1])
     state = {name: tensor for name, tensor in packed.state_dict().items() if not name.endswith("up_proj.values")}
-    with pytest.raises(ValueError, match="give the folder"):
+    with pytest.raises(ValueError, match="give its folder"):
         type(packed).from_pretrained(None, config=config, state_dict=state)
 
 
@@ -174,7 +174,7 @@ def test_shards(tmp_path):
     assert_same_files(tmp_path / "again", packed)
     assert torch.equal(model(TOKENS).logits, sparsify_(load(dense))(TOKENS).logits)
     shards[1].write_bytes(shards[1].read_bytes()[:-100])
-    refused(packed, f"{shards[1].name} is damaged or truncated")
+    refused(packed, f"{shards[1].name}: damaged or truncated")
 
 
 @torch.no_grad()
