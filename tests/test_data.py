@@ -99,7 +99,7 @@ def test_home_and_named_sources(tmp_path, monkeypatch):
 def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
     path = write(tmp_path / "a.jsonl", '"one"\n""\n"two"\nnot JSON\n')
     assert load_texts(path, "train", limit=2) == ["one", "", "two"]
-    with pytest.raises(InputError, match=r"limit=0.*limit >= 1"):
+    with pytest.raises(InputError, match=r"limit=0.*must be at least 1"):
         load_texts(path, "train", limit=0)
 
 

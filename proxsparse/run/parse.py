@@ -110,7 +110,7 @@ def parse_prune(arguments: list[str]) -> TrainConfig | argparse.Namespace:
     if "config" in given:
         given = prune_settings(given.pop("config"), types) | given
     if given.get("method") not in own_flag_methods():
-        what = f"--method {given['method']!r}: there is no such method" if "method" in given else "--method is missing"
+        what = f"--method {given['method']!r}: no such method" if "method" in given else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them")
     names = {"method": given.pop("method"), "allocation": given.pop("allocation", UNIFORM)}
     chosen = (get_method(names["method"]), get_allocation(names["allocation"]))

@@ -66,13 +66,13 @@ REFUSALS = (
     r"--resume_from_checkpoint: the run in .* has (--\w+|the command)",
     r"holds no metrics\.jsonl",
     r"is not a folder",
-    r"is in a folder that no run has marked .*, and the report would replace it; move it away",
+    r"its folder has no .*, so no run wrote it, and the report would replace it; move it away",
     r"(metrics|result)\.jsonl?, line 1: not valid JSON",  # of a project
     r"holds neither a config\.json nor one|there is no such file or folder",
     r"has no config\.json: give the folder|has no model\.safetensors: give the folder",
     r"a run is replacing the result there, or was killed while it did",
     r"a run has replaced the files while they were read; start again",
-    r"is the folder of the model: the result would replace it",
+    r"--output_dir .*: the folder of (the |--)model; choose another folder",
     r"MODEL_DIR .* is a file of|--model .* is a file of",
 )
 
