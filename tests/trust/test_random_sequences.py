@@ -64,8 +64,8 @@ REFUSALS = (
     r"is not empty \(.*\) and no run of proxsparse has written there",
     r"another run \((pid \d+ on .*|just started)\) writes to",
     r"--resume_from_checkpoint: the run in .* has (--\w+|the command)",
-    r"holds no metrics\.jsonl",
-    r"is not a folder",
+    r"no metrics\.jsonl in this folder",
+    r"not a folder",
     r"its folder has no .*, so no run wrote it, and the report would replace it; move it away",
     r"(metrics|result)\.jsonl?, line 1: not valid JSON",  # of a project
     r"holds neither a config\.json nor one|there is no such file or folder",

@@ -251,7 +251,7 @@ def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
     assert (final / "report.md").read_text() != "mine"
     (final / "loss.png").unlink(missing_ok=True)
     (final / "loss.png").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"loss\.png is a link or a folder, and the report would replace it"):
+    with pytest.raises(InputError, match=r"loss\.png: is a link or a folder, and the report would replace it"):
         report.main([str(final)])
 
 
