@@ -140,7 +140,7 @@ def test_answers_that_do_not_fit_are_refused_before_the_task(tiny_llama, task_fo
     monkeypatch.setattr("lm_eval.models.huggingface.HFLM.max_length", 2)
     monkeypatch.setattr("lm_eval.simple_evaluate", lambda **_: pytest.fail("the task was run"))
     model, tokenizer = load_model(str(tiny_llama))
-    with pytest.raises(InputError, match=r"piqa has an answer of \d+ tokens, the model has 2 positions; leave out"):
+    with pytest.raises(InputError, match=r"piqa: an answer has \d+ tokens, the model has 2 positions; leave out"):
         zero_shot.zero_shot(model, tokenizer, ["piqa"], task_folder)
 
 

@@ -68,7 +68,7 @@ REFUSALS = (
     r"not a folder",
     r"its folder has no .*, so no run wrote it, and the report would replace it; move it away",
     r"(metrics|result)\.jsonl?, line 1: not valid JSON",  # of a project
-    r"holds neither a config\.json nor one|there is no such file or folder",
+    r"not a model directory|no such file or folder",
     r"has no config\.json: give the folder|has no model\.safetensors: give the folder",
     r"a run is replacing the result there, or was killed while it did",
     r"a run has replaced the files while they were read; start again",
