@@ -190,9 +190,9 @@ def naming_progress(final: Path, progress: Callable[[], str]) -> Iterator[None]:
         if not may_pass(error):
             raise
         with suppress(OSError):  # the disk may be unreachable
-            kept = f"{found} kept" if final.is_dir() and (found := progress()) else ""
-            kept = kept or ("" if final.is_dir() else f"{final} cannot be reached")
-            if kept:
+            found = progress() if final.is_dir() else ""
+            state = f"{found} saved" if found else f"{final} cannot be reached"
+            if found or not final.is_dir():
                 flags = f"--output_dir {final} --resume_from_checkpoint {LAST}"
-                error.add_note(f"{kept}; to resume, run the same command with {flags}")
+                error.add_note(f"{state}; to resume, run the same command with {flags}")
         raise

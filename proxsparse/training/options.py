@@ -88,7 +88,7 @@ class LearningOptions:
     )
     save_total_limit: int = flag(1, "number of checkpoints to keep", "output")
     report_to: str = flag("none", "also log to this tracker", "output", ("none", "tensorboard", "wandb"))
-    seed: int = flag(42, "seed of the order of documents and of every random number", "hardware")
+    seed: int = flag(42, "seed of the document order and of all random numbers", "hardware")
 
     def fill_in(self) -> None:
         """Replaces every None that has a default by that default."""
