@@ -25,7 +25,7 @@ Measures the perplexity and the zero-shot accuracy of a causal language model, p
 
 Perplexity: over windows that do not overlap. Documents are joined by two newlines. wikitext2 is the test split. c4 is
 the first 1,100 validation documents, joined by a space; the papers use --max_windows 256 for it.
-Tasks: the seven of the ProxSparse paper, as lm-eval defines them. acc is not normalised by length; for truthfulqa_mc
+Tasks: the seven of the ProxSparse paper, as lm-eval defines them. acc is not normalized by length; for truthfulqa_mc
 it is the mean of mc1 and mc2, our reading of the paper. The average is the mean of acc over the tasks."""
 MOST_BYTES = 1 << 20  # longest first row of a --json file that is read
 EXAMPLES = """\
@@ -110,7 +110,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TEXT",
         help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin; default: builtin, none with --tasks",
     )
-    text.add_argument("--split", help="split of the data sets; default: that of the papers (test, for c4 validation)")
+    text.add_argument("--split", help="split of the data sets; default: validation, for wikitext2 test")
     text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
     text.add_argument(
         "--seq_len", type=int, help="window in tokens; default: 2048, or the model's positions if these are fewer"

@@ -50,7 +50,7 @@ class RunConfig:
     )
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run", "output")
     resume_from_checkpoint: str | None = flag(
-        None, "a checkpoint directory, or last: continue the run in --output_dir, or start it", "output"
+        None, "a checkpoint directory; last: resume the run in --output_dir, or start it if there is none", "output"
     )
     precision: str = flag(
         "auto",

@@ -48,7 +48,7 @@ def parse_train_flags(arguments: list[str]) -> dict[str, object]:
         "train",
         usage="%(prog)s [--flag VALUE ...]",
         description="Learn an N:M sparsity mask of a pretrained language model (ProxSparse, Algorithm 1).",
-        epilog="Without arguments, a 135M-parameter model is pruned on text that is part of Python, without a network.",
+        epilog="Without arguments, a 135M-parameter model is pruned on text that comes with Python; no network needed.",
     )
     add_fields(parser, TrainConfig)
     given = vars(parser.parse_args(arguments))

@@ -80,6 +80,6 @@ def settings_text(result: dict) -> str:
     rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in settings.items()]
     if "reg_lambda" in result:
         low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
-        rows.append(("regularisation strength used", low if low == high else f"{low} to {high}, by layer"))
+        rows.append(("lambda_1 of the run", low if low == high else f"{low} to {high}, by layer"))
     data = shortened(result["data"]) if result.get("samples") != 0 else "none needed"
     return f"Calibration data: {data}.\n\n{table(('setting', 'value'), *rows)}"

@@ -63,7 +63,9 @@ class LearningOptions:
     max_steps: int = flag(-1, "optimizer steps; -1: determined by --num_train_epochs")
     per_device_train_batch_size: int = flag(1, "samples per forward pass")
     gradient_accumulation_steps: int = flag(1, "forward passes per optimizer step")
-    learning_rate: float | None = flag(None, "default: 5e-3 (dimensionless), with --objective paper 1e-4")
+    learning_rate: float | None = flag(
+        None, "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4"
+    )
     lr_scheduler_type: str = flag(
         "linear", "decay of the learning rate after the warm-up", choices=("linear", "cosine", "constant")
     )
@@ -124,7 +126,9 @@ class LearningOptions:
                 "scaling; raise --reg_lambda_rel"
             )
         if self.forward == "dense" and self.start != PRETRAINED:
-            raise InputError(f"--start {self.start}: needs --objective masked; the paper's starts from the weights")
+            raise InputError(
+                f"--start {self.start}: needs --objective masked; paper starts from the pretrained weights"
+            )
         if self.forward == "dense" and self.average_runs > 1:
             raise InputError(
                 f"--average_runs {self.average_runs}: needs --objective masked, because the mean of weights with "

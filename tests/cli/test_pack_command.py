@@ -166,8 +166,8 @@ def test_code_of_a_checkpoint_never_runs(spoiled, tmp_path, monkeypatch, capsys)
 
     folder = spoiled(change)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    refused(capsys, pack.main, [folder, "--output_dir", tmp_path / "out"], "auto_map", "never run")
-    refused(capsys, evaluate.main, [folder, "--data", "builtin"], "auto_map", "never run")
+    refused(capsys, pack.main, [folder, "--output_dir", tmp_path / "out"], "auto_map", "never executed")
+    refused(capsys, evaluate.main, [folder, "--data", "builtin"], "auto_map", "never executed")
     assert not (tmp_path / "ran").exists()
 
 

@@ -78,7 +78,7 @@ def test_allocations(name, prune, tiny_llama, tmp_path, capsys):
     mixed = len(set(result["patterns"].values())) > 1
     assert mixed == (name != "uniform")
     assert result["budget"]["kept"] == pytest.approx(0.5)
-    assert f"{name}: " in capsys.readouterr().out
+    assert f"({name}): " in capsys.readouterr().out
     with safe_open(tmp_path / "run" / "masks.safetensors", framework="pt") as file:
         assert file.metadata()["pattern"] == ("mixed" if mixed else "4:8")
         assert not mixed or json.loads(file.metadata()["patterns"]) == result["patterns"]
