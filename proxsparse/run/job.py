@@ -96,7 +96,8 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     with store.stop if method.keeps == "checkpoints" else nullcontext():  # a signal ends other methods at once
         with autocast(device, compute_dtype):
             patterns = choose_patterns(config, method, store, model, layers, batches, digest)
-            masks = method.prune(model, layers, batches, patterns, **with_store(options, method, store))
+            progress = {"store": store} if method.keeps else {}
+            masks = method.prune(model, layers, batches, patterns, **options, **progress)
         snap_(model, pretrained, masks, updated)
         whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
         on_rank_zero(lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config))
@@ -136,11 +137,6 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 def method_options(config: RunConfig, method: Method) -> dict:
     """The values of the method's options."""
     return {name: getattr(config, name) for name in method.options}
-
-
-def with_store(options: dict, method: Method, store: Store) -> dict:
-    """The keyword arguments of `method.prune`."""
-    return options | {"store": store} if method.keeps else options
 
 
 def read_calibration(config: RunConfig, method: Method, tokenizer, seq_len: int) -> list[dict]:

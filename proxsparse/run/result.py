@@ -33,7 +33,7 @@ def perplexity_of(
     """Reads the held-out text. Returns a function (model, name) -> its perplexity, or None with --eval_data none.
 
     Raises:
-        InputError: the text cannot be read.
+        InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
     if config.eval_data == "none":
         return lambda model, name: None
