@@ -49,7 +49,8 @@ def top_text(rows: Sequence[dict], result: dict | None) -> str:
         return f"> **Warning:** {reason} This page shows {len(rows):,} finished steps{last}."
     found = []
     if result["status"] != "complete":
-        found.append(f"The run was {result['status']} after {number(result['steps'])} steps; the masks are incomplete.")
+        steps = number(result["steps"])
+        found.append(f"The run was {result['status']} after {steps} steps; the masks are those learned so far.")
     scores, verdict = result["perplexity"], "Held-out perplexity was not measured."
     if scores is not None and "proxsparse" not in scores:
         verdict = f"Held-out perplexity {number(scores[result['method']])}; dense model: {number(scores['dense'])}."
