@@ -213,8 +213,10 @@ def task_file(name: str, folder: Path) -> Path:
     expected = [folder / f"{TASKS[name].file}{suffix}" for suffix in (".jsonl.gz", ".jsonl")]
     path = next((path for path in expected if path.is_file()), None)
     if path is None:
-        what = f"no file {expected[0].name} (or .jsonl) for task {name}" if folder.is_dir() else "no such folder"
-        raise InputError(f"--data_dir {str(folder)!r}: {what}; add the file, or leave out the task or the flag")
+        what = f"no file {expected[0].name} (or .jsonl)" if folder.is_dir() else "no such folder"
+        raise InputError(
+            f"--data_dir {str(folder)!r}: {what} for task {name}; add it, or leave out the task or the flag"
+        )
     where = None
     for where, row in read_path(path):
         absent = next((field for field in TASKS[name].fields if not has_field(row, field)), None)
