@@ -77,7 +77,7 @@ def check_encoding() -> None:
     for text in (*sys.argv, os.getcwd()):
         if any("\udc80" <= character <= "\udcff" for character in text):
             shown = os.fsencode(text).decode(errors="replace")
-            raise InputError(f"{shown!a}: cannot be decoded in the encoding of this locale, {encoding}; {remedy}")
+            raise InputError(f"{shown!a}: not text in the encoding {encoding} of this locale; {remedy}")
 
 
 def _show_warning(message, *_where, **_more) -> None:
