@@ -31,7 +31,7 @@ from proxsparse.runtime.distributed import world_size
 from proxsparse.training import checkpoint
 
 SAMPLED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
-AGAIN = "use the same, or start again with --overwrite_output_dir instead of --resume_from_checkpoint"
+AGAIN = "give the same, or start again with --overwrite_output_dir instead of --resume_from_checkpoint"
 # Flags that do not change the masks.
 NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit", "pretrained_weights")
 # Flags that may differ when a run is resumed; 4 processes without accumulation equal 1 process with 4 passes.
