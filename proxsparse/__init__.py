@@ -1,12 +1,12 @@
 """proxsparse: learn N:M sparsity masks of pretrained language models by proximal gradient descent.
 
-`import proxsparse` needs torch only; transformers, once imported too, loads packed checkpoints. The command line is
-`proxsparse COMMAND`, or `python -m proxsparse.COMMAND`.
+`import proxsparse` requires only torch. If transformers is imported too, `from_pretrained` loads packed checkpoints.
+The command line is `proxsparse COMMAND`, or `python -m proxsparse.COMMAND`.
 """
 
 import os
 
-from proxsparse import _start, integrations  # noqa: F401 _start before anything else is imported
+from proxsparse import _start, integrations  # noqa: F401 _start must be imported first
 from proxsparse._version import __version__
 
 if _start.needs_torch:
@@ -17,8 +17,8 @@ if _start.needs_torch:
     from proxsparse.patterns import NMPattern
     from proxsparse.reference import reg_nm
 
-# Installed, triton_kernels is a subpackage of ours (the bare name belongs to another project). In a source checkout it
-# stands beside this folder: adding that parent to the search path makes `proxsparse.triton_kernels` import both ways.
+# triton_kernels is installed as a subpackage of proxsparse because another project uses the bare name. In a source
+# checkout it is next to this folder: adding the parent to __path__ makes `proxsparse.triton_kernels` work there too.
 _checkout = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 if os.path.isdir(f"{_checkout}/triton_kernels") and os.path.isfile(f"{_checkout}/setup.py"):
     __path__.append(_checkout)

@@ -1,6 +1,6 @@
-"""`proxsparse COMMAND ...`, or `python -m proxsparse COMMAND ...`: runs one of the commands.
+"""`proxsparse COMMAND ...`, `python -m proxsparse COMMAND ...` or `python -m proxsparse.COMMAND ...`: runs a command.
 
-`python -m proxsparse.COMMAND` is the same. Without a command, and for --help and --version, torch is not imported.
+Without a command, and for --help and --version, torch is not imported.
 """
 
 import importlib
@@ -21,7 +21,7 @@ def main() -> int:
 
 
 def answer(option: str) -> None:
-    """Prints what --help or --version asks for. Raises InputError for anything else."""
+    """Prints the help or the version. Raises InputError for any other option."""
     if option in ("-h", "--help"):
         print(help_text())
     elif option == "--version":
@@ -31,7 +31,7 @@ def answer(option: str) -> None:
 
 
 def help_text() -> str:
-    """What --help prints: a line for each command."""
+    """The text of --help: one line for each command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()]
     usage, more = "usage: proxsparse COMMAND [ARGUMENT ...]", "proxsparse COMMAND --help lists the flags of a command."

@@ -1,8 +1,8 @@
-"""Imported before anything else: what a command of proxsparse needs while Python is still importing.
+"""The first import: prepares the process of a proxsparse command before the slow imports begin.
 
-Python puts the current folder first on the search path of `python -m`, before the standard library. Its files may be
-untrusted, so a command takes it off, unless it is the checkout that holds this package. Ctrl-C during the imports ends
-a command at once. A program of the user's own that imports proxsparse keeps its search path and its signals.
+`python -m` puts the current directory first on sys.path, before the standard library. Its files may be untrusted, so
+a command removes it, unless it is the checkout that contains this package. Ctrl-C during the imports ends a command
+at once. In any other program that imports proxsparse, sys.path and the signal handlers stay as they are.
 """
 
 import os
@@ -14,29 +14,29 @@ COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
     "train": "learn the N:M mask of a pretrained language model (ProxSparse)",
     "prune": "prune a model by any method: magnitude, wanda, sparsegpt, ...",
     "evaluate": "measure perplexity and zero-shot accuracy",
-    "pack": "pack the 2:4 layers of a pruned model, or unpack them again",
-    "report": "write the report and the plots of a run again",
-    "env": "print versions and which backend serves which operation here",
+    "pack": "pack the 2:4 layers of a pruned model, or unpack them",
+    "report": "regenerate the report and the plots of a run",
+    "env": "print versions and the backend of each operation on this machine",
 }
 
 
 def command_line_of_ours() -> str:
-    """The module named after `python -m` if it is ours, "proxsparse" for the console script, "" for other programs."""
-    if sys.argv[:1] == ["-m"]:  # while Python looks for the module, which stands before the arguments
+    """The module of `python -m` if it is part of proxsparse, "proxsparse" for the console script, else ""."""
+    if sys.argv[:1] == ["-m"]:  # Python is still locating the module; its name precedes the arguments
         word = sys.orig_argv[-len(sys.argv)]
-        module = word.partition("m")[2] if word.startswith("-") else word  # "-mproxsparse.train" is one word
+        module = word.partition("m")[2] if word.startswith("-") else word  # "-mproxsparse.train" is one argument
         return module if module.partition(".")[0] == "proxsparse" else ""
     return "proxsparse" if sys.argv and os.path.basename(sys.argv[0]) in ("proxsparse", "proxsparse.exe") else ""
 
 
 def quit_at_once(_number, _frame) -> None:
-    """Ctrl-C while modules are being imported: there is nothing to save, and a traceback would help nobody."""
+    """Handles Ctrl-C while modules are being imported: exits without a traceback; there is nothing to save."""
     os.write(2, b"\ninterrupted\n")
     os._exit(130)
 
 
 started_as = command_line_of_ours()
-# `proxsparse --help` and a mistyped command answer without torch, whose import takes seconds.
+# `proxsparse --help` and an unknown command do not need torch, whose import takes seconds.
 needs_torch = started_as != "proxsparse" or (sys.argv[1:] or [""])[0] in COMMANDS
 if started_as and sys.argv[0] == "-m" and not sys.flags.safe_path and sys.path[0] == os.getcwd() != PACKAGE_PARENT:
     del sys.path[0]

@@ -1,4 +1,4 @@
-"""`proxsparse env`: versions, which backend serves which op on this machine, why not another, what would be faster."""
+"""`proxsparse env`: versions, the backend of each op on this machine, why others are unavailable, and how to fix it."""
 
 import collections
 import contextlib
@@ -22,7 +22,7 @@ from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, device_name, version
 
 PACKAGES = ("torch", "triton", "transformers", "datasets", "safetensors", "gguf", "matplotlib", "lm-eval")
-# Arguments after the tensor with which each op asks its kernels whether they support it.
+# Typical arguments after the tensor, passed to `supports` of the kernels of each op.
 TYPICAL_ARGUMENTS = {
     "prox_nm_": (0.1, 2, 4, None),
     "prox_nm_list_": (2, 4),
@@ -34,7 +34,7 @@ TYPICAL_ARGUMENTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints versions, which backend serves each op and a packed layer, why others do not, and what to do for them."""
+    """Prints versions, the backend of each op and of packed layers, and the remedies for unavailable backends."""
     Parser("env", description=__doc__.partition(": ")[2]).parse_args(arguments)
     device = choose_device("auto")
     ops = op_rows(torch.zeros(4, 8, dtype=torch.bfloat16, device=device))
@@ -44,9 +44,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
     print(f"CUDA {torch.version.cuda or 'missing'}, ROCm {torch.version.hip or 'missing'} (of this torch)")
     print(f"compilers: {program_version(os.environ.get('CXX') or 'c++')}; nvcc {program_version('nvcc')}")
-    print(f"\nbackends of a bfloat16 2:4 weight on {device}, chosen explicitly: {chosen_backend() or 'none'}")
+    print(f"\nbackends for a bfloat16 2:4 weight on {device}; explicitly selected: {chosen_backend() or 'none'}")
     print(table(ops))
-    print(f'\nbackends of a packed bfloat16 layer (SparseLinear) on {device}, backend="auto"')
+    print(f'\nbackends for a packed bfloat16 layer (SparseLinear) on {device}, backend="auto"')
     print(table(packed))
     print("\nfor a faster backend:")
     print("\n".join(f"  {line}" for line in faster(ops, packed, device) or ["nothing to do on this machine"]))
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def program_version(program: str) -> str:
-    """The line of `program --version` that names the version; "missing" if it is not on PATH."""
+    """The line of `program --version` that contains the version; "missing" if the program is not on PATH."""
     path = shutil.which(program)
     if path is None:
         return "missing"
@@ -63,8 +63,8 @@ def program_version(program: str) -> str:
 
 
 def faster(ops: dict[str, tuple], packed: dict[str, tuple], device: torch.device) -> list[str]:
-    """A line for each thing to do so that a faster backend can serve: the remedies of those that cannot."""
-    waiting = collections.defaultdict(list)  # backend and remedy -> what it would serve
+    """The remedies that make a faster backend available, one line each."""
+    waiting = collections.defaultdict(list)  # (backend, remedy) -> ops
     for name, (reasons, serving) in (ops | packed).items():
         order = AUTOMATIC[device.type] if name in ops else tuple(reasons)
         for backend in order[: order.index(serving)] if name in ops and serving in order else order:
@@ -75,9 +75,9 @@ def faster(ops: dict[str, tuple], packed: dict[str, tuple], device: torch.device
         f"{backend} for {', '.join(dict.fromkeys(names))}: {remedy}" for (backend, remedy), names in waiting.items()
     ]
     if chosen_backend():
-        lines.append(f"unset PROXSPARSE_BACKEND={chosen_backend()}: the fastest backend then serves each op")
+        lines.append(f"unset PROXSPARSE_BACKEND={chosen_backend()}: each op then uses the fastest backend")
     if device.type == "cpu" and torch.version.cuda is None and torch.version.hip is None:
-        build = "install a CUDA or ROCm build of torch, then proxsparse again"
+        build = "install a CUDA or ROCm build of torch, then reinstall proxsparse"
         lines.append(f"torch {torch.__version__} is a CPU build: on a machine with a GPU, {build}")
     elif device.type == "cpu":
         lines.append("torch finds no GPU: check the driver (nvidia-smi or rocm-smi) and CUDA_VISIBLE_DEVICES")
@@ -85,10 +85,10 @@ def faster(ops: dict[str, tuple], packed: dict[str, tuple], device: torch.device
 
 
 def op_rows(tensor: torch.Tensor) -> dict[str, tuple[dict, str | None]]:
-    """Op -> (backend -> None or why it does not serve, the backend that serves a call like this one)."""
-    ops = [op for op in list_ops() if op != "sparse_linear"]  # has rows of its own
+    """Op -> (backend -> None or why it is unavailable, the backend selected for this tensor)."""
+    ops = [op for op in list_ops() if op != "sparse_linear"]  # see `packed_rows`
     backends = [name for name in list_backends() if any(name in list_backends(op) for op in ops)]
-    missing = dict.fromkeys(backends, "it has no kernel for this op")
+    missing = dict.fromkeys(backends, "no kernel for this op")
     rows = {}
     for op in ops:
         reasons, serving = row(op, functools.partial(select, op), tensor, *TYPICAL_ARGUMENTS[op])
@@ -97,7 +97,7 @@ def op_rows(tensor: torch.Tensor) -> dict[str, tuple[dict, str | None]]:
 
 
 def packed_rows(device: torch.device) -> dict[str, tuple[dict, str | None]]:
-    """The same for a packed layer of 4,096 features, for several numbers of rows of x."""
+    """The same for a packed layer of 4,096 features and inputs of several row counts."""
     rows, values = {}, torch.zeros(4096, 2048, dtype=torch.bfloat16, device=device)
     for count in (1, 16, 512):
         x = torch.zeros(count, 4096, dtype=torch.bfloat16, device=device)
@@ -106,16 +106,16 @@ def packed_rows(device: torch.device) -> dict[str, tuple[dict, str | None]]:
 
 
 def row(op: str, choose: Callable, *arguments) -> tuple[dict[str, str | None], str | None]:
-    """(backend -> None or why it does not serve these arguments, the backend of the kernel `choose(*arguments)`)."""
+    """(backend -> None or why it does not support these arguments, the backend of the kernel `choose(*arguments)`)."""
     reasons = {backend: get_kernel(op, backend).supports(*arguments) for backend in list_backends(op)}
     serving = None
-    with contextlib.suppress(RuntimeError):  # an explicitly chosen backend cannot serve these arguments
+    with contextlib.suppress(RuntimeError):  # an explicitly selected backend does not support these arguments
         serving = choose(*arguments).backend
     return reasons, serving
 
 
 def table(rows: dict[str, tuple[dict, str | None]]) -> str:
-    """A line for each row, a column for each backend ("serves", "ready" after it, "-"), and why not."""
+    """A line per row, a column per backend ("serves": selected; "ready": available), then why "-" is not available."""
     backends, lines, why_not = list(next(iter(rows.values()))[0]), [], collections.defaultdict(list)
     for row, (reasons, serving) in rows.items():
         words = {backend: "-" if reason else "ready" for backend, reason in reasons.items()} | {serving: "serves"}

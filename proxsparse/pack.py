@@ -1,6 +1,6 @@
-"""`proxsparse pack`: a pruned checkpoint with its 2:4 layers packed, 9/16 of them in bf16; or dense again.
+"""`proxsparse pack`: packs the 2:4 layers of a pruned checkpoint to 9/16 of their bytes in bf16, or unpacks them.
 
-The folder that comes out is a Hugging Face checkpoint: after `import proxsparse`, `from_pretrained` loads it.
+The result is a Hugging Face checkpoint: after `import proxsparse`, `from_pretrained` loads it.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
-Packs every 2:4 nn.Linear layer of a pruned checkpoint: in bf16 9/16 of its bytes. Other tensors stay as they are.
-After `import proxsparse`, AutoModelForCausalLM.from_pretrained loads the folder, without ever holding dense weights."""
+Packs every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16. Other tensors stay as they are.
+After `import proxsparse`, AutoModelForCausalLM.from_pretrained loads the result without making dense weights."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
-# Not copied: weights in any form, and what a run says of itself: the result is no run.
+# Not copied: weights in any format, and the files that describe the run.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
 FOREIGN_WEIGHTS = ("*.h5", "*.msgpack", "*.pth", "*.pt", "*.ot", "*.onnx")
 OF_THE_RUN = ("result.json", "config.yaml", "metrics.jsonl", "report.md", "*.png")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Checks, decides, packs or unpacks tensor by tensor, copies the rest, says what it did. Returns the exit code."""
+    """Packs or unpacks tensor by tensor, copies the other files, and prints the sizes. Returns the exit code."""
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
     files = files_to_read(source)
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     check_folder(source)
     found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
-        raise InputError(f"--output_dir {options.output_dir!r} is the folder of the model: the result would replace it")
+        raise InputError(f"--output_dir {options.output_dir!r}: the folder of the model; choose another folder")
     plan, verb, done, note, growth = UNPACK if options.unpack else PACK
     before, overwrite = file_bytes(source), options.overwrite_output_dir
     inputs = {"model": options.model}
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
         output_folder.publish(folder)
     linears = convert.names_of_modules(model, nn.Linear)
-    print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are as they were")
+    print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
     print(change("these layers", disk.layer_bytes(layers, found), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")
@@ -69,19 +69,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def packing(options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
-    """The layers to pack and the tensors of the result, nothing written yet; `config` becomes that of the result."""
+    """The layers to pack and the tensors of the result; `config` becomes that of the result."""
     layers = convert.layers_to_pack(found, model, options.include, options.exclude)
     config["quantization_config"] = disk.description(layers)
     return layers, convert.pack_tensors(found, layers)
 
 
 def unpacking(_options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
-    """The same of the inverse."""
+    """The same for --unpack."""
     layers = list(convert.packed_layers(found, model, config.pop("quantization_config")["layers"]))
     return layers, convert.unpack_tensors(found, layers)
 
 
-# What to do, its names, the note on the card, and how many times the bytes of the source the result has at most.
+# Function, its names for messages, note for the model card, largest size of the result relative to the source.
 PACK = packing, "packing", "packed", disk.NOTE, 1
 UNPACK = unpacking, "unpacking", "unpacked", b"", 2
 
@@ -90,21 +90,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
-    add("model", metavar="MODEL_DIR", help="folder of a safetensors checkpoint that `proxsparse prune` has written")
-    add("--output_dir", required=True, metavar="DIR", help="the folder to write, whole or not at all")
-    add("--unpack", action="store_true", help="the inverse: the dense checkpoint of a packed one")
-    add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name has one of these; they must be 2:4")
-    add("--exclude", nargs="+", metavar="REGEX", help="leave layers dense whose name has one of these")
-    add("--max_shard_size", default="5GB", metavar="SIZE", help="of an output file, and of the memory; default 5GB")
+    add("model", metavar="MODEL_DIR", help="output folder of `proxsparse train` or `proxsparse prune`")
+    add("--output_dir", required=True, metavar="DIR", help="the folder to write")
+    add("--unpack", action="store_true", help="make a dense checkpoint from a packed one")
+    add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be 2:4")
+    add("--exclude", nargs="+", metavar="REGEX", help="do not pack layers whose name matches one")
+    add("--max_shard_size", default="5GB", metavar="SIZE", help="largest output file; also bounds memory; default: 5GB")
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     options = parser.parse_args(arguments)
     if options.unpack and (options.include or options.exclude):
-        raise InputError("--unpack takes neither --include nor --exclude: it unpacks every packed layer")
+        raise InputError("--unpack: unpacks every packed layer; leave out --include and --exclude")
     return options
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "5GB" is 5 * 10**9; also MB, KB, or a number alone."""
+    """Text to bytes: "5GB" is 5 * 10**9; also MB, KB, or a number without a unit."""
     match = re.fullmatch(r"(\d+)\s*(|KB|MB|GB)", text.strip(), re.IGNORECASE)
     if match is None or int(match[1]) == 0:
         raise InputError(f"--max_shard_size {text}: must be a size such as 5GB, 500MB or a number of bytes")
@@ -112,13 +112,13 @@ def parse_size(text: str) -> int:
 
 
 def file_bytes(folder: Path) -> int:
-    """Of the weights on disk."""
+    """Bytes of the weight files."""
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def change(what: str, before: int, after: int) -> str:
     """One line of the summary."""
-    return f"{what}: {before / 1e6:.1f} MB -> {after / 1e6:.1f} MB, {after / before:.3f} of it"
+    return f"{what}: {before / 1e6:.1f} MB -> {after / 1e6:.1f} MB ({after / before:.3f}x)"
 
 
 if __name__ == "__main__":

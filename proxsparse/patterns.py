@@ -1,28 +1,28 @@
-"""The N:M sparsity pattern: a value object, and the one place that knows how a weight is cut into blocks."""
+"""The N:M sparsity pattern: a value object that defines how a weight is split into blocks."""
 
 import re
 from dataclasses import dataclass
 
 import torch
 
-# 64 weights a block is far beyond any hardware format and keeps the general reference's cost bounded.
+# Far above any hardware format; bounds the cost of the reference for general N:M.
 MAX_M = 64
-TEXT = re.compile(r"\s*(\d{1,3})\s*:\s*(\d{1,3})\s*")  # compiled here: Dynamo of torch 2.11 cannot trace re's parser
+TEXT = re.compile(r"\s*(\d{1,3})\s*:\s*(\d{1,3})\s*")  # compiled at import: Dynamo (torch 2.11) cannot trace re.compile
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_dtype(tensor: torch.Tensor, what: str) -> None:
-    """Raises ValueError unless the tensor has one of the four dtypes that all functions take."""
+    """Raises ValueError unless the dtype is one of `FLOAT_DTYPES`."""
     if tensor.dtype not in FLOAT_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES)
-        raise ValueError(f"{what} has dtype {tensor.dtype}: it must be one of {names}; convert it first")
+        raise ValueError(f"{what} has dtype {tensor.dtype}: must be one of {names}; convert it first")
 
 
 @dataclass(frozen=True)
 class NMPattern:
     """At most `n` nonzero weights in every block of `m` consecutive weights along in_features.
 
-    `n` counts the weights that are KEPT (Wanda's and SparseGPT's `prune_n` count the pruned ones).
+    `n` counts the KEPT weights; `prune_n` of Wanda and SparseGPT counts the pruned ones.
 
     Raises:
         ValueError: unless 1 <= n < m <= 64.
@@ -54,7 +54,7 @@ class NMPattern:
 
     @property
     def density(self) -> float:
-        """Share of the weights that are kept, n / m."""
+        """Fraction of the weights that are kept, n / m."""
         return self.n / self.m
 
     def check_blocks(self, shape: torch.Size, what: str = "weight") -> None:
@@ -66,23 +66,21 @@ class NMPattern:
             )
 
     def blocks(self, weight: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., in_features / m, m], a view where strides allow one."""
+        """[..., in_features] -> [..., in_features / m, m], a view if the strides allow it."""
         self.check_blocks(weight.shape)
         return weight.unflatten(-1, (weight.shape[-1] // self.m, self.m))
 
     def nonzeros(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight or mask [..., in_features] -> uint8 [..., in_features / m]: how many of each block are not 0.
-
-        Bytes hold any count, m <= 64, and are added as bytes: torch would widen a bool to int64, 8 bytes a weight.
-        """
+        """Number of nonzeros of each block: weight or mask [..., in_features] -> uint8 [..., in_features / m]."""
+        # m <= 64 fits uint8; summing bool would convert every element to int64, 8 bytes a weight
         return (self.blocks(weight) != 0).view(torch.uint8).sum(-1, dtype=torch.uint8)
 
     def feasible_blocks(self, weight: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> bool [..., in_features / m]: which blocks hold at most n nonzeros."""
+        """Whether each block has at most n nonzeros: [..., in_features] -> bool [..., in_features / m]."""
         return self.nonzeros(weight) <= self.n
 
     def is_feasible(self, weight: torch.Tensor) -> bool:
-        """Whether every block holds at most n nonzeros."""
+        """Whether every block has at most n nonzeros."""
         return bool(self.feasible_blocks(weight).all())
 
 

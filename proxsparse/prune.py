@@ -1,8 +1,8 @@
 """`proxsparse prune --method NAME`: prune a pretrained language model by any of the methods.
 
---list prints the methods with their options. A run leaves the pruned model as a Hugging Face checkpoint with its
+--list prints the methods with their options. A run writes the pruned model as a Hugging Face checkpoint with its
 tokenizer, masks.safetensors, config.yaml with every flag, and result.json. The same command line with
---resume_from_checkpoint last continues a stopped run, starts one where there is none, and leaves a complete one.
+--resume_from_checkpoint last continues a stopped run, starts a new one, or leaves a complete one as it is.
 """
 
 import sys

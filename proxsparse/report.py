@@ -1,4 +1,4 @@
-"""`proxsparse report RUN`: writes the report and the plots of a run again."""
+"""`proxsparse report RUN`: regenerates the report and the plots of a run."""
 
 import os
 import sys
@@ -14,8 +14,8 @@ from proxsparse.runtime.progress import phase
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("report", description="Writes the report and the plots of a run again, also while it is running.")
-    parser.add_argument("run_dir", type=Path, help="the folder that `proxsparse train` wrote (its --output_dir)")
+    parser = Parser("report", description="Regenerates the report and the plots of a run, also while it is running.")
+    parser.add_argument("run_dir", type=Path, help="the --output_dir of `proxsparse train`")
     run_dir = parser.parse_args(arguments).run_dir
     refuse_foreign(run_dir)
     before = files_to_read(run_dir)
@@ -29,12 +29,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def refuse_foreign(run_dir: Path) -> None:
-    """Raises InputError if a page or plot would replace a file that no run has written."""
+    """Raises InputError if a page or plot would replace a file that was not written by a run."""
     marked = read_marker(run_dir) is not None if run_dir.is_dir() else False
     for path in (run_dir / name for name in ("report.md", "README.md", *PLOTS)):
         if os.path.lexists(path) and not (marked and path.is_file() and not path.is_symlink()):
-            reason = "is a link or a folder" if marked else f"is in a folder that no run has marked (no {MARKER})"
-            raise InputError(f"{path} {reason}, and the report would replace it; move it away")
+            reason = "is a link or a folder" if marked else f"its folder has no {MARKER}, so no run wrote it"
+            raise InputError(f"{path}: {reason}, and the report would replace it; move it away")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`proxsparse train`: learn the N:M mask of a pretrained language model (Algorithm 1 of the paper).
 
-Started by `torchrun`, it runs on many processes: each learns its rows of every weight, on its part of the samples.
+With `torchrun` it runs on several processes: each process learns its rows of every weight on its share of the samples.
 """
 
 import sys

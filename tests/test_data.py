@@ -99,7 +99,7 @@ def test_home_and_named_sources(tmp_path, monkeypatch):
 def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
     path = write(tmp_path / "a.jsonl", '"one"\n""\n"two"\nnot JSON\n')
     assert load_texts(path, "train", limit=2) == ["one", "", "two"]
-    with pytest.raises(InputError, match=r"limit=0.*limit >= 1"):
+    with pytest.raises(InputError, match=r"limit=0.*must be at least 1"):
         load_texts(path, "train", limit=0)
 
 
@@ -115,7 +115,7 @@ def test_limit_counts_documents_with_text_and_stops_reading(tmp_path):
         ("a.json", '[{"text": "ok"}, {}]', r"a\.json, row 2: no field 'text'.*none"),
         ("a.jsonl", '{"text": null}', r"a\.jsonl, line 1: None is not text"),
         ("a.jsonl", "\n17\n", r"a\.jsonl, line 2: 17 is not text"),
-        ("a.jsonl", r'"\ud800"', r"a\.jsonl, line 1: holds half a surrogate pair.*drop"),
+        ("a.jsonl", r'"\ud800"', r"a\.jsonl, line 1: contains an unpaired surrogate.*delete"),
         ("a.txt", b"fine\n\xe9t\xe9\n", r"a\.txt, line 2: not UTF-8.*convert"),
         ("a.txt", "text".encode("utf-16"), r"a\.txt, line 1: not UTF-8"),
         ("a.jsonl.gz", b'{"text": "plain"}', r"a\.jsonl\.gz, after line 0: cannot be read \(Not a gzipped.*replace"),
@@ -303,12 +303,12 @@ def test_too_little_text_warns_with_both_numbers(tokenizer, packing, made):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_samples": 0}, "num_samples=0: must be at least 1; raise num_samples"),
+        ({"num_samples": 0}, "num_samples=0: must be at least 1"),
         ({"seq_len": 1}, "seq_len=1: must be at least 2"),
         ({"batch_size": -1}, "batch_size=-1: must be at least 1"),
-        ({"texts": []}, "0 texts make no sample: it takes at least 2 tokens; add text"),
+        ({"texts": []}, "0 texts make no sample: a sample needs at least 2 tokens; add text"),
         ({"texts": ["w1", " "]}, "2 texts make no sample"),
-        ({"packing": True, "seq_len": 99}, "1 texts make no sample: it takes at least 99 tokens.*lower seq_len"),
+        ({"packing": True, "seq_len": 99}, "1 texts make no sample: a sample needs at least 99 tokens.*lower seq_len"),
     ],
 )
 def test_bad_arguments(tokenizer, arguments, message):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from proxsparse.training.distillation import KEPT_TOKENS, calibration_loss, likeliest, teacher_targets
+from proxsparse.training.distillation import KEPT_TOKENS, calibration_loss, most_likely, teacher_targets
 
 PADDED = {
     "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 2, 2]]),
@@ -70,7 +70,7 @@ def test_a_certain_teacher_is_a_label():
     logits = torch.full((1, 100), -50.0)
     logits[0, 7] = 50.0
     batch = {"input_ids": torch.tensor([[3, 9]]), "attention_mask": torch.ones(1, 2), "labels": torch.tensor([[3, 7]])}
-    targets = likeliest(logits)
+    targets = most_likely(logits)
     assert targets["teacher_tokens"].shape == (1, min(KEPT_TOKENS, 100))
     found = calibration_loss(model, batch | targets, 1.0)
     torch.testing.assert_close(found, calibration_loss(model, batch, 0.0), rtol=1e-4, atol=1e-4)

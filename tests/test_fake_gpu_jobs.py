@@ -192,4 +192,4 @@ def test_env_on_the_gpu(capsys):
         assert env.main([]) == 0
     printed = capsys.readouterr().out
     assert "device fake GPU" in printed
-    assert "backends of a bfloat16 2:4 weight on cuda" in printed
+    assert "backends for a bfloat16 2:4 weight on cuda" in printed

@@ -141,9 +141,9 @@ def test_start_is_the_mask_of_a_method_and_leaves_the_weights(model):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"objective": "paper", "start": "swap"}, "--start swap needs --objective masked"),
-        ({"objective": "paper", "average_runs": 2}, "--average_runs 2 needs --objective masked"),
-        ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1 needs --objective paper"),
+        ({"objective": "paper", "start": "swap"}, "--start swap: needs --objective masked"),
+        ({"objective": "paper", "average_runs": 2}, "--average_runs 2: needs --objective masked"),
+        ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1: needs --objective paper"),
         ({"forward": "dense", "reg_lambda": 0.0}, "needs a lambda above 0"),
     ],
 )

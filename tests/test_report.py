@@ -81,7 +81,7 @@ def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, matplotli
     report, card = written(make_run(tmp_path, rows(), result()))
     assert names(tmp_path) == {"metrics.jsonl", "result.json", "report.md", "README.md", *PLOTS}
     for text in (report, card):
-        assert "**Held-out perplexity 66.21, against 3,015 for the magnitude mask and 20.68 dense.**" in text
+        assert "**Held-out perplexity 66.21; magnitude mask: 3,015; dense model: 20.68.**" in text
         assert "wikitext test; 12 windows of 2,048 tokens" in text
         assert "| magnitude mask | 3,015 |" in text
         assert "| `learning_rate` | 0.0001 |" in text

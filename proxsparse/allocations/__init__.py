@@ -1,8 +1,8 @@
-"""Layer allocations: which N:M pattern every decoder block gets, so that together they keep what one for all would.
+"""Layer allocations: choose the N:M pattern of every decoder block; together they keep as many weights as one pattern.
 
-An allocation gives a wish for every decoder block, a real number: how many of every m weights to keep in its layers.
-`nearest_counts` turns the wishes into integers that meet the budget. A decoder block moves as a whole, and m is the
-same everywhere. Every module of this package is imported here, so that it can register itself.
+An allocation returns a target for every decoder block, a real number: how many of every m weights its layers keep.
+`nearest_counts` rounds the targets to integers that meet the budget. All layers of a decoder block have the same
+pattern, and m is the same everywhere. Importing this package imports all of its modules, which registers them.
 """
 
 import importlib

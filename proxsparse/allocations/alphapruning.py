@@ -1,4 +1,4 @@
-"""AlphaPruning: more weights for decoder blocks whose weight spectra have heavy tails."""
+"""AlphaPruning: decoder blocks whose weight spectra have heavy tails keep more weights."""
 
 import math
 
@@ -11,10 +11,10 @@ from proxsparse.errors import InputError, require
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.progress import phase
 
-HISTOGRAM_BINS = 100  # of log eigenvalues; as AlphaPruning's code, and WeightWatcher's before it
-PEAK_WINDOW = (0.95, 1.5)  # where the tail may begin, in units of the peak; the same source
-# Eigenvalues up to this share of the largest are rounding errors of a float32 decomposition. matrix_rank has a larger
-# tolerance: it would take real ones off a square matrix, and with them move all bins of the histogram.
+HISTOGRAM_BINS = 100  # of log eigenvalues; as in AlphaPruning's code and in WeightWatcher
+PEAK_WINDOW = (0.95, 1.5)  # where the tail may begin, in units of the peak; from the same code
+# Eigenvalues up to this share of the largest are rounding errors of a float32 decomposition. The larger tolerance of
+# matrix_rank would remove valid eigenvalues of a square matrix, and shift all bins of the histogram.
 ROUNDING = (10 * torch.finfo(torch.float32).eps) ** 2
 
 
@@ -29,18 +29,18 @@ def check_alphapruning(epsilon: float) -> None:
     paper="Lu et al. 2024, AlphaPruning: Using Heavy-Tailed Self Regularization Theory for Improved Layer-wise Pruning",
     check=check_alphapruning,
 )
-def wish_alphapruning(
+def alphapruning_targets(
     model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern, *, epsilon: float = 0.3
 ) -> list[float]:
-    """Decoder blocks with a heavy-tailed spectrum, which are trained well, keep more:
+    """Decoder blocks with a heavy-tailed spectrum are considered well trained and keep more weights:
 
-        alpha_b = mean of `alpha_peak` over the decoder block's layers
+        alpha_b = mean of `alpha_peak` over the layers of decoder block b
         q_b = 1 - epsilon + 2 epsilon (alpha_b - min alpha) / (max alpha - min alpha)
-        w_b = m (1 - s q_b / mean(q)),   s = 1 - n/m, the mean over weights
+        target_b = m (1 - s q_b / mean(q)),   s = 1 - n/m;   the mean is over weights
 
     Args:
-        epsilon: in (0, 1): pruned shares lie in s (1 +- epsilon) before mean(q) scales them. The authors' scripts for
-            Llama-2-7B have 0.3 with Wanda, 0.5 with magnitude and 0.2 with SparseGPT.
+        epsilon: in (0, 1): the pruned shares are within s (1 +- epsilon) before the division by mean(q). The authors'
+            scripts for Llama-2-7B use 0.3 with Wanda, 0.5 with magnitude and 0.2 with SparseGPT.
     """
     check_choice(blocks, pattern)
     layers = merge_layers(blocks)
@@ -52,32 +52,31 @@ def wish_alphapruning(
 
 
 def alpha_of_layer(name: str, layer: nn.Linear) -> float:
-    """`alpha_peak` of a layer's weight. Raises InputError, naming the layer, where there is none."""
+    """`alpha_peak` of a layer's weight. Raises InputError, which names the layer, if it is not finite."""
     weight = layer.weight.detach().float()
     alpha = alpha_peak(torch.linalg.svdvals(weight).square()) if weight.isfinite().all() else math.nan
     if not math.isfinite(alpha):
         raise InputError(
-            f"{name}: its spectrum has no finite exponent (a NaN, an infinity, or no two eigenvalues that differ); "
-            "look for damaged weights, or exclude this layer with --exclude"
+            f"{name}: its spectrum has no finite exponent (NaN, infinity, or all eigenvalues equal); check for damaged "
+            "weights, or exclude this layer with --exclude"
         )
     return alpha
 
 
 def alpha_peak(eigenvalues: Tensor) -> float:
-    """The exponent of the power law rho(x) ~ x^-alpha that the upper eigenvalues of W^T W follow, by Hill's estimator:
+    """The exponent of the power law rho(x) ~ x^-alpha of the largest eigenvalues of W^T W, by Hill's estimator:
 
-        alpha(x_i) = 1 + k / sum_{j >= i} ln(x_j / x_i),   k = how many j >= i
+        alpha(x_i) = 1 + k / sum_{j >= i} ln(x_j / x_i),   k = number of j >= i
 
-    The tail begins at the x_i that fits best among those within 0.95 to 1.5 times the peak of the spectrum, which is
-    the lower edge of the fullest of 100 bins of equal width in log x; the fit is the Kolmogorov-Smirnov distance
-    max_j |1 - (x_j / x_i)^(1 - alpha) - (j - i) / k|. The code of the paper has log10(0.95 peak) for the lower bound,
-    and so depends on the scale of the weights; this does not.
+    The tail begins at the x_i with the smallest Kolmogorov-Smirnov distance
+    max_j |1 - (x_j / x_i)^(1 - alpha) - (j - i) / k|, among those within 0.95 to 1.5 times the peak of the spectrum.
+    The peak is the lower edge of the fullest of 100 bins of equal width in log x. The paper's code uses
+    log10(0.95 peak) as the lower bound, which depends on the scale of the weights; this function does not.
 
     Args:
-        eigenvalues: [min(out_features, in_features)], any order; those at the rounding level count as zero and are left
-            out.
+        eigenvalues: [min(out_features, in_features)], any order; values at the rounding level are ignored.
     Returns:
-        NaN if fewer than two are left, infinity if they are all equal.
+        alpha; NaN if fewer than two eigenvalues remain, infinity if they are all equal.
     """
     eigenvalues = eigenvalues.cpu().double().sort().values
     logs = eigenvalues[eigenvalues > ROUNDING * eigenvalues[-1]].log()

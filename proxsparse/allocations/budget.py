@@ -1,4 +1,4 @@
-"""One budget of kept weights for all layers, and the rounding of wishes to patterns."""
+"""The budget of kept weights of all layers, and the rounding of targets to patterns."""
 
 import math
 
@@ -11,52 +11,51 @@ from proxsparse.models.layers import decoder_blocks
 from proxsparse.patterns import NMPattern
 
 Layers = dict[str, nn.Linear]
-MOST_SUMS = 10_000  # sums of kept weights that `nearest_counts` tells apart: some seconds where all sizes differ
+MOST_SUMS = 10_000  # sums of kept weights that `nearest_counts` distinguishes; takes seconds if all sizes differ
 
 
 def budget(layers: Layers, patterns: dict[str, NMPattern]) -> float:
-    """The share of the layers' weights that the patterns keep: sum of numel * n / m over sum of numel."""
+    """The share of the layers' weights that is kept: (sum of numel * n / m) / (sum of numel)."""
     return sum(layer.weight.numel() * patterns[name].density for name, layer in layers.items()) / numel(layers)
 
 
 def numel(layers: Layers) -> int:
-    """How many weights the layers have in all."""
+    """Number of weights of all layers."""
     return sum(layer.weight.numel() for layer in layers.values())
 
 
 def by_decoder_block(model: nn.Module, layers: Layers) -> list[Layers]:
-    """The layers of each decoder block, in model order, without decoder blocks that have none of them."""
+    """The layers of each decoder block, in model order; decoder blocks without layers are left out."""
     blocks = [layers_inside(block, layers) for block in decoder_blocks(model)]
     return [block for block in blocks if block]
 
 
 def merge_layers(blocks: list[Layers]) -> Layers:
-    """The layers of all decoder blocks in one."""
+    """The layers of all decoder blocks in one dict."""
     return {name: layer for block in blocks for name, layer in block.items()}
 
 
-def nearest_counts(wishes: list[float], sizes: list[int], pattern: NMPattern) -> list[int]:
-    """The n_b nearest to the wishes w_b among those nearest to the budget:
+def nearest_counts(targets: list[float], sizes: list[int], pattern: NMPattern) -> list[int]:
+    """The counts n_b nearest to the targets among those nearest to the budget:
 
-        min sum_b (n_b - w_b)^2   over all n_b in 1 .. m-1 with the least |sum_b size_b n_b - n sum_b size_b|
+        min sum_b (n_b - target_b)^2   over all n_b in 1 .. m-1 with the smallest |sum_b size_b n_b - n sum_b size_b|
 
-    Where all decoder blocks have one size the budget is met exactly, and this is: round and clamp the wishes, then move
-    those nearest to a rounding boundary until the sum is right. With other sizes it can take moves that partly cancel
-    (a decoder block of size 3 up, one of size 2 down), so all sums that can be reached are looked at, decoder block by
-    decoder block, and each keeps its best way. Of equally good ways the one that keeps more in early ones is taken.
+    Solved by dynamic programming over the decoder blocks: for every reachable sum of size_b n_b it stores the best
+    counts. If all decoder blocks have the same size, the budget is met exactly.
 
     Args:
-        sizes: weights of each decoder block. They are counted in their common divisor, or, where that would give more
-            than MOST_SUMS sums, rounded to a coarser unit.
+        targets: weights to keep of every m, per decoder block.
+        sizes: number of weights of each decoder block. The unit is their greatest common divisor, or a coarser one if
+            there would be more than MOST_SUMS sums.
     """
     unit = max(math.gcd(*sizes), sum(sizes) * (pattern.m - 1) // MOST_SUMS)
     sizes = [round(size / unit) for size in sizes]
-    ways = {0: (0.0, None)}  # sum of size_b n_b so far -> (squared distance from the wishes, (last n, (n before, ...)))
-    for wish, size in zip(wishes, sizes, strict=True):
+    ways = {0: (0.0, None)}  # sum of size_b n_b -> (squared distance from the targets, (last n, (previous n, ...)))
+    for wanted, size in zip(targets, sizes, strict=True):
         longer = {}
         for kept, (distance, before) in ways.items():
             for n in range(1, pattern.m):
-                way = (distance + (n - wish) ** 2, (n, before))
+                way = (distance + (n - wanted) ** 2, (n, before))
                 longer[kept + size * n] = min(way, longer.get(kept + size * n, way))
         ways = longer
     target = pattern.n * sum(sizes)
@@ -69,32 +68,32 @@ def nearest_counts(wishes: list[float], sizes: list[int], pattern: NMPattern) ->
 
 
 def relative(scores: list[float]) -> Tensor:
-    """[decoder blocks], float64: 0 for the lowest score, 1 for the highest, linear between."""
+    """The scores rescaled linearly to [0, 1]: float64 [decoder blocks]. Raises InputError if they are all equal."""
     scores = torch.tensor(scores, dtype=torch.float64)
     low, high = scores.min(), scores.max()
     if not low < high:
         raise InputError(
-            f"all {len(scores)} decoder blocks score {low:.4g}, so none can keep more than another; choose uniform, or "
-            "change what they are ranked by (with owl: a lower outlier_factor)"
+            f"all {len(scores)} decoder blocks have the score {low:.4g}, so they cannot be ranked; choose uniform, or "
+            "with owl lower outlier_factor"
         )
     return (scores - low) / (high - low)
 
 
 def mean_over_weights(values: Tensor, blocks: list[Layers]) -> Tensor:
-    """The mean of a value per decoder block, each as often as it has weights: wishes so centred meet the budget."""
+    """The mean of one value per decoder block, weighted by the number of weights."""
     weights = torch.tensor([numel(block) for block in blocks], dtype=torch.float64)
     return (values * weights).sum() / weights.sum()
 
 
 def check_choice(blocks: list[Layers], pattern: NMPattern) -> None:
-    """Raises InputError if no decoder block could get another pattern than the given one."""
+    """Raises InputError if every decoder block would get the given pattern."""
     if not 1 < pattern.n < pattern.m - 1:
         raise InputError(
-            f"{pattern} leaves no choice: a decoder block keeps at least 1 and at most m - 1 of every m, and what one "
-            "gains another must lose; take a pattern with 1 < n < m - 1, such as 2:4, or uniform"
+            f"pattern {pattern}: every decoder block would keep {pattern.n}, because each keeps 1 to m - 1 of every m; "
+            "choose a pattern with 1 < n < m - 1, such as 2:4, or uniform"
         )
     if len(blocks) < 2:
         raise InputError(
-            f"{len(blocks)} decoder block with layers to prune, and a budget is shared out between several; choose "
-            "uniform, or exclude fewer layers"
+            f"{len(blocks)} decoder block with layers to prune: an allocation needs at least 2; choose uniform, or "
+            "exclude fewer layers"
         )

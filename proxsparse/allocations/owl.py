@@ -1,4 +1,4 @@
-"""OWL: more weights for decoder blocks with many outliers."""
+"""OWL: decoder blocks with many outliers keep more weights."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ def check_owl(outlier_factor: float, spread: float) -> None:
     paper="Yin et al. 2024, Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs",
     check=check_owl,
 )
-def wish_owl(
+def owl_targets(
     model: nn.Module,
     blocks: list[Layers],
     batches: Batches,
@@ -32,18 +32,18 @@ def wish_owl(
     outlier_factor: float = 6.0,
     spread: float = 2.0,
 ) -> list[float]:
-    """Decoder blocks with many outliers keep more (N:M as in the authors' code):
+    """Decoder blocks with many outliers keep more weights (N:M as in the authors' code):
 
         LOD_b = share of the decoder block's weights with A_ij > outlier_factor * mean(A),   A_ij = |W_ij| * ||X_j||_2
-        r_b = spread * (LOD_b - min LOD) / (max LOD - min LOD);   w_b = n + r_b - mean(r)
+        r_b = spread * (LOD_b - min LOD) / (max LOD - min LOD);   target_b = n + r_b - mean(r)
 
-    The dense model's inputs X; the means are over weights: mean(A) within the decoder block, mean(r) over all of them.
+    X are the inputs in the dense model. The means are over weights: mean(A) of one decoder block, mean(r) of all.
 
     Args:
-        outlier_factor: the paper's M; 6 in the authors' N:M example, 5 in most of their unstructured ones.
-        spread: the largest wish minus the smallest, in weights of a block of m (the code's Lamda). Its default of 0.08
-            is a share of all weights, for unstructured sparsity: here every wish would round to n. With 2, as in its
-            N:M example, at least one wish is 1 or more away from n.
+        outlier_factor: M of the paper; 6 in the authors' N:M example, 5 in most of their unstructured examples.
+        spread: the largest target minus the smallest, in weights per block of m (Lamda in the authors' code). Their
+            default 0.08 is for unstructured sparsity; here all targets would round to n. With 2, as in their N:M
+            example, at least one target differs from n by 1 or more.
     """
     check_choice(blocks, pattern)
     layers, shares = merge_layers(blocks), []

@@ -1,4 +1,4 @@
-"""The table of allocations, and `allocate`, which gives every layer its pattern."""
+"""The registry of allocations, and `allocate`, which chooses the pattern of every layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,29 +15,30 @@ from proxsparse.runtime.progress import shown
 
 @dataclass(frozen=True)
 class Allocation:
-    """One row of the table.
+    """A registered allocation.
 
-    `wish(model, blocks, batches, pattern, **options)` gives one wish per item of `blocks`: the layers by name
-    of each decoder block that has any. Without needs_data it does not look at the batches.
+    `targets(model, blocks, batches, pattern, **options)` returns one target for each decoder block: how many of every
+    m weights to keep, a real number. `blocks`: the layers of each decoder block, name -> nn.Linear. `batches` are
+    calibration samples if `needs_data`.
     """
 
     name: str
     needs_data: bool
     paper: str
-    wish: Callable[..., list[float]]
+    targets: Callable[..., list[float]]
     options: dict[str, bool | int | float | str]  # name -> default
-    check: Callable[..., None] = lambda **options: None  # raises InputError for values of its options out of range
+    check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
 
 
 _allocations: dict[str, Allocation] = {}
 
 
 def register_allocation(name: str, needs_data: bool, paper: str, check: Callable[..., None] = Allocation.check):
-    """Decorator: add a function that wishes, see `Allocation`; keyword-only parameters are its options."""
+    """Decorator: registers a function `targets`, see `Allocation`; its keyword-only parameters are its options."""
 
-    def add(wish: Callable) -> Callable:
-        _allocations[name] = Allocation(name, needs_data, paper, wish, options_of(wish), check)
-        return wish
+    def add(targets: Callable) -> Callable:
+        _allocations[name] = Allocation(name, needs_data, paper, targets, options_of(targets), check)
+        return targets
 
     return add
 
@@ -50,9 +51,7 @@ def list_allocations() -> list[str]:
 def get_allocation(name: str) -> Allocation:
     """The allocation of that name. Raises InputError, listing the choices, if there is none."""
     if name not in _allocations:
-        raise InputError(
-            f"allocation {name!r}: there is no such allocation; choose from {', '.join(list_allocations())}"
-        )
+        raise InputError(f"allocation {name!r}: no such allocation; choose from {', '.join(list_allocations())}")
     return _allocations[name]
 
 
@@ -65,17 +64,17 @@ def allocate(
     progress: bool = False,
     **options,
 ) -> dict[str, NMPattern]:
-    """Layer name -> its pattern n_b:m, b the layer's decoder block; the model stays as it is.
+    """Layer name -> its pattern n_b:m, where b is the layer's decoder block; the model is not changed.
 
     Args:
-        name: one of `allocations()`.
+        name: one of `list_allocations()`.
         layers: the layers to prune, from `models.prunable_layers(model, pattern)`.
         batches: calibration samples as in `prune_`; ignored unless the allocation needs data.
-        pattern: the budget: as many weights are kept as if all layers had this one, see `nearest_counts`.
+        pattern: the budget: as many weights are kept as with this pattern in all layers, see `nearest_counts`.
         progress: show progress bars on stderr.
-        options: of the allocation; `allocation(name).options` has their names and defaults.
+        options: options of the allocation; `get_allocation(name).options` has names and defaults.
     Raises:
-        InputError: an unknown allocation or option, an option out of range, or nothing to share out; by name.
+        InputError: an unknown allocation or option, an option out of range, or all layers would get `pattern`.
     """
     chosen, pattern = get_allocation(name), NMPattern.parse(pattern)
     check_option_names(options, chosen.options, f"allocation {name!r}")
@@ -83,13 +82,13 @@ def allocate(
     blocks = by_decoder_block(model, layers)
     try:
         with shown(progress):
-            wishes = chosen.wish(model, blocks, batches, pattern, **options)
+            targets = chosen.targets(model, blocks, batches, pattern, **options)
     except InputError as error:
         raise InputError(f"allocation {name!r}: {error}") from error
-    counts = nearest_counts(wishes, [numel(block) for block in blocks], pattern)
-    if len(set(wishes)) > 1 and len(set(counts)) == 1:
+    counts = nearest_counts(targets, [numel(block) for block in blocks], pattern)
+    if len(set(targets)) > 1 and len(set(counts)) == 1:
         raise InputError(
-            f"allocation {name!r}: within the budget of {pattern} no decoder block gets another pattern; change "
+            f"allocation {name!r}: all decoder blocks get the same pattern within the budget of {pattern}; change "
             f"{' or '.join(chosen.options)}, or choose uniform"
         )
     count_of = {name: n for n, block in zip(counts, blocks, strict=True) for name in block}

@@ -10,6 +10,6 @@ UNIFORM = "uniform"
 
 
 @register_allocation(UNIFORM, needs_data=False, paper="none: one pattern for all layers")
-def wish_uniform(model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern) -> list[float]:
-    """w_b = n."""
+def uniform_targets(model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern) -> list[float]:
+    """target_b = n."""
     return [float(pattern.n)] * len(blocks)

@@ -1,1 +1,1 @@
-"""Texts and calibration samples."""
+"""Reading texts and making calibration samples."""

@@ -1,4 +1,4 @@
-"""Calibration samples: documents, tokenized, in batches."""
+"""Calibration samples: tokenized documents in batches."""
 
 import random
 import warnings
@@ -30,20 +30,19 @@ def calibration_batches(
 ) -> list[dict[str, Tensor]]:
     """Batches for a causal language model; the same arguments give the same batches.
 
-    The documents are taken in the order `random.Random(seed).shuffle` gives their indices and tokenised as needed;
-    blank ones and those of fewer than 2 tokens are skipped. One sample is one document cut after `seq_len` tokens (the
-    form of the ProxSparse paper), or, with `packing`, one window of exactly `seq_len` tokens of all documents in a
-    row, with the eos token between them.
+    Documents are shuffled by `random.Random(seed)` and tokenized as needed; documents of fewer than 2 tokens are
+    skipped. A sample is one document truncated to `seq_len` tokens, as in the ProxSparse paper. With `packing` it is a
+    window of exactly `seq_len` tokens of the concatenated documents, which the eos token separates.
 
     Args:
-        num_samples: how many samples to make; fewer, with a warning, if the texts do not suffice.
-        seq_len: tokens a sample at most.
-        batch_size: samples a batch; the last batch may hold fewer.
+        num_samples: number of samples; fewer, with a warning, if the texts are too short.
+        seq_len: largest number of tokens in a sample.
+        batch_size: samples in a batch; the last batch may have fewer.
     Returns:
         Dicts of int64 [B, T], T <= seq_len: input_ids, padded on the right; attention_mask, 1 on tokens and 0 on
-        padding; labels, the input_ids with -100 on padding (not shifted: the model does that).
+        padding; labels, the input_ids with -100 on padding (the model shifts them).
     Raises:
-        InputError: for a number out of range, or if not one sample can be made.
+        InputError: a number is out of range, or no sample can be made.
     """
     for name, value, minimum in (
         ("num_samples", num_samples, 1),
@@ -51,7 +50,7 @@ def calibration_batches(
         ("batch_size", batch_size, 1),
     ):
         if value < minimum:
-            raise InputError(f"{name}={value}: must be at least {minimum}; raise {name}")
+            raise InputError(f"{name}={value}: must be at least {minimum}")
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     documents = (texts[index] for index in order if texts[index].strip())
@@ -66,17 +65,17 @@ def calibration_batches(
                 current.step()
         current.result = f"{sum(map(len, samples)):,} tokens"
     if not samples:
-        needed = f"{seq_len} tokens in all; add text or lower seq_len" if packing else "2 tokens; add text"
-        raise InputError(f"{len(texts)} texts make no sample: it takes at least {needed}")
+        needed = f"{seq_len} tokens in total; add text or lower seq_len" if packing else "2 tokens; add text"
+        raise InputError(f"{len(texts)} texts make no sample: a sample needs at least {needed}")
     if len(samples) < num_samples:
-        short = f"{len(texts)} texts make only {len(samples)} samples of seq_len={seq_len}; going on with these"
+        short = f"{len(texts)} texts make only {len(samples)} samples of seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
     padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]
 
 
 def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[str, Tensor]]:
-    """The batches in their own order, then again and again, shuffled anew with the seed in every later pass."""
+    """Repeats the batches without end: the first pass in the given order, every later pass shuffled with the seed."""
     order, generator = list(range(len(batches))), random.Random(seed)
     while True:
         yield from (batches[index] for index in order)
@@ -84,7 +83,7 @@ def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[
 
 
 def single_samples(batches: Iterable[dict[str, Tensor]]) -> Iterator[Tensor]:
-    """The samples of all batches one at a time: input_ids, [1, T], without padding."""
+    """The samples of all batches one by one: input_ids, [1, T], without padding."""
     for batch in batches:
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
             yield ids[mask.bool()][None]
@@ -93,12 +92,12 @@ def single_samples(batches: Iterable[dict[str, Tensor]]) -> Iterator[Tensor]:
 def packed_samples(
     documents: Iterable[str], tokenizer, num_samples: int, seq_len: int, current: Phase
 ) -> list[list[int]]:
-    """At most `num_samples` windows of exactly `seq_len` tokens of document, eos, document, eos, ..."""
+    """At most `num_samples` windows of exactly `seq_len` tokens of the stream document, eos, document, eos, ..."""
     stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id
     for document in documents:
         if len(stream) >= wanted:
             break
-        # truncation costs no token that a window would hold, and spares the tokenizer's warning about long texts
+        # truncates only tokens beyond the last window, and avoids the tokenizer's warning about long texts
         tokens = tokenizer(document, truncation=True, max_length=wanted - len(stream) + 1)["input_ids"]
         if len(tokens) >= 2:
             stream += tokens if not stream or eos in (None, stream[-1]) else [eos, *tokens]
@@ -118,6 +117,6 @@ def collate(samples: list[list[int]], padding_id: int) -> dict[str, Tensor]:
 
 
 def add_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with labels [B, T]: those it has, else input_ids where there is no padding."""
+    """The batch with labels [B, T]: the given labels, else input_ids with -100 on padding."""
     padding = batch["attention_mask"] == 0
     return {"labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)} | batch

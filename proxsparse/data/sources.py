@@ -1,4 +1,4 @@
-"""Texts of files, Hub data sets and named sources."""
+"""Reading texts from files, Hub data sets and named sources."""
 
 import gzip
 import json
@@ -17,31 +17,31 @@ from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
-DOCUMENTS_OF_A_DATA_SET = 10_000  # the samples are drawn from them
-DOCUMENT_CHARACTERS = 1200  # of a document cut from prose; builtin then has over 200 to train on
-# What a compressed file may unpack to: text shrinks by 3 to 20, a bomb of zeros by 1000.
+DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set; the samples are drawn from these
+DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
+# Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
 UNPACKED_RATIO, UNPACKED_ALWAYS = 100, 64 << 20
-BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... by name are the validation split
+BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... in alphabetical order are the validation split
 
 
 def load_texts(source: str, split: str, text_field: str = "text", limit: int | None = None) -> list[str]:
     """The documents of a source, in its own order.
 
     Args:
-        source: "builtin": the language reference that Python's `pydoc` carries (no network; it differs between Python
+        source: "builtin": the language reference in Python's `pydoc` (no network; it differs between Python
             versions). "c4": allenai/c4, streamed. "wikitext2": Salesforce/wikitext. An existing path, or a name that
             starts with ".", "/" or "~" or ends in a suffix of `FILE_READERS` (".gz" may follow): a file, or all such
             files of a folder in sorted order. Anything else: a hub data set "NAME" or "NAME:CONFIG", streamed.
-        split: "train", "validation" or what the hub data set has; local files have no splits and ignore it.
-        text_field: the field of an object row that holds the text.
+        split: "train", "validation" or another split of the hub data set; ignored for local files.
+        text_field: the field of a row that holds the text.
         limit: stop after this many documents with text; None reads all, which for "c4" is the whole corpus.
     Returns:
-        One text a row. Blank rows stay: WikiText's rows are joined with two newlines, and that convention counts them.
+        One text per row, blank rows included: they count when WikiText's rows are joined by two newlines.
     Raises:
-        InputError: a source that is absent, empty, damaged or has no text; names the file, the line and the remedy.
+        InputError: the source is absent, empty, damaged or has no text; names the file, the line and the remedy.
     """
     if limit is not None and limit < 1:
-        raise InputError(f"limit={limit}: at least one document is needed; give a limit >= 1, or none")
+        raise InputError(f"limit={limit}: must be at least 1, or None")
     texts = []
     with phase(f"reading {source}", limit, "document") as current:
         for where, row in open_source(source, split):
@@ -56,14 +56,14 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
 
 
 def evaluation_text(source: str, split: str | None = None, text_field: str = "text") -> str:
-    """The text that perplexity is measured on, as in the pruning papers (SparseGPT's data code, which all took over):
-    WikiText-2's test rows joined by two newlines, the first 1,100 validation documents of C4 by a space; of the one
-    they then take all windows, of the other 256.
+    """The text that perplexity is measured on, as in the pruning papers, which use the data code of SparseGPT.
 
-    Of any other source the documents of the validation split, joined by two newlines.
+    "wikitext2": the test rows joined by two newlines. "c4": the first 1,100 validation documents joined by a space.
+    Any other source: the documents of the validation split joined by two newlines. The papers evaluate all windows of
+    WikiText-2 and 256 windows of C4.
 
     Args:
-        split: another one than that of the papers.
+        split: replaces the split of the papers.
     Raises:
         InputError: as `load_texts`.
     """
@@ -72,22 +72,22 @@ def evaluation_text(source: str, split: str | None = None, text_field: str = "te
 
 
 def evaluation_split(source: str) -> str:
-    """The split that pruning papers measure perplexity on: WikiText-2's test, else validation."""
+    """The split that pruning papers measure perplexity on: "test" for WikiText-2, else "validation"."""
     return PAPERS_TEXTS[source][0] if source in PAPERS_TEXTS else "validation"
 
 
 def read_limit(source: str) -> int | None:
-    """How many documents a run reads of a source: all of a file, a bounded part of a data set, which may be endless."""
+    """Number of documents that a run reads: None (all) of a file, a bounded number of a data set."""
     return None if is_local(source) else DOCUMENTS_OF_A_DATA_SET
 
 
 def is_local(source: str) -> bool:
-    """Whether the source is a file or folder that is there; a name of `NAMED_SOURCES` is not ("./c4" is the file)."""
+    """Whether the source is an existing file or folder; "c4" is a named source even if a file has that name."""
     return bool(source) and source not in NAMED_SOURCES and Path(os.path.expanduser(source)).exists()
 
 
 def open_source(source: str, split: str) -> Rows:
-    """The rows of a source; a name of `NAMED_SOURCES` wins over a file of that name ("./c4" is the file)."""
+    """The rows of a source. A named source takes precedence over a file of that name; "./c4" is the file."""
     if source in NAMED_SOURCES:
         return NAMED_SOURCES[source](split)
     check_source(source)
@@ -98,10 +98,10 @@ def open_source(source: str, split: str) -> Rows:
 
 
 def check_source(source: str) -> None:
-    """Raises InputError for the name of a file that does not exist; whether the Hub has a data set is not checked."""
+    """Raises InputError if the source looks like a file that does not exist; does not check names on the Hub."""
     named_like_a_file = {*Path(source).suffixes} & {*FILE_READERS, *FOREIGN_SUFFIXES}
     if not is_local(source) and (not source or source.startswith((".", "/", "~")) or named_like_a_file):
-        raise InputError(f"{source!r}: no such file; check the path, or use the source builtin")
+        raise InputError(f"{source!r}: no such file; check the path, or use builtin")
 
 
 def text_of(row: object, where: str, text_field: str) -> str:
@@ -109,12 +109,12 @@ def text_of(row: object, where: str, text_field: str) -> str:
     if isinstance(row, dict):
         if text_field not in row:
             fields = textwrap.shorten(", ".join(map(str, row)), 300) or "none"
-            raise InputError(f"{where}: no field {text_field!r}; set --text_field to the field with the text: {fields}")
+            raise InputError(f"{where}: no field {text_field!r}; set --text_field to one of: {fields}")
         row = row[text_field]
     if not isinstance(row, str):
         raise InputError(f"{where}: {reprlib.repr(row)} is not text; a row is a string or an object with a text field")
-    if re.search("[\ud800-\udfff]", row):  # JSON can spell it, no tokenizer takes it
-        raise InputError(f"{where}: holds half a surrogate pair (\\ud800 to \\udfff); mend or drop this row")
+    if re.search("[\ud800-\udfff]", row):  # JSON can encode it, tokenizers reject it
+        raise InputError(f"{where}: contains an unpaired surrogate (\\ud800 to \\udfff); fix or delete this row")
     return row
 
 
@@ -122,7 +122,7 @@ def text_of(row: object, where: str, text_field: str) -> str:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that decides the format: "a.JSONL.gz" -> ".jsonl"."""
+    """The suffix that determines the format: "a.JSONL.gz" -> ".jsonl"."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
@@ -132,9 +132,9 @@ def read_path(path: Path) -> Rows:
     files = sorted(f for f in path.iterdir() if suffix_of(f) in FILE_READERS) if path.is_dir() else [path]
     for file in files:
         if path.is_dir() and not (file.is_file() and is_inside(file, path)):  # a pipe would block
-            raise InputError(f"{file}: is not a regular file of this folder; remove it, or name the file itself")
+            raise InputError(f"{file}: not a regular file in this folder; remove it, or give the file itself")
     if not files:
-        raise InputError(f"{path}: no text file in this folder; put files of {known} there")
+        raise InputError(f"{path}: no text file in this folder; add files in one of {known}")
     for file in files:
         if suffix_of(file) not in FILE_READERS:
             raise InputError(f"{file}: unknown format {suffix_of(file)!r}; convert it to one of {known}")
@@ -144,10 +144,10 @@ def read_path(path: Path) -> Rows:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number, line with its end) of a UTF-8 file, gzip or plain; decoded line by line to name the bad one."""
+    """(line number, line with its newline) of a UTF-8 file, gzip or plain. An error names the line."""
     number, packed = 0, path.suffix.lower() == ".gz"
     try:
-        left = unpacked_limit(path) if packed else -2  # -1 then reads a whole line
+        left = unpacked_limit(path) if packed else -2  # readline(-1) has no limit
         with gzip.open(path) if packed else path.open("rb") as stream:
             while line := stream.readline(left + 1):
                 number += 1
@@ -161,29 +161,29 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def unpacked_limit(path: Path) -> int:
-    """The bytes that a compressed file may unpack to."""
+    """Largest size in bytes that a compressed file may expand to."""
     return max(UNPACKED_ALWAYS, UNPACKED_RATIO * path.stat().st_size)
 
 
 def within_limit(path: Path, left: int) -> int:
-    """The bytes that are left. Raises InputError for a file that unpacks to more."""
+    """Returns `left`, the bytes that the file may still expand to. Raises InputError if it is negative."""
     if left < 0:
-        raise InputError(f"{path}: unpacks to over {UNPACKED_RATIO} times its size; unpack it yourself if it is right")
+        raise InputError(f"{path}: expands to over {UNPACKED_RATIO} times its size; decompress it if you trust it")
     return left
 
 
 def parse_json(text: str, path: Path, first_line: int) -> object:
-    """json.loads whose error names the file and the line; `text` begins at line `first_line`."""
+    """json.loads with an error that names the file and the line; `text` begins at line `first_line`."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also a number of too many digits, lists too deep in each other
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits, lists nested too deeply
         line = first_line + getattr(error, "lineno", 1) - 1
         reason = getattr(error, "msg", error)
-        raise InputError(f"{path}, line {line}: malformed JSON ({reason}); use one list, or one row a line") from error
+        raise InputError(f"{path}, line {line}: malformed JSON ({reason}); use one list, or a row per line") from error
 
 
 def read_json(path: Path) -> Rows:
-    """One list of rows, or one row a line."""
+    """The rows of a JSON list, or of a file with one row per line."""
     lines = read_lines(path)
     for number, line in lines:
         if line.lstrip().startswith("["):
@@ -194,13 +194,13 @@ def read_json(path: Path) -> Rows:
 
 
 def read_prose(path: Path) -> Rows:
-    """Documents of whole paragraphs, which blank lines separate."""
+    """Documents of whole paragraphs; blank lines separate paragraphs."""
     prose = "".join(line for _, line in read_lines(path))
     yield from ((str(path), document) for document in cut_documents(re.split(r"\n\s*?\n", prose)))
 
 
 def cut_documents(paragraphs: Iterable[str]) -> Iterator[str]:
-    """Paragraphs joined into documents; one ends with the paragraph that brings it over the length."""
+    """Joins paragraphs into documents of at least `DOCUMENT_CHARACTERS`; the last one may be shorter."""
     document = []
     for paragraph in paragraphs:
         document.append(paragraph.strip("\n"))
@@ -212,7 +212,7 @@ def cut_documents(paragraphs: Iterable[str]) -> Iterator[str]:
 
 
 def read_wikitext(path: Path) -> Rows:
-    """WikiText's raw format as the hub serves it: a row is a line with its end, a blank line is the row ""."""
+    """The rows of WikiText's raw format, as on the hub: a row is a line with its newline, a blank line is ""."""
     return ((f"{path}, line {number}", line if line.strip() else "") for number, line in read_lines(path))
 
 
@@ -226,7 +226,7 @@ def read_parquet(path: Path) -> Rows:
             left = within_limit(path, left - batch.nbytes)
             for values in zip(*batch.columns, strict=True):
                 row = {name: value.as_py() for name, value in zip(batch.schema.names, values, strict=True)}
-                # a column with a dictionary names the same long text in every row, and each becomes a copy
+                # a dictionary-encoded column stores a long text once, but as_py copies it for every row
                 left = within_limit(path, left - sum(len(text) for text in row.values() if isinstance(text, str)))
                 number += 1
                 yield f"{path}, row {number}", row
@@ -244,7 +244,7 @@ FILE_READERS = {
     ".raw": read_wikitext,
     ".parquet": read_parquet,
 }
-# No data set of the Hub is called so: a name that ends in one of these is that of a file which is not there.
+# Names with these suffixes are files, not data sets of the Hub.
 FOREIGN_SUFFIXES = (".csv", ".tsv", ".xml", ".html", ".zip", ".gz", ".bz2", ".xz", ".zst", ".tar", ".arrow")
 
 
@@ -260,17 +260,17 @@ def read_hub(name: str, config: str | None, split: str, streaming: bool = True) 
         with without_bars():
             rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
         yield from ((f"{what}, row {i}", row) for i, row in enumerate(rows, 1))
-    except Exception as error:  # the hub's clients raise errors of many families: HTTP, OS, Arrow, their own
+    except Exception as error:  # of many types: HTTP, OS, Arrow, the hub's own
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise InputError(
             f"{what}: cannot be loaded from the Hugging Face hub ({reason}); check the name (NAME or NAME:CONFIG), "
-            "the split and the network, or use a local file or the source builtin"
+            "the split and the network, or use a local file or builtin"
         ) from error
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Within the block `datasets` shows no bars of its own: a phase is shown already."""
+    """Disables the progress bars of `datasets`: the caller shows progress."""
     import datasets
 
     before = datasets.are_progress_bars_disabled()
@@ -283,19 +283,19 @@ def without_bars() -> Iterator[None]:
 
 
 def read_builtin(split: str) -> Rows:
-    """Python's language reference, cut into documents of whole paragraphs; no paragraph occurs twice."""
+    """Python's language reference, split into documents of whole paragraphs; no paragraph occurs twice."""
     if split not in ("train", "validation"):
-        raise InputError(f"builtin has no split {split!r}; choose train or validation")
+        raise InputError(f"builtin: no split {split!r}; choose train or validation")
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
-        raise InputError("builtin: this Python has no pydoc_data.topics; use a local text file instead") from error
+        raise InputError("builtin: this Python has no pydoc_data.topics; use a local text file") from error
     seen = set()
     for index, name in enumerate(sorted(topics)):
         paragraphs = []
-        prose = re.sub(r"^[^\w\s]{4,}\n", "", topics[name], flags=re.MULTILINE)  # no underlines, no table borders
+        prose = re.sub(r"^[^\w\s]{4,}\n", "", topics[name], flags=re.MULTILINE)  # removes underlines and table borders
         for paragraph in re.split(r"\n\s*?\n", prose):
-            key = " ".join(paragraph.split())  # topics quote each other, at other indentations
+            key = " ".join(paragraph.split())  # topics quote each other with other indentation
             if key and key not in seen:
                 paragraphs.append(paragraph)
             seen.add(key)
@@ -306,8 +306,8 @@ def read_builtin(split: str) -> Rows:
 NAMED_SOURCES = {
     "builtin": read_builtin,
     "c4": partial(read_hub, "allenai/c4", "en"),
-    # small, so downloaded whole: the second run needs no network
+    # small, so downloaded completely: later runs need no network
     "wikitext2": partial(read_hub, "Salesforce/wikitext", "wikitext-2-raw-v1", streaming=False),
 }
-# The split, how many documents of it, and what joins them.
+# The split, the number of documents, and their separator.
 PAPERS_TEXTS = {"wikitext2": ("test", None, "\n\n"), "c4": ("validation", 1100, " ")}

@@ -1,1 +1,1 @@
-"""How good a model still is."""
+"""Evaluation of models: perplexity, zero-shot tasks, masks."""

@@ -1,4 +1,4 @@
-"""A mask judged without a second checkpoint: applied to the pretrained model in memory."""
+"""Applies masks to a pretrained model in memory, to evaluate them without a pruned checkpoint."""
 
 import torch
 from torch import Tensor, nn
@@ -8,22 +8,22 @@ from proxsparse.errors import InputError
 
 @torch.no_grad()
 def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
-    """W <- W where the mask keeps, +0 elsewhere; layers without a mask stay. In place, all layers or none.
+    """W <- W where the mask keeps, +0 elsewhere, in place; layers without a mask are unchanged.
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
     Raises:
-        InputError: no mask at all, or a layer that the model does not have in this shape.
+        InputError: no mask, or a layer that the model does not have in this shape; the model is then unchanged.
     """
     if not masks:
-        raise InputError("--masks: no layer in it; give the masks.safetensors of a run")
+        raise InputError("--masks: the file has no masks; give the masks.safetensors of a run")
     modules = dict(model.named_modules())
     for name, mask in masks.items():
         weight = getattr(modules.get(name), "weight", None)
         if weight is None or weight.shape != mask.shape:
-            has = "no such layer" if weight is None else f"one of {list(weight.shape)}"
+            has = "no such layer" if weight is None else f"{list(weight.shape)}"
             raise InputError(
-                f"--masks: layer {name} {list(mask.shape)}, the model has {has}; give the masks of this model"
+                f"--masks: layer {name} has shape {list(mask.shape)}, in the model {has}; give the masks of this model"
             )
     for name, mask in masks.items():
         weight = modules[name].weight

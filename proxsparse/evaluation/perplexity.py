@@ -1,4 +1,4 @@
-"""Perplexity, by the convention of the pruning papers: one text, windows that do not overlap, an explicit length."""
+"""Perplexity as pruning papers measure it: one text, windows that do not overlap, an explicit window length."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from proxsparse.runtime.progress import phase
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp of the mean loss, and what it was measured on: windows, and tokens in them."""
+    """The perplexity, and the number of windows and tokens that it was measured on."""
 
     value: float
     windows: int
@@ -24,8 +24,8 @@ class Perplexity:
 
 
 def evaluation_tokens(text: str, tokenizer) -> Tensor:
-    """The whole text in tokens, int64 [N]; verbose=False, as it is meant to be longer than the model's positions."""
-    with phase("tokenizing the evaluation text") as current:
+    """The tokens of the whole text, int64 [N]."""
+    with phase("tokenizing the evaluation text") as current:  # verbose=False: no warning about the length
         tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
         current.result = f"{len(tokens):,} tokens"
     return tokens
@@ -40,32 +40,32 @@ def perplexity(
     autocast_dtype: torch.dtype | None = None,
     title: str = "perplexity",
 ) -> Perplexity:
-    """exp(mean over windows of -1/(L-1) sum_{t>=2} log p(x_t | x_<t)), windows of L = seq_len tokens, the rest dropped.
+    """exp(mean over windows of -1/(L-1) sum_{t>=2} log p(x_t | x_<t)), for windows of L = seq_len tokens.
 
-    NaN if the model's outputs are.
+    Tokens after the last full window are ignored. NaN if an output of the model is NaN.
 
     Args:
         token_ids: int64 [N], from `evaluation_tokens`.
-        seq_len: L >= 2, stated by the caller and never taken from the model's configuration.
-        max_windows: only the first windows; None means all.
-        autocast_dtype: compute in this dtype under autocast; None computes in the weights' own.
-        title: of the progress bar.
+        seq_len: L >= 2; never taken from the model's config.
+        max_windows: largest number of windows; None: all.
+        autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
+        title: title of the progress bar.
     Raises:
-        InputError: seq_len below 2, or a text shorter than one window.
+        InputError: seq_len is below 2, or the text is shorter than one window.
     """
     if seq_len < 2:
-        raise InputError(f"seq_len={seq_len} must be at least 2: the first token of a window is not predicted")
+        raise InputError(f"seq_len={seq_len}: must be at least 2, because the first token of a window is not predicted")
     windows = len(token_ids) // seq_len
     if windows == 0:
         raise InputError(
-            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of {seq_len}; shorten it or "
-            "give more text"
+            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of {seq_len}; lower the window "
+            "or give more text"
         )
     windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows
     device = next(model.parameters()).device
     losses = []
     with evaluating(model), phase(title, windows, "window") as current:
-        # one copy for all windows, and losses are read at the end: each copy and read makes the host wait for a GPU
+        # all windows are copied at once, and all losses read at the end: each transfer makes the host wait for the GPU
         for window, counts in shard_items(token_ids[: windows * seq_len].to(device).view(windows, 1, seq_len)):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits

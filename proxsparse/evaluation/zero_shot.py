@@ -1,12 +1,12 @@
-"""The seven zero-shot tasks of the ProxSparse paper, by lm-eval's own tasks and `simple_evaluate`.
+"""The seven zero-shot tasks of the ProxSparse paper, evaluated by lm-eval.
 
-The only file that imports lm_eval. The tasks' data sets come from the Hugging Face hub or, with `data_dir`, from local
-files: then the task is still lm-eval's, told to read its split from a file (`task_from_file`); nothing else differs.
-The scores are those of the `lm_eval` command line with the same model, dtype, data and `softmax_dtype=float32`.
+This is the only file that imports lm_eval. The data sets come from the Hugging Face hub or, with `data_dir`, from local
+files; only the data source of lm-eval's task changes (`task_from_file`). The scores are those of the `lm_eval` command
+with the same model, dtype, data and `softmax_dtype=float32`.
 
-The paper's tables report, and average, one accuracy a task, and do not say which. `acc` below is our reading of their
-dense rows: the plain accuracy, not normalised by length, and for truthfulqa_mc the mean of mc1 and mc2. It has not been
-checked by measuring one of the paper's models.
+The paper's tables report one accuracy per task without saying which. `acc` is our reading of their dense rows: the
+accuracy without length normalization, and for truthfulqa_mc the mean of mc1 and mc2. It has not been verified on a
+model of the paper.
 """
 
 import functools
@@ -27,15 +27,15 @@ from proxsparse.errors import InputError
 from proxsparse.runtime.progress import importing, phase
 
 INSTALL = "pip install 'lm-eval[hf]'"
-METRICS = ("acc", "acc_norm", "mc1", "mc2")  # of `zero_shot`, each with a standard error by the name METRIC_stderr
+METRICS = ("acc", "acc_norm", "mc1", "mc2")  # results of `zero_shot`; METRIC_stderr is the standard error
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the paper: its names in lm-eval, and how its local file is called and what a row of it holds.
+    """A task of the paper: its names in lm-eval, the name of its local file, and the fields of a row.
 
-    The file is `{file}.jsonl.gz` or `{file}.jsonl`, one row of the hub's data set a line; the last word of `file` is
-    the split, the one that lm-eval measures. `fields` are all that lm-eval reads of a row; "a.b" is field b in field a.
+    The file is `{file}.jsonl.gz` or `{file}.jsonl`, one row of the hub's data set per line; the last word of `file` is
+    the split that lm-eval evaluates. `fields` are those that lm-eval reads; "a.b" is field b in field a.
     """
 
     lm_eval: tuple[str, ...]
@@ -80,21 +80,21 @@ def zero_shot(
     num_fewshot: int = 0,
     autocast_dtype: torch.dtype | None = None,
 ) -> dict[str, dict[str, float | int | None]]:
-    """Shares of right choices: the one with the largest log-likelihood (`acc`), or with the largest per character
-    (`acc_norm`, where lm-eval has it).
+    """Zero-shot accuracy: the chosen answer has the largest log-likelihood (`acc`) or log-likelihood per character
+    (`acc_norm`, for the tasks for which lm-eval reports it).
 
     Args:
-        tasks: of `TASKS`, or "all".
-        data_dir: folder with the tasks' files; None: the hub.
-        limit: only the first documents of each task; None: all.
-        batch_size: requests in a forward pass; they are sorted by length.
+        tasks: names from `TASKS`, or "all".
+        data_dir: folder with the data sets; None: the hub.
+        limit: largest number of documents of each task; None: all.
+        batch_size: requests per forward pass; they are sorted by length.
         num_fewshot: solved examples before each question, 0 in the paper; truthfulqa_mc always has its own six.
-        autocast_dtype: compute in this dtype under autocast; None computes in the weights' own.
+        autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
     Returns:
         Task -> {acc, acc_stderr, acc_norm, acc_norm_stderr, documents}, for truthfulqa_mc {acc = (mc1 + mc2) / 2, mc1,
-        mc1_stderr, mc2, mc2_stderr, documents}. A standard error is None where there is one document.
+        mc1_stderr, mc2, mc2_stderr, documents}. A standard error is None if there is only one document.
     Raises:
-        InputError: unknown task, number out of range, lm-eval or a file missing, a file damaged or without a field.
+        InputError: an unknown task, a number out of range, lm-eval or a file missing, a damaged file, a missing field.
     """
     names = check_request(tasks, data_dir, limit, batch_size, num_fewshot)
     import lm_eval.models.huggingface
@@ -104,7 +104,7 @@ def zero_shot(
         phase(", ".join(names), unit="request") as current,
         current.instead_of_tqdm(lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface),
         without_bars(),
-        # git would complain outside a checkout
+        # outside a checkout git prints an error
         mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None),
     ):
         specifications = [
@@ -114,15 +114,15 @@ def zero_shot(
         lm = language_model(model, tokenizer, batch_size, autocast_dtype)
         for task in loaded:
             refuse_long_answers(task, lm, limit)
-        # One call for all: requests are batched by length across tasks, and those that mc1 and mc2 share are run once.
+        # One call for all tasks: requests are batched across tasks, and those that mc1 and mc2 share run only once.
         results = simple_evaluate(
             model=lm,
             tasks=loaded,
             task_manager=task_manager(),
-            num_fewshot=num_fewshot or None,  # None: each task's own, 0 for all seven
+            num_fewshot=num_fewshot or None,  # None: the default of each task, 0 for all seven
             limit=limit,
             log_samples=False,
-            random_seed=None,  # the caller's generators stay as they are: nothing here is random
+            random_seed=None,  # do not reseed the caller's generators; nothing here is random
             numpy_random_seed=None,
             torch_random_seed=None,
         )
@@ -132,11 +132,11 @@ def zero_shot(
 
 
 def average(scores_by_task: dict[str, dict]) -> float:
-    """The mean of the tasks' `acc`, each task counting once: the AVG column of the paper's tables."""
+    """The mean of `acc` over the tasks: the AVG column of the paper's tables."""
     return sum(scores["acc"] for scores in scores_by_task.values()) / len(scores_by_task)
 
 
-# ---------------------------------------------------------------------------------------------- what was asked for
+# ---------------------------------------------------------------------------------------------- arguments
 
 
 def check_request(
@@ -146,15 +146,15 @@ def check_request(
     batch_size: int = 1,
     num_fewshot: int = 0,
 ) -> list[str]:
-    """The tasks in the paper's order. Raises the InputErrors of `zero_shot` that need no model, the hub's excepted."""
+    """The tasks in the paper's order. Raises the InputErrors of `zero_shot` that need neither model nor network."""
     names = choose_tasks(tasks)
     for name, value, minimum in (("limit", limit, 1), ("batch_size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
         if value is not None and value < minimum:
             raise InputError(f"--{name} {value}: must be at least {minimum}")
     if num_fewshot and data_dir is not None:
         raise InputError(
-            f"--num_fewshot {num_fewshot}: the examples are drawn from the training split, which the files of "
-            "--data_dir are not; leave out --data_dir or --num_fewshot"
+            f"--num_fewshot {num_fewshot}: the examples come from the training split, which is not in --data_dir; "
+            "leave out --data_dir or --num_fewshot"
         )
     require_lm_eval()
     for name in names if data_dir is not None else ():
@@ -163,7 +163,7 @@ def check_request(
 
 
 def choose_tasks(names: list[str]) -> list[str]:
-    """The names in the paper's order, without repetition; "all" is all seven. Raises InputError for another name."""
+    """The names in the paper's order, without repetition; "all" is all seven. Raises InputError for other names."""
     for name in names:
         if name != "all" and name not in TASKS:
             raise InputError(f"task {name!r}: unknown; choose from {', '.join(TASKS)}, or all")
@@ -171,7 +171,7 @@ def choose_tasks(names: list[str]) -> list[str]:
 
 
 def is_installed() -> bool:
-    """Whether lm-eval is there; it is not imported."""
+    """Whether lm-eval is installed; does not import it."""
     return importlib.util.find_spec("lm_eval") is not None
 
 
@@ -181,21 +181,21 @@ def require_lm_eval() -> None:
         with importing("lm_eval"):
             import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
-        raise InputError(f"--tasks needs lm-eval, which cannot be imported ({error}); run: {INSTALL}") from error
+        raise InputError(f"--tasks: lm-eval cannot be imported ({error}); run: {INSTALL}") from error
 
 
 # ---------------------------------------------------------------------------------------------- lm-eval's tasks
 
 
 def task_from_hub(name: str) -> list[dict]:
-    """lm-eval's tasks as they are."""
+    """lm-eval's tasks with their data sets on the hub."""
     return [{"task": lm_eval_name} for lm_eval_name in TASKS[name].lm_eval]
 
 
 def task_from_file(name: str, folder: Path) -> list[dict]:
-    """lm-eval's tasks with the data set replaced by a file: the loader, and the one split there is.
+    """lm-eval's tasks with the data set replaced by a local file.
 
-    The other splits of the task must be unset, else lm-eval looks for few-shot examples in them.
+    The other splits of the task are unset, because lm-eval would look for few-shot examples in them.
     """
     path = task_file(name, folder)
     split = TASKS[name].split
@@ -209,19 +209,21 @@ def task_from_file(name: str, folder: Path) -> list[dict]:
 
 
 def task_file(name: str, folder: Path) -> Path:
-    """The file of the task, its rows checked. Raises InputError: absent, damaged, or a row without a field."""
+    """The file of the task, after checking its rows. Raises InputError if it is absent, damaged or lacks a field."""
     expected = [folder / f"{TASKS[name].file}{suffix}" for suffix in (".jsonl.gz", ".jsonl")]
     path = next((path for path in expected if path.is_file()), None)
     if path is None:
-        what = f"no file {expected[0].name} (or .jsonl) in it" if folder.is_dir() else "no such folder"
-        raise InputError(f"--data_dir {str(folder)!r}: {what}, which task {name} needs; leave the task or the flag out")
+        what = f"no file {expected[0].name} (or .jsonl)" if folder.is_dir() else "no such folder"
+        raise InputError(
+            f"--data_dir {str(folder)!r}: {what} for task {name}; add it, or leave out the task or the flag"
+        )
     where = None
     for where, row in read_path(path):
         absent = next((field for field in TASKS[name].fields if not has_field(row, field)), None)
         if absent:
             raise InputError(f"{where}: no field {absent!r}; task {name} needs {', '.join(TASKS[name].fields)}")
     if where is None:
-        raise InputError(f"{path}: no question in it; get the file again, or leave task {name} out")
+        raise InputError(f"{path}: no questions in this file; download it again, or leave out task {name}")
     return path
 
 
@@ -236,35 +238,33 @@ def has_field(row: object, field: str) -> bool:
 
 @functools.cache
 def task_manager():
-    """lm-eval's index of its tasks, which takes seconds to build."""
+    """lm-eval's index of tasks; cached, because building it takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()
 
 
 def load_tasks(specifications: list[dict]) -> list:
-    """lm-eval's task objects, their data sets loaded. Raises InputError if a data set cannot be had.
-
-    A group is lm-eval's way to name a task of its own with some settings replaced; only the members are used.
-    """
+    """lm-eval's task objects with their data sets. Raises InputError if a data set cannot be loaded."""
+    # lm-eval accepts tasks with changed settings only as members of a group
     try:
         return list(task_manager().load({"group": "proxsparse", "task": specifications})["tasks"].values())
-    except Exception as error:  # the hub's clients, Arrow and lm-eval's templates have errors of their own
+    except Exception as error:  # of many types: the hub's clients, Arrow, lm-eval's templates
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         where = specifications[0].get("dataset_kwargs", {}).get("data_files", "the Hugging Face hub")
         raise InputError(
-            f"task {specifications[0]['task']}: its data cannot be loaded from {where} ({reason}); check them, or give "
-            "local files with --data_dir"
+            f"task {specifications[0]['task']}: its data cannot be loaded from {where} ({reason}); check the data, or "
+            "give local files with --data_dir"
         ) from error
 
 
 def language_model(model: nn.Module, tokenizer, batch_size: int, autocast_dtype: torch.dtype | None):
-    """Our model as lm-eval sees one; log-probabilities are in fp32 whatever the logits are."""
+    """The model wrapped for lm-eval; log-probabilities are computed in fp32."""
     from lm_eval.models.huggingface import HFLM
 
     logger = logging.getLogger("lm_eval.models.huggingface")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of every model that is not a name
+    logger.setLevel(logging.ERROR)  # it warns about every model that is not given by name
     try:
         return HFLM(
             pretrained=model,
@@ -279,18 +279,18 @@ def language_model(model: nn.Module, tokenizer, batch_size: int, autocast_dtype:
 
 
 def refuse_long_answers(task, lm, limit: int | None) -> None:
-    """Raises InputError if an answer of a lm-eval task has more tokens than the model has positions."""
+    """Raises InputError if an answer of the lm-eval task has more tokens than the model has positions."""
     answers = {answer for doc in itertools.islice(task.eval_docs, limit) for answer in task.doc_to_choice(doc)}
     longest = max((len(lm.tok_encode(f" {answer}")) for answer in answers), default=0)
     if longest > lm.max_length:
         raise InputError(
-            f"{task.config.task} has an answer of {longest} tokens, the model has {lm.max_length} positions; leave out "
-            "this task"
+            f"task {task.config.task}: an answer has {longest} tokens, the model has {lm.max_length} positions; leave "
+            "out this task"
         )
 
 
 def scores(task: Task, results: dict) -> dict[str, float | int | None]:
-    """lm-eval's results of one task of the paper, by the names of `zero_shot`."""
+    """The scores of one task of the paper as `zero_shot` returns them, from lm-eval's results."""
     documents = {"documents": results["n-samples"][task.lm_eval[0]]["effective"]}
     if len(task.lm_eval) == 1:
         return metrics(results["results"][task.lm_eval[0]]) | documents

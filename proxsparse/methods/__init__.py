@@ -1,4 +1,4 @@
-"""Pruning methods, one file each: every module of this folder is imported here, so that it can register itself."""
+"""Pruning methods, one file each. Importing this package imports all of them, which registers them."""
 
 import importlib
 import pkgutil

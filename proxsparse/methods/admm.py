@@ -1,4 +1,4 @@
-"""ADMM: the mask grows while the weights that stay are refitted, by the alternating direction method of multipliers."""
+"""ADMM: gradual pruning with refitted weights, by the alternating direction method of multipliers."""
 
 import torch
 from torch import Tensor
@@ -36,26 +36,26 @@ def prune_admm(
     damping: float = 0.1,
     rho: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """min over N:M sparse V of  ||(V - W_0) X||_F^2,  in features scaled to norm 1.
+    """min over N:M sparse V of  ||(V - W_0) X||_F^2,  with features scaled to norm 1.
 
     With s_j = ||X_j||_2 + 1e-8, A = X X^T / (s s^T) + damping * mean(diag) * I and W_0 <- W_0 * s; W = W_0, U = 0:
 
         Z <- (W + U) * mask;   U <- U + W - Z;   W <- (W_0 A + rho (Z - U)) (A + rho I)^-1
 
-    and at the end V = (W + U) * mask / s. In the first `mask_iterations` iterations the mask is chosen anew from
-    |W + U|, from nearly dense to N:M at the last of them (see `gradual_mask`); then it is fixed.
-    Algorithm and constants are those of the paper's own code (fmfi-compbio/admm-pruning, lib/admm.py).
+    The result is V = (W + U) * mask / s. Each of the first `mask_iterations` iterations selects a new mask from
+    |W + U|; its density decreases from nearly dense to N:M (see `gradual_mask`). After that the mask is fixed.
+    Algorithm and constants are those of the paper's code (fmfi-compbio/admm-pruning, lib/admm.py).
 
     Args:
         weight: [out_features, in_features].
         damping: added to the diagonal of X X^T, in units of its mean.
-        rho: weight of the splitting's penalty |W - Z|^2, in the same units.
+        rho: weight of the penalty |W - Z|^2, in the same units.
     Returns:
-        mask, bool, and the updated weight in the dtype of the arithmetic; both the shape of `weight`.
+        mask, bool, and the updated weight in the dtype of the computation; both the shape of `weight`.
     Raises:
         InputError: A + rho I is not positive definite.
     """
-    norms = statistics.sums.diagonal().sqrt() + 1e-8  # a feature that was 0 in every token is pruned first
+    norms = statistics.sums.diagonal().sqrt() + 1e-8  # features that are 0 in every token are pruned first
     gram = statistics.sums / norms / norms[:, None]
     gram.diagonal().add_(damping * gram.diagonal().mean())
     w = weight.to(gram.dtype) * norms
@@ -73,9 +73,9 @@ def prune_admm(
 
 
 def gradual_mask(score: Tensor, pattern: NMPattern, time: float) -> Tensor:
-    """Prunes a share 1 - (1 - time)^3 of what N:M pruning would, the smallest scores of the whole matrix first.
+    """Prunes a fraction 1 - (1 - time)^3 of the weights that N:M pruning removes, smallest scores of the matrix first.
 
-    The n largest of every block are spared; at time = 1 nothing else is left.
+    The n largest of every block are always kept; at time = 1 all others are pruned.
 
     Args:
         score: [out_features, in_features], finite.
@@ -83,20 +83,20 @@ def gradual_mask(score: Tensor, pattern: NMPattern, time: float) -> Tensor:
     Returns:
         bool, the shape of `score`; True = kept.
     """
-    spared = nm_mask(score, pattern)
+    final = nm_mask(score, pattern)
     if time == 1:
-        return spared
-    excess = score[~spared]
-    count = int(len(excess) * (1 - (1 - time) ** 3))
-    return spared | (score >= excess.kthvalue(count + 1).values)
+        return final
+    removable = score[~final]
+    count = int(len(removable) * (1 - (1 - time) ** 3))
+    return final | (score >= removable.kthvalue(count + 1).values)
 
 
 def inverse_of(matrix: Tensor, settings: str) -> Tensor:
-    """The inverse of a positive definite matrix; InputError with the settings if it is not."""
+    """The inverse of a positive definite matrix. Raises InputError, with `settings`, if it is not positive definite."""
     try:
         return torch.cholesky_inverse(torch.linalg.cholesky(matrix))
     except torch.linalg.LinAlgError as error:
         raise InputError(
-            f"the Gram matrix of its inputs is not positive definite at {settings}; "
-            "take more calibration samples or a larger damping"
+            f"the Gram matrix of the inputs is not positive definite with {settings}; "
+            "use more calibration samples or increase damping"
         ) from error

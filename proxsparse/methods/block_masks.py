@@ -1,4 +1,4 @@
-"""All masks that one block can have: six for 2:4."""
+"""All masks of one block: six for 2:4."""
 
 from itertools import combinations
 from math import comb
@@ -9,7 +9,7 @@ from torch import Tensor
 from proxsparse.errors import InputError
 from proxsparse.patterns import NMPattern
 
-# 8:16 has 12,870; what enumerates them needs memory for each of them and every block.
+# Bounds the memory, which is proportional to the number of masks times the number of blocks; 8:16 has 12,870 masks.
 MOST = 20_000
 
 
@@ -22,8 +22,8 @@ def block_masks(pattern: NMPattern, device: torch.device | None = None) -> Tenso
     count = comb(pattern.m, pattern.n)
     if count > MOST:
         raise InputError(
-            f"pattern {pattern}: a block has {count} possible masks, and this method tries them all (at most {MOST}); "
-            "choose a smaller block or another method"
+            f"pattern {pattern}: a block has {count} possible masks; this method enumerates them and supports at most "
+            f"{MOST}; choose smaller blocks or another method"
         )
     kept = torch.tensor(list(combinations(range(pattern.m), pattern.n)), device=device)
     return torch.zeros(count, pattern.m, dtype=torch.bool, device=device).scatter_(1, kept, True)

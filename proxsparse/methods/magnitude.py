@@ -1,4 +1,4 @@
-"""Magnitude pruning: the largest weights of a block stay."""
+"""Magnitude pruning: keeps the largest weights of every block."""
 
 from torch import Tensor
 
@@ -11,11 +11,11 @@ from proxsparse.patterns import NMPattern
     "magnitude", updates_weights=False, paper="Han et al. 2015, Learning both Weights and Connections"
 )
 def prune_magnitude(weight: Tensor, statistics: None, pattern: NMPattern) -> tuple[Tensor, None]:
-    """score_ij = |W_ij|; the n largest of every block stay.
+    """score_ij = |W_ij|; the n largest scores of every block are kept.
 
     Args:
         weight: [out_features, in_features].
     Returns:
-        mask, bool, the shape of `weight`; None: the weights stay.
+        mask, bool, the shape of `weight`; None: the weights are unchanged.
     """
     return nm_mask(weight.abs(), pattern), None

@@ -1,4 +1,4 @@
-"""MaskLLM: over the possible masks of every block a distribution is learned, with the model's own loss."""
+"""MaskLLM: learns, for every block, a distribution over its possible masks from the model's loss."""
 
 import math
 from collections.abc import Iterable
@@ -64,24 +64,24 @@ def prune_maskllm(
 
         mask = sum over its C(m, n) masks k of y_k mask_k;   y = softmax((scale * logits + g) / tau),   g ~ Gumbel(0, 1)
 
-    g is drawn anew at each of the T = epochs * len(batches) steps t = 0, 1, ...; in the end the mask with the largest
-    logit is taken. The logits start as N(0, 0.01^2) and lean to the mask of the prior, see `lean_to_`. tau and scale go
-    linearly, the learning rate along a half cosine, from the first value to the final one at t = T. The optimizer is
-    AdamW with betas 0.9 and 0.95 and eps 1e-5. W never changes.
+    Each of the T = epochs * len(batches) steps t = 0, 1, ... draws a new g. The result is the mask with the largest
+    logit of every block. The initial logits are N(0, 0.01^2), biased to the mask of the prior, see `add_prior_`. tau
+    and scale change linearly, the learning rate by a half cosine, from the first value to the final one at t = T. The
+    optimizer is AdamW with betas 0.9 and 0.95 and eps 1e-5. W does not change.
 
-    The constants are those of the paper's own code (NVlabs/MaskLLM: learnable_sparsity/differentiable_mask.py,
-    pretrain_maskllm.py and the scripts), where the learning rate is 5e-5 to 5e-6 with a factor 10 for masks; the length
-    is not: that code takes 2,000 steps of 256 windows of 4,096 tokens, here it is what batches and epochs give.
+    The constants are those of the paper's code (NVlabs/MaskLLM: learnable_sparsity/differentiable_mask.py,
+    pretrain_maskllm.py and the scripts), which multiplies a learning rate of 5e-5 to 5e-6 by 10 for masks. The number
+    of steps differs: that code takes 2,000 steps of 256 windows of 4,096 tokens.
 
-    Memory beside the model's: logits, gradient and two moments, C(m, n) / m float32 numbers a weight each, which is 24
-    bytes a weight for 2:4 (140 for 4:8), and about 20 more until the backward pass.
+    Memory in addition to the model: logits, gradient and two moments have C(m, n) / m float32 numbers per weight each.
+    That is 24 bytes per weight for 2:4 and 140 for 4:8, plus about 20 until the backward pass.
 
     Args:
-        prior: the method, with its own defaults and without weight update, whose masks the logits lean to; or "none".
+        prior: the method whose masks bias the logits, with its defaults and without weight update; or "none".
         prior_strength: in standard deviations of the logits.
         weight_reg: rewards large kept weights.
-        max_grad_norm: of all logits together.
-        seed: of the logits' start, the noise, and the order of the batches from the second pass on.
+        max_grad_norm: bound of the gradient norm of all logits together.
+        seed: seed of the initial logits, the noise, and the order of the batches after the first pass.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept.
     Raises:
@@ -94,9 +94,9 @@ def prune_maskllm(
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
     preferred = {} if prior == NO_PRIOR else compute_masks(get_method(prior), model, layers, batches, patterns)
     generator = torch.Generator(model.device).manual_seed(seed)
-    logits = {name: first_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
+    logits = {name: initial_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
     for name, mask in preferred.items():
-        lean_to_(logits[name], mask, choices[name], prior_strength)
+        add_prior_(logits[name], mask, choices[name], prior_strength)
 
     learned = list(logits.values())
     optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=weight_decay)
@@ -118,8 +118,8 @@ def prune_maskllm(
             if not math.isfinite(loss.item() + gradient_norm.item()):
                 where = first_not_finite(model, batch["input_ids"])
                 raise InputError(
-                    f"maskllm: at step {step + 1} of {steps} the loss is {loss.item()}, the norm of its gradient "
-                    f"{gradient_norm.item()}{where}; load the model in bfloat16 or float32, or lower learning_rate"
+                    f"maskllm, step {step + 1} of {steps}: loss {loss.item()}, gradient norm {gradient_norm.item()}"
+                    f"{where}; load the model in bfloat16 or float32, or lower learning_rate"
                 )
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()
@@ -127,7 +127,7 @@ def prune_maskllm(
     return {name: apply_mask_(layer, hard_mask(logits[name], choices[name])) for name, layer in layers.items()}
 
 
-def first_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:
+def initial_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:
     """N(0, 0.01^2), [out_features, in_features / m, C(m, n)], float32 (float64 for float64 weights)."""
     count, m = choices.shape
     shape = (weight.shape[0], weight.shape[1] // m, count)
@@ -136,10 +136,10 @@ def first_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) ->
     return logits.to(weight.device).requires_grad_()
 
 
-def lean_to_(logits: Tensor, mask: Tensor, choices: Tensor, strength: float) -> None:
-    """logit_k += (weights that mask_k and the prior both keep - n^2 / m) * strength * std(logits), in place.
+def add_prior_(logits: Tensor, mask: Tensor, choices: Tensor, strength: float) -> None:
+    """logit_k += (overlap_k - n^2 / m) * strength * std(logits), in place.
 
-    n^2 / m is the mean of that number over all k: 1 for 2:4.
+    overlap_k: number of weights that both mask_k and the prior keep. Its mean over all k is n^2 / m.
     """
     choices = choices.to(logits.dtype)
     shared = mask.to(logits).unflatten(-1, (-1, choices.shape[1])) @ choices.T
@@ -149,7 +149,7 @@ def lean_to_(logits: Tensor, mask: Tensor, choices: Tensor, strength: float) -> 
 def soft_weight(
     weight: Tensor, logits: Tensor, choices: Tensor, scale: float, tau: float, generator: torch.Generator
 ) -> Tensor:
-    """W * mask with a mask drawn from the logits, differentiable with respect to them; shape and dtype of `weight`."""
+    """W * mask with a mask sampled from the logits, differentiable in the logits; shape and dtype of `weight`."""
     noise = torch.empty(logits.shape, dtype=logits.dtype, device=generator.device).exponential_(generator=generator)
     gumbel = -noise.log().to(logits.device)
     with full_precision(logits):
@@ -164,13 +164,13 @@ def hard_mask(logits: Tensor, choices: Tensor) -> Tensor:
 
 
 def language_loss(model: nn.Module, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-    """The model's own loss on a batch, with these weights in place of its own; labels default to the real input_ids."""
+    """The model's loss on a batch, computed with these weights."""
     inputs = {name: tensor.to(model.device) for name, tensor in add_labels(batch).items()}
     return functional_call(model, weights, kwargs=inputs | {"use_cache": False}).loss
 
 
 def squared_norm(weights: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of all squares, a float32 scalar."""
+    """The sum of squares of all weights, a float32 scalar."""
     return sum(weight.float().square().sum().to(device) for weight in weights)
 
 

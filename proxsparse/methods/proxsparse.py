@@ -1,4 +1,4 @@
-"""ProxSparse: the mask is learned by proximal gradient descent on the calibration loss (Algorithm 1 of the paper)."""
+"""ProxSparse: learns the mask by proximal gradient descent on the calibration loss (Algorithm 1 of the paper)."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ from proxsparse.training.scaling import activation_scaling
 
 
 def check(**options) -> None:
-    """Raises InputError for an option that is out of range or cannot be had here."""
+    """Raises InputError for an option that is out of range or not available."""
     options = LearningOptions(**options).check()
     check_tracker(options.report_to)
     parse_start(options.start)
@@ -57,17 +57,18 @@ def learn_masks(
 ) -> dict[str, Tensor]:
     """min over W of  loss(W) + lambda_1 sum_blocks Reg_N:M(w) + lambda_2 ||(W - W0) / (W0 + eps)||^2;  the mask of W.
 
-    Every step is AdamW's, then the proximal operator of lambda_1 Reg_N:M on every block, `ops.prox_nm`. Source: Liu et
-    al. 2025, equations 3 to 6 and Algorithm 1. With the default objective the loss sees W0 under the mask of W instead
-    of W, and the blocks are scaled by the norms of their inputs; see `training.learnable_layer`, `training.scaling`.
+    Every step is a step of AdamW, followed by the proximal operator of lambda_1 Reg_N:M on every block (`ops.prox_nm`).
+    With the default objective the loss is that of W0 under the mask of W, and the blocks are scaled by the norms of
+    their inputs; see `training.learnable_layer` and `training.scaling`. Source: Liu et al. 2025, equations 3 to 6 and
+    Algorithm 1.
 
     Args:
         options: the fields of `LearningOptions`.
     Returns:
-        Layer name -> bool [out_features, in_features] on the CPU, True = kept; of a sharded model the rows of this
+        Layer name -> bool [out_features, in_features] on the CPU, True = kept; for a sharded model the rows of this
         process.
     Raises:
-        InputError: a loss, gradient or weight is not finite; a step takes more batches than there are.
+        InputError: a loss, gradient or weight is not finite; a step needs more batches than there are.
     """
     options, store = LearningOptions(**options).check(), store or Store()
     dtype = torch.get_autocast_dtype(model.device.type) if torch.is_autocast_enabled(model.device.type) else None
@@ -94,7 +95,7 @@ def learn_masks(
     with (
         torch.autocast(model.device.type, enabled=False),
         torch.enable_grad(),
-        evaluating(model),  # the modes of all modules come back
+        evaluating(model),  # restores the train/eval modes at the end
         RunLog(store.directory, state.step, state.all_steps, pattern, options.report_to) as log,
     ):
         learn(
@@ -127,12 +128,12 @@ def learn(
     stop: StopSignal,
     save: Callable[[], None],
 ) -> None:
-    """Algorithm 1 from where the state is to its end, or to the end of the step in which a signal comes.
+    """Algorithm 1 from the current step to the last one, or to the end of the step in which a signal arrives.
 
-    With several runs each starts from the same weights, and their mean is what is learned.
+    With --average_runs each run starts from the same weights; the result is the mean of their weights.
 
     Args:
-        dtype: of the forward pass under autocast; None: no autocast.
+        dtype: autocast dtype of the forward pass; None: no autocast.
         save: writes a checkpoint of the state.
     """
     options = state.options
@@ -160,6 +161,6 @@ def learn(
 
 
 def save(store: Store, state: TrainState) -> None:
-    """Writes a checkpoint into the directory of the run, if it has one."""
+    """Writes a checkpoint into the run's directory, if there is one."""
     if store.directory:
         checkpoint.save(store.directory, state, store.identity)

@@ -1,4 +1,4 @@
-"""The table of pruning methods, and `prune_`, which applies one to a model."""
+"""The registry of pruning methods, and `prune_`, which applies one to a model."""
 
 import inspect
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from proxsparse.runtime.progress import shown
 
 @dataclass(frozen=True)
 class Method:
-    """One row of the table.
+    """A registered method.
 
     `prune(model, layers, batches, patterns, **options)` prunes the model in place and returns the masks:
 
         layers: layer name -> nn.Linear, in model order
-        batches: calibration samples, dicts of input_ids and attention_mask (labels too where there are), int64 [B, T]
+        batches: calibration samples, dicts of input_ids, attention_mask and optionally labels, int64 [B, T]
         patterns: layer name -> NMPattern, one for every layer
         options: see below
         returns: layer name -> bool [out_features, in_features] on the CPU, True = kept
 
-    Afterwards a weight is +0.0 where it is not kept; kept ones are bit-equal to before unless `updates_weights`.
+    Pruned weights become +0.0; kept weights are bit-identical to before unless `updates_weights`.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Method:
     updates_weights: bool
     paper: str
     prune: Callable[..., dict[str, Tensor]]
-    options: dict[str, bool | int | float | str]  # name -> default; the type of the default is that of the option
-    keeps: str = ""  # its progress in a `Store`: "blocks" or "checkpoints"; its `prune` then takes `store` too
-    check: Callable[..., None] = lambda **options: None  # raises InputError for values of its options out of range
+    options: dict[str, bool | int | float | str]  # name -> default; the default determines the type
+    keeps: str = ""  # what it saves in a `Store`, "blocks" or "checkpoints"; if set, `prune` also takes `store`
+    check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
     # check_model(layers, patterns, base, **options) raises InputError for options that do not fit a loaded model
     check_model: Callable[..., None] = lambda layers, patterns, base, **options: None
 
@@ -57,9 +57,9 @@ def register_method(
     check: Callable[..., None] = Method.check,
     check_model: Callable[..., None] = Method.check_model,
 ):
-    """Decorator: adds a function that prunes a whole model, see `Method`.
+    """Decorator: registers a function that prunes a whole model, see `Method`.
 
-    Its keyword-only parameters are its options, unless `options` (name -> default) says otherwise.
+    Its options are `options` (name -> default) or, by default, its keyword-only parameters.
     """
 
     def add(prune: Callable) -> Callable:
@@ -78,12 +78,12 @@ def register_layer_method(
     statistics: type | None = None,
     check: Callable[..., None] = Method.check,
 ):
-    """Decorator: add a function that prunes one layer; the walk brings it the layers in model order.
+    """Decorator: registers a function that prunes one layer; it is called for every layer in model order.
 
-        prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if it stays)
+        prune(weight, statistics, pattern, *, option=default, ...) -> (mask, new weight, or None if unchanged)
 
-    Its `statistics` are an instance of the class given here, see `walk`; without one they are None, and it needs no
-    data.
+    Its argument `statistics` is an instance of the class given here, see `walk`; without a class it is None, and the
+    method needs no data.
     """
     needs_data = statistics is not None
 
@@ -98,7 +98,7 @@ def register_layer_method(
 
 
 def options_of(function: Callable) -> dict:
-    """Name -> default of the keyword-only parameters. Raises ValueError for one without: its type would be unknown."""
+    """Name -> default of the keyword-only parameters. Raises ValueError for one without a default of a simple type."""
     options = {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -106,12 +106,12 @@ def options_of(function: Callable) -> dict:
     }
     for name, default in options.items():
         if not isinstance(default, bool | int | float | str):
-            raise ValueError(f"option {name!r} of {function.__name__}: give it a bool, int, float or str as default")
+            raise ValueError(f"option {name!r} of {function.__name__}: its default must be a bool, int, float or str")
     return options
 
 
 def check_option_names(options: dict, known: dict, what: str) -> None:
-    """Raises InputError for an option that `what`, a method or an allocation, does not have."""
+    """Raises InputError for an option that `what` (a method or an allocation) does not have."""
     if foreign := options.keys() - known.keys():
         raise InputError(f"{what} has no option {sorted(foreign)[0]!r}; its options: {', '.join(known) or 'none'}")
 
@@ -122,9 +122,9 @@ def list_methods() -> list[str]:
 
 
 def get_method(name: str, what: str = "method") -> Method:
-    """The method of that name. Raises InputError, naming `what` asked for it and the choices, if there is none."""
+    """The method of that name. Raises InputError, which begins with `what`, if there is none."""
     if name not in _methods:
-        raise InputError(f"{what} {name!r}: there is no such method; choose from {', '.join(list_methods())}")
+        raise InputError(f"{what} {name!r}: no such method; choose from {', '.join(list_methods())}")
     return _methods[name]
 
 
@@ -142,19 +142,19 @@ def prune_(
     """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
 
     Args:
-        batches: calibration samples, dicts of input_ids and attention_mask, int64 [B, T], T may vary; padding does
-            not count. Methods without needs_data ignore them.
-        pattern: one for all layers, or one for every layer by its name (what `allocation.allocate` returns): then the
-            layers that it does not name stay as they are.
+        batches: calibration samples, dicts of input_ids and attention_mask, int64 [B, T], T may vary; padding is
+            ignored. Methods without `needs_data` do not use them.
+        pattern: one pattern for all layers, or a dict layer name -> pattern, such as `allocations.allocate` returns;
+            layers that are not in the dict are not pruned.
         include, exclude: which layers, as in `models.prunable_layers`.
         progress: show progress bars on stderr.
-        store: where the method keeps its progress: decoder blocks that are finished, or checkpoints. The same call
-            with the same store continues there. maskllm, and methods that need no data, keep none.
-        options: of the method, such as damping=0.1; `method(name).options` has their names and defaults.
+        store: where the method saves finished decoder blocks or checkpoints; the same call with the same store
+            resumes from them. maskllm and methods that need no data save none.
+        options: options of the method, such as damping=0.1; `get_method(name).options` has names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
     Raises:
-        InputError: an unknown method or option, no calibration sample, a layer that cannot be pruned; by name.
+        InputError: an unknown method or option, no calibration sample, or a layer that cannot be pruned.
     """
     chosen = get_method(name)
     check_option_names(options, chosen.options, f"method {name!r}")
@@ -174,7 +174,7 @@ def compute_masks(
     batches: Batches,
     patterns: dict[str, NMPattern],
 ) -> dict[str, Tensor]:
-    """The masks of a method with its own defaults, and no weight update where it can do without; the weights stay."""
+    """The masks of a method with its defaults, if possible without weight update; restores the weights."""
     options = {name: False for name in chosen.options if name == "update_weights"}
     weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     try:

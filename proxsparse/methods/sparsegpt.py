@@ -1,4 +1,4 @@
-"""SparseGPT: column by column, what a pruned weight did is taken over by the columns to its right."""
+"""SparseGPT: prunes column by column; the remaining columns are updated to compensate the error."""
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class InputGram:
         self.sums.addmm_(inputs.T, inputs)
 
     def hessian(self) -> Tensor:
-        """H = 2/n X X^T, of the layer's squared output error; n = tokens."""
+        """H = 2/n X X^T, the Hessian of the squared error of the layer's output; n = tokens."""
         return self.sums * (2 / self.tokens)
 
 
@@ -54,21 +54,22 @@ def prune_sparsegpt(
 
         e = (w_j - q_j) / U_jj;   w_k <- w_k - e U_jk for all k > j
 
-    At the first column of a block its n largest w_k^2 / U_kk^2 are kept, w as updated so far.
+    The mask of a block is selected at its first column: the n largest w_k^2 / U_kk^2, with w as updated so far.
 
     Args:
         weight: [out_features, in_features].
         damping: added to the diagonal of H, in units of its mean.
-        chunk: columns after which the updates reach the rest of the matrix: speed only, the result is the same.
-        update_weights: off, the mask is that of the loop, but the kept weights stay the pretrained ones.
+        chunk: columns after which the rest of the matrix is updated; affects only the speed.
+        update_weights: False: the same mask, but the kept weights are the pretrained ones.
     Returns:
-        mask, bool, and the updated weight in the dtype of the arithmetic, both the shape of `weight`; or None for it.
+        mask, bool, and the updated weight in the dtype of the computation, both the shape of `weight`; None instead
+        of the weight without `update_weights`.
     Raises:
         InputError: H is not positive definite.
     """
     hessian = statistics.hessian()
     updated = weight.to(hessian.dtype, copy=True)
-    dead = hessian.diagonal() == 0  # a feature that was 0 in every token
+    dead = hessian.diagonal() == 0  # features that are 0 in every token
     updated[:, dead] = 0
     hessian.diagonal()[dead] = 1
     factor = inverse_factor(hessian, damping)
@@ -89,13 +90,13 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         return torch.linalg.cholesky(inverse, upper=True)
     except torch.linalg.LinAlgError as error:
         raise InputError(
-            f"the Hessian of its inputs is not positive definite at damping={damping}; "
-            "take more calibration samples or a larger damping"
+            f"the Hessian of the inputs is not positive definite with damping={damping}; "
+            "use more calibration samples or increase damping"
         ) from error
 
 
 def prune_chunk_(weight: Tensor, factor: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
-    """The column loop over `weight` [out_features, c], updated in place -> (mask, errors e), both [out_features, c]."""
+    """Prunes the columns of `weight` [out_features, c] in place. Returns mask and errors e, both [out_features, c]."""
     mask, errors = torch.zeros_like(weight, dtype=torch.bool), torch.zeros_like(weight)
     for j in range(weight.shape[1]):
         if j % pattern.m == 0:

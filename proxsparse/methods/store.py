@@ -1,4 +1,4 @@
-"""What a run hands to a method beside its arguments, and what the method hands back beside the masks."""
+"""What a run passes to a method in addition to its arguments, and what the method returns in addition to the masks."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,18 +10,18 @@ from proxsparse.runtime.signals import StopSignal
 
 @dataclass
 class Store:
-    """Where a method keeps its progress, so that a stopped run can continue.
+    """Where a method saves its progress, so that a stopped run can be resumed.
 
     Attributes:
-        directory: where the run works; None: nothing is kept.
-        run_id: the id of the run, written into what belongs to it.
-        identity: JSON values that tell whether another run may continue this one; written into every checkpoint.
-        pretrained: parameter name -> W0, the rows of this process; {}: the weights of the model as they are now.
-        checkpoint: the checkpoint to continue from, and `state`, the content of its state.json.
-        figures: what the method adds to result.json.
+        directory: the run's directory; None: nothing is saved.
+        run_id: the id of the run, written into its files.
+        identity: JSON values that determine whether another run may resume this one; written into every checkpoint.
+        pretrained: parameter name -> W0, the rows of this process; {}: the current weights of the model.
+        checkpoint: the checkpoint to resume from; `state` is the content of its state.json.
+        figures: entries that the method adds to result.json.
         baselines: name -> masks whose perplexity is measured for comparison.
-        stop: what a method that can end early asks after each step.
-        complete: whether the method has ended by itself; if not, its masks are those learned so far.
+        stop: checked after each step by a method that can stop early.
+        complete: False if the method was stopped early; the masks are then those learned so far.
     """
 
     directory: Path | None = None

@@ -1,4 +1,4 @@
-"""Swap search: the mask of one block after the other is exchanged for the one with the smallest error of the output."""
+"""Swap search: replaces the mask of each block, one after another, by the one with the smallest output error."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from proxsparse.methods.sparsegpt import InputGram
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
 
-CHUNK = 128  # columns whose P H is kept up to date at a time: speed only
+CHUNK = 128  # columns of P H that are kept up to date at a time; affects only the speed
 
 
 def check(sweeps: int) -> None:
@@ -26,16 +26,16 @@ def check(sweeps: int) -> None:
     check=check,
 )
 def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, sweeps: int = 20) -> tuple[Tensor, None]:
-    """From Wanda's mask downhill in the error of the layer's output, see `improve_mask`.
+    """Starts from Wanda's mask and reduces the error of the layer's output, see `improve_mask`.
 
     Args:
         weight: [out_features, in_features].
         statistics: X X^T of the layer's calibration inputs.
-        sweeps: passes over all blocks at most; each costs one product of `weight` with X X^T.
+        sweeps: largest number of passes over all blocks; each costs one product of `weight` with X X^T.
     Returns:
-        mask, bool, the shape of `weight`; None: the weights stay.
+        mask, bool, the shape of `weight`; None: the weights are unchanged.
     Raises:
-        InputError: a block has too many possible masks to try them all.
+        InputError: a block has too many possible masks to enumerate them.
     """
     gram = statistics.sums
     start = nm_mask(weight.abs().to(gram.dtype) * gram.diagonal().sqrt(), pattern)
@@ -46,22 +46,22 @@ def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, swe
 def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern, sweeps: int = 20) -> Tensor:
     """Block coordinate descent on  ||P X||_F^2 = sum over rows of p H p^T,  P = W where pruned, else 0.
 
-    With r_b = sum over k outside block b of p_k H_kb, block b prunes, of the C(m, n) ways, the set S with the smallest
+    With r_b = sum over k outside block b of p_k H_kb, block b prunes the set S, out of C(m, n), with the smallest
 
         p_S H_bb p_S^T + 2 r_b p_S^T.
 
-    All rows take their block b at once, the blocks follow each other in order, sweep after sweep, until no block of
-    any row changes. Then no change of a single block makes the error smaller. (SparseSwaps exchanges one pair of a row
-    at a time, the best one; here the exchange stays within a block, and may be of several pairs.)
+    The blocks are processed in order, each for all rows at once, sweep after sweep, until no block changes. Then no
+    change of a single block reduces the error. (SparseSwaps exchanges the best pair of a row at a time; here an
+    exchange stays within a block and may contain several pairs.)
 
-    A block changes only if it gains more than rounding could feign: the error never rises, ties keep what there is,
-    and the search ends. One sweep costs one product of P with H, over the rows that changed in the sweep before; the
-    memory is that of a few copies of W, and [out_features, C(m, n)].
+    A block changes only if the gain exceeds the rounding error. So the error never increases, ties keep the current
+    mask, and the search ends. One sweep costs one product of P with H over the rows that changed in the previous
+    sweep. The memory is a few copies of W plus [out_features, C(m, n)].
 
     Args:
         weight: [out_features, in_features].
-        gram: H = X X^T of the layer's inputs, [in_features, in_features], in any scale; its dtype is the arithmetic's.
-        mask: where to start, bool, the shape of `weight`, exactly N:M.
+        gram: H = X X^T of the layer's inputs, [in_features, in_features], in any scale and in the dtype to compute in.
+        mask: the initial mask, bool, the shape of `weight`, exactly N:M.
     Returns:
         The new mask, bool, the shape of `weight`.
     """
@@ -77,13 +77,13 @@ def improve_mask(weight: Tensor, gram: Tensor, mask: Tensor, pattern: NMPattern,
 
 
 def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """Lets every block choose once, in order.
+    """Updates every block once, in order.
 
     Args:
         weight, gram, mask: as in `improve_mask`, of any number of rows.
         candidates: bool [C(m, n), m], True = pruned.
     Returns:
-        The new mask, and which rows have changed: bool [rows].
+        The new mask, and bool [rows]: whether the row has changed.
     """
     m, columns = candidates.shape[1], weight.shape[1]
     mask, changed = mask.clone(), torch.zeros_like(mask[:, 0])
@@ -109,7 +109,7 @@ def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tup
 
 
 def best_choice(weight: Tensor, others: Tensor, own: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
-    """The S with the smallest  p_S H_bb p_S^T + 2 r_b p_S^T  of every row, and that value.
+    """For every row the S with the smallest  p_S H_bb p_S^T + 2 r_b p_S^T,  and that value.
 
     Args:
         weight, others: w_b and r_b, [rows, m]; own: H_bb, [m, m]; candidates: bool [C(m, n), m].
@@ -126,7 +126,7 @@ def best_choice(weight: Tensor, others: Tensor, own: Tensor, candidates: Tensor)
 def rounding_noise(weight: Tensor, gram: Tensor, m: int) -> Tensor:
     """eps * (sum over a row of |w_k| sqrt(H_kk)) * (the same over a block): [rows, blocks].
 
-    As |H_jk| <= sqrt(H_jj H_kk), this is one rounding of the largest sum that a block's share of p H p^T could be.
+    Because |H_jk| <= sqrt(H_jj H_kk), this is one rounding error of an upper bound of the block's part of p H p^T.
     """
     reach = weight.abs() * gram.diagonal().sqrt()
     return torch.finfo(gram.dtype).eps * reach.sum(1, keepdim=True) * reach.unflatten(1, (-1, m)).sum(-1)

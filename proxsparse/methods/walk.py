@@ -1,10 +1,10 @@
-"""The layer-by-layer walk that calibrates pruning methods.
+"""Layer-by-layer calibration and pruning.
 
-The walk holds one decoder block's statistics at a time: the calibration samples run through the block, its layers are
-pruned, the samples run again, and what the pruned block puts out is what the next one receives. What is held all the
-while is the model on its device and, for each sample, one hidden state [T, hidden_size] and what the model hands to its
-blocks beside: rotary tables [T, head_dim], and the [T, T] masks of models that make them. A pruned decoder block can be
-kept on disk at once, see `finished_blocks`; a later walk takes it from there.
+For each decoder block in order: the calibration samples run through the block to collect statistics, its layers are
+pruned, and the samples run again to compute the inputs of the next block. Memory: the model on its device, the
+statistics of one decoder block, and for each sample one hidden state [T, hidden_size] and the other arguments of the
+blocks (rotary tables [T, head_dim], for some models [T, T] masks). A pruned decoder block can be saved to disk and
+restored by a later run, see `finished_blocks`.
 """
 
 from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ def prune_layers_(
     store: Store | None = None,
     **options,
 ) -> dict[str, Tensor]:
-    """`Method.prune` made of a function for one layer; its arithmetic is in full precision even under autocast."""
+    """`Method.prune` for a function that prunes one layer; computes in full precision even under autocast."""
     masks = {}
     finished_blocks = store.directory / FINISHED_BLOCKS if store and store.directory else None
 
@@ -75,23 +75,23 @@ def prune_layers_(
 
 @torch.no_grad()
 def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None) -> Tensor:
-    """Prunes one layer in place, with its own weights or new ones, and returns the mask on the CPU."""
+    """Prunes one layer in place, optionally with new weights, and returns the mask on the CPU."""
     weight = layer.weight if new_weight is None else new_weight.to(layer.weight)
-    layer.weight.copy_(torch.where(mask.to(weight.device), weight, 0.0))  # where, not a product: that would leave -0.0
+    layer.weight.copy_(torch.where(mask.to(weight.device), weight, 0.0))  # a product would give -0.0
     return mask.cpu()
 
 
 def full_precision(tensor: Tensor):
-    """Within the block autocast is off on the tensor's device: a Hessian in bfloat16 has few digits left."""
+    """Disables autocast on the tensor's device: a Hessian in bfloat16 would be too inaccurate."""
     return torch.autocast(tensor.device.type, enabled=False)
 
 
 @dataclass
 class Sample:
-    """One calibration sample on its way through the decoder blocks."""
+    """The state of one calibration sample between two decoder blocks."""
 
-    hidden: Tensor  # [1, T, hidden_size], what the next decoder block receives
-    calls: list[tuple[tuple, dict]]  # every decoder block's other positional arguments, and its keyword arguments
+    hidden: Tensor  # [1, T, hidden_size], the input of the next decoder block
+    calls: list[tuple[tuple, dict]]  # for every decoder block: other positional arguments, keyword arguments
 
     def run(self, block: nn.Module, index: int) -> Tensor:
         """[1, T, hidden_size], the output of decoder block `index`."""
@@ -110,21 +110,22 @@ def walk(
     title: str = "decoder blocks",
     restored: Callable[[dict[str, nn.Linear]], bool] = lambda inside: False,
 ) -> None:
-    """Calls `visit({layer name: statistics})` for one decoder block after the other, in evaluation mode.
+    """Calls `visit({layer name: statistics})` for every decoder block in order, in evaluation mode.
 
-    Decoder blocks without layers, and those of which `restored({layer name: layer})` says that it has pruned them, are
-    not visited. `title` is that of the progress bar.
+    The inputs of a block are the outputs of the previous blocks after `visit`, usually pruned ones.
 
-    `collect(layer)` makes the statistics of a layer's inputs, an object with `add(inputs)`, [tokens, in_features];
-    `tokens`, how many so far; `sums`, what was added up. They are let go when `visit` returns. The inputs of later
-    blocks have gone through the block as `visit` left it.
-
+    Args:
+        collect: `collect(layer)` creates the statistics of a layer's inputs: an object with `add(inputs)`, inputs
+            [tokens, in_features]; `tokens`, the number added so far; `sums`, their sum.
+        visit: not called for decoder blocks without layers. The statistics are freed when it returns.
+        title: title of the progress bar.
+        restored: `restored({layer name: layer})` returns True if it has pruned the block, which is then not visited.
     Raises:
         InputError: no sample, a layer that no token reached, inputs that are not finite; names the layer.
     """
     blocks = decoder_blocks(model)
     with evaluating(model), phase(title, len(blocks), "decoder block") as current:
-        # one sample at a time: padding would reach a mixture's experts, where nothing tells it from text
+        # one sample at a time: the experts of a mixture could not distinguish padding from text
         samples = capture_samples(model, blocks, list(single_samples(batches)))
         insides = [layers_inside(block, layers) for block in blocks]
         waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
@@ -137,7 +138,7 @@ def walk(
 
 
 def layers_inside(block: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, nn.Linear]:
-    """Those of the layers that are in the decoder block."""
+    """The layers that are in the decoder block."""
     inside = set(block.modules())
     return {name: layer for name, layer in layers.items() if layer in inside}
 
@@ -145,7 +146,7 @@ def layers_inside(block: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, n
 def statistics_of(
     block: nn.Module, index: int, layers: dict[str, nn.Linear], samples: list[Sample], collect: Callable
 ) -> dict:
-    """Layer name -> statistics of its inputs over all samples, for the layers, all of them in that decoder block."""
+    """Layer name -> statistics of its inputs over all samples. All `layers` are in `block`."""
     statistics = {name: collect(layer) for name, layer in layers.items()}
     for sample in samples:
         with ExitStack() as hooks:
@@ -158,14 +159,14 @@ def statistics_of(
 
 
 def check_inputs(name: str, statistics) -> None:
-    """Raises InputError unless the layer of that name has seen tokens, all of them finite."""
+    """Raises InputError if no token reached the layer, or if its inputs are not finite."""
     if statistics.tokens == 0:
-        raise InputError(f"{name}: no calibration token reached this layer; take more samples, or --exclude it")
+        raise InputError(f"{name}: no calibration token reached this layer; use more samples, or --exclude it")
     check_finite(name, statistics.sums)
 
 
 def make_hook(statistics) -> Callable:
-    """The forward pre-hook of a layer that adds its inputs to the statistics."""
+    """A forward pre-hook that adds the inputs of a layer to the statistics."""
 
     def hook(layer: nn.Module, args: tuple) -> None:
         with full_precision(args[0]):
@@ -175,15 +176,15 @@ def make_hook(statistics) -> Callable:
 
 
 class _Captured(Exception):
-    """Ends a forward pass whose rest is not needed."""
+    """Ends a forward pass early."""
 
 
 def capture_samples(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]) -> list[Sample]:
-    """The samples as they come to the first decoder block. `texts`: input_ids [1, T] each. Raises InputError if empty.
+    """The samples at the first decoder block. `texts`: input_ids [1, T] each. Raises InputError if there are none.
 
-    Most models hand the same objects to all their blocks, and then a forward pass need not go beyond the first block.
-    Those with blocks of several kinds (sliding windows, other rotary embeddings) do not. The longest text tells: masks
-    that differ in long ones may be absent from short ones.
+    Most models pass the same objects to all blocks; the forward pass can then stop at the first block. Models with
+    blocks of several kinds (sliding windows, different rotary embeddings) do not. The longest text decides, because
+    short texts may have no mask.
     """
     if not texts:
         raise InputError("no calibration sample: this method needs data; give at least one batch")
@@ -202,8 +203,10 @@ def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
 
 
 def capture_sample(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, needed: int) -> Sample:
-    """What the first decoder block receives, and every block's other arguments, from the model's own forward on
-    input_ids [1, T]; it ends at the `needed`-th block: the first, whose arguments are those of all, or the last."""
+    """Records the input of the first decoder block and the other arguments of the first `needed` blocks.
+
+    `ids`: input_ids [1, T]. `needed`: 1, if all blocks have the same arguments, or the number of blocks.
+    """
     first, calls = [], []
 
     def record(block: nn.Module, args: tuple, kwargs: dict) -> None:

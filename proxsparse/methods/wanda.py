@@ -1,4 +1,4 @@
-"""Wanda: magnitude times the norm of the input that the weight meets."""
+"""Wanda: magnitude times the norm of the input feature."""
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,13 @@ class FeatureNorms:
     statistics=FeatureNorms,
 )
 def prune_wanda(weight: Tensor, statistics: FeatureNorms, pattern: NMPattern) -> tuple[Tensor, None]:
-    """score_ij = |W_ij| * ||X_j||_2; the n largest of every block stay.
+    """score_ij = |W_ij| * ||X_j||_2; the n largest scores of every block are kept.
 
     Args:
         weight: [out_features, in_features].
         statistics: the norms of the layer's calibration inputs.
     Returns:
-        mask, bool, the shape of `weight`; None: the weights stay.
+        mask, bool, the shape of `weight`; None: the weights are unchanged.
     """
     norms = statistics.norms()
     return nm_mask(weight.abs().to(norms.dtype) * norms, pattern), None

@@ -1,1 +1,1 @@
-"""Language models: loading, prunable layers, checks, restoring pretrained weights."""
+"""Language models: loading, checks, prunable layers, restoring the pretrained weights."""

@@ -1,4 +1,4 @@
-"""Checks of a loaded model and of its outputs: positions, NaN and infinity."""
+"""Checks of a model and its outputs: number of positions, NaN and infinity."""
 
 import math
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
     """The window in tokens: `asked`, or if it is None the default, at most the model's positions and the text's tokens.
 
     Raises:
-        InputError: the model has fewer positions than were asked for.
+        InputError: `asked` exceeds the number of positions.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if asked is not None:
@@ -35,7 +35,7 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode (no dropout) within the block; every module is in its own mode again afterwards."""
+    """Sets evaluation mode (no dropout) within the block, and restores the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -46,29 +46,29 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_not_finite(model: nn.Module) -> None:
-    """Raises InputError, with the name of the tensor, if a weight is NaN or infinite."""
+    """Raises InputError, which names the tensor, if a weight is NaN or infinite."""
     parameters = dict(model.named_parameters())
     with phase("checking the weights", len(parameters), "tensor") as current:
         for name, parameter in current.count(parameters.items()):
             if not parameter.detach().isfinite().all():
-                raise InputError(f"{name} has weights that are NaN or infinite; get the model's files again")
+                raise InputError(f"{name}: has weights that are NaN or infinite; download the model again")
 
 
 def check_finite(name: str, sums: Tensor) -> None:
-    """Raises InputError unless these sums over the calibration inputs of the layer of that name are finite."""
+    """Raises InputError unless the sums over the calibration inputs of layer `name` are finite."""
     if not sums.isfinite().all():
         raise InputError(
-            f"{name}: its calibration inputs overflow or hold a NaN; take --precision fp32 (or bf16 for a model in "
-            "float16), or look for damaged weights"
+            f"{name}: its calibration inputs are NaN or overflow; use --precision fp32 (or bf16 for a model in "
+            "float16), or check for damaged weights"
         )
 
 
 @torch.no_grad()
 def first_not_finite(model: nn.Module, input_ids: Tensor) -> str:
-    """For an error: ", and the first output that is not finite is that of LAYER", or "" if all outputs are finite.
+    """For error messages: ", and the first output that is not finite is that of LAYER", or "" if all are finite.
 
     Args:
-        input_ids: int64 [B, T], which the model reads once more.
+        input_ids: int64 [B, T]; the forward pass is repeated on them.
     """
     found = []
 

@@ -9,10 +9,10 @@ from proxsparse.patterns import NMPattern, PatternLike
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks of any causal language model of transformers, in order.
+    """The decoder blocks of a causal language model of transformers, in order.
 
     Raises:
-        InputError: if the model has no list of num_hidden_layers blocks.
+        InputError: the model has no list of num_hidden_layers modules.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = model.config.get_text_config().num_hidden_layers
@@ -20,7 +20,7 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise InputError(
-        f"{type(model).__name__} has no list of {count} decoder blocks: it is no decoder-only language model"
+        f"{type(model).__name__} has no list of {count} decoder blocks; give a decoder-only language model"
     )
 
 
@@ -30,14 +30,14 @@ def prunable_layers(
     include: list[str] | None = None,
     exclude: list[str] | None = None,
 ) -> dict[str, nn.Linear]:
-    """The layers to prune by their full module names, in model order: every nn.Linear inside the decoder blocks.
+    """Full module name -> layer to prune, in model order: every nn.Linear in the decoder blocks.
 
     Args:
-        pattern: one for all layers, or layer name -> pattern: then only layers that it names are taken.
+        pattern: one pattern for all layers, or layer name -> pattern; then only these layers are returned.
         include, exclude: regular expressions searched in the names; a layer must match one of `include` (if given)
             and none of `exclude`.
     Raises:
-        InputError: nothing is left, an expression is malformed, or a layer cannot be cut into blocks.
+        InputError: no layer is left, an expression is malformed, or a layer cannot be split into blocks.
     """
     refuse_packed(model)
     blocks = {id(block) for block in decoder_blocks(model)}
@@ -50,7 +50,7 @@ def prunable_layers(
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
     if isinstance(pattern, dict):
         if unknown := pattern.keys() - candidates.keys():
-            raise InputError(f"pattern of layer {sorted(unknown)[0]}: this model has no such nn.Linear to prune")
+            raise InputError(f"pattern of layer {sorted(unknown)[0]}: the model has no such nn.Linear to prune")
         layers = {name: layer for name, layer in layers.items() if name in pattern}
     refuse_fused_weights(model, tuple(inside), include, exclude)
     if not layers:
@@ -69,7 +69,7 @@ def prunable_layers(
 
 
 def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
-    """Whether some `include` (None: everything) and no `exclude` expression is found in `name`.
+    """Whether `name` matches an `include` expression (None: any name) and no `exclude` expression.
 
     Raises:
         InputError: an expression is malformed.
@@ -78,27 +78,27 @@ def is_selected(name: str, include: list[str] | None, exclude: list[str] | None)
         included = not include or any(re.search(expression, name) for expression in include)
         return included and not any(re.search(expression, name) for expression in exclude or [])
     except re.error as error:
-        raise InputError(f"include/exclude {error.pattern!r} is not a regular expression: {error}") from error
+        raise InputError(f"include/exclude {error.pattern!r}: not a regular expression ({error})") from error
 
 
 def refuse_fused_weights(
     model: nn.Module, inside: tuple[str, ...], include: list[str] | None, exclude: list[str] | None
 ) -> None:
-    """Raises InputError for a selected module with many matrices in one tensor: they would silently stay dense."""
+    """Raises InputError for a selected module with several matrices in one tensor, which would not be pruned."""
     for name, module in model.named_modules():
         fused = [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
-        convolution = isinstance(module, nn.Conv1d)  # its 3 dimensions are no stack of matrices
+        convolution = isinstance(module, nn.Conv1d)  # its 3-dimensional weight is not a stack of matrices
         if fused and not convolution and name.startswith(inside) and is_selected(name, include, exclude):
             raise InputError(
-                f"{name}: {type(module).__name__} holds {len(fused[0])} matrices in one tensor, not nn.Linear layers "
-                f"(and load_model could not split it); leave them dense with --exclude {name.rpartition('.')[2]}"
+                f"{name}: {type(module).__name__} has {len(fused[0])} matrices in one tensor instead of nn.Linear "
+                f"layers; leave them dense with --exclude {name.rpartition('.')[2]}"
             )
 
 
 def refuse_packed(model: nn.Module) -> None:
-    """Raises InputError for a model whose weights are packed or quantised: there is nothing dense to prune."""
+    """Raises InputError for a model whose weights are packed or quantized."""
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         raise InputError(
-            f"model {model.name_or_path!r} is not dense (quant_method {quantizer.quantization_config.quant_method}): "
-            "it cannot be pruned; give the dense model (a packed one: proxsparse pack MODEL_DIR --unpack)"
+            f"model {model.name_or_path!r}: not dense (quant_method {quantizer.quantization_config.quant_method}); "
+            "give the dense model (for a packed one, run: proxsparse pack MODEL_DIR --unpack)"
         )

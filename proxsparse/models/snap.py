@@ -1,30 +1,30 @@
-"""Copying and casting weights, and restoring the pretrained ones under a mask."""
+"""Copying and casting weights, and restoring the pretrained weights under masks."""
 
 import torch
 from torch import Tensor, nn
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter on the CPU, in its own dtype: what `restore_` puts back bit for bit."""
+    """A copy of every parameter on the CPU, in its own dtype, from which `snap_` restores it exactly."""
     return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
 def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters to `dtype`; buffers (rotary frequencies) stay as precise as they were loaded."""
+    """Casts the parameters to `dtype`, but not the buffers, such as rotary frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()
 def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tensor], updated: bool = False) -> None:
-    """W <- W0 where the mask keeps, +0 elsewhere; every parameter without a mask becomes W0 again. In place.
+    """W <- W0 where the mask keeps, +0 elsewhere; parameters without a mask are reset to W0. In place.
 
     Args:
-        pretrained: parameter name -> W0, from `copy_weights` or `distributed.place_`; its dtype is restored too, but
-            for a sharded model, which keeps its own. A parameter that is not there stays as it is.
+        pretrained: parameter name -> W0, from `copy_weights` or `sharding.shard_and_move_`. The dtype is restored too,
+            except in a sharded model. Parameters that are not in the dict are unchanged.
         masks: layer name -> bool [out_features, in_features]; {} restores the dense model.
-        updated: the kept weights stay as they are now, rounded to the dtype of W0, instead of becoming W0.
+        updated: the kept weights stay as they are, rounded to the dtype of W0, instead of becoming W0.
     """
     for name, weight in pretrained.items():
         parameter = model.get_parameter(name)

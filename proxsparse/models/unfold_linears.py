@@ -1,11 +1,11 @@
-"""Linear layers that transformers stores in another form, as the nn.Linear layers that they are.
+"""Replaces linear layers that transformers stores in another form by nn.Linear.
 
-GPT-2's Conv1D holds W^T, [in_features, out_features]; a mixture of experts holds one weight of all its experts in one
-tensor [experts, out_features, in_features]. `unfold_linears_` puts nn.Linear layers in their place, so that whatever
-works on layers (the walk, hooks, masks, optimizers) needs to know of nothing else. It computes the same.
+GPT-2's Conv1D stores W^T, [in_features, out_features]; a mixture of experts stores the weights of all experts in one
+tensor [experts, out_features, in_features]. `unfold_linears_` replaces both by nn.Linear layers, so that hooks, masks
+and optimizers handle only nn.Linear. The results of the model do not change.
 
-The new layers' weights are views of the old tensors: nothing is copied. `state_dict`, and with it `save_pretrained`,
-gives the model's own names and shapes; `load_state_dict` takes them.
+The new weights are views of the old tensors, not copies. `state_dict`, `save_pretrained` and `load_state_dict` use the
+original names and shapes.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def unfold_linears_(model: nn.Module) -> nn.Module:
-    """Puts nn.Linear layers in the place of every Conv1D and of all fused experts, in place; returns the model."""
+    """Replaces every Conv1D and all fused experts by nn.Linear layers, in place; returns the model."""
     for name, module in list(model.named_modules()):
         unfolded = TransposedLinear(module) if is_conv1d(module) else SplitExperts(module) if is_fused(module) else None
         if unfolded is not None:
@@ -22,14 +22,14 @@ def unfold_linears_(model: nn.Module) -> nn.Module:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D, which multiplies by W^T."""
+    """Whether the module is transformers' Conv1D, which stores W^T."""
     from transformers.pytorch_utils import Conv1D
 
     return isinstance(module, Conv1D)
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether it holds the experts of a mixture in the layout that transformers declares with these attributes."""
+    """Whether the module has the fused experts of a mixture, which transformers marks with these attributes."""
     return {"has_gate", "has_bias", "is_transposed"} <= vars(module).keys()
 
 
@@ -52,7 +52,7 @@ class SplitExperts(nn.Module):
     """Fused experts as nn.Linear layers `<expert>.gate_up_proj` (without a gate: up_proj) and `<expert>.down_proj`.
 
     y_t = sum_k p_tk down_k(act(up_k(x_t))) over the experts k that the router chose for token t with weights p_tk.
-    In a state_dict the weights of all experts are one tensor again, and so are the biases.
+    In a state_dict the weights of all experts are one tensor, and so are the biases.
     """
 
     def __init__(self, fused: nn.Module):
@@ -70,39 +70,39 @@ class SplitExperts(nn.Module):
             self.add_module(str(expert), nn.ModuleDict(layers))
         for name, child in fused.named_children():
             self.add_module(name, child)
-        self.__dict__["fused"] = fused  # its activation and gate are still of use; no submodule: it has no weights left
+        self.__dict__["fused"] = fused  # for its activation and gate; not a submodule, because it has no weights left
         self.register_state_dict_post_hook(SplitExperts.join)
         self.register_load_state_dict_pre_hook(SplitExperts.split)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden_size], top_k_* [tokens, k] -> [tokens, hidden_size]"""
         output = torch.zeros_like(hidden_states)
-        # While they learn all experts take part: the gradient of one that is idle is 0, not missing, as many processes
-        # reduce the gradients of all together, and the prox then acts on it as on the others.
+        # During training all experts are evaluated, so that unused ones have gradient 0 instead of none: several
+        # processes must reduce the same gradients, and the prox must act on all weights.
         for expert in range(self.experts) if torch.is_grad_enabled() else top_k_index.unique().tolist():
-            # in the order of transformers' own loop: a product's rounding depends on the place of a row
+            # rows in the order of transformers' loop: the rounding of a product depends on the position of a row
             choices, tokens = (top_k_index == expert).T.nonzero(as_tuple=True)
             expert_output = self.expert_output(expert, hidden_states[tokens]) * top_k_weights[tokens, choices, None]
             output.index_add_(0, tokens, expert_output.to(output.dtype))
         return output
 
     def expert_output(self, expert: int, hidden_states: Tensor) -> Tensor:
-        """[tokens, hidden_size] -> the same"""
+        """[tokens, hidden_size] -> [tokens, hidden_size]"""
         up, down = self.get_submodule(str(expert)).values()
         activate = self.fused._apply_gate if self.fused.has_gate else self.fused.act_fn
         output = down(activate(up(hidden_states)))
         return self.fused.post_expert_norm(output) if self.normalizes else output
 
     def split(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
-        """In a state_dict: the tensors of all experts -> views of them, one an expert."""
+        """In a state_dict: replaces the tensors of all experts by views, one per expert."""
         for name in self.names:
             for kind, fused_name in (("weight", name), ("bias", f"{name}_bias")):
                 if (tensor := state.pop(f"{prefix}{fused_name}", None)) is not None:
-                    turned = tensor.mT if kind == "weight" and self.transposed else tensor
-                    state.update({f"{prefix}{expert}.{name}.{kind}": part for expert, part in enumerate(turned)})
+                    weights = tensor.mT if kind == "weight" and self.transposed else tensor
+                    state.update({f"{prefix}{expert}.{name}.{kind}": part for expert, part in enumerate(weights)})
 
     def join(self, state: dict[str, Tensor], prefix: str, *_arguments_of_a_hook) -> None:
-        """The inverse of `split`. The experts' parameters become views of the joined tensor, so that no copy lasts."""
+        """The inverse of `split`. The experts' parameters become views of the joined tensor, to save memory."""
         for name in self.names:
             layers = [self.get_submodule(f"{expert}.{name}") for expert in range(self.experts)]
             for kind, fused_name in (("weight", name), ("bias", f"{name}_bias")):
@@ -115,7 +115,7 @@ class SplitExperts(nn.Module):
 
 @torch.no_grad()
 def joined_(parameters: list[nn.Parameter], transposed: bool) -> Tensor:
-    """One tensor [len(parameters), ...] of which they are views from now on; transposed: of its last two dimensions."""
+    """Stacks the parameters into one tensor and makes them views of it; `transposed` swaps its last two dimensions."""
     tensor = torch.stack([parameter.data.mT if transposed else parameter.data for parameter in parameters])
     for parameter, part in zip(parameters, tensor.mT if transposed else tensor, strict=True):
         parameter.data = part
@@ -123,7 +123,7 @@ def joined_(parameters: list[nn.Parameter], transposed: bool) -> Tensor:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """A layer on tensors that are there: weight [out_features, in_features], bias [out_features] or None."""
+    """An nn.Linear with the given weight [out_features, in_features] and bias [out_features] or None."""
     out_features, in_features = weight.shape
     layer = nn.Linear(in_features, out_features, bias=False, device="meta")
     layer.weight = nn.Parameter(weight)

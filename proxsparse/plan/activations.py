@@ -122,7 +122,7 @@ def fake(shape: Shape, dtypes: Dtypes, documents: int, tokens: int) -> Iterator[
     if documents == 1 and (window is None or tokens < window):  # one document is never padded
         model.config._attn_implementation = CAUSAL
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        model.to_empty(device=CPU).tie_weights()  # to_empty has made two weights of one
+        model.to_empty(device=CPU).tie_weights()  # to_empty unties them
         live.peak = live.now
         yield model, torch.empty(documents, tokens, dtype=torch.int64), live
 

@@ -28,7 +28,7 @@ KNOWN = {  # Hub id -> model_type, SETTINGS, other settings; all are stored in t
     "meta-llama/Llama-3.1-405B": ("llama", (16384, 53248, 126, 128, 8, 128256, 131072), {}),
     "HuggingFaceTB/SmolLM2-135M": ("llama", (576, 1536, 30, 9, 3, 49152, 8192), TIED),
 }
-# An attention for which transformers builds no mask: on fake tensors it cannot see that no token is padding.
+# An attention for which transformers builds no mask: with fake tensors it cannot detect that there is no padding.
 CAUSAL = "causal_without_mask"
 
 
@@ -80,9 +80,9 @@ def meta_model(name: str) -> tuple[nn.Module, int, bool, str]:
             model_type, values, others = KNOWN[name]
             settings = dict(zip(SETTINGS, values, strict=True)) | others
             config = transformers.AutoConfig.for_model(model_type, **settings, dtype=torch.bfloat16)
-            found = "proxsparse's own table of architectures"
+            found = "proxsparse's table of architectures"
         else:
-            try:  # without a network the Hub takes half a minute to fail
+            try:  # first without the Hub: without a network a request takes half a minute to fail
                 config = transformers.AutoConfig.from_pretrained(
                     source, local_files_only=True, trust_remote_code=False, **options
                 )

@@ -7,7 +7,7 @@ from proxsparse.plan.memory import Plan
 # NVIDIA's data sheet of the H200 SXM: dense bf16 operations/s, bytes/s of its memory and of NVLink in one direction.
 # Assumed: for every GPU one InfiniBand port of 400 Gb/s and 16 lanes of PCIe 5 to the host; 8 GPUs per node.
 FLOPS, MEMORY, NVLINK, NETWORK, HOST, NODE = 989e12, 4.8e12, 450e9, 50e9, 64e9, 8
-UTILISATION = 0.4  # of FLOPS, MEMORY and all links: what well-tuned training reaches; not measured here
+UTILIZATION = 0.4  # of FLOPS, MEMORY and all links: what well-tuned training reaches; not measured here
 DEVICES = tuple(2**power for power in range(10))  # 1 to 512
 
 
@@ -43,7 +43,7 @@ def cost(plan: Plan, devices: int) -> Cost:
     optimizer = (2 * sum(plan.held().values()) + weight * plan.learned) / MEMORY
     if plan.masked and config.pretrained_weights != "device":  # every new mask reads W0
         optimizer += shape.file_bytes * shape.prunable / HOST
-    seconds = (max(operations / FLOPS, network / link) + optimizer / devices) / UTILISATION
+    seconds = (max(operations / FLOPS, network / link) + optimizer / devices) / UTILIZATION
     documents = own_documents * devices
     steps = config.average_runs * max(1, int(config.num_samples * config.num_train_epochs / documents))
     return Cost(documents, config.max_steps if config.max_steps > 0 else steps, operations, network, seconds)

@@ -56,7 +56,7 @@ class Plan:
         return Plan(config, self.shape)
 
     def held(self) -> Buckets:
-        """What is held from the first step to the last; each of N devices holds 1/N of it."""
+        """Tensors that exist from the first step to the last; each of N devices holds 1/N of them."""
         config, shape, weight = self.config, self.shape, self.weight_bytes
         return {
             "weights": weight * shape.weights,
@@ -65,13 +65,13 @@ class Plan:
             "masters": FP32 * self.learned * config.master_weights,
             "W0": shape.file_bytes * shape.weights * (config.pretrained_weights == "device"),
             "W0 for --frozen_lambda": weight * shape.prunable * (config.frozen_lambda > 0),
-            "start and sum of --average_runs": (weight + FP32) * self.learned * (config.average_runs > 1),
+            "copies for --average_runs": (weight + FP32) * self.learned * (config.average_runs > 1),
         }
 
     def phases(self, devices: int) -> dict[str, Buckets]:
-        """What one of N devices holds in each phase that can be the peak.
+        """The memory of one of N devices in each phase that can be the peak.
 
-        During a backward pass gradients grow and activations shrink, by the same amount in every decoder block, so the
+        During a backward pass gradients grow and activations shrink by the same amount in every decoder block, so the
         peak is at its beginning or at its end.
         """
         config, shape, weight = self.config, self.shape, self.weight_bytes
@@ -102,7 +102,7 @@ class Plan:
         }
 
     def on_device(self, devices: int) -> tuple[str, Buckets]:
-        """The phase of the peak of one of N devices, and what it holds in it."""
+        """The phase in which one of N devices has its peak, and its memory in that phase."""
         phase, buckets = max(self.phases(devices).items(), key=lambda item: sum(item[1].values()))
         if self.on_gpu:
             buckets["CUDA context (assumed)"] = CUDA_CONTEXT
@@ -115,7 +115,7 @@ class Plan:
         return sum(self.on_device(devices)[1].values())
 
     def on_host(self, devices: int) -> Buckets:
-        """What the process of one of N devices holds in host memory, in addition to its device."""
+        """Host memory of the process of one of N devices."""
         config, shape = self.config, self.shape
         tokens = config.num_samples * config.seq_len
         w0 = config.pretrained_weights == "cpu" or (config.pretrained_weights == "disk" and not shape.mapped)

@@ -1,4 +1,4 @@
-"""The page that --plan prints: what one device holds, what N devices need, and which flags make the run fit."""
+"""The page that --plan prints: memory of one device, memory and time of N devices, flags that save memory."""
 
 from proxsparse.io.text_table import text_table
 from proxsparse.plan.cost import DEVICES, cost
@@ -10,7 +10,7 @@ GB = 10**9
 HEADER = ("devices", "GB each", "fits", "documents/step", "steps", "GB received/step", "s/step", "run")
 REMEDIES = (  # (flags that save memory, what they change), the least harmful first
     ({"gradient_checkpointing": True}, "same result; computes the forward pass of the decoder blocks twice"),
-    ({"pretrained_weights": "cpu"}, "same result; under the mask every step copies W0 from the host"),
+    ({"pretrained_weights": "cpu"}, "same result; with --objective masked every step copies W0 from the host"),
     ({"moment_dtype": "bf16"}, "AdamW's moments are rounded stochastically"),
     ({"precision": "bf16", "master_weights": False}, "weights and gradients are rounded too"),
     ({"average_runs": 1}, "one run instead of the mean of several"),
@@ -20,12 +20,12 @@ REMEDIES = (  # (flags that save memory, what they change), the least harmful fi
     ),
     (
         {"objective": "paper", "start": "pretrained", "average_runs": 1},
-        "one copy of the weights less; worse masks",
+        "one copy of the weights fewer; worse masks",
     ),
 )
 NOTES = """\
-GB = 10^9 bytes. What a card has above its nominal size (85 GB for an 80 GB H100) is left for fragmentation. Activations
-are counted on tensors without data; the rest is arithmetic. Times are estimates for H200s (989 TFLOP/s bf16, 4.8 TB/s,
+GB = 10^9 bytes. Memory above a card's nominal size (85 GB for an 80 GB H100) is left for fragmentation. Activations
+are counted on tensors without data; the rest is computed. Times are estimates for H200s (989 TFLOP/s bf16, 4.8 TB/s,
 NVLink 450 GB/s each way between 8, 50 GB/s per GPU beyond, 64 GB/s to the host) at 40% of these rates, not measured;
 see docs/scaling.md. Not included: --start with another method, and writing checkpoints."""
 
@@ -45,9 +45,9 @@ def text(config: TrainConfig) -> str:
         f"{config.update} weights, {config.per_device_train_batch_size} x {config.seq_len} tokens per device and pass",
         f"Peak memory of one device: {phase}\n{bucket_table(buckets)}",
         f"Host memory per device\n{bucket_table(host)}",
-        f"Together, as a CPU has one memory: {gb(sum(buckets.values()) + sum(host.values()))} GB" * (not plan.on_gpu),
+        f"Total on a CPU: {gb(sum(buckets.values()) + sum(host.values()))} GB" * (not plan.on_gpu),
         f"On several devices\n{text_table(HEADER, rows, indent='  ')}",
-        f"Flags that save memory: GB on one device, and cards for the run, with all flags up to here\n{remedies(plan)}",
+        f"Flags that save memory: GB on one device and cards for the run, cumulative\n{remedies(plan)}",
         NOTES,
     ]
     return "\n\n".join(filter(None, sections))
@@ -79,7 +79,7 @@ def remedies(plan: Plan) -> str:
 
 
 def cards(plan: Plan) -> str:
-    """The smallest card that the run fits on, else how many of the largest it needs."""
+    """The smallest card that the run fits on, else the number of the largest cards."""
     options = [(1, card) for card in CARDS] + [(n, CARDS[-1]) for n in DEVICES[1:]]
     found = next(((n, card) for n, card in options if plan.device_bytes(n) <= card * GB), None)
     return f"{found[0]} x {found[1]} GB" if found else "none"

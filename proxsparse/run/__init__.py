@@ -1,1 +1,1 @@
-"""One run of a command: flags, output folder, resuming, log, result and report."""
+"""A run of `train` or `prune`: flags, output folder, resuming, result and report."""

@@ -1,4 +1,4 @@
-"""The flags of a run, in Hugging Face's words; recipes and config files set the same names."""
+"""The flags of a run, named as in Hugging Face's libraries; recipes and config files use the same names."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,9 +8,9 @@ from proxsparse.patterns import NMPattern
 from proxsparse.run.recipes import RECIPE_NAMES
 from proxsparse.training.options import LearningOptions, Ranges, check_choices, check_ranges, flag
 
-LAST = "last"  # the --resume_from_checkpoint that names the newest
-NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # of one run alone
-WINDOWS = {"seq_len": 512, "eval_seq_len": 1024}  # defaults, in tokens, of models with that many positions
+LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
+NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # not in config.yaml
+WINDOWS = {"seq_len": 512, "eval_seq_len": 1024}  # defaults in tokens; fewer if the model has fewer positions
 
 
 @dataclass
@@ -25,48 +25,48 @@ class RunConfig:
     )
     pattern: str = flag("2:4", "N:M, N of every M weights are kept", "model")
     include: list[str] | None = flag(None, "regular expressions: prune only layers whose name matches one", "model")
-    exclude: list[str] | None = flag(None, "regular expressions: leave layers whose name matches one", "model")
+    exclude: list[str] | None = flag(None, "regular expressions: do not prune layers whose name matches one", "model")
     data: str = flag(
         "builtin",
         "calibration text: c4, a Hub data set, a file (.jsonl[.gz] .json .txt .parquet), or builtin",
         "data",
     )
     text_field: str = flag("text", "the field of a row that holds the text", "data")
-    num_samples: int = flag(400, "calibration samples", "data")
+    num_samples: int = flag(400, "number of calibration samples", "data")
     seq_len: int | None = flag(
-        None, "tokens of a sample at most; default: 512, or the model's positions if these are fewer", "data"
+        None, "largest sample in tokens; default: 512, or the model's positions if these are fewer", "data"
     )
     packing: bool = flag(
         False, "join documents into full windows; without it a sample is one truncated document", "data"
     )
-    eval_data: str = flag("builtin", "held-out text of the perplexity; a file, a data set, builtin, or none", "data")
+    eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none", "data")
     eval_seq_len: int | None = flag(
         None, "window of the perplexity in tokens; default: 1024, or the model's positions if these are fewer", "data"
     )
-    eval_max_windows: int = flag(8, "windows of the perplexity; -1: all", "data")
+    eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", "data")
     output_dir: str | None = flag(None, "output directory; default: runs/<model>-<date>-<time>", "output")
     overwrite_output_dir: bool = flag(
         False, "replace the result of an earlier run in the output directory once this run is complete", "output"
     )
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run", "output")
     resume_from_checkpoint: str | None = flag(
-        None, "a checkpoint directory, or last: continue the run in --output_dir, or start it", "output"
+        None, "a checkpoint directory; last: resume the run in --output_dir, or start it if there is none", "output"
     )
     precision: str = flag(
         "auto",
-        "mixed: fp32 weights, bf16 compute; bf16: all bf16, learned with stochastic rounding; auto: mixed where bf16 "
-        "is fast, else fp32",
+        "mixed: fp32 weights, bf16 compute; bf16: all in bf16, trained with stochastic rounding; auto: mixed where "
+        "bf16 is fast, else fp32",
         "hardware",
         ("auto", "fp32", "mixed", "bf16"),
     )
     device: str = flag("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one", "hardware")
-    seed: int = flag(42, "seed of the order of documents and of every random number", "hardware")
+    seed: int = flag(42, "seed of the document order and of all random numbers", "hardware")
 
     def check(self) -> "RunConfig":
         """Returns itself.
 
         Raises:
-            InputError: a value makes no sense; names the flag, the value and what it must be.
+            InputError: a value is invalid; names the flag, the value and what it must be.
         """
         check_choices(self)
         check_ranges(self, RANGES)
@@ -80,14 +80,14 @@ class RunConfig:
 RANGES: Ranges = (
     (("num_samples",), lambda value: value >= 1, "at least 1"),
     (("eval_max_windows",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for no bound"),
-    (("seq_len", "eval_seq_len"), lambda value: value >= 2, "at least 2 tokens: the first one is not predicted"),
+    (("seq_len", "eval_seq_len"), lambda value: value >= 2, "at least 2 tokens, because the first is not predicted"),
     (("seed",), lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1"),
 )
 
 
 @dataclass
 class TrainConfig(LearningOptions, RunConfig):
-    """The flags of `proxsparse train`, which is the method "proxsparse" on one pattern for all layers."""
+    """The flags of `proxsparse train`: the method "proxsparse" with one pattern for all layers."""
 
     method: ClassVar[str] = "proxsparse"
     allocation: ClassVar[str] = "uniform"
@@ -95,28 +95,28 @@ class TrainConfig(LearningOptions, RunConfig):
     recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}", "output")
     pretrained_weights: str | None = flag(
         None,
-        "where the pretrained weights are kept; disk: memory-mapped from the model's files; default: device, with "
+        "where the pretrained weights are stored; disk: memory-mapped from the model's files; default: device, with "
         "--objective paper cpu",
         "hardware",
         ("device", "cpu", "disk"),
     )
     shard_within_node: bool = flag(
-        False, "several nodes: each holds the whole model, sharded over its processes (HSDP)", "hardware"
+        False, "shard the model within each node and replicate it across nodes (HSDP)", "hardware"
     )
-    plan: bool = flag(False, "print the memory that the run will need on 1 to 512 devices, and load nothing", "output")
+    plan: bool = flag(False, "print the memory and time that the run needs on 1 to 512 devices, and exit", "output")
 
     def check(self) -> "TrainConfig":
         """As `RunConfig.check` and `LearningOptions.check`."""
         RunConfig.check(self)
         LearningOptions.check(self)
-        if self.pretrained_weights is None:  # under the mask they are needed at every step
+        if self.pretrained_weights is None:  # masked layers need them at every step
             self.pretrained_weights = "device" if self.forward == "masked" else "cpu"
         step = self.gradient_accumulation_steps * self.per_device_train_batch_size
         if step > self.num_samples:
             raise InputError(
-                f"--gradient_accumulation_steps {self.gradient_accumulation_steps}: a step takes {step} samples, of "
-                f"--num_samples {self.num_samples}; lower the first or raise the second"
+                f"--gradient_accumulation_steps {self.gradient_accumulation_steps}: a step needs {step} samples, "
+                f"--num_samples is {self.num_samples}; lower the former or raise the latter"
             )
         if self.master_weights and self.precision != "bf16":
-            raise InputError(f"--master_weights is for --precision bf16, not {self.precision}; leave it out")
+            raise InputError(f"--master_weights: needs --precision bf16 (now {self.precision}); leave it out")
         return self

@@ -1,4 +1,4 @@
-"""From a dataclass of flags to argparse, and from text or YAML to typed values."""
+"""Adds a dataclass of flags to argparse, and converts text or YAML to typed values."""
 
 import argparse
 import dataclasses
@@ -14,7 +14,7 @@ GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of 
 
 
 def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
-    """Adds a flag for every field of a dataclass, in the groups of --help that the fields name."""
+    """Adds a flag for every field of a dataclass, in the field's group of --help."""
     groups = {group.title: group for group in parser._action_groups}
     types = typing.get_type_hints(flags)
     for one in sorted(dataclasses.fields(flags), key=lambda one: GROUPS.index(one.metadata["group"])):
@@ -27,7 +27,7 @@ def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
 
 
 def add_flag(parser, name: str, kind, help_text: str, choices: tuple[str, ...] = ()) -> None:
-    """One flag, whose value stays text; absent from the result where the command line does not name it."""
+    """Adds one flag. Its value stays text; without the flag on the command line it is absent from the result."""
     shape = {"nargs": "?", "const": "true"} if kind is bool else {"nargs": "+"} if kind == LIST else {}
     metavar = "|".join(choices) if choices else METAVARS.get(kind, "VALUE")
     help_text = help_text.replace("%", "%%")
@@ -40,22 +40,22 @@ def read_settings(path: Path | str, what: str, types: dict[str, type], not_repea
     Args:
         what: what the file is, for messages.
         types: flag -> type.
-        not_repeated: flags that belong on the command line alone.
+        not_repeated: flags that are allowed only on the command line.
     Raises:
-        InputError: the file is absent or malformed, or names a flag that does not exist.
+        InputError: the file is absent or malformed, or has an unknown flag.
     """
     settings = read_yaml(Path(path), what)
     for name in settings:
         if name not in types or name in not_repeated:
-            raise InputError(f"{what} {path}: there is no flag --{name} for a file; --help lists the flags")
+            raise InputError(f"{what} {path}: no flag --{name} for a file; --help lists the flags")
     return {name: convert(f"{what} {path}: {name}", value, types[name]) for name, value in settings.items()}
 
 
 def convert(what: str, value, wanted):
-    """A value of the command line or of YAML in the type of its field.
+    """Converts a value of the command line or of YAML to the type of its field.
 
     Raises:
-        InputError: it is of another type; `what` names the flag.
+        InputError: the value has another type; `what` names the flag.
     """
     if value is None and type(None) in typing.get_args(wanted):
         return None
@@ -63,7 +63,7 @@ def convert(what: str, value, wanted):
     try:
         return CONVERSIONS[plain](value)
     except (TypeError, ValueError, KeyError) as error:
-        raise InputError(f"{what} {value}: is not {NAMES[plain]}") from error
+        raise InputError(f"{what} {value}: must be {NAMES[plain]}") from error
 
 
 def _list(value) -> list[str]:
@@ -93,7 +93,7 @@ def _number(kind: type):
 CONVERSIONS = {
     bool: lambda value: {"true": True, "false": False}[str(value).lower()],
     int: _number(int),
-    float: _number(float),  # also of text: YAML takes 1e-4 for text
+    float: _number(float),  # also from text: YAML reads 1e-4 as text
     str: _text,
     list: _list,
 }

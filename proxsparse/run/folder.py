@@ -1,4 +1,4 @@
-"""A run's folder from its opening to its last file."""
+"""The output folder of a run: opening, writing, finishing."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ from proxsparse.run.result import finite
 from proxsparse.runtime.distributed import on_rank_zero, world_size
 from proxsparse.runtime.progress import phase
 
-# Flags that may name a file or a folder which the run reads.
+# Flags whose value may be a file or a folder that the run reads.
 INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoint")
 
 
@@ -34,17 +34,17 @@ INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoi
 def opened(config: RunConfig, command: str, may_differ: tuple[str, ...]) -> Iterator[OutputFolder]:
     """The output folder of a run, locked for this run within the block, see `output_folder.opened`.
 
-    Of several processes the first one opens it; all get the same. `may_differ`: flags that a resumed run may change.
+    Rank 0 opens it for all processes. `may_differ`: flags that a resumed run may change.
 
     Raises:
-        InputError: as `output_folder.opened`; it is the folder of --model; --resume_from_checkpoint names no run.
+        InputError: as `output_folder.opened`; the folder is that of --model; there is no run to resume.
     """
     with ExitStack() as stack:
 
         def enter() -> OutputFolder:
             final = output_dir_of(config)
             if final.exists() and Path(config.model).exists() and final.samefile(config.model):
-                raise InputError(f"--output_dir {str(final)!r} is the folder of --model: the result would replace it")
+                raise InputError(f"--output_dir {str(final)!r}: the folder of --model; choose another folder")
             folder = stack.enter_context(
                 output_folder.opened(
                     final,
@@ -84,10 +84,7 @@ def is_resumed_in(final: Path, asked: str | None) -> bool:
 
 
 def start_run(run_dir: Path, config: RunConfig, resumed: Path | None = None) -> None:
-    """Writes config.yaml, and metrics.jsonl as it was at the checkpoint `resumed`; without one it begins empty.
-
-    The result.json of an interruption goes: it does not describe the run that continues.
-    """
+    """Writes config.yaml, restores metrics.jsonl from the checkpoint `resumed` or removes it, removes result.json."""
     (run_dir / output_folder.RESULT).unlink(missing_ok=True)
     settings = {name: value for name, value in vars(config).items() if value is not None}
     settings = {name: value for name, value in settings.items() if name not in NOT_REPEATED}
@@ -104,7 +101,7 @@ def require_space_for(
     """Raises InputError if the disk cannot hold the pruned model, its masks and small files.
 
     Args:
-        updated: layers whose new weights are kept in finished blocks until the end, in `weight_dtype`.
+        updated: layers whose new weights are saved in finished blocks during the run, in `weight_dtype`.
     """
     weights = sum(p.numel() * p.element_size() + p.numel() // 8 for p in model.parameters())
     blocks = sum(layer.weight.numel() for layer in updated.values()) * weight_dtype.itemsize
@@ -120,9 +117,9 @@ def save_checkpoint(
     base: dict[str, str],
     config: RunConfig,
 ) -> None:
-    """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; each of the two whole or not.
+    """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; both steps are atomic.
 
-    A model that is sharded over processes is loaded again: its weights are the pretrained ones under the masks.
+    A sharded model is loaded again: its weights are the pretrained ones under the masks.
 
     Args:
         patterns: layer name -> pattern.
@@ -140,10 +137,7 @@ def save_checkpoint(
 
 
 def save_result(run_dir: Path, result: dict) -> None:
-    """Writes the report or the model card, then result.json, the file that makes a directory a finished run.
-
-    A method that takes steps has rows in metrics.jsonl, which are on the disk before.
-    """
+    """Writes result.json, which marks the run as finished, and the report (with metrics.jsonl) or the model card."""
     if (run_dir / output_folder.METRICS).exists():
         sync(run_dir / output_folder.METRICS)
     else:
@@ -154,17 +148,17 @@ def save_result(run_dir: Path, result: dict) -> None:
 
 
 def nothing_left(folder: OutputFolder) -> bool:
-    """Whether the resumed run is complete. If so, finishes what a kill after its last file may have left undone."""
+    """Whether the resumed run is complete. If so, repeats the last actions, which a kill may have prevented."""
     if not folder.complete:
         return False
     if (folder.path / output_folder.METRICS).exists():
         write_report(folder.path)
     finish(folder)
-    print(f"{folder.final}: this run is complete, nothing is left to do")
+    print(f"{folder.final}: this run is complete; nothing to do")
     return True
 
 
 def finish(folder: OutputFolder) -> None:
-    """Removes checkpoints and finished blocks; with --overwrite_output_dir, replaces the older result."""
+    """Removes checkpoints and finished blocks; with --overwrite_output_dir, replaces the earlier result."""
     output_folder.remove_in_progress(folder.path)
     output_folder.publish(folder)

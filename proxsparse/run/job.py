@@ -42,15 +42,15 @@ from proxsparse.runtime.sharding import gather_masks, shard_and_move_
 
 
 def run(config: RunConfig) -> int:
-    """Does what the flags ask for, unless it is done already. Returns 0, or 128 + the signal that ended it early."""
+    """Executes a run, or prints its --plan. Returns 0, or 128 + the number of the signal that stopped it."""
     if getattr(config, "plan", False):
         print(plan.text(config))
         return 0
     method, command = get_method(config.method), "train" if config.method == "proxsparse" else "prune"
     if distributed.launched_world_size() > 1 and method.keeps != "checkpoints":
         raise InputError(
-            f"{distributed.launched_world_size()} processes: --method {method.name} runs in one; start it without "
-            "torchrun"
+            f"--method {method.name}: runs in one process, not in {distributed.launched_world_size()}; start it "
+            "without torchrun"
         )
     method.check(**method_options(config, method))
     check_named(config, method)
@@ -67,7 +67,7 @@ def run(config: RunConfig) -> int:
 
 
 def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device: torch.device) -> int:
-    """Load, calibrate, prune, snap, save, score, report."""
+    """The stages of a run: load, calibrate, prune, snap, save, score, report."""
     started, run_dir, options = time.monotonic(), folder.path, method_options(config, method)
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     checkpoint, state = on_rank_zero(lambda: find_checkpoint(folder, config, method))
@@ -93,10 +93,11 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     scores = state["scores"] if checkpoint else {"dense": evaluate(model, "dense")}
     on_rank_zero(lambda: run_folder.start_run(run_dir, config, checkpoint))
     store = Store(run_dir, folder.run_id, identity_of(config, digest, scores), pretrained, checkpoint, state)
-    with store.stop if method.keeps == "checkpoints" else nullcontext():  # others are cut off, and keep their blocks
+    with store.stop if method.keeps == "checkpoints" else nullcontext():  # a signal ends other methods at once
         with autocast(device, compute_dtype):
             patterns = choose_patterns(config, method, store, model, layers, batches, digest)
-            masks = method.prune(model, layers, batches, patterns, **with_store(options, method, store))
+            progress = {"store": store} if method.keeps else {}
+            masks = method.prune(model, layers, batches, patterns, **options, **progress)
         snap_(model, pretrained, masks, updated)
         whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
         on_rank_zero(lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config))
@@ -134,17 +135,12 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
 
 def method_options(config: RunConfig, method: Method) -> dict:
-    """The options of a method among the flags."""
+    """The values of the method's options."""
     return {name: getattr(config, name) for name in method.options}
 
 
-def with_store(options: dict, method: Method, store: Store) -> dict:
-    """The keyword arguments of `method.prune`."""
-    return options | {"store": store} if method.keeps else options
-
-
 def read_calibration(config: RunConfig, method: Method, tokenizer, seq_len: int) -> list[dict]:
-    """The calibration batches; none if neither method nor allocation needs data."""
+    """The calibration batches; [] if neither the method nor the allocation needs data."""
     if not (method.needs_data or get_allocation(config.allocation).needs_data):
         return []
     texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
@@ -161,7 +157,7 @@ def choose_patterns(
     batches: list[dict],
     digest: str,
 ) -> dict[str, NMPattern]:
-    """Layer name -> pattern: of the finished blocks of a stopped run, else as --allocation gives them."""
+    """Layer name -> pattern: those of the stopped run if it is resumed, else those of --allocation."""
     patterns = load_start(store, layers, digest) if method.keeps == "blocks" else None
     if patterns is None:
         allocation = get_allocation(config.allocation)

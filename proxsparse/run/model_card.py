@@ -9,8 +9,8 @@ from proxsparse.io.atomic import write_file
 from proxsparse.run.sections import number, perplexity_text, settings_text, shortened, top_text
 
 APPLY_MASKS = """\
-masks.safetensors holds, under each layer's name, `numpy.packbits(mask, axis=-1, bitorder="little")` as uint8
-[out_features, ceil(in_features / 8)]; a bit of 1 is a kept weight. To apply the masks to the pretrained `model`:
+masks.safetensors has one tensor per layer: `numpy.packbits(mask, axis=-1, bitorder="little")`, uint8
+[out_features, ceil(in_features / 8)]; bit 1 is a kept weight. To apply the masks to the pretrained `model`:
 
 ```python
 import numpy, torch
@@ -24,24 +24,24 @@ for name, bits in load_file("masks.safetensors").items():
 
 
 def write_card(run_dir: Path, result: dict) -> None:
-    """Writes the model card README.md alone, for a run that has no steps to report. `result` as in `card_text`."""
+    """Writes the model card README.md of a run without training steps. `result` as in `card_text`."""
     write_file(run_dir / "README.md", card_text(result).encode(errors="replace"))
 
 
 def card_text(result: dict) -> str:
-    """The text of README.md: front matter for the hub, then what the model is, how good, how made, how to use it.
+    """The text of README.md: front matter for the hub, description, perplexity, usage and settings of the model.
 
-    Of any method: `result` is what result.json holds, of `proxsparse train` or `proxsparse prune`.
+    `result`: the content of result.json, of `proxsparse train` or `proxsparse prune`.
     """
     model, pattern = shortened(result["model"]), result["pattern"]
     learned = "steps" in result
-    method, credit = "ProxSparse", "ProxSparse (ICML 2025) learned which."
+    method, credit = "ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
     if not learned:
-        method, credit = result["method"], f"`{result['method']}` ({result['paper']}) chose which."
+        method, credit = result["method"], f"The mask was chosen by `{result['method']}` ({result['paper']})."
     kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
     if result.get("allocation", "uniform") != "uniform":
-        kept_share += f" on average (`{result['allocation']}` shared them out among the decoder blocks)"
-    kept = "has a new value" if result.get("updated") else "is the pretrained one, unchanged"
+        kept_share += f" on average (`{result['allocation']}` chose the number for each decoder block)"
+    kept = "have new values" if result.get("updated") else "are the pretrained ones, unchanged"
     length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if learned else ""
     on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
     head = {"base_model": model} if on_hub else {}
@@ -55,9 +55,10 @@ def card_text(result: dict) -> str:
 
 {top_text((), result)}
 
-{model} with {kept_share} in {number(result["layers"])} linear layers;
-{credit} A kept weight {kept}, and every other weight of these
-layers is +0.0. All other parameters are the pretrained ones, whose licence and limitations apply.
+{model} with {kept_share} in {number(result["layers"])} linear layers.
+{credit} The kept weights {kept}; the other weights
+of these layers are +0.0. All other parameters are the pretrained ones. The licence and the limitations of the
+pretrained model apply.
 
 ## Held-out perplexity
 

@@ -1,6 +1,6 @@
-"""Command lines -> checked flags of a run.
+"""Parses command lines to checked flags of a run.
 
-Precedence: a flag on the command line beats the --config file, which beats the --recipe, which beats the default.
+Precedence, highest first: the command line, the --config file, the --recipe, the default.
 """
 
 import argparse
@@ -22,32 +22,33 @@ from proxsparse.training.options import OBJECTIVES, SCALING_DEFAULTS
 PROXSPARSE = TrainConfig.method
 SHARED = tuple(one.name for one in dataclasses.fields(RunConfig))
 TRAIN_TYPES = typing.get_type_hints(TrainConfig)
-# A source that changes the first resets what a weaker source said of the others: that was chosen for another value.
+# If a source changes the key, values of the other flags from sources of lower precedence are dropped: they were chosen
+# for the old value.
 CHOSEN_FOR = {
     "objective": ("scaling", "forward", "update", *SCALING_DEFAULTS["none"], "start", "average_runs"),
     "scaling": tuple(SCALING_DEFAULTS["none"]),
     "forward": ("update", "start", "average_runs"),
 }
-# A source that sets one of these resets what a weaker source said of the other.
+# If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
 
 
 def parse_config(arguments: list[str]) -> TrainConfig:
-    """The command line of `proxsparse train`; with nothing named, the demo recipe.
+    """The flags of a command line of `proxsparse train`; without arguments, the demo recipe.
 
     Raises:
-        InputError: an unknown flag or recipe, an absent or malformed file, a value that makes no sense.
+        InputError: an unknown flag or recipe, an absent or malformed file, an invalid value.
     """
     return make_config(**parse_train_flags(arguments))
 
 
 def parse_train_flags(arguments: list[str]) -> dict[str, object]:
-    """The flags that a command line of `proxsparse train` names, typed, not yet checked: arguments of `make_config`."""
+    """The flags on a command line of `proxsparse train`, typed but not checked: arguments of `make_config`."""
     parser = Parser(
         "train",
         usage="%(prog)s [--flag VALUE ...]",
         description="Learn an N:M sparsity mask of a pretrained language model (ProxSparse, Algorithm 1).",
-        epilog="With no arguments a 135M-parameter model is pruned on text that comes with Python: no network needed.",
+        epilog="Without arguments, a 135M-parameter model is pruned on text that comes with Python; no network needed.",
     )
     add_fields(parser, TrainConfig)
     given = vars(parser.parse_args(arguments))
@@ -55,7 +56,7 @@ def parse_train_flags(arguments: list[str]) -> dict[str, object]:
 
 
 def make_config(**given) -> TrainConfig:
-    """The checked flags of a run, as `parse_config` of a command line with these values; `config` and `recipe` count.
+    """The checked flags of a run: `given`, completed from the files of `config` and `recipe` and from the defaults.
 
     Raises:
         InputError: as `parse_config`.
@@ -94,14 +95,14 @@ def parse_prune(arguments: list[str]) -> TrainConfig | argparse.Namespace:
     --method proxsparse has the flags of `proxsparse train`.
 
     Raises:
-        InputError: an unknown flag, method or allocation, an option of another one, a value that makes no sense.
+        InputError: an unknown flag, method or allocation, an option of another method, an invalid value.
     """
     asked, others = split_method(arguments)
     if asked.method == PROXSPARSE:
         if asked.allocation != UNIFORM:
             raise InputError(
-                f"--allocation {asked.allocation}: {PROXSPARSE} learns one --pattern for all layers; leave it out, or "
-                f"choose another method of {', '.join(own_flag_methods())}"
+                f"--allocation {asked.allocation}: {PROXSPARSE} has one --pattern for all layers; leave it out, or "
+                f"choose another --method: {', '.join(own_flag_methods())}"
             )
         return parse_config(others)
     given = vars(prune_parser().parse_args(arguments))
@@ -110,7 +111,7 @@ def parse_prune(arguments: list[str]) -> TrainConfig | argparse.Namespace:
     if "config" in given:
         given = prune_settings(given.pop("config"), types) | given
     if given.get("method") not in own_flag_methods():
-        what = f"--method {given['method']!r}: there is no such method" if "method" in given else "--method is missing"
+        what = f"--method {given['method']!r}: no such method" if "method" in given else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them")
     names = {"method": given.pop("method"), "allocation": given.pop("allocation", UNIFORM)}
     chosen = (get_method(names["method"]), get_allocation(names["allocation"]))
@@ -143,19 +144,19 @@ def prune_settings(path: str, types: dict[str, type]) -> dict:
     foreign = [name for name in settings if name not in (*SHARED, "method", "allocation") and not defaults_of(name)]
     command = f"proxsparse train --config {path}"
     if settings.get("method") == PROXSPARSE:
-        raise InputError(f"--config {path}: method {PROXSPARSE} is proxsparse train; drop this line and run: {command}")
+        raise InputError(f"--config {path}: method {PROXSPARSE}: delete this line and run: {command}")
     if foreign:
         raise InputError(f"--config {path}: {foreign[0]} is a flag of proxsparse train; run: {command}")
     return settings
 
 
 def prune_parser() -> Parser:
-    """All flags of `proxsparse prune`, the options of all methods among them; values stay text."""
+    """All flags of `proxsparse prune`, including the options of all methods; values stay text."""
     parser = Parser(
         "prune",
         usage="%(prog)s --method NAME [--flag VALUE ...]",
-        description="Prune a pretrained language model to N:M sparsity by one of many methods; --list prints them.",
-        epilog=f"--method {PROXSPARSE} is proxsparse train, with its flags; see proxsparse train --help.",
+        description="Prune a pretrained language model to N:M sparsity; --list prints the methods.",
+        epilog=f"--method {PROXSPARSE} has the flags of proxsparse train; see proxsparse train --help.",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--list", action="store_true", help="print the tables of methods and allocations, and exit")
@@ -163,10 +164,11 @@ def prune_parser() -> Parser:
     parser.add_argument(
         "--allocation",
         metavar="NAME",
-        help=f"N:M of every layer; one of: {', '.join(list_allocations())} (default: {UNIFORM})",
+        help=f"how the N:M of each decoder block is chosen; one of: {', '.join(list_allocations())} "
+        f"(default: {UNIFORM})",
     )
     add_fields(parser, RunConfig)
-    group = parser.add_argument_group("options of single methods and allocations")
+    group = parser.add_argument_group("options of methods and allocations")
     for name in {name: None for row in rows() for name in row.options if name not in SHARED}:
         defaults = defaults_of(name)
         owners = ", ".join(f"{owner} {str(default).lower()}" for owner, default in defaults.items())
@@ -185,12 +187,12 @@ def rows() -> list[Method | Allocation]:
 
 
 def defaults_of(option: str) -> dict[str, bool | int | float | str]:
-    """Method or allocation -> its default of the option, for all that have it."""
+    """Method or allocation -> its default of the option, for all that have the option."""
     return {row.name: row.options[option] for row in rows() if option in row.options}
 
 
 def tables() -> str:
-    """What --list prints: a line for each method and each allocation, and under it its options with their defaults."""
+    """The text of --list: each method and each allocation with its options and their defaults."""
     yes_no = {True: "yes", False: "no"}
     method_rows = [
         (
@@ -211,7 +213,7 @@ def tables() -> str:
 
 
 def table(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], dict]]) -> str:
-    """A line for each row, which is a pair (cells, options), and under it its options."""
+    """A table of the cells, with the options below each row. `rows`: pairs (cells, options)."""
     table = text_table(header, [cells for cells, _ in rows]).splitlines()
     lines = table[:1]
     for line, (_, options) in zip(table[1:], rows, strict=True):

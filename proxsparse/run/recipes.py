@@ -1,4 +1,4 @@
-"""Recipes: named settings for a model, YAML files in proxsparse/recipes."""
+"""Recipes: flags for a model, in YAML files in proxsparse/recipes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ DEFAULT_RECIPE = "demo"
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe. Raises InputError, listing the recipes, if there is none of that name."""
+    """The file of a recipe. Raises InputError, listing the recipes, for an unknown name."""
     if name not in RECIPE_NAMES:
         raise InputError(f"--recipe {name}: no such recipe; choose from {', '.join(RECIPE_NAMES)}")
     return RECIPES / f"{name}.yaml"

@@ -1,6 +1,6 @@
-"""Run directory -> report.md and plots.
+"""report.md, the plots and the model card of a run.
 
-Everything is made from metrics.jsonl (one row a step) and result.json (absent until the run has ended) alone.
+They are made only from metrics.jsonl (one row per step) and result.json (absent until the run has ended).
 """
 
 import fnmatch
@@ -28,9 +28,9 @@ from proxsparse.run.sections import (
 )
 from proxsparse.runtime.progress import phase
 
-MOST = 2**63  # an integer beyond is no figure of a run, and too large for a float
-PLOTTABLE = 1e30  # beyond it the axes' arithmetic overflows
-NUMBER = (int, float, type(None))  # a writer of strict JSON turns NaN and infinity into null
+MOST = 2**63  # larger integers do not occur in a run, and may be too large for a float
+PLOTTABLE = 1e30  # larger values overflow in matplotlib's axes
+NUMBER = (int, float, type(None))  # NaN and infinity are null in strict JSON
 METRICS_KEYS = {NUMBER: ["step", "loss", "feasible_share", "norm_gap"]}  # type -> keys
 RESULT_KEYS = {
     str: ["status", "version", "model", "data", "pattern", "objective", "command", "masks_sha256"],
@@ -41,27 +41,27 @@ RESULT_KEYS = {
 }
 PERPLEXITY_KEYS = {str: ["data"], NUMBER: [*MEASURED_ON[1:], "dense", "magnitude", "proxsparse"]}
 FILES = {
-    "masks.safetensors": "the learned masks, packed to bits",
+    "masks.safetensors": "the learned masks, one bit per weight",
     "model*.safetensors*": "the pruned model's weights",
-    "*config.json": "the model's and the tokenizer's settings, for `from_pretrained`",
+    "*config.json": "the settings of the model and the tokenizer, for `from_pretrained`",
     "tokenizer.*": "the tokenizer",
-    "config.yaml": "every setting of the run",
-    "metrics.jsonl": "one row a step, behind the plots",
-    "result.json": "what the run produced, for programs",
-    "report.md": "this page, with its plots *.png",
+    "config.yaml": "all flags of the run",
+    "metrics.jsonl": "one row per step; the data of the plots",
+    "result.json": "the results of the run in JSON",
+    "report.md": "this page; its plots are *.png",
     "README.md": "the model card",
 }
 PLOTS = {  # file -> title, y axis, its limits, key of a row
     "loss.png": ("Training loss", "loss (nats per token)", (None, None), "loss"),
     "feasible_share.png": ("Blocks that already satisfy N:M", "share of sampled blocks", (0, 1.02), "feasible_share"),
     "mask_similarity.png": ("Mask bits equal to the final mask", "share of mask bits", (None, None), "to_final"),
-    "norm_gap.png": ("Drift of the kept weights from pretrained", "‖W - W₀‖ / ‖W₀‖ (no unit)", (0, None), "norm_gap"),
+    "norm_gap.png": ("Distance of the kept weights from pretrained", "‖W - W₀‖ / ‖W₀‖", (0, None), "norm_gap"),
 }
 DARK, LIGHT, GRID = "#1b5e8c", "#9fc3dc", "#dfe3e6"
 
 
 def write_report(run_dir: Path) -> None:
-    """Writes the files of `report_files` into `run_dir`; every file is replaced in one piece."""
+    """Writes the files of `report_files` into `run_dir`, each atomically."""
     with phase("report") as current:
         for name, content in report_files(run_dir).items():
             write_file(Path(run_dir) / name, content)
@@ -69,12 +69,12 @@ def write_report(run_dir: Path) -> None:
 
 
 def report_files(run_dir: Path) -> dict[str, bytes]:
-    """Name -> content of report.md, the plots and, once result.json is there, the model card README.md.
+    """Name -> content of report.md, the plots and, if there is a result.json, the model card README.md.
 
-    Works on a finished, an interrupted and a running run.
+    The run may be complete, interrupted or still running.
 
     Raises:
-        InputError: no such folder, no metrics.jsonl, or a malformed file (named with the line).
+        InputError: no such folder, no metrics.jsonl, or a malformed file; names the file and the line.
     """
     run_dir = Path(run_dir)
     rows, result = read_metrics(run_dir), read_result(run_dir)
@@ -85,17 +85,17 @@ def report_files(run_dir: Path) -> dict[str, bytes]:
         card = card_text(result).encode() if result else b""
         page = report_text(rows, result, plots, names).encode()
     except (RecursionError, UnicodeEncodeError) as error:
-        raise InputError(f"{run_dir / 'result.json'}: cannot be shown ({error}); mend or remove it") from error
+        raise InputError(f"{run_dir / 'result.json'}: cannot be shown ({error}); fix or delete the file") from error
     texts = {"README.md": card, "report.md": page} if result else {"report.md": page}
     return {**(plots or {}), **texts}
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
-    """The rows of metrics.jsonl; an unreadable last line is one that the run is still writing, and is left out."""
+    """The rows of metrics.jsonl, without an incomplete last line, which a run may still be writing."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        reason = "holds no metrics.jsonl" if run_dir.is_dir() else "is not a folder"
-        raise InputError(f"{run_dir} {reason}; give the folder that `proxsparse train` wrote (its --output_dir)")
+        reason = "no metrics.jsonl in this folder" if run_dir.is_dir() else "not a folder"
+        raise InputError(f"{run_dir}: {reason}; give the --output_dir of `proxsparse train`")
     lines = path.read_bytes().splitlines()
     rows = []
     for index, line in enumerate(lines, 1):
@@ -108,7 +108,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 
 def read_result(run_dir: Path) -> dict | None:
-    """result.json, or None while there is none."""
+    """The content of result.json, or None if there is none."""
     path = run_dir / "result.json"
     if not path.is_file():
         return None
@@ -128,25 +128,25 @@ def parsed(text: bytes, schema: dict, where: str) -> dict:
     try:
         record = json.loads(text, parse_int=integer)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not valid JSON ({error}); mend or remove it") from error
+        raise InputError(f"{where}: not valid JSON ({error}); fix or delete the file") from error
     return checked(record, schema, where)
 
 
 def integer(digits: str) -> int:
-    """An integer of JSON. Raises ValueError for one that is no figure of a run."""
+    """An integer of JSON. Raises ValueError if it is too large."""
     if abs(value := int(digits)) >= MOST:
         raise ValueError(f"{digits:.20}... is out of range")
     return value
 
 
 def checked(record: object, schema: dict, where: str) -> dict:
-    """`record`, if it is a JSON object with these keys of these types."""
+    """Returns `record`. Raises InputError unless it is a JSON object with the keys and types of `schema`."""
     if not isinstance(record, dict):
-        raise InputError(f"{where}: expected a JSON object, found {reprlib.repr(record)}; mend or remove it")
+        raise InputError(f"{where}: expected a JSON object, found {reprlib.repr(record)}; fix or delete the file")
     missing = object()
     wrong = [key for types, keys in schema.items() for key in keys if not isinstance(record.get(key, missing), types)]
     if wrong:
-        raise InputError(f"{where}: {wrong} missing or of the wrong type; use the proxsparse version that wrote it")
+        raise InputError(f"{where}: {wrong} missing or of wrong type; use the proxsparse version that wrote the file")
     return record
 
 
@@ -159,8 +159,8 @@ def figures_text(result: dict) -> str:
         ("time (h:min:s)", duration(result["seconds"])),
         ("layers pruned", number(result["layers"])),
         ("weights in these layers", number(result["weights"])),
-        (f"blocks whose learned weights were {result['pattern']} by themselves", share(result["feasible_share"])),
-        ("mask bits equal to the magnitude mask's", share(result["magnitude_agreement"])),
+        (f"blocks that were {result['pattern']} before the final projection", share(result["feasible_share"])),
+        ("mask bits equal to those of the magnitude mask", share(result["magnitude_agreement"])),
         ("peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"),
         ("SHA-256 of the masks (names and packed bits)", f"`{result['masks_sha256']}`"),
         ("proxsparse", result["version"]),
@@ -169,7 +169,7 @@ def figures_text(result: dict) -> str:
 
 
 def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, names: Collection[str]) -> str:
-    """The text of report.md; `plots` is None without matplotlib, `names` are the files in the folder."""
+    """The text of report.md. `plots`: None without matplotlib; `names`: the files in the folder."""
     title = f"ProxSparse {result['pattern']} masks for {shortened(result['model'])}" if result else "ProxSparse run"
     parts = [f"# {title}", top_text(rows, result)]
     if result:
@@ -177,20 +177,20 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
     no_plots = "No plots: `pip install matplotlib`, then `proxsparse report` on this folder."
     runs = result["config"].get("average_runs") if result else 1
     several = isinstance(runs, int) and runs > 1
-    again = [f"Learning begins anew with each of {runs} runs; their mean is kept."] if several else []
+    restarts = [f"Training restarts in each of {runs} runs; the learned weights are averaged."] if several else []
     pictures = [no_plots] if plots is None else [f"![{PLOTS[name][0]}]({name})" for name in plots]
-    parts += ["## Training", *again, *pictures]
+    parts += ["## Training", *restarts, *pictures]
     if result:
         parts += ["## Figures", figures_text(result)]
-        parts += ["## What was run", f"```sh\n{result['command']}\n```", settings_text(result)]
+        parts += ["## Command and settings", f"```sh\n{result['command']}\n```", settings_text(result)]
     found = ((sorted(fnmatch.filter(names, pattern)), what) for pattern, what in FILES.items())
     files = [(", ".join(f"`{name}`" for name in have), what) for have, what in found if have]
-    parts += ["## Files", table(("file", "what it is"), *files)]
+    parts += ["## Files", table(("file", "content"), *files)]
     return "\n\n".join(parts + [APPLY_MASKS] * ("masks.safetensors" in names)) + "\n"
 
 
 def draw_plots(rows: Sequence[dict], result: dict | None) -> dict[str, bytes] | None:
-    """File name -> PNG for every plot that has a finite value to show; None without matplotlib."""
+    """File name -> PNG for every plot with at least one finite value; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -221,5 +221,5 @@ def draw_plots(rows: Sequence[dict], result: dict | None) -> dict[str, bytes] | 
 
 
 def plottable(value: float | None) -> float:
-    """NaN, which is a gap in the line, for what cannot be drawn."""
+    """The value, or NaN (a gap in the line) if it cannot be drawn."""
     return value if value is not None and abs(value) < PLOTTABLE else math.nan

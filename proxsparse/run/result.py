@@ -1,4 +1,4 @@
-"""What result.json holds, and the summary on the terminal."""
+"""The content of result.json, and the summary on the terminal."""
 
 import collections
 import math
@@ -21,19 +21,19 @@ from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero
 
-# Below this share of N:M blocks the final projection, not the learning, makes most decisions.
+# If fewer blocks than this are N:M, the final projection determines most of the mask.
 FEW_DECIDED = 0.5
-# What result.json says of a run in its first lines, where the run has it.
+# The first entries of result.json, if the run has these flags.
 IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 
 def perplexity_of(
     config: RunConfig, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
 ) -> Callable[[nn.Module, str], Perplexity | None]:
-    """A function (model, its name) -> perplexity on the held-out text (None with --eval_data none); reads it now.
+    """Reads the held-out text. Returns a function (model, name) -> its perplexity, or None with --eval_data none.
 
     Raises:
-        InputError: the text cannot be read, or the model has fewer positions than the window.
+        InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
     if config.eval_data == "none":
         return lambda model, name: None
@@ -53,9 +53,9 @@ def scores_under(
     evaluate: Callable[[nn.Module, str], Perplexity | None],
     updated: bool = False,
 ) -> dict[str, Perplexity | None]:
-    """The perplexity of the pretrained weights under each set of masks; None for those that Ctrl-C cut off.
+    """The perplexity of the pretrained weights under each set of masks; None if Ctrl-C interrupted the measurement.
 
-    `updated`: of the weights as the method has changed them, as in `models.snap_`.
+    `updated`: use the weights that the method has changed instead, as in `models.snap_`.
     """
     scores: dict[str, Perplexity | None] = dict.fromkeys(contenders)
     try:
@@ -64,12 +64,12 @@ def scores_under(
             cast_parameters_(model, weight_dtype)
             scores[name] = evaluate(model, name)
     except KeyboardInterrupt:
-        print("\ninterrupted: the masks are saved, the perplexity is not measured", file=sys.stderr)
+        print("\ninterrupted: the masks are saved, the perplexity was not measured", file=sys.stderr)
     return scores
 
 
 def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) -> dict | None:
-    """The perplexity entry of result.json: one value per name, and what they were measured on; None if not measured."""
+    """The perplexity entry of result.json: the text, the window and one value per name; None if not measured."""
     if any(score is None for score in scores.values()):
         return None
     first = next(iter(scores.values()))
@@ -79,7 +79,7 @@ def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) ->
 
 
 def what_was_pruned(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern) -> dict:
-    """What result.json says of the layers: how many, their weights, the pattern of each, the share that is kept."""
+    """The entries of result.json about the layers: their number, weights, patterns, and share of kept weights."""
     return {
         "layers": len(layers),
         "weights": numel(layers),
@@ -89,22 +89,22 @@ def what_was_pruned(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]
 
 
 def few_samples(samples: int, config: RunConfig) -> list[str]:
-    """A warning if the calibration text was too short for what was asked."""
+    """A warning if the calibration text was too short."""
     if samples >= config.num_samples:
         return []
     return [
-        f"the calibration text made only {samples} of --num_samples {config.num_samples} samples: give more "
-        "documents, or --packing with a shorter --seq_len"
+        f"the calibration text has only {samples} of --num_samples {config.num_samples} samples: give more "
+        "documents, or use --packing with a shorter --seq_len"
     ]
 
 
 def warnings_for(table: dict | None, figures: dict, samples: int | None, config: RunConfig) -> list[str]:
-    """What the user should know before using the masks, each with what to change.
+    """Warnings about the quality of the masks, each with a remedy.
 
     Args:
-        table: of `perplexity_table`.
-        figures: what the method reports.
-        samples: of the calibration text; None: the method needs none.
+        table: from `perplexity_table`.
+        figures: from `Store.figures`.
+        samples: number of calibration samples; None: the method needs none.
     """
     found = [] if samples is None else few_samples(samples, config)
     if table and figures and not table[config.method] < table["magnitude"]:
@@ -114,16 +114,16 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, config:
             f"{config.learning_rate:g})" + (", or use --objective masked" if config.objective == "paper" else "")
         )
     decided = figures.get("feasible_share")
-    if decided is not None and config.forward == "dense" and decided < FEW_DECIDED:  # masked: no projection follows
+    if decided is not None and config.forward == "dense" and decided < FEW_DECIDED:  # masked has no final projection
         found.append(
-            f"only {decided:.1%} of the blocks were {config.pattern} before the final projection, which decided "
-            "the rest by size alone; raise --reg_lambda_rel (or --reg_lambda), or take more steps"
+            f"only {decided:.1%} of the blocks were {config.pattern} before the final projection, which prunes the "
+            "others by magnitude; raise --reg_lambda_rel (or --reg_lambda), or use more steps"
         )
     return found
 
 
 def as_result(config: RunConfig, device: torch.device, figures: dict) -> dict:
-    """What result.json holds: who made this, of what, where, and the figures."""
+    """The content of result.json: version, flags, environment and figures."""
     return {
         "version": __version__,
         **{key: getattr(config, key) for key in IDENTITY if hasattr(config, key)},
@@ -136,7 +136,7 @@ def as_result(config: RunConfig, device: torch.device, figures: dict) -> dict:
 
 
 def finite(value):
-    """The same value with every NaN and infinity as None, which JSON cannot hold."""
+    """The same value with None for every NaN and infinity, which JSON does not support."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -145,7 +145,7 @@ def finite(value):
 
 
 def summary(result: dict, run_dir: Path) -> str:
-    """The table that ends a run on the terminal."""
+    """The summary that is printed at the end of a run."""
     lines = []
     if table := result["perplexity"]:
         lines += [f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens"]
@@ -153,12 +153,12 @@ def summary(result: dict, run_dir: Path) -> str:
         names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse"}
         lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]
     counts = collections.Counter(result["patterns"].values())
-    spread = ", ".join(f"{count} of {pattern}" for pattern, count in sorted(counts.items()))
+    spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
     kept, asked = result["budget"]["kept"], result["budget"]["asked"]
-    lines += [f"{result['allocation']}: {spread} layers; {kept:.2%} of their weights kept, asked for {asked:.2%}"]
+    lines += [f"layers ({result['allocation']}): {spread}; {kept:.2%} of their weights kept, target {asked:.2%}"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]
     if result["status"] == "interrupted":
-        lines += [f"interrupted after step {result['steps']}: these are the masks learned so far, no perplexity"]
+        lines += [f"interrupted after step {result['steps']}: the current masks are saved, without perplexity"]
     report = "report.md" if (run_dir / "report.md").exists() else "result.json"
     lines += [f"saved to {run_dir}: the {result['pattern']} model, masks.safetensors, {report}"]
     return "\n".join(lines)

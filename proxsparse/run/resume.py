@@ -1,7 +1,7 @@
-"""Resuming a stopped run: what it has kept, and whether this run has the same flags, model and samples.
+"""Resuming a stopped run: finds its progress and checks that flags, model and samples are the same.
 
-Mask learning continues from a checkpoint, see `training.checkpoint`; a layer-by-layer method continues after its
-finished decoder blocks, see `methods.finished_blocks`. What the blocks belong to is in finished_blocks/start.json.
+proxsparse resumes from a checkpoint, see `training.checkpoint`. Layer-by-layer methods resume after the finished
+decoder blocks, see `methods.finished_blocks`; finished_blocks/start.json identifies the run.
 """
 
 import dataclasses
@@ -30,17 +30,17 @@ from proxsparse.run.config import LAST, NOT_REPEATED, RunConfig
 from proxsparse.runtime.distributed import world_size
 from proxsparse.training import checkpoint
 
-SAMPLED = 64  # weights of a parameter that tell a changed model: reading all would take as long as loading it
-AGAIN = "give the same, or start again: leave out --resume_from_checkpoint and add --overwrite_output_dir"
+SAMPLED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
+AGAIN = "give the same, or start again with --overwrite_output_dir instead of --resume_from_checkpoint"
 # Flags that do not change the masks.
 NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit", "pretrained_weights")
-# Flags that a run may continue with although they differ; 4 processes without accumulation are 1 process with 4 passes.
+# Flags that may differ when a run is resumed; 4 processes without accumulation equal 1 process with 4 passes.
 FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node")
-MAY_DIFFER = (*FREE, "eval_data", "eval_seq_len", "eval_max_windows")  # of a run that has no checkpoint or is complete
+MAY_DIFFER = (*FREE, "eval_data", "eval_seq_len", "eval_max_windows")  # if there is no checkpoint or it is complete
 
 
 def identity_of(config: RunConfig, digest: str, scores: dict[str, Perplexity | None]) -> dict:
-    """What a checkpoint holds of its run, as JSON: whether another run may continue it, and the dense perplexity."""
+    """The entries of a checkpoint that identify its run, as JSON, and the dense perplexity."""
     return {
         "version": __version__,
         "settings": settings_of(config),
@@ -51,20 +51,20 @@ def identity_of(config: RunConfig, digest: str, scores: dict[str, Perplexity | N
 
 
 def settings_of(config: RunConfig) -> dict:
-    """The flags with which a run must be continued."""
+    """The flags that must be the same when the run is resumed."""
     return {name: value for name, value in vars(config).items() if name not in FREE}
 
 
 def batches_a_step(config: RunConfig) -> int:
-    """Batches that a step takes in all processes together; 0: the method takes no steps."""
+    """Batches per step in all processes together; 0: the method has no steps."""
     return vars(config).get("gradient_accumulation_steps", 0) * world_size()
 
 
 def find_checkpoint(folder: OutputFolder, config: RunConfig, method: Method) -> tuple[Path | None, dict]:
-    """The checkpoint that --resume_from_checkpoint names and its state.json; (None, {}) where there is none.
+    """The checkpoint of --resume_from_checkpoint and its state.json; (None, {}) if there is none.
 
     Raises:
-        InputError: no checkpoint or finished blocks there; it is damaged, or belongs to a run with other flags.
+        InputError: no such checkpoint; it is damaged, or belongs to a run with other flags.
     """
     named = config.resume_from_checkpoint
     if method.keeps != "checkpoints":
@@ -79,7 +79,10 @@ def find_checkpoint(folder: OutputFolder, config: RunConfig, method: Method) -> 
 
 
 def check_named(config: RunConfig, method: Method) -> None:
-    """Raises InputError unless --resume_from_checkpoint names the finished blocks in the output directory, or last."""
+    """Raises InputError unless --resume_from_checkpoint is `last` or the finished blocks in the output directory.
+
+    Only for methods without checkpoints.
+    """
     named, output_dir = config.resume_from_checkpoint, config.output_dir
     if method.keeps == "checkpoints" or named in (None, LAST):
         return
@@ -93,7 +96,7 @@ def check_named(config: RunConfig, method: Method) -> None:
 
 
 def read_state(path: Path, config: RunConfig) -> dict:
-    """state.json of a checkpoint, once it is certain that it is whole and of a run with these flags."""
+    """The content of a checkpoint's state.json. Raises InputError if it is damaged or the flags differ."""
     state, flag = checkpoint.read_facts(path), f"--resume_from_checkpoint {path}"
     try:
         state["scores"] = {name: score and Perplexity(**score) for name, score in state["scores"].items()}
@@ -101,26 +104,26 @@ def read_state(path: Path, config: RunConfig) -> dict:
         now = settings_of(config)
         names = [name for name in now if before.get(name) != now[name]]
     except (TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{flag}: damaged ({describe_error(error)}); give another") from error
+        raise InputError(f"{flag}: damaged ({describe_error(error)}); give another checkpoint") from error
     if names:
         different = ", ".join(f"--{name} {before.get(name)} (now {now[name]})" for name in names)
         raise InputError(f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; {AGAIN}")
     if batches != batches_a_step(config):
         raise InputError(
-            f"{flag}: its steps take {batches} batches, these {batches_a_step(config)} ({world_size()} processes); "
+            f"{flag}: {batches} batches per step, this run has {batches_a_step(config)} on {world_size()} processes; "
             "change --gradient_accumulation_steps"
         )
     return state
 
 
 def check_digest(where: Path, before: str, now: str) -> None:
-    """Raises InputError if the model or the samples are not those of the stopped run."""
+    """Raises InputError if the model or the samples differ from those of the stopped run."""
     if before != now:
-        raise InputError(f"{where}: the files of --model or --data have changed since it was written; {AGAIN}")
+        raise InputError(f"{where}: the files of --model or --data have changed since then; {AGAIN}")
 
 
 def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:
-    """sha256 of some weights of every parameter and of all tokens: tells changed files behind the same names."""
+    """sha256 of some weights of every parameter and of all tokens, to detect changed files."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:SAMPLED]))
@@ -130,12 +133,12 @@ def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The numbers of a tensor as they lie in memory, in any dtype."""
+    """The bytes of a tensor of any dtype."""
     return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
 def save_start(store: Store, patterns: dict[str, NMPattern], digest: str) -> None:
-    """Makes the folder of finished blocks, empty but for what the blocks will belong to: patterns and digest."""
+    """Creates the folder of finished blocks with start.json: patterns and digest."""
     folder = store.directory / FINISHED_BLOCKS
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -144,10 +147,10 @@ def save_start(store: Store, patterns: dict[str, NMPattern], digest: str) -> Non
 
 
 def load_start(store: Store, layers: Iterable[str], digest: str) -> dict[str, NMPattern] | None:
-    """Layer name -> pattern, as `save_start` has kept them; None if there are none or, with a warning, if damaged.
+    """Layer name -> pattern, from start.json; None if the file is absent or, with a warning, damaged.
 
     Raises:
-        InputError: the model or the samples are not those that the decoder blocks were finished with.
+        InputError: the model or the samples differ from those of the finished blocks.
     """
     path = store.directory / FINISHED_BLOCKS / "start.json"
     try:
@@ -164,7 +167,7 @@ def load_start(store: Store, layers: Iterable[str], digest: str) -> dict[str, NM
 
 
 def progress_in(run_dir: Path) -> str:
-    """The checkpoints and finished blocks of a run, in words; "" if there are none."""
+    """A text with the checkpoints and finished blocks of a run; "" if there are none."""
     names = [path.name for path in checkpoints(run_dir)]
     blocks = len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors")))
     if blocks:
@@ -173,23 +176,23 @@ def progress_in(run_dir: Path) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether repeating a command may get past the error: a signal, the disk, the network, a GPU, another process."""
-    from_outside = (KeyboardInterrupt, OSError, dist.DistError, torch.AcceleratorError)
-    return isinstance(error, from_outside) or (isinstance(error, Exception) and is_full_disk(error))
+    """Whether the same command may succeed later: after a signal or an error of disk, network, GPU or a process."""
+    external = (KeyboardInterrupt, OSError, dist.DistError, torch.AcceleratorError)
+    return isinstance(error, external) or (isinstance(error, Exception) and is_full_disk(error))
 
 
 @contextmanager
 def naming_progress(final: Path, progress: Callable[[], str]) -> Iterator[None]:
-    """Adds what the run has kept, if anything, to an error after which the same command may work."""
+    """Adds the saved progress and the command to resume to an error after which the same command may succeed."""
     try:
         yield
     except BaseException as error:
         if not may_pass(error):
             raise
-        with suppress(OSError):  # the disk itself may be gone
-            kept = f"{found} kept" if final.is_dir() and (found := progress()) else ""
-            kept = kept or ("" if final.is_dir() else f"{final} cannot be reached")
-            if kept:
+        with suppress(OSError):  # the disk may be unreachable
+            found = progress() if final.is_dir() else ""
+            state = f"{found} saved" if found else f"{final} cannot be reached"
+            if found or not final.is_dir():
                 flags = f"--output_dir {final} --resume_from_checkpoint {LAST}"
-                error.add_note(f"{kept}; to continue: the same command with {flags}")
+                error.add_note(f"{state}; to resume, run the same command with {flags}")
         raise

@@ -1,4 +1,4 @@
-"""Sections of Markdown that the report and the model card share."""
+"""Markdown sections that the report and the model card share."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ NAMES = {"dense": "dense (pretrained)", "magnitude": "magnitude mask", "proxspar
 
 
 def number(value: float | None) -> str:
-    """Four significant digits, thousands separated: 20.68, 3,015; null is "n/a"."""
+    """Four significant digits, with thousands separators: 20.68, 3,015; None is "n/a"."""
     if value is None:
         return "n/a"
     if not math.isfinite(value):
@@ -23,7 +23,7 @@ def share(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """h:min:s; "n/a" for what is no time, such as NaN."""
+    """h:min:s; "n/a" for values such as NaN."""
     try:
         return str(timedelta(seconds=round(seconds)))
     except (ValueError, OverflowError):
@@ -31,32 +31,33 @@ def duration(seconds: float) -> str:
 
 
 def shortened(value: object) -> object:
-    """An absolute path loses its folders: these pages get published, the layout of a home folder should not."""
+    """The file name of an absolute path, other values unchanged: published pages should not show home folders."""
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def table(*rows: Sequence[object]) -> str:
-    """A Markdown table; the first row is its head."""
+    """A Markdown table; the first row is its header."""
     lines = ["| " + " | ".join(" ".join(str(cell).split()).replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
 def top_text(rows: Sequence[dict], result: dict | None) -> str:
-    """What a reader must know first: how the run ended, a mask that is no better, the run's warnings, the verdict."""
+    """The top of the page: warnings and the perplexity."""
     if result is None:
-        reason = "There is no result.json: the run is still going, or it was ended before it was complete."
+        reason = "There is no result.json: the run is still in progress, or was stopped before it was complete."
         last = f", the last with loss {number(rows[-1]['loss'])}" if rows else ""
         return f"> **Warning:** {reason} This page shows {len(rows):,} finished steps{last}."
     found = []
     if result["status"] != "complete":
-        found.append(f"The run was {result['status']} after {number(result['steps'])} steps; the masks are from there.")
+        steps = number(result["steps"])
+        found.append(f"The run was {result['status']} after {steps} steps; the masks are those learned so far.")
     scores, verdict = result["perplexity"], "Held-out perplexity was not measured."
     if scores is not None and "proxsparse" not in scores:
-        verdict = f"Held-out perplexity {number(scores[result['method']])}, against {number(scores['dense'])} dense."
+        verdict = f"Held-out perplexity {number(scores[result['method']])}; dense model: {number(scores['dense'])}."
     elif scores is not None:
         learned, magnitude = scores["proxsparse"], scores["magnitude"]
-        verdict = f"Held-out perplexity {number(learned)}, against {number(magnitude)} for the magnitude mask"
-        verdict += f" and {number(scores['dense'])} dense."
+        verdict = f"Held-out perplexity {number(learned)}; magnitude mask: {number(magnitude)}; "
+        verdict += f"dense model: {number(scores['dense'])}."
         learned, magnitude = (math.inf if x is None or math.isnan(x) else x for x in (learned, magnitude))
         if learned >= magnitude and not any("than the magnitude mask" in str(text) for text in result["warnings"]):
             word = "no better" if learned == magnitude else "worse"
@@ -80,6 +81,6 @@ def settings_text(result: dict) -> str:
     rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in settings.items()]
     if "reg_lambda" in result:
         low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
-        rows.append(("regularisation strength used", low if low == high else f"{low} to {high}, by layer"))
+        rows.append(("lambda_1 of the run", low if low == high else f"{low} to {high}, by layer"))
     data = shortened(result["data"]) if result.get("samples") != 0 else "none needed"
     return f"Calibration data: {data}.\n\n{table(('setting', 'value'), *rows)}"

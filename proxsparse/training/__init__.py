@@ -1,1 +1,1 @@
-"""What `methods/proxsparse.py` is made of: learning a mask by proximal gradient descent."""
+"""The parts of `methods/proxsparse.py`: learning a mask by proximal gradient descent."""

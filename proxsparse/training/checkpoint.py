@@ -1,11 +1,11 @@
-"""What a run has become, on disk: a folder `checkpoint-STEP` from which a run goes on, bit for bit.
+"""Training checkpoints: a folder `checkpoint-STEP` from which a run resumes bit-exactly.
 
     checkpoint-200/shard-*.safetensors  weights, moments, scales, ...: torch.distributed.checkpoint in safetensors
     checkpoint-200/metrics.jsonl        the rows so far
-    checkpoint-200/state.json           counters, settings, the size of every other file; it is written last
+    checkpoint-200/state.json           counters, settings, the size of every other file; written last
 
-A folder is written under another name, synced and renamed, so that one with this name is whole. Each process writes its
-rows of the weights; any number of processes can read them. Nothing is pickled.
+The folder is written under a temporary name, synced and renamed, so a folder with this name is complete. Each process
+writes its rows of the weights; any number of processes can read them. Nothing is pickled.
 """
 
 import json
@@ -29,7 +29,7 @@ from proxsparse.training.optimizer import weights_of
 from proxsparse.training.options import LearningOptions
 
 STATE, METRICS = "state.json", "metrics.jsonl"
-FILE_BYTES = 2**30  # tensors are gathered into files of about this size, each of which is serialised in memory
+FILE_BYTES = 2**30  # approximate file size; each file is serialized in memory
 COUNTERS = ("step", "batches", "tokens", "seconds")
 OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
 
@@ -38,13 +38,13 @@ OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
 
 
 def is_due(state: TrainState, signal: int | None) -> bool:
-    """Whether to save after this step: one of --save_steps, or the last before a signal ends the run."""
+    """Whether to save after this step: every --save_steps steps, and when a signal ends the run."""
     every = state.options.save_steps
     return state.step < state.all_steps and bool(signal or (every and state.step % every == 0))
 
 
 def tensors_of(state: TrainState) -> dict[str, Tensor]:
-    """Everything that is a tensor, by the names in the files."""
+    """All tensors of the state, by their names in the files."""
     found = {f"scale.{name}": one.scale for name, one in state.learned.items() if one.scale is not None}
     for name, weight in weights_of(state.optimizer).items():
         found[f"weight.{name}"] = weight.detach()
@@ -60,16 +60,15 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
 
 
 def random_generators(device: torch.device) -> dict[str, tuple]:
-    """Kind -> the functions that get and set its state, of the generators that a run on this device uses."""
+    """Device type -> (get state, set state) of the random number generators that a run on this device uses."""
     found = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
     if device.type == "cuda":
-        on_it = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
-        found["cuda"] = on_it
+        found["cuda"] = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
     return found
 
 
 def facts_of(state: TrainState, identity: dict) -> dict:
-    """Everything else, as JSON: `identity`, counters, and what the optimizer has that is no tensor."""
+    """The rest of the state as JSON: `identity`, counters, and the optimizer's values that are not tensors."""
     held = {name: state.optimizer.state.get(weight, {}) for name, weight in weights_of(state.optimizer).items()}
     return identity | {
         **{name: getattr(state, name) for name in COUNTERS},
@@ -81,7 +80,7 @@ def facts_of(state: TrainState, identity: dict) -> dict:
 
 
 def size(state: TrainState) -> int:
-    """Bytes of a checkpoint, about: what learns, its moments and masters, and the copies of averaged runs."""
+    """Approximate bytes of a checkpoint: learned weights, moments, master weights, copies for averaged runs."""
     added = (8 if state.optimizer.moment_dtype is None else 4) + (4 if state.optimizer.master_weights else 0)
     weights = weights_of(state.optimizer).values()
     copies = [*weights, *state.average.start.values(), *state.average.sum.values()]
@@ -89,7 +88,7 @@ def size(state: TrainState) -> int:
 
 
 def require_space_for(state: TrainState, run_dir: Path) -> None:
-    """Raises InputError if the disk cannot hold the checkpoints, one too many while one is written."""
+    """Raises InputError if the disk cannot hold --save_total_limit checkpoints and the one that is being written."""
     if state.options.save_steps:
         there = sum(file.stat().st_size for path in checkpoints(run_dir) for file in path.iterdir())
         needed = (state.options.save_total_limit + 1) * size(state) - there
@@ -97,53 +96,53 @@ def require_space_for(state: TrainState, run_dir: Path) -> None:
 
 
 def save(run_dir: Path, state: TrainState, identity: dict) -> None:
-    """Writes the checkpoint of this step, then removes all but the newest; all processes call it together.
+    """Writes the checkpoint of this step, then removes old ones. All processes must call it.
 
     Raises:
-        OSError: it could not be written; the earlier ones are as they were.
+        OSError: the checkpoint could not be written; earlier checkpoints are unchanged.
     """
     import torch.distributed.checkpoint as dcp
 
     target, tensors = run_dir / f"checkpoint-{state.step}", tensors_of(state)
-    beside = target.with_name(f"{SCRATCH}-{target.name}")
+    scratch = target.with_name(f"{SCRATCH}-{target.name}")
     try:
-        on_rank_zero(lambda: clear(beside))
+        on_rank_zero(lambda: clear(scratch))
         with quiet():
-            writer = dcp.HuggingFaceStorageWriter(str(beside), file_numbers(tensors), save_distributed=True)
+            writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
             dcp.save(tensors, storage_writer=writer)
-        on_rank_zero(lambda: finish(beside, target, facts_of(state, identity), state.options.save_total_limit))
-    except (Exception, dcp.CheckpointException) as error:  # the latter is around those of all processes
+        on_rank_zero(lambda: finish(scratch, target, facts_of(state, identity), state.options.save_total_limit))
+    except (Exception, dcp.CheckpointException) as error:  # CheckpointException is not an Exception
         if distributed.is_rank_zero():
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
         reason = describe_error(cause_of(error))
         raise OSError(f"{target.name} could not be written to {str(run_dir)!r}: {reason}") from error
 
 
-def clear(beside: Path) -> None:
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
+def clear(scratch: Path) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
 
 
-def finish(beside: Path, target: Path, facts: dict, limit: int) -> None:
-    """state.json, the other name, and no checkpoint too many."""
+def finish(scratch: Path, target: Path, facts: dict, limit: int) -> None:
+    """Writes state.json, renames the folder to `target`, and removes checkpoints beyond `limit`."""
     metrics = target.parent / METRICS
-    shutil.copyfile(metrics, beside / METRICS)
-    sync(beside / METRICS)
-    sizes = {path.name: path.stat().st_size for path in sorted(beside.iterdir())}
-    write_file(beside / STATE, (json.dumps(facts | {"files": sizes}) + "\n").encode())
-    aside = target.with_name(f"{SCRATCH}-old-{target.name}")
-    if target.exists():  # of the same step, from before a resumption
-        target.rename(aside)
-    beside.rename(target)
+    shutil.copyfile(metrics, scratch / METRICS)
+    sync(scratch / METRICS)
+    sizes = {path.name: path.stat().st_size for path in sorted(scratch.iterdir())}
+    write_file(scratch / STATE, (json.dumps(facts | {"files": sizes}) + "\n").encode())
+    old = target.with_name(f"{SCRATCH}-old-{target.name}")
+    if target.exists():  # written before the run was resumed from an earlier step
+        target.rename(old)
+    scratch.rename(target)
     sync(target.parent)
     *older, _ = [path for path in checkpoints(target.parent) if step_of(path) <= facts["step"]]
     for path in {*checkpoints(target.parent)} - {target, *older[max(0, len(older) - limit + 1) :]}:
-        remove([path])  # too many; those of later steps belong to what was not continued
-    shutil.rmtree(aside, ignore_errors=True)
+        remove([path])  # also later steps, which were abandoned when the run was resumed from an earlier one
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Tensor name -> the number of its file, from 1; every file of about FILE_BYTES."""
+    """Tensor name -> the number of its file, from 1; each file has about FILE_BYTES."""
     numbers, held, number = {}, 0, 1
     for name, tensor in tensors.items():
         held += tensor.nbytes // distributed.world_size()
@@ -154,42 +153,42 @@ def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error of the disk inside torch's, which gathers those of all processes."""
+    """The first error inside a CheckpointException, which collects those of all processes; else the error itself."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the remark of torch.distributed.checkpoint that there is one process."""
+    """Suppresses the warning of torch.distributed.checkpoint about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
-# ---------------------------------------------------------------------------------------------- continuing
+# ---------------------------------------------------------------------------------------------- resuming
 
 
 def read_facts(path: Path) -> dict:
-    """state.json of a checkpoint, once it is certain that all its files are whole.
+    """The content of state.json, after checking that all files of the checkpoint are complete.
 
     Raises:
         InputError: there is no checkpoint, or it is damaged.
     """
     flag = f"--resume_from_checkpoint {path}"
     if not (path / STATE).is_file():
-        raise InputError(f"{flag}: not a checkpoint directory, which holds a {STATE}; give one, or last")
+        raise InputError(f"{flag}: not a checkpoint directory (no {STATE}); give a checkpoint directory, or last")
     try:
         facts = json.loads((path / STATE).read_bytes())
         sizes = {name: (path / Path(name).name).stat().st_size for name in facts["files"]}
         missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots"} - facts.keys()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise InputError(f"{flag}: damaged ({describe_error(error)}); give another") from error
+        raise InputError(f"{flag}: damaged ({describe_error(error)}); give another checkpoint") from error
     for name, expected in facts["files"].items():
         if sizes[name] != expected:
-            raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give another")
+            raise InputError(f"{flag}: {name} has {sizes[name]} bytes, not {expected}; give another checkpoint")
     if missing:
-        raise InputError(f"{flag}: {STATE} lacks {sorted(missing)[0]}; give another")
+        raise InputError(f"{flag}: {STATE} has no {sorted(missing)[0]}; give another checkpoint")
     return facts
 
 
@@ -203,26 +202,26 @@ def read_scales(path: Path, layers: dict[str, nn.Linear], options: LearningOptio
 
 
 def restore_(path: Path, facts: dict, state: TrainState) -> None:
-    """Puts the run back to where it was when the checkpoint was written.
+    """Restores the state of a run from a checkpoint. `facts`: the content of its state.json.
 
     Raises:
         InputError: a tensor is missing or has another shape or dtype.
     """
     saved = names_in(path)
     for name, weight in weights_of(state.optimizer).items():
-        if f"exp_avg.{name}" in saved:  # what has never had a gradient has no moments
+        if f"exp_avg.{name}" in saved:  # a weight that has never had a gradient has no moments
             state.optimizer.prepare_state(weight)["step"].fill_(facts["parameter_steps"][name])
     state.monitor.snapshots = [(step, torch.empty_like(state.monitor.mask)) for step in facts["snapshots"]]
     tensors = tensors_of(state)
     generators = random_generators(state.model.device)
     for name in [f"random.{kind}" for kind in generators]:
         tensors.pop(name)
-        if name in saved:  # not if it was made on another kind of device; of as many processes as there were
+        if name in saved:  # absent if written on another device type; one row for each process that wrote it
             tensors[name] = torch.empty(saved[name].size, dtype=torch.uint8)
     load_(path, tensors)
     for kind, (_, put) in generators.items():
         if (states := tensors.get(f"random.{kind}")) is not None:
-            put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # torch reads it aligned
+            put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # must be aligned
     state.monitor.mask = tensors["monitor.mask"]
     state.monitor.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
     for group, values in zip(state.optimizer.param_groups, facts["groups"], strict=True):
@@ -234,7 +233,7 @@ def restore_(path: Path, facts: dict, state: TrainState) -> None:
 
 
 def names_in(path: Path) -> dict:
-    """Tensor name -> what torch.distributed.checkpoint knows of it, for every tensor in the files.
+    """Tensor name -> metadata of torch.distributed.checkpoint, for every tensor in the files.
 
     Raises:
         InputError: a file is damaged.
@@ -243,15 +242,16 @@ def names_in(path: Path) -> dict:
 
     try:
         return dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except Exception as error:  # safetensors' own, and whatever a torn header leads to
-        raise InputError(f"--resume_from_checkpoint {path}: damaged ({describe_error(error)}); give another") from error
+    except Exception as error:  # of any type: a damaged header leads to many
+        reason = f"damaged ({describe_error(error)}); give another checkpoint"
+        raise InputError(f"--resume_from_checkpoint {path}: {reason}") from error
 
 
 def load_(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills the tensors, or the rows that this process holds of them, from the files; all processes call it together.
+    """Reads the tensors, or the rows of this process, from the files. All processes must call it.
 
     Raises:
-        InputError: one is missing or has another shape or dtype.
+        InputError: a tensor is missing or has another shape or dtype.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -261,8 +261,8 @@ def load_(path: Path, tensors: dict[str, Tensor]) -> None:
         held = found and (list(found.size), found.properties.dtype)
         if held != (list(tensor.shape), tensor.dtype):
             raise InputError(
-                f"--resume_from_checkpoint {path}: {name} is {held or 'not there'}, this run needs "
-                f"{list(tensor.shape)} of {tensor.dtype}; it is of another model or version"
+                f"--resume_from_checkpoint {path}: {name} is {held or 'missing'}, expected {list(tensor.shape)} "
+                f"{tensor.dtype}; give a checkpoint of this model and version"
             )
     with quiet():
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))

@@ -1,6 +1,6 @@
-"""The calibration loss: the next token of the text, and, with distillation, what the dense model thinks of every other.
+"""The calibration loss: cross-entropy of the next token and, with distillation, divergence from the dense model.
 
-A text names one token where the dense model gives a distribution over all (Hinton et al. 2015, arXiv 1503.02531).
+Source of the distillation: Hinton et al. 2015, arXiv 1503.02531.
 """
 
 import torch
@@ -10,8 +10,8 @@ from proxsparse.data.calibration import IGNORED_LABEL
 from proxsparse.runtime.distributed import gather_in_order, shard_items, world_size
 from proxsparse.runtime.progress import phase
 
-# Tokens of the teacher's distribution that are kept one by one; the rest of the vocabulary counts as one more token:
-# a full distribution would take vocabulary / 64 times the memory for every token of the calibration text.
+# Most likely tokens that are stored of the teacher's distribution; all others count as one more token. The full
+# distribution would need vocabulary / 64 times the memory.
 KEPT_TOKENS = 64
 
 Batch = dict[str, Tensor]
@@ -19,32 +19,32 @@ Batch = dict[str, Tensor]
 
 @torch.no_grad()
 def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
-    """The batches, each with what the model predicts now, at every position that has a label (R of them).
+    """Adds the current predictions of the model to every batch, for the R positions that have a label.
 
-    Adds teacher_tokens, int32 [R, K], the K = 64 likeliest next tokens, and teacher_probs, bfloat16 [R, K].
+    teacher_tokens: int32 [R, K], the K = 64 most likely next tokens; teacher_probs: bfloat16 [R, K].
     """
     own = []
     with phase("targets of the teacher", sum(len(batch["input_ids"]) for batch in batches), "sample") as current:
         for batch, counts in shard_items(batches):
-            own += [likeliest(logits_at_labels(model, batch)[0])] * counts
+            own += [most_likely(logits_at_labels(model, batch)[0])] * counts
             current.step(len(batch["input_ids"]) * world_size())
         targets = gather_in_order(own, len(batches))
     return [batch | target for batch, target in zip(batches, targets, strict=True)]
 
 
-def likeliest(logits: Tensor) -> Batch:
-    """The targets made of logits [R, vocabulary], on the CPU."""
+def most_likely(logits: Tensor) -> Batch:
+    """The targets of logits [R, vocabulary], on the CPU."""
     probs, tokens = logits.float().softmax(-1).topk(min(KEPT_TOKENS, logits.shape[-1]))
     return {"teacher_tokens": tokens.int().cpu(), "teacher_probs": probs.bfloat16().cpu()}
 
 
 def logits_at_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The logits [R, vocabulary] of the positions whose next token has a label, and those tokens, int64 [R]."""
-    # before the forward pass, and counted on the CPU: a copy to a GPU, and a count on it, wait for its queued kernels
+    # before the forward pass and on the CPU: copies to the GPU and nonzero() on it would wait for queued kernels
     inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
     labels = batch["labels"][:, 1:].flatten()
     real = (labels != IGNORED_LABEL).nonzero().flatten()
-    chosen = real.to(model.device) if len(real) < len(labels) else None  # the logits are large: no needless copy
+    chosen = real.to(model.device) if len(real) < len(labels) else None  # avoids a copy of the large logits
     labels = labels[real].to(model.device)
     logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
     return logits if chosen is None else logits[chosen], labels
@@ -55,7 +55,7 @@ def calibration_loss(model: nn.Module, batch: Batch, distill: float) -> Tensor:
 
         KL(q || p) = sum_k q_k log(q_k / p_k)  +  r log(r / s),   r = 1 - sum_k q_k,  s = 1 - sum_k p_k
 
-    p: the model's distribution, y: the next token, q: the teacher's K likeliest tokens, from `teacher_targets`.
+    p: the model's distribution; y: the next token; q: the teacher's K most likely tokens, from `teacher_targets`.
     """
     teacher = {name: batch[name].to(model.device) for name in ("teacher_tokens", "teacher_probs") if distill}
     return loss_of_logits(*logits_at_labels(model, batch), teacher, distill)

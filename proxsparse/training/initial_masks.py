@@ -1,4 +1,4 @@
-"""The mask that learning starts from: what --start names, whether it fits, and how it is computed."""
+"""The initial mask of the training: parses, checks and computes --start."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ Start = Method | dict[str, Tensor] | None  # a method, masks of a file by layer 
 
 
 def parse_start(start: str) -> Start:
-    """What --start names: a method, the masks in a .safetensors file, or None, the mask of the pretrained weights.
+    """The value of --start: a method, the masks in a .safetensors file, or None for the pretrained weights.
 
     Raises:
-        InputError: no such method or file, a file that holds no masks.
+        InputError: no such method or file, or a file without masks.
     """
     if start == PRETRAINED:
         return None
@@ -27,7 +27,7 @@ def parse_start(start: str) -> Start:
     chosen = get_method(start, "--start")
     if launched_world_size() > 1:
         raise InputError(
-            f"--start {start} is not computed on {launched_world_size()} processes: run proxsparse prune --method "
+            f"--start {start}: not supported on {launched_world_size()} processes; run proxsparse prune --method "
             f"{start} on one process, then give its masks.safetensors"
         )
     return chosen
@@ -41,7 +41,7 @@ def check_start(
     allow_other_base: bool = False,
     **_others,
 ) -> None:
-    """Before the passes over the calibration text: raises InputError for masks of a file that do not fit the model."""
+    """Raises InputError if the masks in the file of --start do not fit the model."""
     masks = parse_start(start)
     if not isinstance(masks, dict):
         return
@@ -56,7 +56,7 @@ def check_start(
         else:
             continue
         raise InputError(
-            f"--start: layer {name} needs a {pattern} mask of {shape}, the file has {held}; give masks of this model"
+            f"--start {start}: layer {name} needs a {pattern} mask of {shape}, found {held}; give masks of this model"
         )
     if not allow_other_base:
         refuse_other_base(start, base, "--start")
@@ -69,10 +69,7 @@ def initial_masks(
     batches: list[dict[str, Tensor]],
     patterns: dict[str, NMPattern],
 ) -> dict[str, Tensor]:
-    """The masks to start from: layer name -> bool [out_features, in_features]; {} is the ranking of the weights.
-
-    Raises what the method raises.
-    """
+    """The initial masks: layer name -> bool [out_features, in_features]; {}: the largest weights are kept."""
     if isinstance(start, Method):
         return compute_masks(start, model, layers, batches, patterns)
     return start or {}

@@ -1,10 +1,10 @@
-"""What learns in a layer: the layer's own weight, or, under the mask, a weight v beside the model.
+"""The learned weight of a layer: the layer's own weight ("dense"), or a separate weight v ("masked").
 
-Dense learning (the paper's) ends with a jump: blocks that are not N:M yet are cut, and what the kept weights have
-learned is put back to W0. Under the mask the model computes with m = W0 where the mask of v keeps, else +0, so every
-step measures the model that would be saved, and nothing is left to jump (with --update all only these layers: the
-others still return to W0). The gradient goes straight through, dL/dv = dL/dm (Bengio et al. 2013, arXiv 1308.3432,
-section 4). v is only what ranks; the prox holds back, as ever, the weights that matter little beside their block.
+Dense (the paper): the weights are learned, then projected: blocks that are not N:M are pruned, and the kept weights
+are reset to W0. This projection changes the model at the end. Masked: the model computes with m = W0 where the mask of
+v keeps, else +0, so every step measures the model that would be saved (with --update all the layers that are not
+pruned are still reset to W0). The gradient is passed straight through, dL/dv = dL/dm (Bengio et al. 2013, arXiv
+1308.3432, section 4). v only determines the mask; the prox shrinks weights that are small relative to their block.
 """
 
 from collections.abc import Iterable
@@ -20,12 +20,12 @@ from proxsparse.runtime.sharding import first_row, local, sum_of_shards
 
 @dataclass
 class LearnableLayer:
-    """One layer while it learns; of a layer that is sharded, the rows that this process holds."""
+    """A layer in training; if it is sharded, the rows of this process."""
 
-    layer: nn.Linear | None  # None: dense, in a model that is not ours to change
-    weight: nn.Parameter  # what the optimizer moves, like layer.weight: v under the mask, else layer.weight itself
-    pretrained: Tensor  # W0, [rows here, in_features], in any dtype, on any device
-    scale: Tensor | None  # c, [in_features]; None is 1
+    layer: nn.Linear | None  # None: dense, without a layer to update
+    weight: nn.Parameter  # the learned weight, like layer.weight: v if masked, else layer.weight itself
+    pretrained: Tensor  # W0, [local rows, in_features], in any dtype, on any device
+    scale: Tensor | None  # c, [in_features]; None: c = 1
     pattern: NMPattern
 
     @property
@@ -39,7 +39,7 @@ class LearnableLayer:
 
     @torch.no_grad()
     def mask(self) -> Tensor:
-        """What would be kept now: bool [rows here, in_features]."""
+        """The current mask: bool [local rows, in_features], True = kept."""
         signs = self.own_pretrained() if self.masked else None
         return nm_mask(mask_score(local(self.weight), self.scale, signs), self.pattern)
 
@@ -58,10 +58,9 @@ class LearnableLayer:
 
 
 def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
-    """|c * w|, what the mask ranks; c = 1 without a scaling.
+    """|c * w|, or c * w * sign(W0) if `pretrained` is given; the mask keeps the largest. c = 1 without a scaling.
 
-    Given the pretrained weights it is c * w * sign(W0): the kept weight will be W0, so a learned weight of the other
-    sign asks to be pruned, and the more so the larger it is.
+    With the sign, a learned weight whose sign differs from that of W0 is pruned first: the kept weight will be W0.
     """
     values = weight if scale is None else weight * scale
     return values.abs() if pretrained is None else values * pretrained.sign()
@@ -69,7 +68,7 @@ def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None =
 
 @torch.no_grad()
 def count_not_finite(learned: Iterable[LearnableLayer]) -> int:
-    """How many of the learned weights, in all processes together, are NaN or infinite."""
+    """Number of learned weights that are NaN or infinite, in all processes together."""
     return sum(int(sum_of_shards((~local(one.weight).isfinite()).sum(), one.weight)) for one in learned)
 
 
@@ -82,14 +81,14 @@ def make_learnable_layers(
     masked: bool,
     first_masks: dict[str, Tensor],
 ) -> dict[str, LearnableLayer]:
-    """Layer name -> what learns in it. Under the mask the layers compute from now on with W0 under their first masks.
+    """Layer name -> its learnable layer. If `masked`, the weights of the layers become W0 under their first masks.
 
     Args:
-        pretrained: parameter name -> W0, from `distributed.place_`.
-        scales: layer name -> c, [in_features]; {} ranks by magnitude.
+        pretrained: parameter name -> W0, from `sharding.shard_and_move_`.
+        scales: layer name -> c, [in_features]; {}: c = 1.
         patterns: layer name -> N:M.
-        first_masks: layer name -> bool [out_features, in_features], where a masked layer begins; a layer that is not
-            there begins with the ranking of W0.
+        first_masks: layer name -> bool [out_features, in_features], the initial masks of masked layers; the default is
+            the mask of W0.
     """
     found = {}
     for name, layer in layers.items():
@@ -107,10 +106,10 @@ def make_learnable_layers(
 
 @torch.no_grad()
 def set_mask_(weight: Tensor, mask: Tensor, scale: Tensor | None, pattern: NMPattern) -> None:
-    """Learned weights whose mask is `mask`: |c * w| is dealt out anew in every block, the n largest to the kept ones.
+    """Permutes |c * w| within every block, in place, so that its mask is `mask`: the kept weights get the n largest.
 
-    Within the kept ones, and within the others, the order of |c * w| stays; signs stay; W0 = 0 stays 0. In place.
-    Only where two sizes are equal in the dtype of `weight`, or W0 is 0, may the mask begin with another of the two.
+    The order of |c * w| within the kept weights and within the pruned ones is preserved, and so are signs and zeros.
+    If two sizes are equal in the dtype of `weight`, or W0 is 0, the resulting mask may differ from `mask` there.
 
     Args:
         weight: [out_features, in_features].
@@ -119,6 +118,6 @@ def set_mask_(weight: Tensor, mask: Tensor, scale: Tensor | None, pattern: NMPat
     """
     sizes, by_size = pattern.blocks(mask_score(weight, scale)).sort(dim=-1, descending=True, stable=True)
     kept_first = pattern.blocks(mask).gather(-1, by_size).byte().sort(dim=-1, descending=True, stable=True).indices
-    dealt = torch.empty_like(sizes).scatter_(-1, by_size.gather(-1, kept_first), sizes)
-    dealt = dealt.view_as(weight) * weight.sign()
-    weight.copy_(dealt if scale is None else dealt / scale)
+    permuted = torch.empty_like(sizes).scatter_(-1, by_size.gather(-1, kept_first), sizes)
+    permuted = permuted.view_as(weight) * weight.sign()
+    weight.copy_(permuted if scale is None else permuted / scale)

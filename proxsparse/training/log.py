@@ -1,4 +1,4 @@
-"""Where the figures of a run go: metrics.jsonl, the progress bar, and the tracker of --report_to."""
+"""Logging of a run: metrics.jsonl, the progress bar, and the tracker of --report_to."""
 
 import importlib.util
 import json
@@ -12,15 +12,16 @@ from proxsparse.runtime.progress import phase
 
 
 class RunLog:
-    """One row a step into metrics.jsonl (flushed: a killed run keeps its rows), the bar, and a tracker.
+    """Writes one row per step to metrics.jsonl, the progress bar and the tracker, on rank zero only.
 
-    Only rank zero writes.
+    Every row is flushed, so a killed run keeps its rows.
 
     Args:
-        run_dir: where metrics.jsonl is, with the rows of the steps before; None: nothing is written.
-        done: the number of steps before.
-        steps: the number of all steps.
-        pattern: N:M, for the bar.
+        run_dir: folder of metrics.jsonl, which has the rows of the finished steps; None: nothing is written.
+        done: number of finished steps.
+        steps: number of all steps.
+        pattern: N:M, for the progress bar.
+        report_to: the tracker.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class RunLog:
         self.close_tracker()
 
 
-# A tracker, of the folder and the steps before, is (what records a row, what ends it).
+# A tracker: (run_dir, done) -> (function that records a row, function that closes the tracker).
 
 
 def _no_tracker(_run_dir: Path, _done: int):
@@ -79,15 +80,15 @@ def _tensorboard(run_dir: Path, _done: int):
 
 
 def _wandb(run_dir: Path, done: int):
-    """A resumed run goes on as the one before; wandb passes over the rows behind the checkpoint that it has already."""
+    """A resumed run continues the same wandb run; wandb ignores rows of steps that it has already."""
     import wandb
 
-    noted = run_dir / "wandb" / "run-id"  # in wandb's own folder
-    same = {"id": noted.read_text(), "resume": "allow"} if done and noted.is_file() else {}
+    id_file = run_dir / "wandb" / "run-id"  # in wandb's own folder
+    same = {"id": id_file.read_text(), "resume": "allow"} if done and id_file.is_file() else {}
     final = run_dir.parent if run_dir.name == NEXT else run_dir
     run = wandb.init(project="proxsparse", dir=run_dir, name=final.name, **same)
-    noted.parent.mkdir(exist_ok=True)
-    noted.write_text(run.id)
+    id_file.parent.mkdir(exist_ok=True)
+    id_file.write_text(run.id)
     return lambda row: run.log(row, step=row["step"]), run.finish
 
 
@@ -95,8 +96,8 @@ TRACKERS = {"none": _no_tracker, "tensorboard": _tensorboard, "wandb": _wandb}
 
 
 def check_tracker(report_to: str) -> None:
-    """Raises InputError, before anything is loaded, if the package of --report_to is missing."""
+    """Raises InputError if the package of --report_to is not installed."""
     spec = importlib.util.find_spec(report_to) if report_to != "none" else None
-    # no origin: a mere folder of that name, such as the ./wandb that wandb itself leaves where it runs
+    # without an origin it is only a folder of that name, such as the ./wandb that wandb creates
     if report_to != "none" and (spec is None or spec.origin is None):
         raise InputError(f"--report_to {report_to}: the package is not installed; run: pip install {report_to}")

@@ -1,4 +1,4 @@
-"""The parts of Algorithm 1: the state of a run, gradients, steps, averaged runs, signals."""
+"""The parts of Algorithm 1: training state, gradients, steps, averaged runs."""
 
 import itertools
 import math
@@ -26,10 +26,10 @@ from proxsparse.training.options import LearningOptions
 
 
 class RunAverage:
-    """W = 1/R sum_r W_r: the mean of what R runs from the same start have learned, a model soup (Wortsman et al. 2022,
-    arXiv 2203.05482), which depends less than one run on the order of its samples.
+    """W = 1/R sum_r W_r: the mean of the weights that R runs from the same start have learned.
 
-    With several runs it holds two more copies of what learns: the start, and the sum in float32.
+    This is a model soup (Wortsman et al. 2022, arXiv 2203.05482); it depends less on the order of the samples than one
+    run. With several runs it holds two more copies of the learned weights: the start, and the sum in float32.
     """
 
     def __init__(self, weights: dict[str, Tensor], runs: int):
@@ -40,13 +40,13 @@ class RunAverage:
 
     @torch.no_grad()
     def restart_(self) -> None:
-        """Puts the weights back to the start."""
+        """Resets the weights to the start."""
         for name, weight in self.weights.items():
             weight.copy_(self.start[name])
 
     @torch.no_grad()
     def end_run_(self) -> None:
-        """Counts the weights in, and leaves the mean in their place."""
+        """Adds the weights to the sum, then replaces them by the mean."""
         self.ended += 1
         for name, weight in self.weights.items():
             self.sum[name] += weight
@@ -54,14 +54,14 @@ class RunAverage:
 
     @torch.no_grad()
     def mean_(self) -> None:
-        """The weights become the mean of the runs that have ended; if none has, they stay."""
+        """Replaces the weights by the mean of the finished runs, if there are any."""
         for name, weight in self.weights.items() if self.ended else ():
             weight.copy_(self.sum[name] / self.ended)
 
 
 @dataclass
 class TrainState:
-    """All runs of mask learning, one after the other: what learns, and how far it has come. A checkpoint holds it."""
+    """The state of the training, which a checkpoint saves: learned weights, optimizer and counters of all runs."""
 
     model: nn.Module
     learned: dict[str, LearnableLayer]
@@ -70,11 +70,11 @@ class TrainState:
     optimizer: ProxAdamW
     average: RunAverage
     monitor: MaskMonitor
-    step: int = 0  # steps done, in all runs together
-    batches: int = 0  # batches that all processes have taken
+    step: int = 0  # finished steps of all runs
+    batches: int = 0  # batches used by all processes
     tokens: int = 0
     seconds: float = 0.0
-    clock: float = field(default_factory=time.monotonic)  # up to which `seconds` counts
+    clock: float = field(default_factory=time.monotonic)  # time of the last update of `seconds`
 
     @classmethod
     def begin(
@@ -92,18 +92,18 @@ class TrainState:
         return self.options.average_runs * self.steps
 
     def restart_(self) -> None:
-        """Begins another run: the initial weights, and an optimizer without state."""
+        """Starts another run with the initial weights and a new optimizer."""
         self.average.restart_()
         self.remask_()
         self.optimizer = prox_adamw(self.model, self.learned, self.options)
 
     def remask_(self) -> None:
-        """Under the mask: the model computes with the mask of the learned weights as they are now."""
+        """Applies the current masks to the weights of masked layers."""
         for one in self.learned.values():
             one.remask_()
 
     def count_(self, micro_batches: list[dict[str, Tensor]]) -> None:
-        """Counts a step of these micro-batches; the last step of a run ends it."""
+        """Updates the counters after a step; after the last step of a run also the average."""
         (tokens,) = distributed.all_reduce_sum([sum(int(batch["attention_mask"].sum()) for batch in micro_batches)])
         now = time.monotonic()
         self.seconds, self.clock = self.seconds + now - self.clock, now
@@ -113,27 +113,27 @@ class TrainState:
             self.average.end_run_()
 
     def masks(self) -> dict[str, Tensor]:
-        """The masks of the learned weights: layer name -> bool [rows here, in_features] on the CPU, True = kept.
+        """The masks of the learned weights: layer name -> bool [local rows, in_features] on the CPU, True = kept.
 
         Raises:
-            InputError: a weight is not finite, so the run has diverged.
+            InputError: a weight is not finite: the run has diverged.
         """
         if count_not_finite(self.learned.values()):
-            raise InputError("the weights have become NaN or infinite while learning; lower --learning_rate")
+            raise InputError("the weights became NaN or infinite during training; lower --learning_rate")
         return {name: one.mask().cpu() for name, one in self.learned.items()}
 
 
 def step_count(batches: int, options: LearningOptions) -> int:
-    """Optimizer steps of a run: --max_steps, or what the epochs give; at least 1.
+    """Optimizer steps of a run: --max_steps, or --num_train_epochs converted to steps; at least 1.
 
     Raises:
-        InputError: a step takes more batches than there are.
+        InputError: a step needs more batches than there are.
     """
     a_step = options.gradient_accumulation_steps * world_size()
     if a_step > batches:
         raise InputError(
-            f"--gradient_accumulation_steps {options.gradient_accumulation_steps} on {world_size()} processes takes "
-            f"{a_step} batches a step, and the calibration text makes {batches}; lower it, or raise --num_samples"
+            f"--gradient_accumulation_steps {options.gradient_accumulation_steps}: a step on {world_size()} processes "
+            f"needs {a_step} batches, the calibration text has {batches}; lower it, or raise --num_samples"
         )
     if options.max_steps > 0:
         return options.max_steps
@@ -141,15 +141,15 @@ def step_count(batches: int, options: LearningOptions) -> int:
 
 
 def own_samples(batches: list[dict[str, Tensor]], seed: int, taken: int) -> Iterator[dict[str, Tensor]]:
-    """Every N-th batch of the stream for this one of N processes, after so many that all of them have taken."""
+    """The batches of this process: every world_size-th one of the stream, after the first `taken` batches."""
     return itertools.islice(sample_stream(batches, seed), taken + distributed.rank(), None, world_size())
 
 
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
-    """Training mode, with or without recomputing activations."""
+    """Sets training mode and enables gradient checkpointing."""
     model.train()
     if gradient_checkpointing:
-        # renamed in transformers 5.2x; the old name is deprecated there
+        # transformers 5.2x has renamed it and deprecated the old name
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
 
@@ -157,9 +157,9 @@ def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
 def backward(
     model: nn.Module, batches: list[dict[str, Tensor]], compute_dtype: torch.dtype | None, distill: float
 ) -> float:
-    """Adds the gradient of the loss to `.grad`; returns the loss, the mean over all tokens that all processes predict.
+    """Adds the gradient of the loss to `.grad`. Returns the loss, the mean over all predicted tokens of all processes.
 
-    A batch counts by its tokens: a short document is as noisy as it is short.
+    Batches are weighted by their number of tokens, because the gradient of a short document is noisy.
 
     Raises:
         InputError: the loss is not finite.
@@ -171,12 +171,12 @@ def backward(
         with autocast(model.device, compute_dtype):
             batch_loss = calibration_loss(model, batch, distill) * (count / all_predicted)
         (part,) = distributed.all_reduce_sum([batch_loss.item()])
-        if not math.isfinite(part):  # looked for now, as a backward pass may step the weights
+        if not math.isfinite(part):  # checked before the backward pass, which may update the weights
             with autocast(model.device, compute_dtype):
                 where = first_not_finite(model, batch["input_ids"])
             raise InputError(
-                f"the loss is {part}{where}; lower --learning_rate, or raise --precision if it is not fp32; at the "
-                "first step look for damaged weights"
+                f"the loss is {part}{where}; lower --learning_rate, or use --precision fp32; at the first step check "
+                "the model for damaged weights"
             )
         batch_loss.backward()
         loss += part
@@ -187,10 +187,9 @@ def backward(
 def stepping(state: TrainState) -> Iterator[Callable[[], float]]:
     """Yields a function that ends a step: the base step, then the prox, of every weight.
 
-    It returns the norm of all gradients together, before clipping. With step_in_backward the backward pass has stepped
-    every weight once its gradient was computed, and freed the gradient; then only the norm is left to compute.
-
-    The function raises InputError if the norm is not finite; with step_in_backward that is too late for the weights.
+    The function returns the norm of all gradients before clipping, and raises InputError if it is not finite. With
+    step_in_backward the backward pass updates each weight and frees its gradient as soon as the gradient is computed.
+    Then the function only returns the norm, and its error comes after the update.
     """
     if not state.options.step_in_backward:
         yield partial(step_, state)
@@ -224,10 +223,10 @@ def stepping(state: TrainState) -> Iterator[Callable[[], float]]:
 
 
 def step_(state: TrainState) -> float:
-    """The base step, then the prox, of every weight; returns the norm of all gradients together, before clipping.
+    """The base step, then the prox, of every weight. Returns the norm of all gradients before clipping.
 
     Raises:
-        InputError: the norm is not finite; no weight has moved.
+        InputError: the norm is not finite; no weight has been updated.
     """
     for one in state.learned.values():
         one.take_gradient_()
@@ -242,7 +241,5 @@ def step_(state: TrainState) -> float:
 def checked_norm(norm: float) -> float:
     """The norm of the gradient. Raises InputError if it is not finite."""
     if not math.isfinite(norm):
-        raise InputError(
-            f"the gradient's norm is {norm}; lower --learning_rate, or raise --precision if it is not fp32"
-        )
+        raise InputError(f"the gradient norm is {norm}; lower --learning_rate, or use --precision fp32")
     return norm

@@ -1,4 +1,4 @@
-"""What the masks do while they are learned, measured on a fixed sample of blocks so that it costs next to nothing."""
+"""Statistics of the masks during training, measured on a fixed sample of blocks to keep the cost low."""
 
 import math
 from collections.abc import Iterable
@@ -15,10 +15,9 @@ SNAPSHOTS = 20
 
 
 class MaskMonitor:
-    """Follows evenly spaced blocks of the learned weights: are they N:M, does their mask change, how far from W0?
+    """Observes evenly spaced blocks of the learned weights: share of N:M blocks, mask changes, distance from W0.
 
-    Under the mask they are ranked by c * w * sign(W0), else by |c * w|, see `learnable_layer.mask_score`. Every process
-    of a sharded model holds the whole sample.
+    The mask is that of `learnable_layer.mask_score`. Every process of a sharded model holds the whole sample.
     """
 
     def __init__(self, learned: Iterable[LearnableLayer], steps: int):
@@ -33,13 +32,13 @@ class MaskMonitor:
         self.snapshots: list[tuple[int, Tensor]] = [(0, self.mask)]
 
     def _sample(self, rows: Iterable[Tensor]) -> list[Tensor]:
-        """Of every layer [sampled blocks, m], fp32 on the CPU; `rows`: what this process holds of each.
+        """The sampled blocks of every layer, [blocks, m], fp32 on the CPU. `rows`: the local rows of each layer.
 
-        The host waits for a GPU once, in the copy of all samples together.
+        All samples are copied together, so the host waits for the GPU only once.
         """
         sampled = []
         for each, (count, here, row, column), held in zip(self.learned, self.places, rows, strict=True):
-            of_row = each.pattern.blocks(held).flatten(1, -2)  # [rows, blocks of a row, m], also of a stack of weights
+            of_row = each.pattern.blocks(held).flatten(1, -2)  # [rows, blocks of a row, m], also for stacked weights
             values = torch.zeros(count, each.pattern.m, device=held.device)
             values[here] = of_row[row, column].float()
             sampled.append(sum_of_shards(values, each.weight))
@@ -51,14 +50,14 @@ class MaskMonitor:
         return self._sample(local(each.weight).detach() for each in self.learned)
 
     def _current_mask(self, weights: list[Tensor]) -> Tensor:
-        """Which weights of the sample would be kept now, of all layers one after the other."""
+        """The current mask of the sample, all layers concatenated."""
         sample = zip(self.learned, weights, self.scale, self.pretrained, strict=True)
         return concatenate(
             nm_mask(mask_score(w, c, w0 if each.masked else None), each.pattern) for each, w, c, w0 in sample
         )
 
     def observe(self, step: int) -> dict[str, float]:
-        """feasible_share, mask_change since the last call, norm_gap of the kept weights; remembers some masks."""
+        """feasible_share, mask_change since the last call, norm_gap of the kept weights; also stores some masks."""
         weights = self._weights()
         mask, pretrained = self._current_mask(weights), concatenate(self.pretrained)
         feasible = concatenate(each.pattern.feasible_blocks(w) for each, w in zip(self.learned, weights, strict=True))
@@ -75,14 +74,14 @@ class MaskMonitor:
         return row
 
     def similarity(self) -> list[dict[str, float]]:
-        """Share of mask bits equal to the last mask, at every remembered step."""
+        """Share of mask bits equal to the last mask, for every stored mask."""
         return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
 
 
 def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, Tensor, Tensor]:
-    """The number of sampled blocks of a layer; of those in this process: index in the sample, row and column.
+    """Number of sampled blocks of a layer; index in the sample, local row and column of those in this process.
 
-    int64, on the device of the weight, but computed on the CPU: a boolean index on a GPU makes the host wait.
+    int64 on the device of the weight; computed on the CPU, because a boolean index on a GPU makes the host wait.
     """
     rows, of_row = len(local(each.weight)), math.prod(each.weight.shape[1:]) // each.pattern.m
     blocks = len(each.weight) * of_row
@@ -94,13 +93,13 @@ def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, Tensor, Tensor]:
 
 
 def concatenate(tensors: Iterable[Tensor]) -> Tensor:
-    """All numbers in them, one after the other."""
+    """The concatenation of the flattened tensors."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 @torch.no_grad()
 def feasible_share(learned: Iterable[LearnableLayer]) -> float:
-    """Share of the blocks of all learned weights, sharded or not, that are N:M, exact."""
+    """Exact share of N:M blocks in all learned weights, sharded or not."""
     learned = list(learned)
     counts = [sum_of_shards(one.pattern.feasible_blocks(local(one.weight)).sum(), one.weight) for one in learned]
     return sum(count.item() for count in counts) / sum(one.weight.numel() // one.pattern.m for one in learned)
@@ -109,9 +108,9 @@ def feasible_share(learned: Iterable[LearnableLayer]) -> float:
 def agreement(
     masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, LearnableLayer] | None = None
 ) -> float:
-    """Share of mask bits that are equal in two sets of masks of the same layers.
+    """Share of equal bits in two sets of masks of the same layers.
 
-    `learned`: of layers that may be sharded; then the masks hold the rows of this process, and each has to call it.
+    `learned`: given for sharded layers; the masks then hold the rows of this process, and all processes must call it.
     """
     equal = {name: (mask == others[name]).sum() for name, mask in masks.items()}
     if learned:

@@ -1,4 +1,4 @@
-"""The optimizer of mask learning, its learning rates and lambda_1."""
+"""The optimizer of the mask training, its learning rate and lambda_1."""
 
 import math
 
@@ -12,7 +12,7 @@ from proxsparse.training.options import LearningOptions
 
 
 def layer_lambda(weight: Tensor, options: LearningOptions) -> float:
-    """lambda_1 of a layer: absolute, or R / mean|w| (the mean of scaled weights is 1)."""
+    """lambda_1 of a layer: --reg_lambda, or --reg_lambda_rel / mean|w| (the mean of scaled weights is 1)."""
     if options.reg_lambda is not None:
         return options.reg_lambda
     if options.scaling == "activation":
@@ -27,12 +27,12 @@ def mean_size(weight: Tensor) -> float:
 
 
 def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: LearningOptions) -> ProxAdamW:
-    """AdamW with the prox on what learns in the layers; also says which parameters learn (requires_grad).
+    """AdamW with the prox on the learned weights of the layers; also sets requires_grad of all parameters.
 
-    The moments of bf16 weights are bf16 too, as torch's AdamW keeps them, and weights and moments are rounded
-    stochastically (or learned in fp32 masters): rounding to nearest would lose much of the prox, which moves a weight
-    by 1 to 3 units in the last place. With a scaling, every weight that is not pruned steps in units of its own mean
-    magnitude, so that one dimensionless learning rate fits all.
+    By default the moments of bf16 weights are bf16, as in torch's AdamW, and weights and moments are rounded
+    stochastically (with --master_weights, fp32 copies are learned instead). Rounding to nearest would lose much of the
+    prox, which changes a weight by 1 to 3 units in the last place. With a scaling, the learning rate of a parameter
+    that is not pruned is multiplied by its mean magnitude, so that one dimensionless learning rate fits all.
     """
     prunable = {id(one.layer.weight): one for one in learned.values()}
     scaled = any(one.scale is not None for one in learned.values())
@@ -66,7 +66,7 @@ def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: Le
 
 
 def weights_of(optimizer: ProxAdamW) -> dict[str, Tensor]:
-    """Parameter name -> what the optimizer moves for it."""
+    """Parameter name -> the tensor that the optimizer updates for it."""
     groups = optimizer.param_groups
     return {
         name: weight for group in groups for name, weight in zip(group["param_names"], group["params"], strict=True)
@@ -74,7 +74,7 @@ def weights_of(optimizer: ProxAdamW) -> dict[str, Tensor]:
 
 
 MOMENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-DECAYS = {  # share of the steps after the warm-up that is done -> factor of the learning rate
+DECAYS = {  # finished share of the steps after the warm-up -> factor of the learning rate
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "constant": lambda done: 1.0,
@@ -90,7 +90,7 @@ def lr_factor(step: int, steps: int, options: LearningOptions) -> float:
 
 
 def set_rates_(optimizer: ProxAdamW, factor: float) -> None:
-    """The learning rate of every group becomes its first one times the factor."""
+    """Sets the learning rate of every group to its initial value times the factor."""
     for group in optimizer.param_groups:
         group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
 

@@ -1,4 +1,4 @@
-"""The options of mask learning: the flags that `proxsparse train` has beyond those of every run."""
+"""The options of the mask training: the flags of `proxsparse train` in addition to those of every run."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from proxsparse.errors import InputError, require
 
-PRETRAINED = "pretrained"  # the --start that no method computes
-# What --objective stands for. A YAML file may set each entry by itself; studies do.
+PRETRAINED = "pretrained"  # the default of --start
+# The settings that --objective selects. A YAML file may set each of them separately, as the studies do.
 OBJECTIVES = {
     "masked": {"scaling": "activation", "forward": "masked"},
     "paper": {"scaling": "none", "forward": "dense"},
 }
-# The step size and lambda_1 belong to the unit in which weights are learned. activation: dimensionless, measured on
-# SmolLM2-135M (docs/results.md). none: the paper's.
+# The learning rate and lambda_1 depend on the unit of the weights. activation: dimensionless, measured on
+# SmolLM2-135M (docs/results.md). none: the values of the paper.
 SCALING_DEFAULTS = {
     "activation": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3},
     "none": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3},
@@ -21,77 +21,83 @@ SCALING_DEFAULTS = {
 
 
 def flag(default, help: str, group: str = "learning", choices: tuple[str, ...] = (), yaml_only: bool = False):
-    """A flag: its default, help text, the group of --help it belongs to, and its values if they are a fixed set.
+    """A flag with its default, help text, group in --help, and allowed values (empty: any).
 
-    yaml_only: the command line has no such flag; a YAML file may set it.
+    yaml_only: the flag is not on the command line; a YAML file may set it.
     """
     return field(default=default, metadata={"help": help, "group": group, "choices": choices, "yaml_only": yaml_only})
 
 
 @dataclass
 class LearningOptions:
-    """Options of the method "proxsparse". None stands for a default that depends on other options, see `fill_in`."""
+    """Options of the method "proxsparse". None: a default that depends on other options, see `fill_in`."""
 
     objective: str = flag(
         "masked",
-        "masked: the loss sees the pretrained weights under the current mask, and weights are scaled by their input "
-        "activations; paper: the loss sees the weights that are learned, unscaled, and all weights learn",
+        "masked: the loss is computed with the pretrained weights under the current mask, and weights are scaled by "
+        "their input activations; paper: with the learned weights, without scaling, and all weights are trained",
         choices=tuple(OBJECTIVES),
     )
-    scaling: str | None = flag(None, "unit of a weight", choices=("activation", "none"), yaml_only=True)
-    forward: str | None = flag(None, "weights that the loss sees", choices=("masked", "dense"), yaml_only=True)
-    update: str | None = flag(None, "weights that the gradient moves", choices=("prunable", "all"), yaml_only=True)
+    scaling: str | None = flag(None, "scaling of the weights", choices=("activation", "none"), yaml_only=True)
+    forward: str | None = flag(None, "weights of the forward pass", choices=("masked", "dense"), yaml_only=True)
+    update: str | None = flag(None, "weights that are trained", choices=("prunable", "all"), yaml_only=True)
     scaling_samples: int = flag(128, "samples on which the input activations are measured")
-    distill: float = flag(0.0, "share of the divergence from the dense model in the loss, 0 to 1; the rest is the text")
+    distill: float = flag(0.0, "weight of the distillation from the dense model in the loss, 0 to 1")
     start: str = flag(
         PRETRAINED,
         "initial mask: the name of a method such as swap, a masks.safetensors file, or pretrained (largest weights)",
     )
-    allow_other_base: bool = flag(False, "accept --start masks that were learned for other weights than --model")
+    allow_other_base: bool = flag(False, "accept --start masks that were made for other weights than --model")
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
         None,
-        "R: lambda_1 = R / mean|w| in every layer (scaled weights have mean 1); default 0.002, with --objective paper "
-        "0.003",
+        "lambda_1 * mean|w|, the same in every layer (scaled weights have mean 1); default: 0.002, with --objective "
+        "paper 0.003",
     )
     frozen_lambda: float = flag(0.0, "lambda_2 of the frozen-weight term; needs --objective paper")
     frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term")
     num_train_epochs: float = flag(1.0, "passes over the samples")
     average_runs: int = flag(
-        1, "number of runs from the same initial mask, each on the next samples; the mean of their weights is kept"
+        1, "number of runs from the same initial mask, each on the next samples; their weights are averaged"
     )
-    max_steps: int = flag(-1, "optimizer steps; -1: as many as the epochs give")
-    per_device_train_batch_size: int = flag(1, "samples of a forward pass")
-    gradient_accumulation_steps: int = flag(1, "forward passes of an optimizer step")
-    learning_rate: float | None = flag(None, "default 5e-3 (dimensionless), with --objective paper 1e-4")
-    lr_scheduler_type: str = flag("linear", "decay after the warm-up", choices=("linear", "cosine", "constant"))
+    max_steps: int = flag(-1, "optimizer steps; -1: determined by --num_train_epochs")
+    per_device_train_batch_size: int = flag(1, "samples per forward pass")
+    gradient_accumulation_steps: int = flag(1, "forward passes per optimizer step")
+    learning_rate: float | None = flag(
+        None, "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4"
+    )
+    lr_scheduler_type: str = flag(
+        "linear", "decay of the learning rate after the warm-up", choices=("linear", "cosine", "constant")
+    )
     warmup_ratio: float = flag(0.1, "share of the steps in which the learning rate rises from 0")
-    weight_decay: float = flag(0.0, "AdamW's decoupled weight decay")
-    max_grad_norm: float = flag(1.0, "the gradient is clipped to this norm; 0: not clipped")
+    weight_decay: float = flag(0.0, "decoupled weight decay of AdamW")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping")
 
-    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory", "hardware")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory", "hardware")
     moment_dtype: str | None = flag(
-        None, "AdamW's moments; default: bf16 with --precision bf16, else fp32", "hardware", ("fp32", "bf16")
+        None, "dtype of AdamW's moments; default: bf16 with --precision bf16, else fp32", "hardware", ("fp32", "bf16")
     )
     master_weights: bool = flag(
         False, "with --precision bf16: fp32 copies of the weights instead of stochastic rounding", "hardware"
     )
     step_in_backward: bool = flag(
-        False, "update each weight once its gradient is computed, and free that; needs --max_grad_norm 0", "hardware"
+        False,
+        "update each weight as soon as its gradient is computed, then free the gradient; needs --max_grad_norm 0",
+        "hardware",
     )
     save_steps: int = flag(
-        100, "steps between checkpoints, which a complete run removes; 0: only when it is stopped", "output"
+        100, "steps between checkpoints; 0: only when the run is stopped; a complete run removes them", "output"
     )
     save_total_limit: int = flag(1, "number of checkpoints to keep", "output")
     report_to: str = flag("none", "also log to this tracker", "output", ("none", "tensorboard", "wandb"))
-    seed: int = flag(42, "seed of the order of documents and of every random number", "hardware")
+    seed: int = flag(42, "seed of the document order and of all random numbers", "hardware")
 
     def fill_in(self) -> None:
         """Replaces every None that has a default by that default."""
         for name, value in OBJECTIVES[self.objective].items():
             setattr(self, name, getattr(self, name) or value)
         paper = (self.scaling, self.forward) == ("none", "dense")
-        # under the mask the loss would not be that of the saved model if the other weights moved
+        # with masked layers, training the other weights would make the loss differ from that of the saved model
         self.update = self.update or ("all" if paper else "prunable")
         defaults = SCALING_DEFAULTS[self.scaling]
         self.learning_rate = defaults["learning_rate"] if self.learning_rate is None else self.learning_rate
@@ -102,44 +108,46 @@ class LearningOptions:
         """Fills in the defaults and returns itself.
 
         Raises:
-            InputError: an option is out of range or does not go with another one.
+            InputError: an option is out of range or incompatible with another one.
         """
         check_choices(self)
         self.fill_in()
         check_ranges(self, RANGES)
         if self.reg_lambda is not None and self.reg_lambda_rel is not None:
-            raise InputError("--reg_lambda and --reg_lambda_rel exclude each other: give one of them")
+            raise InputError("--reg_lambda and --reg_lambda_rel are mutually exclusive; give one of them")
         if self.scaling == "activation" and (self.reg_lambda or 0) > 0.1:
             raise InputError(
-                f"--reg_lambda {self.reg_lambda}: scaled weights have mean 1, and lambda_1 is near 0.002; the paper's "
-                "values need --objective paper"
+                f"--reg_lambda {self.reg_lambda}: too large for scaled weights, which have mean 1; use about 0.002, or "
+                "--objective paper for the values of the paper"
             )
         if (self.forward, self.scaling) == ("dense", "activation") and 0 in (self.reg_lambda, self.reg_lambda_rel):
             raise InputError(
-                "forward: dense with scaling: activation needs a lambda above 0, because the scaling acts in the prox "
-                "alone; raise --reg_lambda_rel"
+                "forward: dense with scaling: activation needs a lambda above 0, because only the prox uses the "
+                "scaling; raise --reg_lambda_rel"
             )
         if self.forward == "dense" and self.start != PRETRAINED:
-            raise InputError(f"--start {self.start} needs --objective masked: dense learning starts from the weights")
+            raise InputError(
+                f"--start {self.start}: needs --objective masked; paper starts from the pretrained weights"
+            )
         if self.forward == "dense" and self.average_runs > 1:
             raise InputError(
-                f"--average_runs {self.average_runs} needs --objective masked: the mean of weights that are N:M in "
-                "different places is not N:M"
+                f"--average_runs {self.average_runs}: needs --objective masked, because the mean of weights with "
+                "different masks is not N:M"
             )
         if self.forward == "masked" and self.frozen_lambda:
             raise InputError(
-                f"--frozen_lambda {self.frozen_lambda} needs --objective paper: under the mask the weights are frozen "
-                "already"
+                f"--frozen_lambda {self.frozen_lambda}: needs --objective paper; with --objective masked the weights "
+                "are frozen already"
             )
         if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
             raise InputError(
-                "--step_in_backward frees each gradient at once: it needs --max_grad_norm 0 (not "
-                f"{self.max_grad_norm:g}) and --gradient_accumulation_steps 1 (not {self.gradient_accumulation_steps})"
+                f"--step_in_backward: needs --max_grad_norm 0 (not {self.max_grad_norm:g}) and "
+                f"--gradient_accumulation_steps 1 (not {self.gradient_accumulation_steps})"
             )
         return self
 
 
-Ranges = tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]  # flags, what must hold, in words
+Ranges = tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]  # flags, condition, condition in words
 
 RANGES: Ranges = (
     (
@@ -162,7 +170,7 @@ RANGES: Ranges = (
 
 
 def check_choices(options) -> None:
-    """Raises InputError for a value of a dataclass of flags that is not among the choices of its flag."""
+    """Raises InputError if the value of a flag is not one of its choices."""
     for one in dataclasses.fields(options):
         value, allowed = getattr(options, one.name), one.metadata.get("choices")
         if allowed and value is not None and value not in allowed:
@@ -170,7 +178,7 @@ def check_choices(options) -> None:
 
 
 def check_ranges(options, ranges: Ranges) -> None:
-    """Raises InputError for a value that is out of range."""
+    """Raises InputError if the value of a flag is out of range."""
     for names, holds, words in ranges:
         for name in names:
             if (value := getattr(options, name)) is not None:

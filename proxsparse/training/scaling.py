@@ -1,4 +1,4 @@
-"""The scaling of weights by their input activations: each in the unit in which it matters to the output."""
+"""Scaling of the weights by their input activations, so that their size measures their effect on the output."""
 
 import math
 from itertools import islice
@@ -13,7 +13,7 @@ from proxsparse.runtime.distributed import all_reduce_sum_, shard_items, world_s
 from proxsparse.runtime.progress import phase
 from proxsparse.runtime.sharding import local, mean_of_shards
 
-# A feature that is (almost) never active would get an unbounded step lr / c: its norm counts as this share of the mean.
+# Lower bound of a feature's norm, as a share of the mean norm; it bounds the step lr / c of a dead feature.
 DEAD_FEATURE = 1e-4
 
 
@@ -24,17 +24,17 @@ def activation_scaling(
     """c_j = ||X_j||_2 / mean_{i,k}(|W0_ik| ||X_k||_2) for every input feature j of every layer; mean |c * W0| is 1.
 
     X are the layer's inputs over the first `samples` calibration samples in the dense model. v = c * w is Wanda's score
-    with the sign, normalised: learning v with a step that ignores the gradient's scale (AdamW) and the prox on v
-    decide by effect on the output instead of by magnitude, with dimensionless lambda and learning rate.
+    with the sign, normalized. AdamW and the prox on v select weights by their effect on the output instead of their
+    magnitude, and lambda_1 and the learning rate are dimensionless.
 
-    Raises:
-        InputError: inputs or weights of a layer are not finite; names it.
     Returns:
         layer name -> c, fp32 [in_features], positive, on the layer's device.
+    Raises:
+        InputError: inputs or weights of a layer are not finite; names the layer.
     """
-    for name, layer in layers.items():  # first: the layers that a damaged one feeds would be blamed for its outputs
+    for name, layer in layers.items():  # before the forward passes: an error there would name a later layer
         if not math.isfinite(mean_of_shards(local(layer.weight).float().abs(), layer.weight)):
-            raise InputError(f"{name}: its weights hold a NaN or an infinity; take an undamaged file of the model")
+            raise InputError(f"{name}: its weights contain NaN or infinity; use an undamaged copy of the model")
     devices = {name: local(layer.weight).device for name, layer in layers.items()}
     squares = {name: torch.zeros(layer.in_features, device=devices[name]) for name, layer in layers.items()}
     factor = 1.0  # 0 for a sample that another process counts
@@ -63,10 +63,10 @@ def activation_scaling(
 
 
 def normalized_scale(weight: Tensor, norms: Tensor) -> Tensor:
-    """norms / mean(|W| * norms), with dead features lifted to a small share of the mean norm; [in_features]."""
+    """norms / mean(|W| * norms), with norms of at least DEAD_FEATURE * mean(norms); [in_features]."""
     norms, sizes = norms.clamp_min(DEAD_FEATURE * norms.mean()), local(weight).float().abs()
     scale = norms / mean_of_shards(sizes * norms, weight)
     if bool((scale.isfinite() & (scale > 0)).all()):
         return scale
-    # No token reached the layer (an idle expert) or its weights are zero: all features count the same.
+    # No token reached the layer (an unused expert), or its weights are zero: all features get the same scale.
     return torch.full_like(norms, 1.0) / mean_of_shards(sizes, weight).clamp_min(torch.finfo(torch.float32).tiny)

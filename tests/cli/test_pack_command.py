@@ -77,7 +77,7 @@ def test_there_and_back(run_dir, packed_dir, tmp_path):
 def test_what_is_written(run_dir, tmp_path, capsys):
     folder = packed(run_dir, tmp_path / "packed")
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("packed 14 of 15 nn.Linear layers", "0.562 of it", str(folder)))
+    assert all(word in printed for word in ("packed 14 of 15 nn.Linear layers", "(0.562x)", str(folder)))
     assert names_in(folder) == MODEL | TOKENIZER | {"README.md", MARKER}
     assert load_masks(folder / "masks.safetensors").keys() == load_masks(run_dir / "masks.safetensors").keys()
     assert "import proxsparse" in (folder / "README.md").read_text()
@@ -166,8 +166,8 @@ def test_code_of_a_checkpoint_never_runs(spoiled, tmp_path, monkeypatch, capsys)
 
     folder = spoiled(change)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    refused(capsys, pack.main, [folder, "--output_dir", tmp_path / "out"], "auto_map", "never run")
-    refused(capsys, evaluate.main, [folder, "--data", "builtin"], "auto_map", "never run")
+    refused(capsys, pack.main, [folder, "--output_dir", tmp_path / "out"], "auto_map", "never executed")
+    refused(capsys, evaluate.main, [folder, "--data", "builtin"], "auto_map", "never executed")
     assert not (tmp_path / "ran").exists()
 
 

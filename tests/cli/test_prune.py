@@ -42,8 +42,8 @@ def test_whole_job(name, prune, tiny_llama, tmp_path, capsys):
     transformers.AutoTokenizer.from_pretrained(run_dir)
     card, shown = (run_dir / "README.md").read_text(), "ProxSparse" if name == "proxsparse" else name
     assert f"pruned to 2:4 with {shown}" in card
-    assert ("is the pretrained one, unchanged" in card) != method.updates_weights
-    assert f"Held-out perplexity {number(result['perplexity'][name])}, against" in card
+    assert ("are the pretrained ones, unchanged" in card) != method.updates_weights
+    assert f"Held-out perplexity {number(result['perplexity'][name])};" in card
     assert (method.paper if name != "proxsparse" else "ProxSparse (ICML 2025)") in card
     assert ("Calibration data: none needed." in card) != method.needs_data
     printed = capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_allocations(name, prune, tiny_llama, tmp_path, capsys):
     mixed = len(set(result["patterns"].values())) > 1
     assert mixed == (name != "uniform")
     assert result["budget"]["kept"] == pytest.approx(0.5)
-    assert f"{name}: " in capsys.readouterr().out
+    assert f"({name}): " in capsys.readouterr().out
     with safe_open(tmp_path / "run" / "masks.safetensors", framework="pt") as file:
         assert file.metadata()["pattern"] == ("mixed" if mixed else "4:8")
         assert not mixed or json.loads(file.metadata()["patterns"]) == result["patterns"]

@@ -182,7 +182,7 @@ def test_a_signal_ends_it_with_a_line_that_says_how_to_continue(number, words, f
     code, stderr = in_child(arguments, at_rename(5, lambda: os.kill(os.getpid(), number)))
     assert code == 128 + number
     assert stderr.strip().splitlines()[-1] == (
-        f"{words}; 2 finished decoder blocks in finished_blocks/ kept; to continue: the same command with "
+        f"{words}; 2 finished decoder blocks in finished_blocks/ saved; to resume, run the same command with "
         f"--output_dir {run_dir} --resume_from_checkpoint last"
     )
     assert in_child([*arguments, *RESUME])[0] == 0

@@ -95,6 +95,6 @@ def test_errors_of_all_processes_are_printed_once(forks, flags, tmp_path):
     for more in (["--start", "wanda"], ["--data", tmp_path / "nothing.jsonl"]):
         assert forks.run([*flags, *more, "--output_dir", tmp_path / "run"], 2, output=log) == [2, 2]
     text = log.read_text()
-    assert "--start wanda is not computed on 2 processes: run proxsparse prune --method wanda" in text
+    assert "--start wanda: not supported on 2 processes; run proxsparse prune --method wanda" in text
     assert text.count("nothing.jsonl") == 1
     assert "Traceback" not in text

@@ -82,7 +82,7 @@ def test_killed_at_random_moments(run, undisturbed, tmp_path):
     assert outcome(run_dir) == undisturbed
     assert saved(run_dir) == [], "a complete run needs none"
     assert run(run_dir) == [0]
-    assert "nothing is left to do" in log_of(run_dir).splitlines()[-1]
+    assert "nothing to do" in log_of(run_dir).splitlines()[-1]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -116,7 +116,7 @@ def test_a_signal_after_the_last_step_discards_nothing(run, flags, undisturbed, 
     with pytest.raises(InputError, match=r"has --learning_rate 0.005 \(now 0.1\)"):
         main([str(flag) for flag in (*flags, *SAVES, "--output_dir", run_dir, "--learning_rate", "0.1")])
     assert run(run_dir) == [0]
-    assert "nothing is left to do" in log_of(run_dir).splitlines()[-1]
+    assert "nothing to do" in log_of(run_dir).splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def remove_a_tensor(path):
         (change_file(lambda text: b"[]", "state.json"), "damaged .*; give another"),
         (change_file(lambda data: data[:-5]), "bytes, not"),
         (lambda path: next(path.glob("*.safetensors")).unlink(), "damaged .*No such file"),
-        (remove_a_tensor, "monitor.mask is not there, this run needs"),
+        (remove_a_tensor, "monitor.mask is missing, expected"),
     ],
     ids=["half", "deep", "a list", "truncated", "gone", "a tensor less"],
 )
@@ -243,9 +243,9 @@ def test_a_run_that_cannot_be_continued_is_refused(stopped, flags, documents, tm
         ),
         (
             [*arguments, "--gradient_accumulation_steps", "2"],
-            r"its steps take 1 batches, these 2 \(1 processes\); change --gradient_acc",
+            r"1 batches per step, this run has 2 on 1 processes; change --gradient_acc",
         ),
-        ([*arguments[:-1], *nowhere], r"nowhere: not a checkpoint directory, which holds a state.json"),
+        ([*arguments[:-1], *nowhere], r"nowhere: not a checkpoint directory \(no state.json\)"),
         ([*arguments[:last], *arguments[-2:]], r"is not empty; .*--resume_from_checkpoint last"),
         ([*map(str, flags), "--resume_from_checkpoint", "last"], "last requires --output_dir"),
     ):
@@ -299,10 +299,10 @@ def test_a_lost_disk_leaves_the_last_good_state(disk, run, undisturbed, tmp_path
     if loss == "full":
         assert "the disk is full" in error
         command = f"the same command with --output_dir {run_dir} --resume_from_checkpoint last"
-        assert error.endswith(f"checkpoint-3 kept; to continue: {command}")
+        assert error.endswith(f"checkpoint-3 saved; to resume, run {command}")
         (disk / "filler").unlink()
     else:
-        assert f"{run_dir} cannot be reached; to continue: the same command with" in error
+        assert f"{run_dir} cannot be reached; to resume, run the same command with" in error
         mounted(f"--bind {source}", disk)
     assert run(run_dir, output=log) == [0], log.read_text()[-2000:]
     assert outcome(run_dir) == undisturbed

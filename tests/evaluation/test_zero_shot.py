@@ -132,7 +132,7 @@ def test_tasks_come_in_the_papers_order_once():
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"no file piqa_validation.jsonl.gz .*which task piqa needs"):
+    with pytest.raises(InputError, match=r"no file piqa_validation.jsonl.gz .*for task piqa"):
         task_file("piqa", tmp_path)
     with pytest.raises(InputError, match="no such folder"):
         task_file("piqa", tmp_path / "absent")

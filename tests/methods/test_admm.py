@@ -105,7 +105,7 @@ def test_dead_features_are_pruned_first_and_a_block_of_them_stays_finite_and_spa
     [
         (  # of one token the matrix is singular
             {"damping": 0.0, "rho": 1e-30},
-            r"layers\.0\.self_attn\.q_proj: .*damping=0.0 and rho=1e-30; .*larger damping",
+            r"layers\.0\.self_attn\.q_proj: .*damping=0.0 and rho=1e-30; .*increase damping",
         ),
         ({"mask_iterations": 0}, "--mask_iterations 0: must be from 1 to --iterations 20"),
         ({"damping": math.inf}, "--damping inf: must be a finite number >= 0"),

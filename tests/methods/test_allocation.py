@@ -41,7 +41,7 @@ def layers_of_block(model, index):
 
 def wishes_of(name, model, batches, pattern="2:4", **options):
     blocks = by_decoder_block(model, prunable_layers(model))
-    return get_allocation(name).wish(model, blocks, batches, NMPattern.parse(pattern), **options)
+    return get_allocation(name).targets(model, blocks, batches, NMPattern.parse(pattern), **options)
 
 
 def gap(counts, sizes, pattern):
@@ -193,7 +193,7 @@ def test_unequal_decoder_blocks_come_as_near_as_they_can(name, deep_model, batch
     blocks = by_decoder_block(model, layers)
     patterns = allocate(name, model, layers, batches, pattern, **OPTIONS[name])
     sizes = [sum(layer.weight.numel() for layer in block.values()) for block in blocks]
-    wishes = get_allocation(name).wish(model, blocks, batches, pattern, **OPTIONS[name])
+    wishes = get_allocation(name).targets(model, blocks, batches, pattern, **OPTIONS[name])
     counts = [next(patterns[layer].n for layer in block) for block in blocks]
     assert len(set(sizes)) == 2
     assert np.average(wishes, weights=sizes) == pytest.approx(2)
@@ -213,11 +213,11 @@ def test_uniform_gives_every_layer_the_pattern(blocks, pattern, deep_model):
         ("dlp", "2:4", {}, "'dlp'.*choose from alphapruning, owl, uniform"),
         ("owl", "2:4", {"epsilon": 0.3}, "no option 'epsilon'; its options: outlier_factor, spread"),
         ("uniform", "2:4", {"spread": 2.0}, "no option 'spread'; its options: none"),
-        ("owl", "1:2", {}, "'owl': 1:2 leaves no choice.*1 < n < m - 1"),
-        ("alphapruning", "3:4", {}, "'alphapruning': 3:4 leaves no choice"),
-        ("owl", "2:4", {"spread": 0.08, "outlier_factor": 2.0}, "'owl'.*no decoder block.*outlier_factor or spread"),
-        ("alphapruning", "2:4", {"epsilon": 0.01}, "'alphapruning'.*no decoder block.*epsilon"),
-        ("owl", "2:4", {"outlier_factor": 1e9}, "all 6 decoder blocks score 0.*lower outlier_factor"),
+        ("owl", "1:2", {}, "'owl': pattern 1:2: every decoder block would keep 1.*1 < n < m - 1"),
+        ("alphapruning", "3:4", {}, "'alphapruning': pattern 3:4: every decoder block would keep 3"),
+        ("owl", "2:4", {"spread": 0.08, "outlier_factor": 2.0}, "'owl'.*the same pattern.*outlier_factor or spread"),
+        ("alphapruning", "2:4", {"epsilon": 0.01}, "'alphapruning'.*the same pattern.*epsilon"),
+        ("owl", "2:4", {"outlier_factor": 1e9}, "all 6 decoder blocks have the score 0.*lower outlier_factor"),
         ("owl", "2:4", {"spread": -1.0}, "--spread -1.0: must be"),
         ("owl", "2:4", {"outlier_factor": math.nan}, "--outlier_factor nan: must be"),
         ("alphapruning", "2:4", {"epsilon": 1.0}, "--epsilon 1.0: must be above 0 and below 1"),

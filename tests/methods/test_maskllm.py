@@ -94,11 +94,11 @@ def test_the_prior_adds_its_overlap_in_deviations(pattern):
     pattern = NMPattern.parse(pattern)
     choices, generator = block_masks(pattern), torch.Generator().manual_seed(0)
     prior = choices[torch.randint(len(choices), (64, 4), generator=generator)].flatten(-2)
-    logits = maskllm.first_logits(torch.zeros(64, 4 * pattern.m), choices, generator)
+    logits = maskllm.initial_logits(torch.zeros(64, 4 * pattern.m), choices, generator)
     before = logits.detach().clone()
     assert before.std().item() == pytest.approx(0.01, rel=0.1)
     with torch.no_grad():
-        maskllm.lean_to_(logits, prior, choices, 3.0)
+        maskllm.add_prior_(logits, prior, choices, 3.0)
     kept = list(combinations(range(pattern.m), pattern.n))
     for row, block, k in [(0, 0, 0), (5, 1, len(kept) - 1), (63, 3, len(kept) // 2)]:
         overlap = prior[row, block * pattern.m + torch.tensor(kept[k])].sum()
@@ -118,7 +118,7 @@ def test_logits_follow_the_stated_distribution():
 
 def test_a_soft_mask_keeps_n_weights_on_average_and_has_gradients_also_under_autocast():
     choices = block_masks(NMPattern(2, 4))
-    logits = maskllm.first_logits(torch.zeros(8, 12), choices, torch.Generator().manual_seed(0))
+    logits = maskllm.initial_logits(torch.zeros(8, 12), choices, torch.Generator().manual_seed(0))
     weight = torch.ones(8, 12, dtype=torch.bfloat16)
     draw = lambda: maskllm.soft_weight(  # noqa: E731
         weight, logits, choices, 100.0, 4.0, torch.Generator().manual_seed(0)
@@ -237,14 +237,14 @@ def test_labels_default_to_the_real_tokens(tiny_model, batches):
 def test_a_loss_that_is_not_finite(tiny_model, batches):
     model = tiny_model()
     model.lm_head.weight.data[0] = torch.nan
-    with pytest.raises(InputError, match=r"at step 1 of 3 the loss is nan, .* that of lm_head; .*lower learning_rate"):
+    with pytest.raises(InputError, match=r"step 1 of 3: loss nan, .* that of lm_head; .*lower learning_rate"):
         prune_(model, "maskllm", batches, prior="none")
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"weight_reg": 1e300, "prior": "none"}, r"at step 1 of 3 the loss is \d.*, the norm of its gradient nan; "),
+        ({"weight_reg": 1e300, "prior": "none"}, r"step 1 of 3: loss \d.*, gradient norm nan; "),
         ({"epochs": 0}, "--epochs 0: must be at least 1"),
         ({"final_tau": 0.0}, r"--final_tau 0\.0: must be a finite"),
         ({"prior": "obs"}, r"'obs'.*wanda"),

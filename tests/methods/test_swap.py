@@ -105,5 +105,5 @@ def test_block_masks_lists_them_all_once():
     many = block_masks(NMPattern(4, 8))
     assert len(many.unique(dim=0)) == 70
     assert (many.sum(1) == 4).all()
-    with pytest.raises(InputError, match=r"pattern 16:32: a block has 601080390 .* smaller block"):
+    with pytest.raises(InputError, match=r"pattern 16:32: a block has 601080390 .* smaller blocks"):
         block_masks(NMPattern(16, 32))

@@ -64,15 +64,15 @@ REFUSALS = (
     r"is not empty \(.*\) and no run of proxsparse has written there",
     r"another run \((pid \d+ on .*|just started)\) writes to",
     r"--resume_from_checkpoint: the run in .* has (--\w+|the command)",
-    r"holds no metrics\.jsonl",
-    r"is not a folder",
-    r"is in a folder that no run has marked .*, and the report would replace it; move it away",
+    r"no metrics\.jsonl in this folder",
+    r"not a folder",
+    r"its folder has no .*, so no run wrote it, and the report would replace it; move it away",
     r"(metrics|result)\.jsonl?, line 1: not valid JSON",  # of a project
-    r"holds neither a config\.json nor one|there is no such file or folder",
+    r"not a model directory|no such file or folder",
     r"config\.json is missing; give the folder|model\.safetensors is missing; give the folder",
     r"a run is replacing the result, or was killed while replacing it",
     r"a run replaced the files while they were read; repeat",
-    r"is the folder of the model: the result would replace it",
+    r"--output_dir .*: the folder of (the |--)model; choose another folder",
     r"MODEL_DIR .* is a file of|--model .* is a file of",
 )
 

@@ -242,7 +242,7 @@ def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
     (final / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "feasible_share": 0.5, "norm_gap": 0.1}\n')
     report.main([str(final)])
     (final / "report.md").write_text("mine")
-    with pytest.raises(InputError, match=r"report\.md is in a folder that no run has marked .*; move it away"):
+    with pytest.raises(InputError, match=r"report\.md: its folder has no .*; move it away"):
         report.main([str(final)])
     assert (final / "report.md").read_text() == "mine"
     save_run(tmp_path / "marked", "old")
@@ -251,7 +251,7 @@ def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
     assert (final / "report.md").read_text() != "mine"
     (final / "loss.png").unlink(missing_ok=True)
     (final / "loss.png").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"loss\.png is a link or a folder, and the report would replace it"):
+    with pytest.raises(InputError, match=r"loss\.png: is a link or a folder, and the report would replace it"):
         report.main([str(final)])
 
 
@@ -261,7 +261,7 @@ def test_json_replaces_only_an_earlier_report(tmp_path):
     os.mkfifo(fifo)
     row = json.dumps({"model": "a", "precision": "fp32", "data": "b", "perplexity": 1.0})
     for path in (mine, fifo):
-        with pytest.raises(InputError, match=r"the file was not written by `proxsparse evaluate`; name another file"):
+        with pytest.raises(InputError, match=r"not written by `proxsparse evaluate`; name another file"):
             evaluate.parse(["model", "--json", str(path)])
     earlier.write_text(row + "\n")
     link.symlink_to(earlier)
