@@ -54,10 +54,9 @@ def run(config: RunConfig) -> int:
         )
     method.check(**method_options(config, method))
     check_named(config, method)
-    for source in (config.data, config.eval_data):
-        check_source(source)
     device = choose_device(distributed.local_device(config.device))
     distributed.init_process_group(device)
+    on_rank_zero(lambda: [check_source(source) for source in (config.data, config.eval_data)])
     with run_folder.opened(config, command, MAY_DIFFER) as folder:
         distributed.require_shared_directory(folder.path)
         if on_rank_zero(lambda: run_folder.nothing_left(folder)):
