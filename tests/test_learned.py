@@ -250,7 +250,7 @@ def test_a_step_in_the_backward_pass_frees_each_gradient(model, documents):
 def test_a_gradient_that_is_not_finite_is_refused(model, documents, settings):
     state = new_state(model, settings)
     next(iter(state.learned.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(InputError, match="the gradient's norm is nan; lower --learning_rate"):
+    with pytest.raises(InputError, match="the gradient norm is nan; lower --learning_rate"):
         learn(state, iter(documents), None, None, None, lambda: None)
 
 
