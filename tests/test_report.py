@@ -234,7 +234,7 @@ def test_the_lines_that_apply_the_masks_work(tmp_path, monkeypatch):
 
 
 def test_command_line_reports_bad_input_in_one_line(tmp_path, monkeypatch, capsys):
-    for folder, reason in ((tmp_path, "metrics.jsonl"), (tmp_path / "absent", "is not a folder")):
+    for folder, reason in ((tmp_path, "metrics.jsonl"), (tmp_path / "absent", "not a folder")):
         monkeypatch.setattr(sys, "argv", ["report", str(folder)])
         assert run_command(main) == 2
         assert re.search(rf"^error: .*{reason}.*--output_dir.*\n$", capsys.readouterr().err)
