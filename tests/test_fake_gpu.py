@@ -215,7 +215,7 @@ def test_prox_on_the_gpu(pattern):
         assert all(map(is_on_gpu, on_gpu))
         for weight, result in zip(on_gpu, expected, strict=True):
             torch.testing.assert_close(weight.cpu(), result)
-        with pytest.raises(ValueError, match=r"on cpu: it must hold .* on cuda:0"):
+        with pytest.raises(ValueError, match=r"on cpu; it must be .* on cuda:0"):
             prox_nm_(on_gpu[0], 0.7, pattern, scale=torch.ones(16))
 
 

@@ -252,7 +252,7 @@ def test_the_committed_rows_are_found():
         (["--methods", "obs"], "'obs'.*choose from"),
         (["--methods", "wanda+oracle"], "'oracle'.*choose from"),
         (["--methods", "sparsegpt:dampening=1"], "'sparsegpt:dampening=1': unrecognized arguments: --dampening"),
-        (["--methods", "sparsegpt:damping=high"], "damping high: is not a number"),
+        (["--methods", "sparsegpt:damping=high"], "--damping high: must be a number"),
         (["--methods", "wanda:damping=1"], "--damping is an option of .*sparsegpt"),
         (["--methods", "proxsparse:lambda=1"], "unrecognized arguments: --lambda"),
         (["--methods", "proxsparse:num_samples=2"], "num_samples is the same for the whole table"),
