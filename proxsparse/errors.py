@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
@@ -25,6 +25,13 @@ def require(name: str, value: float, holds: bool, words: str) -> None:
     """Raises InputError "--name value: must be `words`" unless the value is finite and `holds`."""
     if not (math.isfinite(value) and holds):
         raise InputError(f"--{name} {value}: must be {words}")
+
+
+def different_flags(before: dict, now: dict, free: Iterable[str] = ()) -> str:
+    """The flags of `now` that have another value in `before`, with both values, except `free`; "" if there are none."""
+    names = [name for name, value in now.items() if name not in free and before.get(name) != value]
+    shown = [["not set" if flags.get(name) is None else flags[name] for flags in (before, now)] for name in names]
+    return ", ".join(f"--{name} {old} (now {new})" for name, (old, new) in zip(names, shown, strict=True))
 
 
 class Terminated(KeyboardInterrupt):

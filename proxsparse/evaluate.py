@@ -113,7 +113,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     text.add_argument("--split", help="split of the data sets; default: validation, for wikitext2 test")
     text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
     text.add_argument(
-        "--seq_len", type=int, help="window in tokens; default: 2048, or the model's positions if these are fewer"
+        "--seq_len", type=int, help="window in tokens; default: 2048, or the positions or the text if these have fewer"
     )
     text.add_argument("--max_windows", type=int, default=-1, help="windows of each text at most; default: -1, all")
     task = parser.add_argument_group("zero-shot tasks")

@@ -99,7 +99,8 @@ def open_source(source: str, split: str) -> Rows:
 
 def check_source(source: str) -> None:
     """Raises InputError if the source looks like a file that does not exist; does not check names on the Hub."""
-    named_like_a_file = {*Path(source).suffixes} & {*FILE_READERS, *FOREIGN_SUFFIXES}
+    path = Path(source.lower())
+    named_like_a_file = suffix_of(path) in FILE_READERS or path.suffix in FOREIGN_SUFFIXES
     if not is_local(source) and (not source or source.startswith((".", "/", "~")) or named_like_a_file):
         raise InputError(f"{source!r}: no such file; check the path, or use builtin")
 

@@ -195,14 +195,13 @@ def packable_layers(
                 chosen.append(names)
         current.result = f"{len(chosen)} found"
     if not chosen:
-        if names_of_modules(model, SparseLinear):
-            reason = "the model is already packed"
-        elif len(linears) <= 1:  # lm_head at most, as in GPT-2
-            reason = f"{type(model).__name__} has its weights in Conv1D or other modules, not in nn.Linear layers"
-        else:
-            reason = f"none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "
-            reason += f"exclude={exclude}; Conv1D and fused experts stay dense); prune it first: proxsparse prune"
-        raise ValueError(f"nothing to pack: {reason}")
+        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERN} and selected (include={include}, "
+        reason += f"exclude={exclude}; Conv1D and fused experts stay dense)"
+        packed = names_of_modules(model, SparseLinear)
+        remedy = "the other layers are already packed" if packed else "prune it first: proxsparse prune"
+        if any(type(module).__name__ == "Conv1D" for module in model.modules()):
+            remedy = f"the weights of {type(model).__name__} are in Conv1D modules, which cannot be packed"
+        raise ValueError(f"nothing to pack: {reason}; {remedy}")
     return chosen
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from proxsparse.errors import InputError
+from proxsparse.errors import InputError, different_flags
 from proxsparse.io.atomic import SCRATCH, sync, weights_last, write_file
 from proxsparse.io.file_lock import lock_directory
 
@@ -201,9 +201,7 @@ def difference(marker: dict, command: str, settings: dict, may_differ: Iterable[
     """The differences because of which a run with these flags cannot resume the marked run; "" if there are none."""
     if marker["command"] != command:
         return f"the command proxsparse.{marker['command']} (now proxsparse.{command})"
-    before, free = marker["settings"], set(may_differ)
-    names = [name for name in settings if name not in free and before.get(name) != settings[name]]
-    return ", ".join(f"--{name} {before.get(name)} (now {settings[name]})" for name in names)
+    return different_flags(marker["settings"], settings, set(may_differ))
 
 
 def refuse_links(final: Path, names: Iterable[str]) -> None:

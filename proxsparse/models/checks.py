@@ -15,8 +15,10 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
     """The window in tokens: `asked`, or if it is None the default, at most the model's positions and the text's tokens.
 
     Raises:
-        InputError: `asked` exceeds the number of positions.
+        InputError: `asked` exceeds the positions or the tokens; the text has fewer than 2 tokens.
     """
+    if text_tokens is not None and text_tokens < 2:
+        raise InputError(f"the text of --{flag} has {text_tokens} tokens, at least 2 are needed; give more text")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if asked is not None:
         if asked > positions:
@@ -26,7 +28,7 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
         return asked
     limits = {default: "", positions: "the positions of the model"}
     if text_tokens is not None:
-        limits[max(text_tokens, 2)] = "the length of the text"
+        limits[text_tokens] = "the length of the text"
     window = min(limits)
     if window < default:
         write_line(f"--{flag}: {window} tokens, {limits[window]} (default: {default})")

@@ -146,10 +146,10 @@ def adamw_prox_(
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(N-1). Not multiplied by lr. 0: AdamW alone.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
         frozen_lambda, frozen_eps: lambda_2 >= 0 and the epsilon > 0 of the frozen-weight term.
-        seed: an integer, taken modulo 2^64, for stochastic rounding to bfloat16 of the moments and, without a master,
-        of
-            the weight. The same seed gives the same bits on every backend. Use random-looking numbers: seeds that
-            differ only in their lower 32 bits give the same bits in another order. None: round to nearest even.
+        seed: an integer, taken modulo 2^64, for stochastic rounding to bfloat16 of the moments and, without a
+            master, of the weight. The same seed gives the same bits on every backend. Use random-looking numbers:
+            seeds that differ only in their lower 32 bits give the same bits in another order. None: round to nearest
+            even.
     Returns:
         `weight`.
     Raises:

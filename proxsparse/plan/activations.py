@@ -84,7 +84,7 @@ def count_passes(shape: Shape, config: TrainConfig, dtypes: Dtypes) -> Passes:
         losses.append(live.peak)
         live.peak = live.now
 
-    window = max(1, config.seq_len * (config.distill > 0), config.eval_seq_len * (config.eval_data != "none"))
+    window = max(1, config.seq_len * (config.distill > 0), (config.eval_seq_len or 0) * (config.eval_data != "none"))
     try:
         with fake(shape, dtypes, config.per_device_train_batch_size, config.seq_len) as (model, ids, live):
             for name, parameter in model.named_parameters():

@@ -33,7 +33,9 @@ class Plan:
     def __init__(self, config: TrainConfig, shape: Shape | None = None):
         self.shape = shape or Shape(config)
         model = self.shape.two_blocks
-        windows = {name: fit_window(model, getattr(config, name), default, name) for name, default in WINDOWS.items()}
+        windows = {"seq_len": fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len")}
+        if config.eval_data != "none":
+            windows["eval_seq_len"] = fit_window(model, config.eval_seq_len, WINDOWS["eval_seq_len"], "eval_seq_len")
         self.config = config = replace(config, **windows)
         self.on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         if config.precision == "auto" and self.on_gpu:  # the GPU may be on another machine

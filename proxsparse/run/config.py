@@ -34,14 +34,16 @@ class RunConfig:
     text_field: str = flag("text", "the field of a row that holds the text", "data")
     num_samples: int = flag(400, "number of calibration samples", "data")
     seq_len: int | None = flag(
-        None, "largest sample in tokens; default: 512, or the model's positions if these are fewer", "data"
+        None, "largest sample in tokens; default: 512, or the model's positions if fewer", "data"
     )
     packing: bool = flag(
         False, "join documents into full windows; without it a sample is one truncated document", "data"
     )
     eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none", "data")
     eval_seq_len: int | None = flag(
-        None, "window of the perplexity in tokens; default: 1024, or the model's positions if these are fewer", "data"
+        None,
+        "window of the perplexity in tokens; default: 1024, or the model's positions or the text's tokens if fewer",
+        "data",
     )
     eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", "data")
     output_dir: str | None = flag(None, "output directory; default: runs/<model>-<date>-<time>", "output")

@@ -56,7 +56,6 @@ def run(config: RunConfig) -> int:
     check_named(config, method)
     device = choose_device(distributed.local_device(config.device))
     distributed.init_process_group(device)
-    on_rank_zero(lambda: [check_source(source) for source in (config.data, config.eval_data)])
     with run_folder.opened(config, command, MAY_DIFFER) as folder:
         distributed.require_shared_directory(folder.path)
         if on_rank_zero(lambda: run_folder.nothing_left(folder)):
@@ -71,6 +70,8 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     weight_dtype, compute_dtype = choose_precision(config.precision, device)
     checkpoint, state = on_rank_zero(lambda: find_checkpoint(folder, config, method))
     torch.manual_seed(config.seed)
+    needs_data = method.needs_data or get_allocation(config.allocation).needs_data
+    on_rank_zero(lambda: [check_source(source) for source in (config.eval_data, config.data)[: 1 + needs_data]])
 
     model, tokenizer = load_model(config.model)
     refuse_not_finite(model)
@@ -80,18 +81,20 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     method.check_model(layers, dict.fromkeys(layers, pattern), base, **options)
     updated = method.updates_weights and options.get("update_weights", True)
     on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
-    seq_len = fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len")
-    batches = read_calibration(config, method, tokenizer, seq_len)
+    seq_len = on_rank_zero(lambda: fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len"))
+    batches = read_calibration(config, tokenizer, seq_len) if needs_data else []
     digest = digest_of(model, batches)
     if checkpoint:
         check_digest(checkpoint, state["digest"], digest)
-    evaluate = results.perplexity_of(config, model, tokenizer, compute_dtype)
+    evaluate, eval_digest = results.perplexity_of(config, model, tokenizer, compute_dtype)
 
     keep, within_node = getattr(config, "pretrained_weights", "cpu"), getattr(config, "shard_within_node", False)
     pretrained = shard_and_move_(model, decoder_blocks(model), device, weight_dtype, keep, within_node)
-    scores = state["scores"] if checkpoint else {"dense": evaluate(model, "dense")}
+    scores = state["scores"] if state.get("eval_digest") == eval_digest else {"dense": evaluate(model, "dense")}
     on_rank_zero(lambda: run_folder.start_run(run_dir, config, checkpoint))
-    store = Store(run_dir, folder.run_id, identity_of(config, digest, scores), pretrained, checkpoint, state)
+    store = Store(
+        run_dir, folder.run_id, identity_of(config, digest, eval_digest, scores), pretrained, checkpoint, state
+    )
     with store.stop if method.keeps == "checkpoints" else nullcontext():  # a signal ends other methods at once
         with autocast(device, compute_dtype):
             patterns = choose_patterns(config, method, store, model, layers, batches, digest)
@@ -138,10 +141,8 @@ def method_options(config: RunConfig, method: Method) -> dict:
     return {name: getattr(config, name) for name in method.options}
 
 
-def read_calibration(config: RunConfig, method: Method, tokenizer, seq_len: int) -> list[dict]:
-    """The calibration batches; [] if neither the method nor the allocation needs data."""
-    if not (method.needs_data or get_allocation(config.allocation).needs_data):
-        return []
+def read_calibration(config: RunConfig, tokenizer, seq_len: int) -> list[dict]:
+    """The calibration batches."""
     texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     size = getattr(config, "per_device_train_batch_size", 1)
     return calibration_batches(texts, tokenizer, config.num_samples, seq_len, size, config.packing, config.seed)

@@ -45,7 +45,7 @@ FILES = {
     "model*.safetensors*": "the pruned model's weights",
     "*config.json": "the settings of the model and the tokenizer, for `from_pretrained`",
     "tokenizer.*": "the tokenizer",
-    "config.yaml": "all flags of the run",
+    "config.yaml": "the flags of the run; --config repeats it",
     "metrics.jsonl": "one row per step; the data of the plots",
     "result.json": "the results of the run in JSON",
     "report.md": "this page; its plots are *.png",

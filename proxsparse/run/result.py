@@ -1,6 +1,8 @@
 """The content of result.json, and the summary on the terminal."""
 
 import collections
+import functools
+import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -29,20 +31,23 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 def perplexity_of(
     config: RunConfig, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
-) -> Callable[[nn.Module, str], Perplexity | None]:
-    """Reads the held-out text. Returns a function (model, name) -> its perplexity, or None with --eval_data none.
+) -> tuple[Callable[[nn.Module, str], Perplexity | None], str]:
+    """Reads the held-out text.
 
+    Returns:
+        A function (model, name) -> its perplexity, which returns None with --eval_data none; the sha256 of the text.
     Raises:
         InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
     if config.eval_data == "none":
-        return lambda model, name: None
+        return lambda model, name: None, ""
     source = config.eval_data
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
     tokens = evaluation_tokens(text, tokenizer)
-    window = fit_window(model, config.eval_seq_len, WINDOWS["eval_seq_len"], "eval_seq_len", len(tokens))
-    how = window, config.eval_max_windows, autocast_dtype
-    return lambda model, name: perplexity(model, tokens, *how, f"perplexity of the {name} model")
+    fit = functools.partial(fit_window, model, config.eval_seq_len, WINDOWS["eval_seq_len"], "eval_seq_len")
+    how = on_rank_zero(lambda: fit(len(tokens))), config.eval_max_windows, autocast_dtype
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return lambda model, name: perplexity(model, tokens, *how, f"perplexity of the {name} model"), digest
 
 
 def scores_under(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from proxsparse._version import __version__
-from proxsparse.errors import InputError, describe_error, is_full_disk
+from proxsparse.errors import InputError, describe_error, different_flags, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.atomic import write_file
 from proxsparse.io.output_folder import FINISHED_BLOCKS, OutputFolder, checkpoints
@@ -39,13 +39,14 @@ FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkp
 MAY_DIFFER = (*FREE, "eval_data", "eval_seq_len", "eval_max_windows")  # if there is no checkpoint or it is complete
 
 
-def identity_of(config: RunConfig, digest: str, scores: dict[str, Perplexity | None]) -> dict:
+def identity_of(config: RunConfig, digest: str, eval_digest: str, scores: dict[str, Perplexity | None]) -> dict:
     """The entries of a checkpoint that identify its run, as JSON, and the dense perplexity."""
     return {
         "version": __version__,
         "settings": settings_of(config),
         "batches_a_step": batches_a_step(config),
         "digest": digest,
+        "eval_digest": eval_digest,
         "scores": {name: score and dataclasses.asdict(score) for name, score in scores.items()},
     }
 
@@ -101,12 +102,10 @@ def read_state(path: Path, config: RunConfig) -> dict:
     try:
         state["scores"] = {name: score and Perplexity(**score) for name, score in state["scores"].items()}
         before, batches, _ = state["settings"], state["batches_a_step"], state["digest"]
-        now = settings_of(config)
-        names = [name for name in now if before.get(name) != now[name]]
+        different = different_flags(before, settings_of(config))
     except (TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{flag}: damaged ({describe_error(error)}); give another checkpoint") from error
-    if names:
-        different = ", ".join(f"--{name} {before.get(name)} (now {now[name]})" for name in names)
+    if different:
         raise InputError(f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; {AGAIN}")
     if batches != batches_a_step(config):
         raise InputError(
@@ -119,7 +118,7 @@ def read_state(path: Path, config: RunConfig) -> dict:
 def check_digest(where: Path, before: str, now: str) -> None:
     """Raises InputError if the model or the samples differ from those of the stopped run."""
     if before != now:
-        raise InputError(f"{where}: the files of --model or --data have changed since then; {AGAIN}")
+        raise InputError(f"{where}: the files of --model or --data have changed since the run was stopped; {AGAIN}")
 
 
 def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import load_masks, refuse_other_base
-from proxsparse.methods.registry import Method, compute_masks, get_method
+from proxsparse.methods.registry import Method, compute_masks, get_method, list_methods
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.distributed import launched_world_size
 from proxsparse.training.options import PRETRAINED
@@ -22,7 +22,7 @@ def parse_start(start: str) -> Start:
     """
     if start == PRETRAINED:
         return None
-    if start.endswith(".safetensors") or Path(start).is_dir():
+    if start.endswith(".safetensors") or (start not in list_methods() and Path(start).is_dir()):
         return load_masks(start)
     chosen = get_method(start, "--start")
     if launched_world_size() > 1:

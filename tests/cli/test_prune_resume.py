@@ -236,7 +236,7 @@ def test_other_flags_are_refused_by_name(stopped, tiny_llama, capsys, no_model):
         [["--damping", "0.5"], "--damping 0.01 (now 0.5)"],
         [["--method", "wanda"], "--method sparsegpt (now wanda)"],
         [["--method", "proxsparse"], "proxsparse.prune (now"],
-        [["--include", "mlp"], "--include None (now ['mlp'])"],
+        [["--include", "mlp"], "--include not set (now ['mlp'])"],
         [["--model", tiny_llama], "--model ", "three-blocks", str(tiny_llama)],
         [["--allocation", "owl", "--num_samples", "7"], "--allocation uniform (now owl)", "--num_samples 6 (now 7)"],
     ):

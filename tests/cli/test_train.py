@@ -20,6 +20,7 @@ from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.run import folder as run_folder
 from proxsparse.train import main
+from proxsparse.training.initial_masks import parse_start
 
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
@@ -155,14 +156,21 @@ def test_a_run_that_fails_leaves_no_result(train, tmp_path, monkeypatch):
 
 
 def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
-    """The model has 128 positions, fewer than the defaults of 512 and 1024 tokens. The run can be resumed."""
-    flags = ["--model", tiny_llama, "--data", text_file, "--eval_data", text_file, "--num_samples", "4"]
+    """The model has 128 positions, fewer than the defaults of 512 and 1024 tokens.
+
+    The run can be resumed. If the held-out text has changed, the dense perplexity is measured again.
+    """
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("The quick brown fox jumps over the lazy dog.")
+    flags = ["--model", tiny_llama, "--data", text_file, "--eval_data", held_out, "--num_samples", "4"]
     flags += ["--max_steps", "2", "--save_steps", "1", "--output_dir", tmp_path / "run"]
     flags = list(map(str, [*flags, "--resume_from_checkpoint", "last"]))
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "save_checkpoint", Mock(side_effect=OSError("the disk is gone")))
         with pytest.raises(OSError, match="disk"):
             main(flags)
+    assert re.search(r"--eval_seq_len: 4\d tokens, the length of the text", capsys.readouterr().err)
+    held_out.write_text("The quick brown fox jumps over the lazy dog. " * 50)
     assert main(flags) == 0
     printed = capsys.readouterr().err
     assert re.search("resuming in .*checkpoint-1", printed)
@@ -170,6 +178,9 @@ def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, mo
     assert "--eval_seq_len: 128 tokens, the positions of the model (default: 1024)" in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["seq_len"], result["perplexity"]["seq_len"]) == (128, 128)
+    assert main([*flags, "--output_dir", str(tmp_path / "undisturbed")]) == 0
+    undisturbed = json.loads((tmp_path / "undisturbed" / "result.json").read_text())
+    assert result["perplexity"]["dense"] == undisturbed["perplexity"]["dense"]
     report = (tmp_path / "run" / "report.md").read_text()
     assert "| `seq_len` | 128 |" in report
     assert "| `eval_seq_len` | 128 |" in report
@@ -180,7 +191,13 @@ def test_an_unset_window_fits_a_short_text(tiny_llama, tmp_path, capsys):
     assert evaluate.main([str(tiny_llama), "--data", str(tmp_path / "short.txt")]) == 0
     printed = capsys.readouterr()
     assert "the length of the text (default: 2048)" in printed.err
-    assert "1 windows of 4" in printed.out
+    assert re.search(r": 1 windows? of 4\d tokens", printed.out)
+
+
+def test_a_folder_with_the_name_of_a_method_is_not_a_mask_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "swap").mkdir()
+    assert parse_start("swap").name == "swap"
 
 
 def test_a_yaml_file_may_set_what_the_objective_stands_for(train, tiny_llama, tmp_path):

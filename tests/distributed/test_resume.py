@@ -119,7 +119,6 @@ def test_a_signal_after_the_last_step_discards_nothing(run, flags, undisturbed, 
     assert "nothing to do" in log_of(run_dir).splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_all_processes_end_together(run, tmp_path):
     """When another run holds the lock, and when the first process alone gets a signal, while it writes a checkpoint."""
     run_dir = tmp_path / "run"

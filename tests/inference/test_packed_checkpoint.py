@@ -200,7 +200,7 @@ def test_tied_embeddings(tmp_path):
 
 
 def test_gpt2_has_nothing_to_pack(tmp_path):
-    with pytest.raises(ValueError, match="nothing to pack: GPT2LMHeadModel has its weights in Conv1D or other modules"):
+    with pytest.raises(ValueError, match="the weights of GPT2LMHeadModel are in Conv1D modules"):
         packed_copy(tmp_path, "gpt2")
 
 

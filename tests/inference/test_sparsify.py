@@ -109,9 +109,9 @@ def quantised_model():
     ("build", "options", "message"),
     [
         (lambda: tiny_model("llama"), {}, r"nothing to pack: none of 15 .*proxsparse prune"),
-        (lambda: pruned_model("gpt2"), {}, "nothing to pack"),  # Conv1D
-        (pruned_model, {"include": ["absent"]}, "nothing to pack"),
-        (lambda: nn.Sequential(nn.ReLU()), {}, "nothing to pack: Sequential has its weights in"),
+        (lambda: pruned_model("gpt2"), {}, "nothing to pack: .*Conv1D"),
+        (pruned_model, {"include": ["absent"]}, "nothing to pack: .*absent"),
+        (lambda: nn.Sequential(nn.ReLU()), {}, "nothing to pack: none of 0"),
         (lambda: pruned_model().to("meta"), {}, "meta device"),
         (quantised_model, {}, "gptq"),
         (pruned_linear, {}, "from_linear"),
