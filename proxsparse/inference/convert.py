@@ -201,7 +201,7 @@ def packable_layers(
             reason = f"{type(model).__name__} has its weights in Conv1D or other modules, not in nn.Linear layers"
         else:
             reason = f"none of {len(linears)} nn.Linear layers is {PATTERN} and selected (include={include}, "
-            reason += f"exclude={exclude}; Conv1D and fused experts stay dense); prune it first: proxsparse prune"
+            reason += f"exclude={exclude}; Conv1D and fused experts stay dense); first run proxsparse prune"
         raise ValueError(f"nothing to pack: {reason}")
     return chosen
 
@@ -216,7 +216,7 @@ def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: boo
     if reason is None:
         return True
     if alarming or named:
-        raise ValueError(f"{name}: {reason}; exclude {name!r} leaves it dense")
+        raise ValueError(f"{name}: {reason}; to leave it dense, exclude {name!r}")
     return False
 
 

@@ -155,7 +155,7 @@ def test_a_run_that_fails_leaves_no_result(train, tmp_path, monkeypatch):
 
 
 def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
-    """The model has 128 positions, fewer than the defaults of 512 and 1024 tokens. The run can be resumed."""
+    """The context length of the model is 128, less than the defaults of 512 and 1024 tokens. The run can be resumed."""
     flags = ["--model", tiny_llama, "--data", text_file, "--eval_data", text_file, "--num_samples", "4"]
     flags += ["--max_steps", "2", "--save_steps", "1", "--output_dir", tmp_path / "run"]
     flags = list(map(str, [*flags, "--resume_from_checkpoint", "last"]))
@@ -166,8 +166,8 @@ def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, mo
     assert main(flags) == 0
     printed = capsys.readouterr().err
     assert re.search("resuming in .*checkpoint-1", printed)
-    assert "--seq_len: 128 tokens, the positions of the model (default: 512)" in printed
-    assert "--eval_seq_len: 128 tokens, the positions of the model (default: 1024)" in printed
+    assert "--seq_len: 128 tokens, the model's context length (default: 512)" in printed
+    assert "--eval_seq_len: 128 tokens, the model's context length (default: 1024)" in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["seq_len"], result["perplexity"]["seq_len"]) == (128, 128)
     report = (tmp_path / "run" / "report.md").read_text()
