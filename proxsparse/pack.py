@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--max_shard_size",
         default="5GB",
         metavar="SIZE",
-        help="largest output file; smaller needs less memory; default: 5GB",
+        help="largest file, also limits memory; default: 5GB",
     )
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     options = parser.parse_args(arguments)

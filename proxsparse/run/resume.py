@@ -92,7 +92,7 @@ def check_named(config: RunConfig, method: Method) -> None:
             f"--resume_from_checkpoint {folder}: no such directory; give OUTPUT_DIR/{FINISHED_BLOCKS}, or last"
         )
     if output_dir is not None and folder.parent.resolve() != Path(output_dir).resolve():
-        raise InputError(f"--resume_from_checkpoint {folder} is not in --output_dir {output_dir}; leave this out")
+        raise InputError(f"--resume_from_checkpoint {folder}: not in --output_dir {output_dir}; omit --output_dir")
 
 
 def read_state(path: Path, config: RunConfig) -> dict:

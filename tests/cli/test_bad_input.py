@@ -231,7 +231,7 @@ def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
         (["{model}", "--data", "{data}", "--seq_len", "0"], ["seq_len=0"]),
         (
             ["{model}", "--data", "{data}", "--seq_len", "1000000"],
-            ["1000000", "context length of 128", "lower --seq_len"],
+            ["1000000", "length of 128", "lower --seq_len"],
         ),
     ],
 )

@@ -269,7 +269,7 @@ def test_the_committed_rows_are_found():
         (["--methods", "dense", "--eval_max_windows", "3", "2"], "--eval_max_windows 3 2: 2 numbers for 1 text"),
         (
             ["--methods", "dense", "--eval_seq_len", "129"],
-            "--eval_seq_len 129: above the model's context length of 128",
+            "--eval_seq_len 129: above the model's context length",
         ),
     ],
 )
