@@ -66,7 +66,7 @@ def calibration_batches(
         current.result = f"{sum(map(len, samples)):,} tokens"
     if not samples:
         needed = f"{seq_len} tokens in total; add text or lower seq_len" if packing else "2 tokens; add text"
-        raise InputError(f"{len(texts)} texts are too short for one sample, which needs at least {needed}")
+        raise InputError(f"no sample in {len(texts)} texts: a sample needs at least {needed}")
     if len(samples) < num_samples:
         short = f"{len(texts)} texts give only {len(samples)} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
