@@ -129,9 +129,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     names = [*KINDS, EMBEDDED_MODEL]
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--layers", type=int, help="decoder blocks of a random model; default: 4 on a CPU, else all")
-    parser.add_argument(
-        "--masks", type=Path, help=f"masks.safetensors for {EMBEDDED_MODEL}; default: the magnitude mask"
-    )
+    parser.add_argument("--masks", type=Path, help=f"masks.safetensors for {EMBEDDED_MODEL}; default: magnitude")
     parser.add_argument("--modes", nargs="+", choices=[*MODES])
     parser.add_argument("--forms", nargs="+", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
@@ -145,9 +143,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         if not all(device.startswith("cuda") for device in args.devices):
             raise InputError(f"--modes {mode}: CUDA graphs need a GPU; on a CPU use eager or compile")
     if args.new_tokens is not None and args.new_tokens < 2:
-        raise InputError(
-            f"--new_tokens {args.new_tokens}: must be at least 2, because the prefill gives the first token"
-        )
+        raise InputError(f"--new_tokens {args.new_tokens}: must be at least 2; the prefill gives the first token")
     return args
 
 

@@ -126,9 +126,7 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--quick", action="store_true", help="a rehearsal: few values, few short samples")
     parser.add_argument("--again", action="store_true", help="repeat runs that already exist")
     folder = Path("runs/studies")
-    parser.add_argument(
-        "--output_dir", type=Path, default=folder, help="folder of the pictures, and of the runs in cells/"
-    )
+    parser.add_argument("--output_dir", type=Path, default=folder, help="folder of pictures, and of runs in cells/")
     parser.add_argument("--results", type=Path, default=common.results_file("studies"), help="the file of rows")
     return parser.parse_known_args(arguments)
 

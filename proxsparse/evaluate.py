@@ -108,7 +108,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--data",
         nargs="+",
         metavar="TEXT",
-        help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin; default: builtin, or none with --tasks",
+        help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin (default, unless --tasks is given)",
     )
     text.add_argument("--split", help="split of the data sets; default: validation; of wikitext2: test")
     text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
