@@ -41,8 +41,9 @@ def sparsify_(
         include, exclude: regular expressions searched in the names of the layers, such as ["mlp"]; layers that match
             `include` must be 2:4.
     Raises:
-        ValueError: no layer is 2:4; a layer is almost 2:4, or matches `include` and is not 2:4; a layer is a subclass
-            of nn.Linear, or has hooks, which packing would lose. The message names the layer.
+        ValueError: no layer is 2:4; at least half of the blocks of a layer, but not all, are 2:4; a layer matches
+            `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose. The message
+            names the layer.
     """
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")

@@ -88,7 +88,7 @@ def test_masks_of_a_file_that_do_not_fit_are_refused_before_the_work(train, tiny
     masks = load_masks(tmp_path / "magnitude" / "masks.safetensors")
     for changed, pattern, message in (
         (masks, "1:4", r"q_proj needs a 1:4 mask .* that is not 1:4; give masks of this model"),
-        ({name: mask[:4] for name, mask in masks.items()}, "2:4", r"mask of \[32, 32\], found one of \[4, 32\]"),
+        ({name: mask[:4] for name, mask in masks.items()}, "2:4", r"mask of \[32, 32\], found a mask of \[4, 32\]"),
         ({UP: masks[UP]}, "2:4", rf"layer {Q} needs .* found none"),
     ):
         save_masks(file := tmp_path / "start.safetensors", changed, "2:4", "x")
