@@ -126,4 +126,6 @@ def describe_error(error: Exception) -> str:
         return f"the disk is full{where}; free some space or choose another --output_dir"
     if isinstance(error, ValueError | OSError):
         return text or type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError":  # of torch
+        return f"{text}; lower --seq_len, or use a flag that saves memory (proxsparse train --plan lists them)"
     return f"{type(error).__name__}: {text}; set PROXSPARSE_DEBUG=1 for a traceback"

@@ -207,7 +207,7 @@ def test_masks_of_another_model_are_refused(tiny_llama, text_file, tmp_path, cap
     mask = torch.tensor([True, True, False, False]).repeat(8, 2)
     for name, words in (
         ("model.layers.9.mlp", "no such layer"),
-        ("model.layers.0.mlp.up_proj", "model has shape [64, 32]"),
+        ("model.layers.0.mlp.up_proj", "has shape [64, 32]"),
     ):
         save_masks(tmp_path / "masks.safetensors", {name: mask}, "2:4", "another")
         flags = ["--masks", tmp_path / "masks.safetensors", "--data", text_file, "--allow_other_base"]
