@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     measurements = texts_of(args) + tasks_of(args)
     for names in ([line.name for line in lines], [column(each.key) for each in measurements]):
         if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(f"{repeated!r} is given twice: every line and column of the table needs its own name")
+            raise InputError(f"{repeated!r} is given twice: every row and column of the table needs its own name")
     if not lines:
         raise InputError("nothing to compare: give --methods or --masks")
     if not measurements:
@@ -102,7 +102,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--data_dir", help="folder with the tasks' files; default: the Hugging Face Hub")
     add("--limit", type=int, help="only the first documents of each task; default: all")
     add("--batch_size", type=int, default=8, help="answers of the tasks scored in one forward pass")
-    add("--again", action="store_true", help="also prune and measure what exists already")
+    add("--again", action="store_true", help="also prune and measure again what already exists")
     add("--work_dir", type=Path, default=Path("runs/compare"), help="folder of the runs")
     add("--results", type=Path, default=common.results_file("compare_methods"), help="the file of rows")
     add("--table", type=Path, metavar="FILE.md", help="also write the table there, and bars to FILE.png")

@@ -129,7 +129,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     names = [*KINDS, EMBEDDED_MODEL]
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--layers", type=int, help="decoder blocks of a random model; default: 4 on a CPU, else all")
-    parser.add_argument("--masks", type=Path, help=f"masks.safetensors for {EMBEDDED_MODEL}; default: by magnitude")
+    parser.add_argument("--masks", type=Path, help=f"masks.safetensors for {EMBEDDED_MODEL}; default: magnitude")
     parser.add_argument("--modes", nargs="+", choices=[*MODES])
     parser.add_argument("--forms", nargs="+", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
@@ -143,7 +143,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         if not all(device.startswith("cuda") for device in args.devices):
             raise InputError(f"--modes {mode}: CUDA graphs need a GPU; on a CPU use eager or compile")
     if args.new_tokens is not None and args.new_tokens < 2:
-        raise InputError(f"--new_tokens {args.new_tokens}: must be at least 2, as the prefill gives the first token")
+        raise InputError(f"--new_tokens {args.new_tokens}: must be at least 2; the prefill gives the first token")
     return args
 
 
@@ -172,7 +172,7 @@ def pruned_model(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
     masks = load_masks(masks_file) if masks_file else {n: nm_mask(layer.weight.abs()) for n, layer in layers.items()}
     if masks.keys() != layers.keys():
         name = sorted(masks.keys() ^ layers.keys())[0]
-        raise InputError(f"--masks {masks_file}: not the layers of {EMBEDDED_MODEL}, they differ in {name}")
+        raise InputError(f"--masks {masks_file}: not masks of {EMBEDDED_MODEL} ({name} differs); give another file")
     for name, layer in layers.items():
         layer.weight.copy_(torch.where(masks[name], layer.weight, 0.0))
     return model

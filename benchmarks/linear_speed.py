@@ -99,8 +99,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     backends_help = "default: all that support the call; no name: only dense"
     parser.add_argument("--backends", nargs="*", choices=list_backends(OP), metavar="NAME", help=backends_help)
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
-    parser.add_argument("--repetitions", type=int, help="least number of rounds")
-    parser.add_argument("--seconds", type=float, help="least total time of each backend")
+    parser.add_argument("--repetitions", type=int, help="minimum number of rounds")
+    parser.add_argument("--seconds", type=float, help="minimum total time of each backend")
     parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table there, in Markdown")
     parser.add_argument("--update_choice", action="store_true", help=f"write {choice.MEASURED.name} from the rows")
     parser.set_defaults(dtypes=None)

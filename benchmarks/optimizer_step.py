@@ -62,8 +62,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=str.lower, choices=[*MODELS], metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--blocks", type=int, help="number of its decoder blocks")
     parser.add_argument("--reg_lambda", type=float, default=0.25, help="lambda_1; the paper's for Llama-2-7b is 0.25")
-    parser.add_argument("--repetitions", type=int, help="least number of steps of each optimizer")
-    parser.add_argument("--seconds", type=float, help="least total time of each optimizer")
+    parser.add_argument("--repetitions", type=int, help="minimum number of steps of each optimizer")
+    parser.add_argument("--seconds", type=float, help="minimum total time of each optimizer")
     parser.add_argument("--slow", action=argparse.BooleanOptionalAction, default=True, help=f"whether to run {SLOW}")
     return parser.parse_args(arguments)
 

@@ -101,8 +101,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=matrix_shape, nargs="*", metavar="OUTxIN", help="out_features x in_features")
     parser.add_argument("--models", type=str.lower, nargs="*", choices=[*MODELS], metavar="NAME", help=names)
     parser.add_argument("--lambdas", type=float, nargs="+", default=[0.25, 1, 25], help="lambda_1")
-    parser.add_argument("--repetitions", type=int, help="least number of rounds of copy and kernels")
-    parser.add_argument("--seconds", type=float, help="least total time of each kernel")
+    parser.add_argument("--repetitions", type=int, help="minimum number of rounds of copy and kernels")
+    parser.add_argument("--seconds", type=float, help="minimum total time of each kernel")
     parser.add_argument("--slow_weights", type=int, help="largest weight for EnumALM and the reference")
     return parser.parse_args(arguments)
 
@@ -238,7 +238,7 @@ def summary(rows: list[dict]) -> str:
             case = row["lambda"], row["weights"], row["dtype"]
             best[case] = max(best.get(case, 0.0), row["share_of_copy"])
     least = {x: min((share for case, share in best.items() if case[0] == x), default=0.0) for x in {c[0] for c in best}}
-    return "least share of the copy's speed: " + ", ".join(f"{least[x]:.1%} at lambda {x:g}" for x in sorted(least))
+    return "lowest share of the copy's speed: " + ", ".join(f"{least[x]:.1%} at lambda {x:g}" for x in sorted(least))
 
 
 if __name__ == "__main__":

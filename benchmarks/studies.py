@@ -124,9 +124,9 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
     values_help = "values of the sweep; lambda1: factors of the lambda of the flags"
     parser.add_argument("--values", nargs="+", metavar="V", help=values_help)
     parser.add_argument("--quick", action="store_true", help="a rehearsal: few values, few short samples")
-    parser.add_argument("--again", action="store_true", help="run again what is there already")
+    parser.add_argument("--again", action="store_true", help="repeat runs that already exist")
     folder = Path("runs/studies")
-    parser.add_argument("--output_dir", type=Path, default=folder, help="of the pictures, and of the runs in cells/")
+    parser.add_argument("--output_dir", type=Path, default=folder, help="folder of pictures, and of runs in cells/")
     parser.add_argument("--results", type=Path, default=common.results_file("studies"), help="the file of rows")
     return parser.parse_known_args(arguments)
 
@@ -137,7 +137,7 @@ def run_study(name: str, args: argparse.Namespace, flags: list[str]) -> None:
     given = study.sweep.fixed | (QUICK if args.quick else {}) | parse_train_flags(flags)
     config = make_config(**given)
     if study.curve is None and config.eval_data == "none":
-        raise InputError(f"{name}: it shows the perplexity; give --eval_data")
+        raise InputError(f"{name}: measures the perplexity; give --eval_data")
     cells = {value: study.sweep.settings(value, config) for value in chosen_values(name, args)}
     configs = [make_config(**given | finite(settings)) for settings in cells.values()]  # bad flags before the first run
     rows = []

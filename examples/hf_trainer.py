@@ -68,7 +68,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_steps", type=int, default=60, help="optimizer steps")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--reg_lambda", type=float, default=0.5, help="lambda_1, in units of 1/|w|")
-    parser.add_argument("--fsdp", action="store_true", help="cut the model over all processes")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model over all processes (FSDP2)")
     parser.add_argument("--report_to", default="none", help="tensorboard, wandb or any other tracker of Trainer")
     parser.add_argument("--output_dir", help="where to save the pruned model and its masks; not saved without it")
     arguments = parser.parse_args(argv)

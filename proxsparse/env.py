@@ -35,21 +35,21 @@ TYPICAL_ARGUMENTS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints versions, the backend of each op and of packed layers, and the remedies for unavailable backends."""
-    Parser("env", description=__doc__.partition(": ")[2]).parse_args(arguments)
+    Parser("env", description="Print " + __doc__.partition(": ")[2]).parse_args(arguments)
     device = choose_device("auto")
     ops = op_rows(torch.zeros(4, 8, dtype=torch.bfloat16, device=device))
     packed = packed_rows(device)
     print(f"proxsparse {proxsparse.__version__}, Python {platform.python_version()}, {platform.platform()}")
     print(f"device {device_name(device)}, threads: {torch.get_num_threads()}")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
-    print(f"CUDA {torch.version.cuda or 'missing'}, ROCm {torch.version.hip or 'missing'} (of this torch)")
+    print(f"CUDA {torch.version.cuda or 'none'}, ROCm {torch.version.hip or 'none'} (of this build of torch)")
     print(f"compilers: {program_version(os.environ.get('CXX') or 'c++')}; nvcc {program_version('nvcc')}")
     print(f"\nbackends for a bfloat16 2:4 weight on {device}; explicitly selected: {chosen_backend() or 'none'}")
     print(table(ops))
     print(f'\nbackends for a packed bfloat16 layer (SparseLinear) on {device}, backend="auto"')
     print(table(packed))
     print("\nfor a faster backend:")
-    print("\n".join(f"  {line}" for line in faster(ops, packed, device) or ["nothing to do on this machine"]))
+    print("\n".join(f"  {line}" for line in faster(ops, packed, device) or ["nothing to change here"]))
     return 0
 
 
@@ -115,16 +115,16 @@ def row(op: str, choose: Callable, *arguments) -> tuple[dict[str, str | None], s
 
 
 def table(rows: dict[str, tuple[dict, str | None]]) -> str:
-    """A line per row, a column per backend ("serves": selected; "ready": available), then why "-" is not available."""
+    """A line per row, a column per backend ("selected" or "available"), then why the others ("-") are not available."""
     backends, lines, why_not = list(next(iter(rows.values()))[0]), [], collections.defaultdict(list)
     for row, (reasons, serving) in rows.items():
-        words = {backend: "-" if reason else "ready" for backend, reason in reasons.items()} | {serving: "serves"}
+        words = {backend: "-" if reason else "available" for backend, reason in reasons.items()} | {serving: "selected"}
         lines.append([row, *(words[backend] for backend in backends)])
         for backend, reason in reasons.items():
             if reason is not None:
                 why_not[backend, reason].append(row)
     reasons = [f"  {backend} for {', '.join(names)}: {reason}" for (backend, reason), names in why_not.items()]
-    return "\n".join([text_table(["", *backends], lines), "", "why not:", *reasons])
+    return "\n".join([text_table(["", *backends], lines), "", "why a backend is not available:", *reasons])
 
 
 if __name__ == "__main__":

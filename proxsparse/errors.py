@@ -133,4 +133,6 @@ def describe_error(error: Exception) -> str:
         return f"the disk is full{where}; free some space or choose another --output_dir"
     if isinstance(error, ValueError | OSError):
         return text or type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError":  # of torch
+        return f"{text.removesuffix('.')}; lower --seq_len, or see the flags that proxsparse train --plan lists"
     return f"{type(error).__name__}: {text}; set PROXSPARSE_DEBUG=1 for a traceback"

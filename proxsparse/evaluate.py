@@ -21,7 +21,7 @@ from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, choose_precision, version
 
 DESCRIPTION = """\
-Measures the perplexity and the zero-shot accuracy of a causal language model, pruned or not.
+Measure the perplexity and the zero-shot accuracy of a causal language model, pruned or not.
 
 Perplexity: over windows that do not overlap. Documents are joined by two newlines. wikitext2 is the test split. c4 is
 the first 1,100 validation documents, joined by a space; the papers use --max_windows 256 for it.
@@ -101,25 +101,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="write JSON, one line for each text, each task and the average; - or no FILE: to the terminal",
+        help="write JSON, one line for each text, each task and the average; - or no FILE: to stdout",
     )
     text = parser.add_argument_group("perplexity")
     text.add_argument(
         "--data",
         nargs="+",
         metavar="TEXT",
-        help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin; default: builtin, none with --tasks",
+        help="files (.raw .txt .jsonl ...), wikitext2, c4, Hub data sets, builtin (default, unless --tasks is given)",
     )
-    text.add_argument("--split", help="split of the data sets; default: validation, for wikitext2 test")
+    text.add_argument("--split", help="split of the data sets; default: validation; of wikitext2: test")
     text.add_argument("--text_field", default="text", help="the field of a row that holds the text; default: text")
     text.add_argument(
-        "--seq_len", type=int, help="window in tokens; default: 2048, or the positions or the text if these have fewer"
+        "--seq_len", type=int, help="window in tokens; default: 2048, or the context length or the text if shorter"
     )
-    text.add_argument("--max_windows", type=int, default=-1, help="windows of each text at most; default: -1, all")
+    text.add_argument("--max_windows", type=int, default=-1, help="windows of each text, at most; -1, the default: all")
     task = parser.add_argument_group("zero-shot tasks")
     task.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
-    task.add_argument("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face hub")
-    task.add_argument("--limit", type=int, help="questions of each task at most; default: all")
+    task.add_argument("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face Hub")
+    task.add_argument("--limit", type=int, help="questions of each task, at most; default: all")
     task.add_argument("--batch_size", type=int, default=8, help="answers per forward pass; default: 8")
     task.add_argument("--num_fewshot", type=int, default=0, help="solved examples before each question; default: 0")
     options = parser.parse_args(arguments)

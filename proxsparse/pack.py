@@ -23,7 +23,7 @@ from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
-Packs every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16. Other tensors stay as they are.
+Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16. Other tensors stay as they are.
 After `import proxsparse`, AutoModelForCausalLM.from_pretrained loads the result without making dense weights."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
@@ -95,7 +95,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--unpack", action="store_true", help="make a dense checkpoint from a packed one")
     add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be 2:4")
     add("--exclude", nargs="+", metavar="REGEX", help="do not pack layers whose name matches one")
-    add("--max_shard_size", default="5GB", metavar="SIZE", help="largest output file; also bounds memory; default: 5GB")
+    add(
+        "--max_shard_size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest file, also limits memory; default: 5GB",
+    )
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     options = parser.parse_args(arguments)
     if options.unpack and (options.include or options.exclude):

@@ -14,7 +14,7 @@ from proxsparse.runtime.progress import phase
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser("report", description="Regenerates the report and the plots of a run, also while it is running.")
+    parser = Parser("report", description="Regenerate the report and the plots of a run, also while it is running.")
     parser.add_argument("run_dir", type=Path, help="the --output_dir of `proxsparse train`")
     run_dir = parser.parse_args(arguments).run_dir
     refuse_foreign(run_dir)

@@ -126,7 +126,7 @@ def test_prox_speed_prints_and_saves_a_row_for_every_provider(rows_of, tmp_path,
         assert row["gb_per_s"] == pytest.approx(moved / row["p50_ms"] / 1e6)
         assert row["commit"]
     assert (tmp_path / "prox_speed_cpu.png").stat().st_size > 1000
-    assert "least share of the copy's speed" in capsys.readouterr().out
+    assert "lowest share of the copy's speed" in capsys.readouterr().out
 
 
 def test_what_fails_costs_prox_speed_its_own_rows(rows_of, monkeypatch, capsys):

@@ -295,7 +295,7 @@ def test_only_the_documents_needed_are_tokenised_without_any_warning(tokenizer, 
 @pytest.mark.parametrize(("packing", "made"), [(False, 2), (True, 3)])
 def test_too_little_text_warns_with_both_numbers(tokenizer, packing, made):
     texts = [words(0, 12), words(20, 12), "w1"]
-    with pytest.warns(UserWarning, match=f"num_samples=9, but 3 texts make only {made} samples of seq_len=8"):
+    with pytest.warns(UserWarning, match=f"num_samples=9, but 3 texts give only {made} samples with seq_len=8"):
         batches = calibration_batches(texts, tokenizer, num_samples=9, seq_len=8, packing=packing)
     assert len(batches) == made
 
@@ -306,9 +306,9 @@ def test_too_little_text_warns_with_both_numbers(tokenizer, packing, made):
         ({"num_samples": 0}, "num_samples=0: must be at least 1"),
         ({"seq_len": 1}, "seq_len=1: must be at least 2"),
         ({"batch_size": -1}, "batch_size=-1: must be at least 1"),
-        ({"texts": []}, "0 texts make no sample: a sample needs at least 2 tokens; add text"),
-        ({"texts": ["w1", " "]}, "2 texts make no sample"),
-        ({"packing": True, "seq_len": 99}, "1 texts make no sample: a sample needs at least 99 tokens.*lower seq_len"),
+        ({"texts": []}, "no sample in 0 texts: a sample needs at least 2 tokens; add text"),
+        ({"texts": ["w1", " "]}, "no sample in 2 texts"),
+        ({"packing": True, "seq_len": 99}, "no sample in 1 texts: a sample needs at least 99 tokens.*lower seq_len"),
     ],
 )
 def test_bad_arguments(tokenizer, arguments, message):

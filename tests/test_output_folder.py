@@ -227,7 +227,7 @@ def test_other_names_are_noted_before_they_are_written(tmp_path):
         (folder.path / "LICENSE").write_text("theirs")
         (folder.path / "NOTICE").write_text("the user's")
         output_folder.claim(folder.path, ["LICENSE"])
-        with pytest.raises(InputError, match="NOTICE was not written by this run"):
+        with pytest.raises(InputError, match="NOTICE: not written by this run"):
             output_folder.claim(folder.path, ["NOTICE"])
     assert json.loads((tmp_path / "run" / MARKER).read_text())["others"] == ["LICENSE"]
 

@@ -225,11 +225,11 @@ def test_perplexity_of_what_is_not_finite_is_nan_and_a_window_that_does_not_fit_
 
 def test_env_names_the_backend_of_every_op_and_why_not_another(capsys, monkeypatch):
     env.main([])
-    assert "it supports CUDA GPUs" in capsys.readouterr().out or torch.cuda.is_available()
+    assert "supports only CUDA GPUs" in capsys.readouterr().out or torch.cuda.is_available()
     monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
     env.main([])
     printed = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split() for line in printed.splitlines() if line}
-    assert rows["prox_nm_"][-1] == "serves"
-    assert rows["512 rows"][-1] == "serves"
-    assert "cusparselt for 1 row, 16 rows, 512 rows: it supports CUDA GPUs" in printed or torch.cuda.is_available()
+    assert rows["prox_nm_"][-1] == "selected"
+    assert rows["512 rows"][-1] == "selected"
+    assert "cusparselt for 1 row, 16 rows, 512 rows: supports only CUDA GPUs" in printed or torch.cuda.is_available()

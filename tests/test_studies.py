@@ -153,7 +153,7 @@ def test_hard_frozen_weights_keep_pretrained_values():
     [
         ("lambda1", ["--values", "often"], "--values often: lambda1 takes values such as"),
         ("constraints", ["--values", "both"], "constraints takes 'both soft'"),
-        ("lambda2", ["--eval_data", "none"], "lambda2: it shows the perplexity"),
+        ("lambda2", ["--eval_data", "none"], "lambda2: measures the perplexity"),
         ("samples", ["--lambda", "3"], "unrecognized arguments: --lambda"),
         # of a later cell: refused before the first run
         ("lambda1", ["--reg_lambda", "0.002", "--values", "1", "inf"], "--reg_lambda 1000000000"),

@@ -66,9 +66,9 @@ def calibration_batches(
         current.result = f"{sum(map(len, samples)):,} tokens"
     if not samples:
         needed = f"{seq_len} tokens in total; add text or lower seq_len" if packing else "2 tokens; add text"
-        raise InputError(f"{len(texts)} texts make no sample: a sample needs at least {needed}")
+        raise InputError(f"no sample in {len(texts)} texts: a sample needs at least {needed}")
     if len(samples) < num_samples:
-        short = f"{len(texts)} texts make only {len(samples)} samples of seq_len={seq_len}; continuing with these"
+        short = f"{len(texts)} texts give only {len(samples)} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
     padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]

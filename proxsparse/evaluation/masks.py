@@ -21,9 +21,9 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     for name, mask in masks.items():
         weight = getattr(modules.get(name), "weight", None)
         if weight is None or weight.shape != mask.shape:
-            has = "no such layer" if weight is None else f"{list(weight.shape)}"
+            has = "no such layer" if weight is None else f"shape {list(weight.shape)}"
             raise InputError(
-                f"--masks: layer {name} has shape {list(mask.shape)}, in the model {has}; give the masks of this model"
+                f"--masks: layer {name} has shape {list(mask.shape)}, the model has {has}; give masks of this model"
             )
     for name, mask in masks.items():
         weight = modules[name].weight

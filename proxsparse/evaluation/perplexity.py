@@ -58,7 +58,7 @@ def perplexity(
     windows = len(token_ids) // seq_len
     if windows == 0:
         raise InputError(
-            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of {seq_len}; lower the window "
+            f"the evaluation text has {len(token_ids)} tokens, fewer than one window of seq_len={seq_len}; lower it "
             "or give more text"
         )
     windows = min(windows, max_windows) if max_windows and max_windows > 0 else windows

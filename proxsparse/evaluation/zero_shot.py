@@ -221,7 +221,8 @@ def task_file(name: str, folder: Path) -> Path:
     for where, row in read_path(path):
         absent = next((field for field in TASKS[name].fields if not has_field(row, field)), None)
         if absent:
-            raise InputError(f"{where}: no field {absent!r}; task {name} needs {', '.join(TASKS[name].fields)}")
+            needed = ", ".join(TASKS[name].fields)
+            raise InputError(f"{where}: no field {absent!r}; add it (task {name} needs {needed})")
     if where is None:
         raise InputError(f"{path}: no questions in this file; download it again, or leave out task {name}")
     return path
@@ -284,8 +285,8 @@ def refuse_long_answers(task, lm, limit: int | None) -> None:
     longest = max((len(lm.tok_encode(f" {answer}")) for answer in answers), default=0)
     if longest > lm.max_length:
         raise InputError(
-            f"task {task.config.task}: an answer has {longest} tokens, the model has {lm.max_length} positions; leave "
-            "out this task"
+            f"task {task.config.task}: an answer has {longest} tokens, above the model's context length of "
+            f"{lm.max_length}; leave out this task"
         )
 
 

@@ -41,8 +41,9 @@ def sparsify_(
         include, exclude: regular expressions searched in the names of the layers, such as ["mlp"]; layers that match
             `include` must be 2:4.
     Raises:
-        ValueError: no layer is 2:4; a layer is almost 2:4, or matches `include` and is not 2:4; a layer is a subclass
-            of nn.Linear, or has hooks, which packing would lose. The message names the layer.
+        ValueError: no layer is 2:4; at least half of the blocks of a layer, but not all, are 2:4; a layer matches
+            `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose. The message
+            names the layer.
     """
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
@@ -198,7 +199,7 @@ def packable_layers(
         reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERN} and selected (include={include}, "
         reason += f"exclude={exclude}; Conv1D and fused experts stay dense)"
         packed = names_of_modules(model, SparseLinear)
-        remedy = "the other layers are already packed" if packed else "prune it first: proxsparse prune"
+        remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
         if any(type(module).__name__ == "Conv1D" for module in model.modules()):
             remedy = f"the weights of {type(model).__name__} are in Conv1D modules, which cannot be packed"
         raise ValueError(f"nothing to pack: {reason}; {remedy}")
@@ -215,7 +216,7 @@ def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: boo
     if reason is None:
         return True
     if alarming or named:
-        raise ValueError(f"{name}: {reason}; exclude {name!r} leaves it dense")
+        raise ValueError(f"{name}: {reason}; to leave it dense, exclude {name!r}")
     return False
 
 

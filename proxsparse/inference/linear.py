@@ -107,7 +107,7 @@ class SparseLinear(nn.Module):
         """
         kernel, values = get_kernel("sparse_linear", backend), self.values
         if kernel.prepare is None:
-            raise ValueError(f"prepare_: backend {backend!r} reads the packed format; there is nothing to prepare")
+            raise ValueError(f"prepare_: backend {backend!r} reads the packed format; no prepare_ is needed")
         if self.backend != backend and (self.backend != AUTO or kernel.needs_prepared):
             raise ValueError(
                 f"prepare_: a layer with backend={self.backend!r} never calls {backend!r}; create it with "

@@ -11,7 +11,7 @@ def register_quantizer() -> None:
     try:
         importlib.import_module("proxsparse.integrations.transformers_quantizer")
     except Exception as error:  # another version of transformers: importing it must not fail
-        warnings.warn(f"packed checkpoints cannot be loaded with this version of transformers: {error}", stacklevel=2)
+        warnings.warn(f"cannot load packed checkpoints with this transformers ({error}); update it", stacklevel=2)
 
 
 after_import("transformers.quantizers", register_quantizer)

@@ -36,7 +36,7 @@ def require_space(path: Path, needed_bytes: int, what: str = "the result needs")
     free = shutil.disk_usage(path).free
     if free < needed_bytes:
         raise InputError(
-            f"the disk of --output_dir {str(path)!r} has {free / 2**20:.0f} MiB free, {what} about "
+            f"the disk of --output_dir {str(path)!r} has {free / 2**20:.0f} MiB free, but {what} about "
             f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another --output_dir"
         )
 

@@ -98,7 +98,7 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise InputError(f"mask file {str(path)!r}: no such file; check the path") from error
     except SafetensorError as error:
-        raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
+        raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
     if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
         raise InputError(
             f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r}); give a masks.safetensors file"
@@ -110,11 +110,11 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
         patterns = {name: NMPattern.parse(named[name]) for name in packed}
         masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"mask file {str(path)!r} is malformed: {error}") from error
+        raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
     for name, mask in masks.items():
         pattern = patterns[name]
         if not (pattern.nonzeros(mask) == pattern.n).all():
-            raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in every block")
+            raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in all blocks; remake it")
     return masks
 
 

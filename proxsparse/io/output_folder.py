@@ -209,7 +209,7 @@ def refuse_links(final: Path, names: Iterable[str]) -> None:
     for path in (final / name for name in names):
         folder = path.name in (NEXT, COMPLETE) or is_folder_of_runs(path.name)
         if path.is_symlink() or (path.exists() and path.is_dir() != folder):
-            raise InputError(f"{path} was not written by a run, which needs this name; move it away")
+            raise InputError(f"{path}: not written by a run, but the run needs this name; move it away")
 
 
 def is_own_folder(path: Path) -> bool:
@@ -257,7 +257,7 @@ def claim(path: Path, names: Iterable[str]) -> None:
     others = [name for name in names if not is_written_by_runs(name) and name not in marker["others"]]
     for name in others:
         if os.path.lexists(path / name):
-            raise InputError(f"{path / name} was not written by this run, which needs this name; move it away")
+            raise InputError(f"{path / name}: not written by this run, but the run needs this name; move it away")
     if others:
         write_marker(path, marker | {"others": [*marker["others"], *others]})
 

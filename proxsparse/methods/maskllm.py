@@ -119,7 +119,7 @@ def prune_maskllm(
                 where = first_not_finite(model, batch["input_ids"])
                 raise InputError(
                     f"maskllm, step {step + 1} of {steps}: loss {loss.item()}, gradient norm {gradient_norm.item()}"
-                    f"{where}; load the model in bfloat16 or float32, or lower learning_rate"
+                    f"{where}; use bfloat16 or float32 (--precision), or lower learning_rate"
                 )
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()

@@ -55,7 +55,7 @@ def learn_masks(
     store: Store | None = None,
     **options,
 ) -> dict[str, Tensor]:
-    """min over W of  loss(W) + lambda_1 sum_blocks Reg_N:M(w) + lambda_2 ||(W - W0) / (W0 + eps)||^2;  the mask of W.
+    """min over W of  loss(W) + lambda_1 sum_blocks Reg_N:M(w) + lambda_2 Reg_W0(W);  the mask of W.
 
     Every step is a step of AdamW, followed by the proximal operator of lambda_1 Reg_N:M on every block (`ops.prox_nm`).
     With the default objective the loss is that of W0 under the mask of W, and the blocks are scaled by the norms of

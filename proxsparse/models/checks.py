@@ -1,4 +1,4 @@
-"""Checks of a model and its outputs: number of positions, NaN and infinity."""
+"""Checks of a model and its outputs: context length, NaN and infinity."""
 
 import math
 from collections.abc import Iterator
@@ -12,21 +12,21 @@ from proxsparse.runtime.progress import phase, write_line
 
 
 def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, text_tokens: int | None = None) -> int:
-    """The window in tokens: `asked`, or if it is None the default, at most the model's positions and the text's tokens.
+    """The window in tokens: `asked`, or if it is None the default, at most the model's context and the text.
 
     Raises:
-        InputError: `asked` exceeds the positions or the tokens; the text has fewer than 2 tokens.
+        InputError: `asked` exceeds the context length or the text; the text has fewer than 2 tokens.
     """
     if text_tokens is not None and text_tokens < 2:
         raise InputError(f"the text of --{flag} has {text_tokens} tokens, at least 2 are needed; give more text")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if asked is not None:
         if asked > positions:
-            raise InputError(f"--{flag} {asked}: the model has {positions} positions; lower --{flag}")
+            raise InputError(f"--{flag} {asked}: above the model's context length of {positions}; lower --{flag}")
         if text_tokens is not None and asked > text_tokens:
             raise InputError(f"--{flag} {asked}: the text has {text_tokens} tokens; lower it, or give more text")
         return asked
-    limits = {default: "", positions: "the positions of the model"}
+    limits = {default: "", positions: "the model's context length"}
     if text_tokens is not None:
         limits[text_tokens] = "the length of the text"
     window = min(limits)

@@ -50,20 +50,20 @@ def prunable_layers(
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
     if isinstance(pattern, dict):
         if unknown := pattern.keys() - candidates.keys():
-            raise InputError(f"pattern of layer {sorted(unknown)[0]}: the model has no such nn.Linear to prune")
+            raise InputError(f"pattern of layer {sorted(unknown)[0]}: no such nn.Linear to prune; check the name")
         layers = {name: layer for name, layer in layers.items() if name in pattern}
     refuse_fused_weights(model, tuple(inside), include, exclude)
     if not layers:
         raise InputError(
-            f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none left by "
-            f"--include {include} --exclude {exclude}"
+            f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none selected by "
+            f"--include {include} --exclude {exclude}; change these flags"
         )
     for name, layer in layers.items():
         m = NMPattern.parse(pattern[name] if isinstance(pattern, dict) else pattern).m
         if layer.in_features % m:
             raise InputError(
                 f"{name}: in_features={layer.in_features} is not a multiple of {m}; "
-                f"exclude with --exclude {name.rpartition('.')[2]}, or choose another --pattern"
+                f"leave it dense with --exclude {name.rpartition('.')[2]}, or choose another --pattern"
             )
     return layers
 
@@ -78,7 +78,7 @@ def is_selected(name: str, include: list[str] | None, exclude: list[str] | None)
         included = not include or any(re.search(expression, name) for expression in include)
         return included and not any(re.search(expression, name) for expression in exclude or [])
     except re.error as error:
-        raise InputError(f"include/exclude {error.pattern!r}: not a regular expression ({error})") from error
+        raise InputError(f"include/exclude {error.pattern!r}: not a regular expression ({error}); fix it") from error
 
 
 def refuse_fused_weights(

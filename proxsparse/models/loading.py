@@ -102,9 +102,9 @@ def locate(name: str) -> tuple[str, str | None]:
         gguf_files = sorted(file.name for file in path.glob("*.gguf"))
         if len(gguf_files) == 1:
             return str(path), gguf_files[0]
-        raise InputError(f"model {name!r}: not a model directory (no config.json and not exactly one .gguf file)")
+        raise InputError(f"model {name!r}: not a model directory (no config.json, not exactly one .gguf); check it")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise InputError(f"model {name!r}: no such file or folder")
+        raise InputError(f"model {name!r}: no such file or folder; check the path")
     return name, None
 
 

@@ -171,7 +171,7 @@ def select(op: str, tensor, *args) -> Kernel:
             if reason is None:
                 return kernel
             announce(op, backend, reason)
-    raise RuntimeError(f"{op}: no backend supports a {tensor.dtype} tensor on {tensor.device}")
+    raise RuntimeError(f"{op}: no backend supports a {tensor.dtype} tensor on {tensor.device}; convert or move it")
 
 
 def announce(op: str, backend: str, reason: str) -> None:

@@ -20,14 +20,14 @@ REMEDIES = (  # (flags that save memory, what they change), the least harmful fi
     ),
     (
         {"objective": "paper", "start": "pretrained", "average_runs": 1},
-        "one copy of the weights fewer; worse masks",
+        "no separate copy of the learned weights; worse masks",
     ),
 )
 NOTES = """\
-GB = 10^9 bytes. Memory above a card's nominal size (85 GB for an 80 GB H100) is left for fragmentation. Activations
-are counted on tensors without data; the rest is computed. Times are estimates for H200s (989 TFLOP/s bf16, 4.8 TB/s,
-NVLink 450 GB/s each way between 8, 50 GB/s per GPU beyond, 64 GB/s to the host) at 40% of these rates, not measured;
-see docs/scaling.md. Not included: --start with another method, and writing checkpoints."""
+GB = 10^9 bytes. Memory above a GPU's nominal size (85 GB in an 80 GB H100) is left for fragmentation. Activations
+are counted on tensors without data; all other items are computed from formulas. Times are estimates for H200 GPUs (989
+TFLOP/s bf16, 4.8 TB/s, NVLink 450 GB/s each way for up to 8 GPUs, 50 GB/s per GPU for more, 64 GB/s to the host) at 40%
+of these rates, not measured; see docs/scaling.md. Not included: --start with a method, and writing checkpoints."""
 
 
 def text(config: TrainConfig) -> str:
@@ -47,7 +47,7 @@ def text(config: TrainConfig) -> str:
         f"Host memory per device\n{bucket_table(host)}",
         f"Total on a CPU: {gb(sum(buckets.values()) + sum(host.values()))} GB" * (not plan.on_gpu),
         f"On several devices\n{text_table(HEADER, rows, indent='  ')}",
-        f"Flags that save memory: GB on one device and cards for the run, cumulative\n{remedies(plan)}",
+        f"Flags that save memory, each added to those above: GB on one device, GPUs that fit the run\n{remedies(plan)}",
         NOTES,
     ]
     return "\n\n".join(filter(None, sections))

@@ -10,7 +10,7 @@ from proxsparse.training.options import LearningOptions, Ranges, check_choices, 
 
 LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # not in config.yaml
-WINDOWS = {"seq_len": 512, "eval_seq_len": 1024}  # defaults in tokens; fewer if the model has fewer positions
+WINDOWS = {"seq_len": 512, "eval_seq_len": 1024}  # defaults in tokens; fewer if the model's context is shorter
 
 
 @dataclass
@@ -28,13 +28,13 @@ class RunConfig:
     exclude: list[str] | None = flag(None, "regular expressions: do not prune layers whose name matches one", "model")
     data: str = flag(
         "builtin",
-        "calibration text: c4, a Hub data set, a file (.jsonl[.gz] .json .txt .parquet), or builtin",
+        "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), or builtin",
         "data",
     )
     text_field: str = flag("text", "the field of a row that holds the text", "data")
     num_samples: int = flag(400, "number of calibration samples", "data")
     seq_len: int | None = flag(
-        None, "largest sample in tokens; default: 512, or the model's positions if fewer", "data"
+        None, "largest length of a sample in tokens; default: 512, or the model's context length if shorter", "data"
     )
     packing: bool = flag(
         False, "join documents into full windows; without it a sample is one truncated document", "data"
@@ -42,7 +42,7 @@ class RunConfig:
     eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none", "data")
     eval_seq_len: int | None = flag(
         None,
-        "window of the perplexity in tokens; default: 1024, or the model's positions or the text's tokens if fewer",
+        "window of the perplexity in tokens; default: 1024, or the model's context length or the text if shorter",
         "data",
     )
     eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", "data")
@@ -81,7 +81,7 @@ class RunConfig:
 
 RANGES: Ranges = (
     (("num_samples",), lambda value: value >= 1, "at least 1"),
-    (("eval_max_windows",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for no bound"),
+    (("eval_max_windows",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for all"),
     (("seq_len", "eval_seq_len"), lambda value: value >= 2, "at least 2 tokens, because the first is not predicted"),
     (("seed",), lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1"),
 )
@@ -105,7 +105,7 @@ class TrainConfig(LearningOptions, RunConfig):
     shard_within_node: bool = flag(
         False, "shard the model within each node and replicate it across nodes (HSDP)", "hardware"
     )
-    plan: bool = flag(False, "print the memory and time that the run needs on 1 to 512 devices, and exit", "output")
+    plan: bool = flag(False, "print the memory and time of the run on 1 to 512 devices, and exit", "output")
 
     def check(self) -> "TrainConfig":
         """As `RunConfig.check` and `LearningOptions.check`."""

@@ -47,7 +47,7 @@ def read_settings(path: Path | str, what: str, types: dict[str, type], not_repea
     settings = read_yaml(Path(path), what)
     for name in settings:
         if name not in types or name in not_repeated:
-            raise InputError(f"{what} {path}: no flag --{name} for a file; --help lists the flags")
+            raise InputError(f"{what} {path}: {name} is not a flag that a file can set; --help lists the flags")
     return {name: convert(f"{what} {path}: {name}", value, types[name]) for name, value in settings.items()}
 
 
@@ -101,6 +101,6 @@ NAMES = {
     bool: "true or false",
     int: f"a whole number below {MOST}",
     float: "a number",
-    str: "text",
-    list: "a list of texts",
+    str: "a string",
+    list: "a list of strings",
 }

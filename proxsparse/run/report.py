@@ -43,7 +43,7 @@ PERPLEXITY_KEYS = {str: ["data"], NUMBER: [*MEASURED_ON[1:], "dense", "magnitude
 FILES = {
     "masks.safetensors": "the learned masks, one bit per weight",
     "model*.safetensors*": "the pruned model's weights",
-    "*config.json": "the settings of the model and the tokenizer, for `from_pretrained`",
+    "*config.json": "the configuration of the model and the tokenizer, for `from_pretrained`",
     "tokenizer.*": "the tokenizer",
     "config.yaml": "the flags of the run; --config repeats it",
     "metrics.jsonl": "one row per step; the data of the plots",
@@ -146,14 +146,14 @@ def checked(record: object, schema: dict, where: str) -> dict:
     missing = object()
     wrong = [key for types, keys in schema.items() for key in keys if not isinstance(record.get(key, missing), types)]
     if wrong:
-        raise InputError(f"{where}: {wrong} missing or of wrong type; use the proxsparse version that wrote the file")
+        raise InputError(f"{where}: {', '.join(wrong)} missing or of wrong type; use the version that wrote the file")
     return record
 
 
 def figures_text(result: dict) -> str:
     memory = result["peak_memory_bytes"]
     return table(
-        ("figure", "value"),
+        ("quantity", "value"),
         ("steps", number(result["steps"])),
         ("tokens", number(result["tokens"])),
         ("time (h:min:s)", duration(result["seconds"])),
@@ -181,7 +181,7 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
     pictures = [no_plots] if plots is None else [f"![{PLOTS[name][0]}]({name})" for name in plots]
     parts += ["## Training", *restarts, *pictures]
     if result:
-        parts += ["## Figures", figures_text(result)]
+        parts += ["## Measurements", figures_text(result)]
         parts += ["## Command and settings", f"```sh\n{result['command']}\n```", settings_text(result)]
     found = ((sorted(fnmatch.filter(names, pattern)), what) for pattern, what in FILES.items())
     files = [(", ".join(f"`{name}`" for name in have), what) for have, what in found if have]

@@ -93,7 +93,7 @@ def check_named(config: RunConfig, method: Method) -> None:
             f"--resume_from_checkpoint {folder}: no such directory; give OUTPUT_DIR/{FINISHED_BLOCKS}, or last"
         )
     if output_dir is not None and folder.parent.resolve() != Path(output_dir).resolve():
-        raise InputError(f"--resume_from_checkpoint {folder} is not in --output_dir {output_dir}; leave out the latter")
+        raise InputError(f"--resume_from_checkpoint {folder}: not in --output_dir {output_dir}; omit --output_dir")
 
 
 def read_state(path: Path, config: RunConfig) -> dict:
@@ -109,7 +109,8 @@ def read_state(path: Path, config: RunConfig) -> dict:
         raise InputError(f"--resume_from_checkpoint: the run in {str(path)!r} has {different}; {AGAIN}")
     if batches != batches_a_step(config):
         raise InputError(
-            f"{flag}: {batches} batches per step, this run has {batches_a_step(config)} on {world_size()} processes; "
+            f"{flag}: made with {batches} batches per step, but this run has {batches_a_step(config)} on "
+            f"{world_size()} processes; "
             "change --gradient_accumulation_steps"
         )
     return state

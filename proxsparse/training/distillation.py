@@ -24,7 +24,7 @@ def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
     teacher_tokens: int32 [R, K], the K = 64 most likely next tokens; teacher_probs: bfloat16 [R, K].
     """
     own = []
-    with phase("targets of the teacher", sum(len(batch["input_ids"]) for batch in batches), "sample") as current:
+    with phase("outputs of the dense model", sum(len(batch["input_ids"]) for batch in batches), "sample") as current:
         for batch, counts in shard_items(batches):
             own += [most_likely(logits_at_labels(model, batch)[0])] * counts
             current.step(len(batch["input_ids"]) * world_size())

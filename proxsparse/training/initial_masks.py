@@ -50,9 +50,9 @@ def check_start(
         if mask is None:
             held = "none"
         elif list(mask.shape) != shape:
-            held = f"one of {list(mask.shape)}"
+            held = f"a mask of {list(mask.shape)}"
         elif (pattern.nonzeros(mask) != pattern.n).any():
-            held = f"one that is not {pattern}"
+            held = f"a mask that is not {pattern}"
         else:
             continue
         raise InputError(

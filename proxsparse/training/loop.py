@@ -175,8 +175,8 @@ def backward(
             with autocast(model.device, compute_dtype):
                 where = first_not_finite(model, batch["input_ids"])
             raise InputError(
-                f"the loss is {part}{where}; lower --learning_rate, or use --precision fp32 (if it is not); at the "
-                "first step check the model for damaged weights"
+                f"the loss is {part}{where}; lower --learning_rate, or use --precision fp32 (if it is not); if this is "
+                "the first step, check the model for damaged weights"
             )
         batch_loss.backward()
         loss += part

@@ -58,7 +58,7 @@ class LearningOptions:
     frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term")
     num_train_epochs: float = flag(1.0, "passes over the samples")
     average_runs: int = flag(
-        1, "number of runs from the same initial mask, each on the next samples; their weights are averaged"
+        1, "runs from the same initial mask, each with another order of the samples; their weights are averaged"
     )
     max_steps: int = flag(-1, "optimizer steps; -1: determined by --num_train_epochs")
     per_device_train_batch_size: int = flag(1, "samples per forward pass")
@@ -157,7 +157,7 @@ RANGES: Ranges = (
     ),
     (("save_total_limit",), lambda value: value >= 1, "at least 1"),
     (("save_steps",), lambda value: value >= 0, "at least 0"),
-    (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for no bound"),
+    (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for --num_train_epochs"),
     (
         ("reg_lambda", "reg_lambda_rel", "frozen_lambda", "weight_decay", "max_grad_norm"),
         lambda value: value >= 0,

@@ -49,7 +49,7 @@ def activation_scaling(
     handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
     try:
         inputs = list(islice(single_samples(batches), samples))
-        with phase("scaling by the activations", len(inputs), "sample") as current:
+        with phase("measuring the input activations", len(inputs), "sample") as current:
             for ids, counts in shard_items(inputs):
                 factor = float(counts)
                 model(input_ids=ids.to(model.device), use_cache=False)

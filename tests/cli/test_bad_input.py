@@ -122,8 +122,8 @@ def names_in(folder):
         (["--num_samples", "many"], ["--num_samples many", "whole number"]),
         (["--packing", "maybe"], ["--packing maybe", "true or false"]),
         (["--lerning_rate", "1"], ["--lerning_rate", "--help"]),
-        (["--seq_len", "1000"], ["128 positions", "lower --seq_len"]),
-        (["--eval_data", "builtin", "--eval_seq_len", "1000"], ["128 positions", "lower --eval_seq_len"]),
+        (["--seq_len", "1000"], ["context length of 128", "lower --seq_len"]),
+        (["--eval_data", "builtin", "--eval_seq_len", "1000"], ["context length of 128", "lower --eval_seq_len"]),
         (["--include", "nothing"], ["no layer to prune", "nothing"]),
         (["--exclude", "("], ["regular expression"]),
         (["--recipe", "unheard-of"], ["unheard-of", "llama-2-7b"]),
@@ -229,7 +229,10 @@ def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
         (["{model}", "--data", "{data}", "--masks", "directory"], ["a directory; give the masks.safetensors in it"]),
         (["{model}", "--data", "short.txt", "--seq_len", "64"], ["--seq_len 64: the text has 11 tokens; lower it"]),
         (["{model}", "--data", "{data}", "--seq_len", "0"], ["seq_len=0"]),
-        (["{model}", "--data", "{data}", "--seq_len", "1000000"], ["1000000", "128 positions", "lower --seq_len"]),
+        (
+            ["{model}", "--data", "{data}", "--seq_len", "1000000"],
+            ["1000000", "length of 128", "lower --seq_len"],
+        ),
     ],
 )
 def test_evaluate_refuses(arguments, words, tiny_llama, text_file, capsys, bad_files, monkeypatch):

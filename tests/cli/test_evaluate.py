@@ -116,7 +116,7 @@ def test_nothing_but_phases_on_stderr(tiny_llama, task_folder, tmp_path, monkeyp
 
 @needs_lm_eval
 def test_an_error_in_one_task_is_the_row_of_that_task(tiny_llama, task_folder, tmp_path, capsys, monkeypatch):
-    """Its answers are longer than the model's positions, or lm-eval itself fails; the others are measured."""
+    """Its answers are longer than the model's context, or lm-eval itself fails; the others are measured."""
     measure = evaluate.zero_shot
 
     def fail(model, tokenizer, tasks, *others):
@@ -140,7 +140,7 @@ def test_answers_that_do_not_fit_are_refused_before_the_task(tiny_llama, task_fo
     monkeypatch.setattr("lm_eval.models.huggingface.HFLM.max_length", 2)
     monkeypatch.setattr("lm_eval.simple_evaluate", lambda **_: pytest.fail("the task was run"))
     model, tokenizer = load_model(str(tiny_llama))
-    with pytest.raises(InputError, match=r"piqa: an answer has \d+ tokens, the model has 2 positions; leave out"):
+    with pytest.raises(InputError, match=r"piqa: an answer has \d+ tokens, above the model's context length of 2;"):
         zero_shot.zero_shot(model, tokenizer, ["piqa"], task_folder)
 
 
@@ -205,7 +205,10 @@ def test_refused_before_the_model_is_loaded(arguments, words, task_folder, tmp_p
 
 def test_masks_of_another_model_are_refused(tiny_llama, text_file, tmp_path, capsys):
     mask = torch.tensor([True, True, False, False]).repeat(8, 2)
-    for name, words in (("model.layers.9.mlp", "no such layer"), ("model.layers.0.mlp.up_proj", "model [64, 32]")):
+    for name, words in (
+        ("model.layers.9.mlp", "no such layer"),
+        ("model.layers.0.mlp.up_proj", "has shape [64, 32]"),
+    ):
         save_masks(tmp_path / "masks.safetensors", {name: mask}, "2:4", "another")
         flags = ["--masks", tmp_path / "masks.safetensors", "--data", text_file, "--allow_other_base"]
         fails(capsys, [tiny_llama, *flags, "--seq_len", 64], name, "[8, 8]", words)

@@ -89,7 +89,7 @@ def test_masks_of_a_file_that_do_not_fit_are_refused_before_the_work(train, tiny
     masks = load_masks(tmp_path / "magnitude" / "masks.safetensors")
     for changed, pattern, message in (
         (masks, "1:4", r"q_proj needs a 1:4 mask .* that is not 1:4; give masks of this model"),
-        ({name: mask[:4] for name, mask in masks.items()}, "2:4", r"mask of \[32, 32\], found one of \[4, 32\]"),
+        ({name: mask[:4] for name, mask in masks.items()}, "2:4", r"mask of \[32, 32\], found a mask of \[4, 32\]"),
         ({UP: masks[UP]}, "2:4", rf"layer {Q} needs .* found none"),
     ):
         save_masks(file := tmp_path / "start.safetensors", changed, "2:4", "x")
@@ -156,7 +156,7 @@ def test_a_run_that_fails_leaves_no_result(train, tmp_path, monkeypatch):
 
 
 def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
-    """The model has 128 positions, fewer than the defaults of 512 and 1024 tokens.
+    """The context length of the model is 128, less than the defaults of 512 and 1024 tokens.
 
     The run can be resumed. If the held-out text has changed, the dense perplexity is measured again.
     """
@@ -174,8 +174,8 @@ def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, mo
     assert main(flags) == 0
     printed = capsys.readouterr().err
     assert re.search("resuming in .*checkpoint-1", printed)
-    assert "--seq_len: 128 tokens, the positions of the model (default: 512)" in printed
-    assert "--eval_seq_len: 128 tokens, the positions of the model (default: 1024)" in printed
+    assert "--seq_len: 128 tokens, the model's context length (default: 512)" in printed
+    assert "--eval_seq_len: 128 tokens, the model's context length (default: 1024)" in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["seq_len"], result["perplexity"]["seq_len"]) == (128, 128)
     assert main([*flags, "--output_dir", str(tmp_path / "undisturbed")]) == 0

@@ -242,7 +242,7 @@ def test_a_run_that_cannot_be_continued_is_refused(stopped, flags, documents, tm
         ),
         (
             [*arguments, "--gradient_accumulation_steps", "2"],
-            r"1 batches per step, this run has 2 on 1 processes; change --gradient_acc",
+            r"made with 1 batches per step, but this run has 2 on 1 processes; change --gradient_acc",
         ),
         ([*arguments[:-1], *nowhere], r"nowhere: not a checkpoint directory \(no state.json\)"),
         ([*arguments[:last], *arguments[-2:]], r"is not empty; .*--resume_from_checkpoint last"),
@@ -282,7 +282,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_work(disk, run, tmp_path
     log = tmp_path / "log"
     assert run(mounted("-t tmpfs -o size=10m tmpfs", disk) / "run", output=log) == [2]
     error = log.read_text().splitlines()[-1]
-    assert re.search(r"run' has 10 MiB free, the result needs about 16 MiB; free some space or choose another", error)
+    assert re.search(r"run' has 10 MiB free, but the result needs about 16 MiB; free some space or", error)
 
 
 @pytest.mark.parametrize("loss", ["full", "unmounted"])

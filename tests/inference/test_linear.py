@@ -310,7 +310,7 @@ def test_a_refused_call_makes_no_form(deriving):
 def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monkeypatch):
     auto, other = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "reference"))
     for layer, backend, message in (
-        (auto, "reference", "'reference' reads the packed format; there is nothing to prepare"),
+        (auto, "reference", "'reference' reads the packed format; no prepare_"),
         (auto, "preparing", "a layer with backend='auto' never calls 'preparing'"),
         (other, "deriving", "a layer with backend='reference' never calls 'deriving'"),
     ):

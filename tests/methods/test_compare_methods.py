@@ -267,7 +267,10 @@ def test_the_committed_rows_are_found():
         (["--methods", "dense", "--eval_data", "a.txt", "b/a.txt"], r"'a\.txt' is given twice"),
         (["--methods", "dense", "--eval_max_windows", "0"], "--eval_max_windows 0: must be at least 1, or -1"),
         (["--methods", "dense", "--eval_max_windows", "3", "2"], "--eval_max_windows 3 2: 2 numbers for 1 text"),
-        (["--methods", "dense", "--eval_seq_len", "129"], "--eval_seq_len 129: the model has 128 positions"),
+        (
+            ["--methods", "dense", "--eval_seq_len", "129"],
+            "--eval_seq_len 129: above the model's context length",
+        ),
     ],
 )
 def test_bad_input_names_the_remedy(compare, tasks, tmp_path, monkeypatch, flags, message):

@@ -62,7 +62,7 @@ def test_padding_is_places_that_exist():
         ((1, 4104, 2048, 80), "out_features=4104 must be a multiple of 32"),
         ((1, 4096, 2050, 90), "in_features=4100 must be a multiple of 16"),
         ((1, 4096, 24, 80), "in_features=48 must be a multiple of 64"),
-        ((0, 4096, 2048, 90), "there are no rows"),
+        ((0, 4096, 2048, 90), "x has no rows"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_number(sizes, reason):

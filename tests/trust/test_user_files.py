@@ -88,7 +88,7 @@ def test_a_link_in_place_of_a_runs_file_is_refused(name, resume, tmp_path):
     shutil.copytree(final, mine)
     (final / name).unlink(missing_ok=True)
     (final / name).symlink_to(mine, target_is_directory=True)
-    with pytest.raises(InputError, match=rf"{name} was not written by a run, which needs this name; move it away"):
+    with pytest.raises(InputError, match=rf"{name}: not written by a run, but the run needs this name; move it away"):
         save_run(final, "new", overwrite=True, resume=resume)
     assert_holds(mine, "old")
     assert output_folder.read_result(mine)["run_id"] == run.run_id
@@ -100,7 +100,7 @@ def test_a_folder_that_gets_in_the_way_during_the_run_costs_nothing(tmp_path):
     with opened(final, "train", {"seed": 2}, overwrite=True) as run:
         fill(run, "new", (*NAMES, "tokenizer.json"))
         (final / "tokenizer.json").mkdir()
-        with pytest.raises(InputError, match=r"tokenizer\.json was not written by a run"):
+        with pytest.raises(InputError, match=r"tokenizer\.json: not written by a run"):
             output_folder.publish(run)
     assert_holds(final, "old")
     (final / "tokenizer.json").rmdir()

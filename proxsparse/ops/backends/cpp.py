@@ -14,7 +14,7 @@ try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
 except ImportError as error:
     _C = None
-    _missing = f"the compiled extension is missing ({error}); remedy: apt install g++ python3-dev, then install again"
+    _missing = f"the extension is missing ({error}); remedy: apt install g++ python3-dev, then reinstall proxsparse"
 
 # Up to this number of rows the kernel for packed weights is faster than slabs. Measured on two cores of an EPYC 9005
 # (AVX-512 with BF16), torch 2.13, in_features 576 to 4096: both are equal between 32 and 64 rows in bf16, and between
@@ -28,9 +28,9 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     if _missing:
         return _missing
     if tensor.device.type != "cpu":
-        return f"it supports the CPU, the tensor is on {tensor.device}"
+        return f"supports only the CPU, but the tensor is on {tensor.device}"
     if m != 4 or n not in (1, 2):
-        return f"it supports the patterns 2:4 and 1:4, not {n}:{m}"
+        return f"supports the patterns 2:4 and 1:4, not {n}:{m}"
     return None
 
 
@@ -55,7 +55,7 @@ def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
 def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
     *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
     if _C is not None and not hasattr(_C, "adamw_prox_"):
-        return "the compiled extension is older than this op; remedy: install again"
+        return "the compiled extension is older than this op; remedy: reinstall proxsparse"
     return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone has no pattern
 
 
@@ -68,7 +68,7 @@ def _adamw_prox_(*arguments) -> None:
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
     """For a weight, or values and indices; every pattern that can be packed is supported."""
     if _C is not None and not hasattr(_C, "sparse_linear"):
-        return "the compiled extension is older than the packed format; remedy: install again"
+        return "the compiled extension is older than the packed format; remedy: reinstall proxsparse"
     return _supports(tensor, 2, 4)
 
 
@@ -95,7 +95,7 @@ def unpack_into(weight: Tensor, values: Tensor, indices: Tensor, n: int = 2) -> 
 
 def _supports_sparse_linear(x: Tensor, values: Tensor) -> str | None:
     if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype != x.dtype:
-        return f"it supports float32 or bfloat16, not {x.dtype} times {values.dtype}"
+        return f"supports float32 or bfloat16, not {x.dtype} times {values.dtype}"
     return _supports_packed(x) or _supports_packed(values)
 
 

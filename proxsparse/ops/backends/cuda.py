@@ -24,11 +24,11 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
     try:
         extension = importlib.import_module(name)
     except ImportError as error:
-        remedy = "with a CUDA build of torch and nvcc, install again"
+        remedy = "with a CUDA build of torch and nvcc, reinstall proxsparse"
         return None, f"the compiled CUDA extension is missing ({error}); remedy: {remedy}"
     signature = getattr(getattr(extension, "gemv", None), "__doc__", None) or ""  # pybind11 names each argument there
     if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "unpack_24"):
-        return None, "the compiled CUDA extension is of another version of proxsparse; remedy: install again"
+        return None, "the CUDA extension belongs to another version of proxsparse; remedy: reinstall proxsparse"
     return extension, None
 
 
@@ -42,13 +42,13 @@ _dependent: ContextVar[bool] = ContextVar("proxsparse_dependent_launch", default
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     if tensor.device.type != "cuda":
-        return f"it supports CUDA GPUs, the tensor is on {tensor.device}"
+        return f"supports only CUDA GPUs, but the tensor is on {tensor.device}"
     if reason := rocm() or _missing:
         return reason
     if m != 4 or n not in (1, 2):
-        return f"it supports the patterns 2:4 and 1:4, not {n}:{m}"
+        return f"supports the patterns 2:4 and 1:4, not {n}:{m}"
     if torch.cuda.get_device_capability(tensor.device) < (8, 0):
-        return f"it supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(tensor.device)}"
+        return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(tensor.device)}"
     return None
 
 
@@ -84,7 +84,7 @@ def _supports_packed(tensor: Tensor, n: int, m: int) -> str | None:
     if reason := _supports(tensor, n, m) or missing():
         return reason
     if (n, m) != (2, 4) or tensor.element_size() not in (2, 4):
-        return f"it packs 2:4 weights of 2 or 4 bytes, not {n}:{m} weights of {tensor.dtype}"
+        return f"packs 2:4 weights of 2 or 4 bytes, not {n}:{m} weights of {tensor.dtype}"
     if tensor.data_ptr() % 16:
         return "the address of the tensor must be a multiple of 16 bytes"
     return None
@@ -119,7 +119,7 @@ def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
 def rocm() -> str | None:
     """The reason why CUDA kernels cannot be used on ROCm, where AMD GPUs also have device type "cuda"; else None."""
     version = torch.version.hip
-    return f"it supports NVIDIA GPUs, but this torch is built for AMD GPUs (ROCm {version})" if version else None
+    return f"supports NVIDIA GPUs, but this torch is built for AMD GPUs (ROCm {version})" if version else None
 
 
 def missing() -> str | None:

@@ -25,20 +25,20 @@ _algorithms: dict[tuple, dict[str, int]] = {}
 
 def _supports(x: Tensor, values: Tensor) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
-        return f"it supports CUDA GPUs, x is on {x.device} and the weight on {values.device}"
+        return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
     if reason := cuda.rocm():
         return reason
     if x.dtype not in DTYPES or values.dtype != x.dtype:
-        return f"it supports bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
+        return f"supports bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
     for name, size in (("out_features", len(values)), ("in_features", 2 * values.shape[1])):
         if size % WEIGHT_STEP:
             return f"{name}={size} must be a multiple of {WEIGHT_STEP}"
     if len(x) == 0:
-        return "there are no rows"
+        return "x has no rows"
     if not torch.backends.cusparselt.is_available():
         return "this torch has no cuSPARSELt; remedy: install a CUDA build of torch"
     if torch.cuda.get_device_capability(x.device) < (8, 0):
-        return f"it supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
+        return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
     return None
 
 

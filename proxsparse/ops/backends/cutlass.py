@@ -28,7 +28,7 @@ except ImportError as error:
     _C = None
     _missing = (
         f"the compiled extension is missing ({error}); remedy: pip install nvidia-cutlass --no-deps, then with a CUDA "
-        "build of torch and nvcc, install again"
+        "build of torch and nvcc, reinstall proxsparse"
     )
 
 ANY_PLACES = 0x44  # places 0 and 1 of two blocks, for the padding of a tile
@@ -91,18 +91,18 @@ def built_tiles(device: torch.device) -> list[str]:
 
 def _supports(x: Tensor, values: Tensor) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
-        return f"it supports CUDA GPUs, x is on {x.device} and the weight on {values.device}"
+        return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
     if reason := cuda.missing() or _missing:
         return reason
     if x.dtype != torch.bfloat16 or values.dtype != torch.bfloat16:
-        return f"it supports bfloat16, not x of {x.dtype} with a weight of {values.dtype}"
+        return f"supports bfloat16, not x of {x.dtype} with a weight of {values.dtype}"
     capability = torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
-        return f"it supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
+        return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
     if reason := shape_reason(len(x), *values.shape, architecture_of(x.device)):
         return reason
     if (tile := tile_for(x.device, len(values), 2 * values.shape[1], len(x))) not in built_tiles(x.device):
-        return f"its tile {tile} was not built for this GPU; remedy: install again without TORCH_CUDA_ARCH_LIST"
+        return f"its tile {tile} was not built for this GPU; remedy: reinstall proxsparse without TORCH_CUDA_ARCH_LIST"
     return None
 
 
@@ -110,7 +110,7 @@ def shape_reason(rows: int, out_features: int, k: int, architecture: int) -> str
     """Why CUTLASS does not support the shape, or None. It loads 16 bytes; sm_80 groups the metadata of 32 rows."""
     out_step, in_step = (8, 16) if architecture == 90 else (32, 64)
     if rows == 0:
-        return "there are no rows"
+        return "x has no rows"
     if out_features % out_step:
         return f"out_features={out_features} must be a multiple of {out_step}"
     if 2 * k % in_step:

@@ -14,9 +14,9 @@ from proxsparse.ops.tuning import launch_parameters
 
 def _supports(weight: Tensor, n: int, m: int) -> str | None:
     if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"it supports CUDA GPUs, the tensor is on {weight.device} (TRITON_INTERPRET=1: slowly on the CPU)"
+        return f"supports only CUDA GPUs, but the tensor is on {weight.device} (slow on a CPU: TRITON_INTERPRET=1)"
     if (n, m) not in ((2, 4), (1, 4)):
-        return f"it supports the patterns 2:4 and 1:4, not {n}:{m}"
+        return f"supports the patterns 2:4 and 1:4, not {n}:{m}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; remedy: pip install triton"
     return None
