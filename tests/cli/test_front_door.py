@@ -28,6 +28,14 @@ def run(*arguments, **settings):
     return subprocess.run([*BY_NAME, *arguments], capture_output=True, text=True, **settings)
 
 
+def test_a_missing_package_is_one_line(tmp_path):
+    (tmp_path / "yaml.py").write_text("raise ModuleNotFoundError(name='yaml')")
+    folders = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = run("report", "runs/a", env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)})
+    assert done.stderr == "error: the package yaml is not installed; install proxsparse with its dependencies\n"
+    assert done.returncode == 1
+
+
 def test_help_lists_every_command_and_imports_no_torch():
     done = run("--help", env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0
