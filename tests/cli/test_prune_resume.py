@@ -273,7 +273,7 @@ def test_by_its_path(stopped, capsys, no_model, monkeypatch, run_dir):
     nowhere = [*stopped[:index], *stopped[index + 2 :]]
     refuses(capsys, [*stopped, "--resume_from_checkpoint", path / "absent"], "absent", "no such directory")
     elsewhere = ["--output_dir", run_dir.with_name("elsewhere")]
-    refuses(capsys, [*stopped, "--resume_from_checkpoint", path, *elsewhere], "elsewhere", "leave out")
+    refuses(capsys, [*stopped, "--resume_from_checkpoint", path, *elsewhere], "elsewhere", "omit --output_dir")
     refuses(capsys, [*nowhere, *RESUME], "--output_dir")
     monkeypatch.undo()
     assert prune.main([*nowhere, "--resume_from_checkpoint", str(path)]) == 0

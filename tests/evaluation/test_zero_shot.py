@@ -146,7 +146,7 @@ def test_a_row_without_a_field_is_named(name, tmp_path):
     del (second[outer] if inner else second)[inner or outer]
     path = tmp_path / f"{TASKS[name].file}.jsonl"
     path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
-    with pytest.raises(InputError, match=rf"{path.name}, line 2: no field '{field}'; task {name} needs"):
+    with pytest.raises(InputError, match=rf"{path.name}, line 2: no field '{field}'; add it \(task {name} needs"):
         task_file(name, tmp_path)
 
 
