@@ -40,7 +40,8 @@ def owl_targets(
     X are the inputs in the dense model. The means are over weights: mean(A) of one decoder block, mean(r) of all.
 
     Args:
-        outlier_factor: M of the paper; 6 in the authors' N:M example, 5 in most of their unstructured examples.
+        outlier_factor: an outlier is larger than this multiple of the mean (M of the paper). It is 6 in the authors'
+            N:M example and 5 in most of their unstructured examples.
         spread: the largest target minus the smallest, in weights per block of m (Lamda in the authors' code). Their
             default 0.08 is for unstructured sparsity; here all targets would round to n. With 2, as in their N:M
             example, at least one target differs from n by 1 or more.

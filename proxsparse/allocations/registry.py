@@ -1,13 +1,13 @@
 """The registry of allocations, and `allocate`, which chooses the pattern of every layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from proxsparse.allocations.budget import Layers, by_decoder_block, nearest_counts, numel
 from proxsparse.errors import InputError
-from proxsparse.methods.registry import check_option_names, options_of
+from proxsparse.methods.registry import check_option_names, describe_options, options_of
 from proxsparse.methods.walk import Batches
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.runtime.progress import shown
@@ -28,6 +28,7 @@ class Allocation:
     targets: Callable[..., list[float]]
     options: dict[str, bool | int | float | str]  # name -> default
     check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
+    descriptions: dict[str, str] = field(default_factory=dict)  # of the options, for --help
 
 
 _allocations: dict[str, Allocation] = {}
@@ -37,7 +38,8 @@ def register_allocation(name: str, needs_data: bool, paper: str, check: Callable
     """Decorator: registers a function `targets`, see `Allocation`; its keyword-only parameters are its options."""
 
     def add(targets: Callable) -> Callable:
-        _allocations[name] = Allocation(name, needs_data, paper, targets, options_of(targets), check)
+        options, descriptions = options_of(targets), describe_options(targets)
+        _allocations[name] = Allocation(name, needs_data, paper, targets, options, check, descriptions)
         return targets
 
     return add

@@ -43,7 +43,8 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: must be at least 1, or None")
     texts = []
-    with phase(f"reading {source}", limit, "document") as current:
+    part = "" if is_local(source) else f", {split}"
+    with phase(f"reading {source}{part}", limit, "document") as current:
         for where, row in open_source(source, split):
             texts.append(text_of(row, where, text_field))
             current.step(bool(texts[-1].strip()))

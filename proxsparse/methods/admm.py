@@ -48,6 +48,8 @@ def prune_admm(
 
     Args:
         weight: [out_features, in_features].
+        iterations: number of updates of W, Z and U.
+        mask_iterations: number of the first iterations, which select a new mask.
         damping: added to the diagonal of X X^T, in units of its mean.
         rho: weight of the penalty |W - Z|^2, in the same units.
     Returns:

@@ -77,9 +77,17 @@ def prune_maskllm(
     That is 24 bytes per weight for 2:4 and 140 for 4:8, plus about 20 until the backward pass.
 
     Args:
+        epochs: passes over the calibration samples.
+        learning_rate: learning rate of AdamW on the logits at the first step.
+        final_learning_rate: the learning rate at the last step.
+        tau: temperature of the softmax at the first step.
+        final_tau: the temperature at the last step.
+        scale: factor of the logits at the first step.
+        final_scale: the factor at the last step.
         prior: the method whose masks bias the logits, with its defaults and without weight update; or "none".
-        prior_strength: in standard deviations of the logits.
-        weight_reg: rewards large kept weights.
+        prior_strength: bias of the logits towards the prior, in standard deviations of the logits.
+        weight_reg: strength of the term that rewards large kept weights.
+        weight_decay: weight decay of AdamW on the logits.
         max_grad_norm: bound of the gradient norm of all logits together.
         seed: seed of the initial logits, the noise, and the order of the batches after the first pass.
     Returns:

@@ -1,8 +1,9 @@
 """The registry of pruning methods, and `prune_`, which applies one to a model."""
 
 import inspect
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -42,6 +43,7 @@ class Method:
     check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
     # check_model(layers, patterns, base, **options) raises InputError for options that do not fit a loaded model
     check_model: Callable[..., None] = lambda layers, patterns, base, **options: None
+    descriptions: dict[str, str] = field(default_factory=dict)  # of the options, for --help
 
 
 _methods: dict[str, Method] = {}
@@ -64,7 +66,7 @@ def register_method(
 
     def add(prune: Callable) -> Callable:
         own = options_of(prune) if options is None else options
-        more = {"keeps": keeps, "check": check, "check_model": check_model}
+        more = {"keeps": keeps, "check": check, "check_model": check_model, "descriptions": describe_options(prune)}
         _methods[name] = Method(name, needs_data, updates_weights, paper, prune, own, **more)
         return prune
 
@@ -90,7 +92,7 @@ def register_layer_method(
     def add(prune_layer: Callable) -> Callable:
         prune = partial(prune_layers_, name, prune_layer, statistics)
         options = options_of(prune_layer)
-        more = {"keeps": "blocks" if needs_data else "", "check": check}
+        more = {"keeps": "blocks" if needs_data else "", "check": check, "descriptions": describe_options(prune_layer)}
         _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, **more)
         return prune_layer
 
@@ -108,6 +110,13 @@ def options_of(function: Callable) -> dict:
         if not isinstance(default, bool | int | float | str):
             raise ValueError(f"option {name!r} of {function.__name__}: its default must be a bool, int, float or str")
     return options
+
+
+def describe_options(function: Callable) -> dict[str, str]:
+    """Name -> first sentence of the entry under Args in the docstring, of all parameters that have one."""
+    entries = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n        .+)*)", inspect.getdoc(function), re.MULTILINE)
+    first = {names: re.split(r"(?<=[\w)])\. |\.$", " ".join(text.split()))[0] for names, text in entries}
+    return {name: text for names, text in first.items() for name in names.split(", ")}
 
 
 def check_option_names(options: dict, known: dict, what: str) -> None:

@@ -60,7 +60,7 @@ def prune_sparsegpt(
         weight: [out_features, in_features].
         damping: added to the diagonal of H, in units of its mean.
         chunk: columns after which the rest of the matrix is updated; affects only the speed.
-        update_weights: False: the same mask, but the kept weights are the pretrained ones.
+        update_weights: false: the same mask, but the kept weights are the pretrained ones.
     Returns:
         mask, bool, and the updated weight in the dtype of the computation, both the shape of `weight`; None instead
         of the weight without `update_weights`.

@@ -31,7 +31,7 @@ def prune_swap(weight: Tensor, statistics: InputGram, pattern: NMPattern, *, swe
     Args:
         weight: [out_features, in_features].
         statistics: X X^T of the layer's calibration inputs.
-        sweeps: largest number of passes over all blocks; each costs one product of `weight` with X X^T.
+        sweeps: largest number of passes over all blocks. Each costs one product of `weight` with X X^T.
     Returns:
         mask, bool, the shape of `weight`; None: the weights are unchanged.
     Raises:

@@ -172,7 +172,8 @@ def prune_parser() -> Parser:
     for name in {name: None for row in rows() for name in row.options if name not in SHARED}:
         defaults = defaults_of(name)
         owners = ", ".join(f"{owner} {str(default).lower()}" for owner, default in defaults.items())
-        add_flag(group, name, type(next(iter(defaults.values()))), f"default: {owners}")
+        description = next(row.descriptions[name] for row in rows() if name in row.options)
+        add_flag(group, name, type(next(iter(defaults.values()))), f"{description} (default: {owners})")
     return parser
 
 

@@ -1,14 +1,19 @@
 """What holds for every registered method, on every model family."""
 
+import dataclasses
+
 import pytest
 import torch
 from pruned import assert_pruned
 from tiny_models import MODELS
 
+from proxsparse.allocations.registry import get_allocation, list_allocations
 from proxsparse.errors import InputError
 from proxsparse.methods import get_method, list_methods, prune_, register_layer_method
 from proxsparse.models.layers import prunable_layers
+from proxsparse.run.config import TrainConfig
 
+ROWS = [*map(get_method, list_methods()), *map(get_allocation, list_allocations())]
 # Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
 LAYER_COUNT = {"phi3": 8, "opt": 12, "gpt2": 8, "mixtral": 24, "qwen3-moe": 24}
 
@@ -93,6 +98,13 @@ def test_what_cannot_be_pruned_is_named(family, change, method, options, message
 def test_an_option_of_another_method_is_refused_by_name(name, tiny_model, batches):
     with pytest.raises(InputError, match=f"{name}.*no option 'momentum'"):
         prune_(tiny_model(), name, batches, momentum=0.9)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_option_is_described(row):
+    own = row.options.keys() - {one.name for one in dataclasses.fields(TrainConfig)}
+    assert own <= row.descriptions.keys()
+    assert all(5 < len(text) < 120 for name, text in row.descriptions.items() if name in own)
 
 
 def test_options_need_a_default():
