@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
 # (file, options of pytest): what runs quickly; each call of the interpreter takes a quarter second
-QUICK = [("triton_prox_cases.py", "-m", "not slow")]
+QUICK = [("test_prox.py", "-k", "triton and one_strength and bfloat16")]
 QUICK += [("test_adamw_prox.py", "-k", "triton and (bfloat16 or float32) and plain")]
-SLOW = [("triton_prox_cases.py", "-m", "slow"), ("test_prox_list.py",), ("test_prox.py",), ("test_prox_edges.py",)]
+SLOW = [("triton_prox_cases.py",), ("test_prox_list.py",), ("test_prox.py",), ("test_prox_edges.py",)]
 SLOW += [("test_adamw_prox.py",), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
 COMPILED = [("triton_compiled_prox.py", "-m", "not slow"), ("triton_rocm_cases.py", "-m", "not slow")]
 COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow"), ("triton_rocm_cases.py", "-m", "slow")]
