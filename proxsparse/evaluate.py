@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from proxsparse.data.sources import evaluation_split, evaluation_text
-from proxsparse.errors import FAILED, InputError, describe_error, run_command
+from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
 from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
@@ -124,6 +124,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     task.add_argument("--num_fewshot", type=int, default=0, help="solved examples before each question; default: 0")
     options = parser.parse_args(arguments)
 
+    if options.seq_len is not None:
+        require("seq_len", options.seq_len, options.seq_len >= 2, "at least 2 tokens: the first one is not predicted")
     if options.max_windows == 0 or options.max_windows < -1:
         raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
     if options.json not in (None, "-"):

@@ -114,9 +114,8 @@ def options_of(function: Callable) -> dict:
 
 def describe_options(function: Callable) -> dict[str, str]:
     """Name -> first sentence of the entry under Args in the docstring, of all parameters that have one."""
-    entries = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n        .+)*)", inspect.getdoc(function), re.MULTILINE)
-    first = {names: re.split(r"(?<=[\w)])\. |\.$", " ".join(text.split()))[0] for names, text in entries}
-    return {name: text for names, text in first.items() for name in names.split(", ")}
+    entries = re.findall(r"^    (\w+): (.+(?:\n        .+)*)", inspect.getdoc(function), re.MULTILINE)
+    return {name: re.split(r"(?<=[\w)])\. |\.$", " ".join(text.split()))[0] for name, text in entries}
 
 
 def check_option_names(options: dict, known: dict, what: str) -> None:

@@ -81,8 +81,10 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     method.check_model(layers, dict.fromkeys(layers, pattern), base, **options)
     updated = method.updates_weights and options.get("update_weights", True)
     on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
-    seq_len = on_rank_zero(lambda: fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len"))
-    batches = read_calibration(config, tokenizer, seq_len) if needs_data else []
+    batches, seq_len = [], None
+    if needs_data:
+        seq_len = on_rank_zero(lambda: fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len"))
+        batches = read_calibration(config, tokenizer, seq_len)
     digest = digest_of(model, batches)
     if checkpoint:
         check_digest(checkpoint, state["digest"], digest)

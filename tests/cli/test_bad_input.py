@@ -50,8 +50,8 @@ def bad_files(tmp_path_factory):
     spoil("incomplete", lambda weights: weights.pop(f"{UP}.weight"))
     largest = torch.finfo(torch.bfloat16).max
     spoil("overflowing", lambda weights: weights[f"{UP}.weight"].view(-1)[-1:].fill_(largest))
-    for name in ("model.layers.1.input_layernorm", UP, "model.norm"):
-        spoil(name, lambda weights, name=name: weights[f"{name}.weight"].view(-1)[-1:].fill_(torch.inf))
+    for name, value in {"model.layers.1.input_layernorm": torch.inf, UP: torch.nan, "model.norm": torch.inf}.items():
+        spoil(name, lambda weights, at=f"{name}.weight", value=value: weights[at].view(-1)[-1:].fill_(value))
     return folder
 
 
@@ -228,7 +228,7 @@ def test_a_mistyped_model_leaves_the_folder_as_it_was(flags, capsys, tmp_path):
         (["no-tokenizer", "--data", "{data}"], ["no tokenizer.json or other tokenizer files"]),
         (["{model}", "--data", "{data}", "--masks", "directory"], ["a directory; give the masks.safetensors in it"]),
         (["{model}", "--data", "short.txt", "--seq_len", "64"], ["--seq_len 64: the text has 11 tokens; lower it"]),
-        (["{model}", "--data", "{data}", "--seq_len", "0"], ["seq_len=0"]),
+        (["{model}", "--data", "{data}", "--seq_len", "0"], ["--seq_len 0: must be at least 2"]),
         (
             ["{model}", "--data", "{data}", "--seq_len", "1000000"],
             ["1000000", "length of 128", "lower --seq_len"],
@@ -257,7 +257,10 @@ def test_evaluate_refuses(arguments, words, tiny_llama, text_file, capsys, bad_f
         (["--method", "sparsegpt", "--damping", "-0.1"], ["--damping -0.1: must be a finite number >= 0"]),
         (["--method", "sparsegpt", "--damping", "nan"], ["--damping nan: must be"]),
         (["--method", "sparsegpt", "--chunk", "0"], ["--chunk 0: must be at least 1"]),
-        (["--method", "swap", "--sweeps", "-5"], ["--sweeps -5: must be at least 1"]),
+        (["--method", "swap", "--sweeps", "0"], ["--sweeps 0: must be at least 1"]),
+        (["--num_samples", "0"], ["--num_samples 0: must be at least 1"]),
+        (["--seq_len", "1"], ["--seq_len 1: must be at least 2"]),
+        (["--pattern", "4:2"], ["--pattern", "4:2", "1 <= n < m"]),
         (["--method", "admm", "--iterations", "10"], ["--mask_iterations 15: must be from 1 to --iterations 10"]),
         (["--method", "admm", "--rho", "0"], ["--rho 0.0: must be a finite number > 0"]),
         (["--method", "maskllm", "--tau", "0"], ["--tau 0.0: must be"]),

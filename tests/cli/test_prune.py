@@ -95,6 +95,11 @@ def test_options_of_a_method(prune, tiny_llama, tmp_path):
     assert "output_dir" not in settings
 
 
+def test_a_method_without_data_has_no_window_of_samples(prune):
+    result = prune("run", "--method", "magnitude", "--eval_data", "none", "--seq_len", "1000")
+    assert (result["seq_len"], result["samples"]) == (None, 0)
+
+
 @pytest.mark.parametrize("name", list_methods())
 def test_same_seed_gives_the_same_masks(name, prune):
     flags = ["--method", name, "--eval_data", "none", "--overwrite_output_dir"]

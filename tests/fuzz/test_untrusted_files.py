@@ -54,7 +54,7 @@ def with_index(folder, *shards):
 
 
 class Bomb:
-    """Unpickled, it leaves a file behind."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path):
         self.path = path
