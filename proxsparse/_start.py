@@ -13,6 +13,7 @@ PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
     "train": "learn the N:M mask of a pretrained language model (ProxSparse)",
     "prune": "prune a model by any method: magnitude, wanda, sparsegpt, ...",
+    "finetune": "train the kept weights of a pruned model; the mask is held",
     "evaluate": "measure perplexity and zero-shot accuracy",
     "pack": "pack the 2:4 layers of a pruned model, or unpack them",
     "report": "regenerate the report and the plots of a run",

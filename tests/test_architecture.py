@@ -13,14 +13,15 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # Every module of the package; add a new one here.
 PLACES = {
-    "": "__main__ _start _version env errors evaluate pack patterns prune report train",
+    "": "__main__ _start _version env errors evaluate finetune pack patterns prune report train",
     "allocations": "alphapruning budget owl registry uniform",
     "data": "calibration sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert generate glue linear merge packed_checkpoint",
     "integrations": "after_import transformers_quantizer transformers_trainer",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
-    "methods": "admm block_masks finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap walk wanda",
+    "methods": "admm block_masks finetune finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap "
+    "walk wanda",
     "models": "checks layers loading snap unfold_linears",
     "ops": "adamw_prox choice mask pack prox prox_list registry sparse_linear tuning",
     "ops/backends": "cpp cuda cusparselt cutlass gemv triton",
@@ -29,7 +30,8 @@ PLACES = {
     "reference": "adamw_prox mask pack paper_solvers prox regularizers",
     "run": "config flags folder job model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
-    "training": "checkpoint distillation initial_masks learnable_layer log loop mask_monitor optimizer options scaling",
+    "training": "adapters checkpoint distillation early_stopping held_layer initial_masks learnable_layer log loop "
+    "mask_monitor optimizer options scaling",
 }
 # Layers from the lowest to the highest: packages and single modules.
 LAYERS = {
@@ -41,7 +43,7 @@ LAYERS = {
     "inference": "inference",
     "integrations": "integrations",
     "runs": "run plan",
-    "commands": "__main__ train prune evaluate pack report env",
+    "commands": "__main__ train prune finetune evaluate pack report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",)}

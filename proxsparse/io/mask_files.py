@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.errors import InputError
+from proxsparse.io.output_folder import MASKS
 from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
@@ -80,10 +81,17 @@ def masks_sha256(masks: dict[str, Tensor]) -> str:
 
 
 def load_masks(path: Path | str) -> dict[str, Tensor]:
-    """Reads masks.safetensors and checks every block.
+    """Reads masks.safetensors and checks every block: layer name -> bool [out_features, in_features], True = kept.
 
-    Returns:
-        layer name -> bool [out_features, in_features], True = kept.
+    Raises:
+        InputError: as `read_masks`.
+    """
+    return read_masks(path)[0]
+
+
+def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern], dict[str, str]]:
+    """The masks as in `load_masks`, layer name -> pattern, and the metadata of the file.
+
     Raises:
         InputError: the file is missing or malformed, or a mask does not keep exactly n of every m weights.
     """
@@ -115,7 +123,22 @@ def load_masks(path: Path | str) -> dict[str, Tensor]:
         pattern = patterns[name]
         if not (pattern.nonzeros(mask) == pattern.n).all():
             raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in all blocks; remake it")
-    return masks
+    return masks, patterns, metadata
+
+
+def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, str]]:
+    """The patterns and the base model that the masks.safetensors in a folder records; ({}, {}) if there is no file.
+
+    Returns:
+        Layer name -> pattern; the entries of `models.loading.base_identity`.
+    Raises:
+        InputError: as `load_masks`.
+    """
+    path = Path(folder) / MASKS
+    if not path.is_file():
+        return {}, {}
+    _, patterns, metadata = read_masks(path)
+    return patterns, {key: metadata.get(key, "") for key in ("base_model", "base_revision", "base_sha256")}
 
 
 def is_mask_file(path: Path) -> bool:

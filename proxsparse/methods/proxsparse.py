@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import add_labels
-from proxsparse.io.mask_files import pattern_name
 from proxsparse.methods.registry import register_method
 from proxsparse.methods.store import Store
 from proxsparse.methods.walk import Batches
@@ -91,12 +90,11 @@ def learn_masks(
     if store.directory:
         distributed.on_rank_zero(lambda: checkpoint.require_space_for(state, store.directory))
 
-    pattern = pattern_name(patterns)
     with (
         torch.autocast(model.device.type, enabled=False),
         torch.enable_grad(),
         evaluating(model),  # restores the train/eval modes at the end
-        RunLog(store.directory, state.step, state.all_steps, pattern, options.report_to) as log,
+        RunLog(store.directory, state.step, state.all_steps, "learning the masks", options.report_to) as log,
     ):
         learn(
             state, own_samples(batches, options.seed, state.batches), dtype, log, store.stop, lambda: save(store, state)
@@ -130,7 +128,8 @@ def learn(
 ) -> None:
     """Algorithm 1 from the current step to the last one, or to the end of the step in which a signal arrives.
 
-    With --average_runs each run starts from the same weights; the result is the mean of their weights.
+    It also ends when the monitor says that it is finished. With --average_runs each run starts from the same weights;
+    the result is the mean of their weights.
 
     Args:
         dtype: autocast dtype of the forward pass; None: no autocast.
@@ -155,7 +154,7 @@ def learn(
                 stop.agree()
                 if checkpoint.is_due(state, stop.number):
                     save()
-                if stop.number:
+                if stop.number or state.monitor.finished:
                     state.average.mean_()
                     return
 
@@ -163,4 +162,5 @@ def learn(
 def save(store: Store, state: TrainState) -> None:
     """Writes a checkpoint into the run's directory, if there is one."""
     if store.directory:
-        checkpoint.save(store.directory, state, store.identity)
+        scores = {name: score and dataclasses.asdict(score) for name, score in store.scores.items()}
+        checkpoint.save(store.directory, state, store.identity | {"scores": scores})

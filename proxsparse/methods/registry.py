@@ -39,6 +39,7 @@ class Method:
     paper: str
     prune: Callable[..., dict[str, Tensor]]
     options: dict[str, bool | int | float | str]  # name -> default; the default determines the type
+    starts_as: str = "dense"  # what the model is before the run, in tables of perplexities
     keeps: str = ""  # what it saves in a `Store`, "blocks" or "checkpoints"; if set, `prune` also takes `store`
     check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
     # check_model(layers, patterns, base, **options) raises InputError for options that do not fit a loaded model

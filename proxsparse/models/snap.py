@@ -1,7 +1,11 @@
 """Copying and casting weights, and restoring the pretrained weights under masks."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
+
+from proxsparse.runtime.sharding import local
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -17,22 +21,28 @@ def cast_parameters_(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def snap_(model: nn.Module, pretrained: dict[str, Tensor], masks: dict[str, Tensor], updated: bool = False) -> None:
-    """W <- W0 where the mask keeps, +0 elsewhere; parameters without a mask are reset to W0. In place.
+def snap_(
+    model: nn.Module,
+    pretrained: dict[str, Tensor],
+    masks: dict[str, Tensor],
+    trained: Collection[str] = (),
+) -> None:
+    """W <- W0 where the mask keeps, +0 elsewhere; parameters without a mask become W0. In place.
 
     Args:
         pretrained: parameter name -> W0, from `copy_weights` or `sharding.shard_and_move_`. The dtype is restored too,
             except in a sharded model. Parameters that are not in the dict are unchanged.
         masks: layer name -> bool [out_features, in_features]; {} restores the dense model.
-        updated: the kept weights stay as they are, rounded to the dtype of W0, instead of becoming W0.
+        trained: names of parameters that keep their current values, rounded to the dtype of W0, instead of becoming W0.
     """
     for name, weight in pretrained.items():
         parameter = model.get_parameter(name)
         mask = masks.get(name.removesuffix(".weight"))
+        if name in trained:
+            weight = local(parameter.detach()).to("cpu", weight.dtype)
         if mask is not None:
-            kept = parameter.to("cpu", weight.dtype) if updated else weight
-            weight = torch.where(mask.to(kept.device) & (kept != 0), kept, 0.0)  # a kept -0.0 becomes +0.0 too
+            weight = torch.where(mask.to(weight.device) & (weight != 0), weight, 0.0)  # a kept -0.0 becomes +0.0 too
         if hasattr(parameter, "to_local"):
-            parameter.to_local().copy_(weight)
+            local(parameter).copy_(weight)
         else:
             parameter.data = weight.to(parameter.device, copy=True)

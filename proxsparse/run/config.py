@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from proxsparse.errors import InputError
+from proxsparse.io.mask_files import recorded_masks
 from proxsparse.patterns import NMPattern
 from proxsparse.run.recipes import RECIPE_NAMES
-from proxsparse.training.options import LearningOptions, Ranges, check_choices, check_ranges, flag
+from proxsparse.training.options import FinetuneOptions, LearningOptions, Ranges, check_choices, check_ranges, flag
 
 LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # not in config.yaml
@@ -88,11 +89,22 @@ RANGES: Ranges = (
 
 
 @dataclass
-class TrainConfig(LearningOptions, RunConfig):
+class LoopConfig(RunConfig):
+    """The flags of every run that trains."""
+
+    allocation: ClassVar[str] = "uniform"
+
+    shard_within_node: bool = flag(
+        False, "shard the model within each node and replicate it across nodes (HSDP)", "hardware"
+    )
+
+
+@dataclass
+class TrainConfig(LearningOptions, LoopConfig):
     """The flags of `proxsparse train`: the method "proxsparse" with one pattern for all layers."""
 
+    command: ClassVar[str] = "train"
     method: ClassVar[str] = "proxsparse"
-    allocation: ClassVar[str] = "uniform"
 
     recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}", "output")
     pretrained_weights: str | None = flag(
@@ -102,9 +114,6 @@ class TrainConfig(LearningOptions, RunConfig):
         "hardware",
         ("device", "cpu", "disk"),
     )
-    shard_within_node: bool = flag(
-        False, "shard the model within each node and replicate it across nodes (HSDP)", "hardware"
-    )
     plan: bool = flag(False, "print the memory and time of the run on 1 to 512 devices, and exit", "output")
 
     def check(self) -> "TrainConfig":
@@ -113,12 +122,39 @@ class TrainConfig(LearningOptions, RunConfig):
         LearningOptions.check(self)
         if self.pretrained_weights is None:  # masked layers need them at every step
             self.pretrained_weights = "device" if self.forward == "masked" else "cpu"
-        step = self.gradient_accumulation_steps * self.per_device_train_batch_size
-        if step > self.num_samples:
-            raise InputError(
-                f"--gradient_accumulation_steps {self.gradient_accumulation_steps}: a step needs {step} samples, "
-                f"--num_samples is {self.num_samples}; lower the former or raise the latter"
-            )
-        if self.master_weights and self.precision != "bf16":
-            raise InputError(f"--master_weights: needs --precision bf16 (now {self.precision}); leave it out")
+        check_steps(self)
         return self
+
+
+@dataclass
+class FinetuneConfig(FinetuneOptions, LoopConfig):
+    """The flags of `proxsparse finetune`; `model` is the pruned model."""
+
+    command: ClassVar[str] = "finetune"
+    method: ClassVar[str] = "finetune"
+
+    def check(self) -> "FinetuneConfig":
+        """As `RunConfig.check` and `FinetuneOptions.check`; the default teacher is the model that was pruned."""
+        RunConfig.check(self)
+        FinetuneOptions.check(self)
+        check_steps(self)
+        if self.distill and self.teacher is None:
+            self.teacher = recorded_masks(self.model)[1].get("base_model")
+        if self.distill and not self.teacher:
+            raise InputError(
+                f"--teacher is missing: {self.model} has no masks.safetensors that names the model that was pruned; "
+                "give the dense model, or --distill 0 to train without it"
+            )
+        return self
+
+
+def check_steps(config: TrainConfig | FinetuneConfig) -> None:
+    """Raises InputError if a step needs more samples than there are, or master weights have no use."""
+    step = config.gradient_accumulation_steps * config.per_device_train_batch_size
+    if step > config.num_samples:
+        raise InputError(
+            f"--gradient_accumulation_steps {config.gradient_accumulation_steps}: a step needs {step} samples, "
+            f"--num_samples is {config.num_samples}; lower the former or raise the latter"
+        )
+    if config.master_weights and config.precision != "bf16":
+        raise InputError(f"--master_weights: needs --precision bf16 (now {config.precision}); leave it out")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import typing
+from collections.abc import Collection
 from pathlib import Path
 
 from proxsparse.errors import InputError
@@ -13,12 +14,12 @@ METAVARS = {bool: "true|false", int: "N", float: "X", int | None: "N", float | N
 GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
 
 
-def add_fields(parser: argparse.ArgumentParser, flags: type) -> None:
-    """Adds a flag for every field of a dataclass, in the field's group of --help."""
+def add_fields(parser: argparse.ArgumentParser, flags: type, but: Collection[str] = ()) -> None:
+    """Adds a flag for every field of a dataclass except `but`, in the field's group of --help."""
     groups = {group.title: group for group in parser._action_groups}
     types = typing.get_type_hints(flags)
     for one in sorted(dataclasses.fields(flags), key=lambda one: GROUPS.index(one.metadata["group"])):
-        if one.metadata["yaml_only"]:
+        if one.metadata["yaml_only"] or one.name in but:
             continue
         title = one.metadata["group"]
         groups[title] = groups.get(title) or parser.add_argument_group(title)

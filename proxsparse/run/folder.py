@@ -116,17 +116,22 @@ def save_checkpoint(
     patterns: dict[str, NMPattern],
     base: dict[str, str],
     config: RunConfig,
+    values: dict[str, Tensor],
 ) -> None:
     """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; both steps are atomic.
 
-    A sharded model is loaded again: its weights are the pretrained ones under the masks.
+    A sharded model is loaded again, and gets its trained parameters and the masks.
 
     Args:
         patterns: layer name -> pattern.
         base: the pretrained model, see `models.loading.base_identity`.
+        values: parameter name -> its value, of the trained parameters of a sharded model.
     """
     if world_size() > 1:
         model, _ = load_model(config.model)
+        for name, value in values.items():
+            parameter = model.get_parameter(name)
+            parameter.data = value.to(parameter.dtype)
         snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
     with atomic_directory(run_dir) as scratch:
         save_masks(scratch / output_folder.MASKS, masks, patterns, **base)

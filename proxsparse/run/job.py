@@ -11,7 +11,7 @@ from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import check_source, load_texts, read_limit
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import masks_sha256
+from proxsparse.io.mask_files import masks_sha256, recorded_masks
 from proxsparse.io.output_folder import OutputFolder
 from proxsparse.methods import Method, get_method
 from proxsparse.methods.store import Store
@@ -38,15 +38,18 @@ from proxsparse.run.resume import (
 from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device, choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero
-from proxsparse.runtime.sharding import gather_masks, shard_and_move_
+from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
 
 
-def run(config: RunConfig) -> int:
-    """Executes a run, or prints its --plan. Returns 0, or 128 + the number of the signal that stopped it."""
+def run(config: RunConfig, method: Method | None = None) -> int:
+    """Executes a run, or prints its --plan. Returns 0, or 128 + the number of the signal that stopped it.
+
+    `method`: the registered one of the config by default.
+    """
     if getattr(config, "plan", False):
         print(plan.text(config))
         return 0
-    method, command = get_method(config.method), "train" if config.method == "proxsparse" else "prune"
+    method = method or get_method(config.method)
     if distributed.launched_world_size() > 1 and method.keeps != "checkpoints":
         raise InputError(
             f"--method {method.name}: runs in one process, not in {distributed.launched_world_size()}; start it "
@@ -56,7 +59,7 @@ def run(config: RunConfig) -> int:
     check_named(config, method)
     device = choose_device(distributed.local_device(config.device))
     distributed.init_process_group(device)
-    with run_folder.opened(config, command, MAY_DIFFER) as folder:
+    with run_folder.opened(config, getattr(config, "command", "prune"), MAY_DIFFER) as folder:
         distributed.require_shared_directory(folder.path)
         if on_rank_zero(lambda: run_folder.nothing_left(folder)):
             return 0
@@ -75,10 +78,13 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
     model, tokenizer = load_model(config.model)
     refuse_not_finite(model)
-    layers = prunable_layers(model, config.pattern, config.include, config.exclude)
-    pattern = NMPattern.parse(config.pattern)
-    base = base_identity(config.model, model)
-    method.check_model(layers, dict.fromkeys(layers, pattern), base, **options)
+    pattern, base = NMPattern.parse(config.pattern), base_identity(config.model, model)
+    found = {}
+    if method.starts_as == "pruned":  # the masks of the folder, if it is one of ours
+        found, recorded = on_rank_zero(lambda: recorded_masks(config.model))
+        base = recorded or base
+    layers = prunable_layers(model, found or config.pattern, config.include, config.exclude)
+    method.check_model(layers, found or dict.fromkeys(layers, pattern), base, **options)
     updated = method.updates_weights and options.get("update_weights", True)
     on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
     batches, seq_len = [], None
@@ -92,26 +98,30 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
     keep, within_node = getattr(config, "pretrained_weights", "cpu"), getattr(config, "shard_within_node", False)
     pretrained = shard_and_move_(model, decoder_blocks(model), device, weight_dtype, keep, within_node)
-    scores = state["scores"] if state.get("eval_digest") == eval_digest else {"dense": evaluate(model, "dense")}
     on_rank_zero(lambda: run_folder.start_run(run_dir, config, checkpoint))
-    store = Store(
-        run_dir, folder.run_id, identity_of(config, digest, eval_digest, scores), pretrained, checkpoint, state
-    )
+    store = Store(run_dir, folder.run_id, identity_of(config, digest, eval_digest), pretrained, checkpoint, state)
+    store.scores = state["scores"] if state.get("eval_digest") == eval_digest else {}
+    store.evaluate = evaluate
+    store.score(method.starts_as, model)
     with store.stop if method.keeps == "checkpoints" else nullcontext():  # a signal ends other methods at once
         with autocast(device, compute_dtype):
-            patterns = choose_patterns(config, method, store, model, layers, batches, digest)
+            patterns = found or choose_patterns(config, method, store, model, layers, batches, digest)
             progress = {"store": store} if method.keeps else {}
             masks = method.prune(model, layers, batches, patterns, **options, **progress)
-        snap_(model, pretrained, masks, updated)
+        trained = store.trained | ({f"{name}.weight" for name in masks} if updated else set())
+        snap_(model, pretrained, masks, trained)
         whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
-        on_rank_zero(lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config))
+        values = gather_parameters(model, trained)
+        on_rank_zero(
+            lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config, values)
+        )
         store.stop.agree()
 
     signal, table = store.stop.number, None
     if not signal:
         contenders = {method.name: masks} | store.baselines
-        scores |= results.scores_under(contenders, model, pretrained, weight_dtype, evaluate, updated)
-        table = results.perplexity_table(scores, config)
+        measured = results.scores_under(contenders, model, pretrained, weight_dtype, evaluate, trained)
+        table = results.perplexity_table(store.scores | measured, config)
     if is_rank_zero():
         samples = sum(len(batch["input_ids"]) for batch in batches)
         figures = {
@@ -121,6 +131,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
             "seq_len": seq_len,
             "paper": method.paper,
             "updated": updated,
+            **({"base_model": base["base_model"]} if method.starts_as == "pruned" else {}),
             **results.what_was_pruned(layers, patterns, pattern),
             "seconds": time.monotonic() - started + state.get("seconds", 0.0),
             "resumed": bool(checkpoint) if method.keeps == "checkpoints" else folder.begun,

@@ -33,16 +33,22 @@ def card_text(result: dict) -> str:
 
     `result`: the content of result.json, of `proxsparse train` or `proxsparse prune`.
     """
-    model, pattern = shortened(result["model"]), result["pattern"]
-    learned = "steps" in result
-    method, credit = "ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
-    if not learned:
-        method, credit = result["method"], f"The mask was chosen by `{result['method']}` ({result['paper']})."
+    model, pattern = shortened(result.get("base_model") or result["model"]), result["pattern"]
+    trained = "steps" in result
+    made, credit = "with ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
+    rest = "All other parameters are the pretrained ones."
+    if result.get("method") == "finetune":
+        made = "and fine-tuned"
+        credit = f"It is {shortened(result['model'])}, whose weights were trained while the mask was held"
+        credit += f" (`--train {result['config'].get('train')}`)."
+        rest = "Norms and biases were trained too; all other parameters are the pretrained ones."
+    elif not trained:
+        made, credit = f"with {result['method']}", f"The mask was chosen by `{result['method']}` ({result['paper']})."
     kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
     if result.get("allocation", "uniform") != "uniform":
         kept_share += f" on average (`{result['allocation']}` chose the number for each decoder block)"
     kept = "have new values" if result.get("updated") else "are the pretrained ones, unchanged"
-    length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if learned else ""
+    length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if trained else ""
     on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
     head = {"base_model": model} if on_hub else {}
     head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -51,14 +57,13 @@ def card_text(result: dict) -> str:
 ---
 {yaml.safe_dump(head, sort_keys=False)}---
 
-# {Path(model).name}, pruned to {pattern} with {method}
+# {Path(model).name}, pruned to {pattern} {made}
 
 {top_text((), result)}
 
 {model} with {kept_share} in {number(result["layers"])} linear layers.
 {credit} The kept weights {kept}; the other weights
-of these layers are +0.0. All other parameters are the pretrained ones. The licence and the limitations of the
-pretrained model apply.
+of these layers are +0.0. {rest} The licence and the limitations of the pretrained model apply.
 
 ## Held-out perplexity
 

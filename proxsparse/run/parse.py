@@ -13,13 +13,14 @@ from proxsparse.allocations.uniform import UNIFORM
 from proxsparse.errors import InputError
 from proxsparse.io.text_table import text_table
 from proxsparse.methods import Method, get_method, list_methods
-from proxsparse.run.config import NOT_REPEATED, RunConfig, TrainConfig
+from proxsparse.run.config import NOT_REPEATED, FinetuneConfig, RunConfig, TrainConfig
 from proxsparse.run.flags import add_fields, add_flag, convert, read_settings
 from proxsparse.run.recipes import DEFAULT_RECIPE, recipe_path
 from proxsparse.runtime.command import Parser
 from proxsparse.training.options import OBJECTIVES, SCALING_DEFAULTS
 
 PROXSPARSE = TrainConfig.method
+MODEL_HELP = "folder of the pruned model, such as the --output_dir of proxsparse train"
 SHARED = tuple(one.name for one in dataclasses.fields(RunConfig))
 TRAIN_TYPES = typing.get_type_hints(TrainConfig)
 # If a source changes the key, values of the other flags from sources of lower precedence are dropped: they were chosen
@@ -84,6 +85,32 @@ def make_config(**given) -> TrainConfig:
 def settings_file(path, what: str) -> dict:
     """The flags of `proxsparse train` in a YAML file."""
     return read_settings(path, what, TRAIN_TYPES, NOT_REPEATED)
+
+
+# ---------------------------------------------------------------------------------------------- proxsparse finetune
+
+
+def parse_finetune(arguments: list[str]) -> FinetuneConfig:
+    """The flags of a command line of `proxsparse finetune MODEL`.
+
+    Raises:
+        InputError: as `parse_config`; MODEL is missing.
+    """
+    types = typing.get_type_hints(FinetuneConfig)
+    parser = Parser(
+        "finetune",
+        usage="%(prog)s MODEL [--flag VALUE ...]",
+        description="Train the kept weights of an N:M model; the pruned weights stay zero.",
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
+    add_fields(parser, FinetuneConfig, but=("model",))
+    given = vars(parser.parse_args(arguments))
+    given = {name: convert(f"--{name}", value, types[name]) for name, value in given.items()}
+    if "config" in given:
+        given = read_settings(given["config"], "--config", types, NOT_REPEATED) | given
+    if "model" not in given:
+        raise InputError("MODEL is missing; give the folder of a pruned model: proxsparse finetune MODEL")
+    return FinetuneConfig(**given).check()
 
 
 # ---------------------------------------------------------------------------------------------- proxsparse prune

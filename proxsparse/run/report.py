@@ -31,17 +31,24 @@ from proxsparse.runtime.progress import phase
 MOST = 2**63  # larger integers do not occur in a run, and may be too large for a float
 PLOTTABLE = 1e30  # larger values overflow in matplotlib's axes
 NUMBER = (int, float, type(None))  # NaN and infinity are null in strict JSON
-METRICS_KEYS = {NUMBER: ["step", "loss", "feasible_share", "norm_gap"]}  # type -> keys
+METRICS_KEYS = {NUMBER: ["step", "loss"]}  # type -> keys
 RESULT_KEYS = {
-    str: ["status", "version", "model", "data", "pattern", "objective", "command", "masks_sha256"],
-    **{int: ["layers", "weights", "steps", "tokens"], (int, float): ["seconds"]},
-    NUMBER: ["feasible_share", "magnitude_agreement", "peak_memory_bytes"],
-    **{dict: ["config", "reg_lambda", "environment"], list: ["mask_similarity", "warnings"]},
-    (dict, type(None)): ["perplexity"],
+    str: ["status", "version", "model", "data", "pattern", "command", "masks_sha256"],
+    **{int: ["layers", "weights", "steps", "tokens"], (int, float): ["seconds"], NUMBER: ["peak_memory_bytes"]},
+    **{dict: ["config", "environment"], list: ["warnings"], (dict, type(None)): ["perplexity"]},
 }
-PERPLEXITY_KEYS = {str: ["data"], NUMBER: [*MEASURED_ON[1:], "dense", "magnitude", "proxsparse"]}
+# What a method adds.
+ADDED_KEYS = {
+    "proxsparse": {
+        **{str: ["objective"], NUMBER: ["feasible_share", "magnitude_agreement"]},
+        **{dict: ["reg_lambda"], list: ["mask_similarity"]},
+    },
+    "finetune": {dict: ["held_out"], int: ["trained_weights"]},
+}
+TITLES = {"proxsparse": "ProxSparse {0} masks for {1}", "finetune": "{1}, {0}, fine-tuned"}
+SCORES = {"proxsparse": ["dense", "magnitude", "proxsparse"], "finetune": ["pruned", "finetune"]}
 FILES = {
-    "masks.safetensors": "the learned masks, one bit per weight",
+    "masks.safetensors": "the masks, one bit per weight",
     "model*.safetensors*": "the pruned model's weights",
     "*config.json": "the configuration of the model and the tokenizer, for `from_pretrained`",
     "tokenizer.*": "the tokenizer",
@@ -53,6 +60,7 @@ FILES = {
 }
 PLOTS = {  # file -> title, y axis, its limits, key of a row
     "loss.png": ("Training loss", "loss (nats per token)", (None, None), "loss"),
+    "held_out_loss.png": ("Held-out loss", "loss (nats per token)", (None, None), "held_out_loss"),
     "feasible_share.png": ("Blocks that already satisfy N:M", "share of sampled blocks", (0, 1.02), "feasible_share"),
     "mask_similarity.png": ("Mask bits equal to the final mask", "share of mask bits", (None, None), "to_final"),
     "norm_gap.png": ("Distance of the kept weights from pretrained", "‖W - W₀‖ / ‖W₀‖", (0, None), "norm_gap"),
@@ -100,7 +108,9 @@ def read_metrics(run_dir: Path) -> list[dict]:
     rows = []
     for index, line in enumerate(lines, 1):
         try:
-            rows.append(parsed(line, METRICS_KEYS, f"{path}, line {index}"))
+            where = f"{path}, line {index}"
+            row = parsed(line, METRICS_KEYS, where)
+            rows.append(checked(row, {NUMBER: [key for *_, key in PLOTS.values() if key in row]}, where))
         except InputError:
             if index < len(lines):
                 raise
@@ -113,15 +123,22 @@ def read_result(run_dir: Path) -> dict | None:
     if not path.is_file():
         return None
     result = parsed(path.read_bytes(), RESULT_KEYS, str(path))
-    checked(result["reg_lambda"], {NUMBER: ["min", "max"]}, f"{path}, reg_lambda")
+    method = method_of(result)
+    checked(result, ADDED_KEYS[method], str(path))
     if result["perplexity"] is not None:
         scores = [key for key in result["perplexity"] if key != "data"]
-        checked(
-            result["perplexity"], {**PERPLEXITY_KEYS, NUMBER: PERPLEXITY_KEYS[NUMBER] + scores}, f"{path}, perplexity"
-        )
-    for point in result["mask_similarity"]:
-        checked(point, {NUMBER: ["step", "to_final"]}, f"{path}, mask_similarity")
+        numbers = [*MEASURED_ON[1:], *SCORES[method], *scores]
+        checked(result["perplexity"], {str: ["data"], NUMBER: numbers}, f"{path}, perplexity")
+    if method == "proxsparse":
+        checked(result["reg_lambda"], {NUMBER: ["min", "max"]}, f"{path}, reg_lambda")
+        for point in result["mask_similarity"]:
+            checked(point, {NUMBER: ["step", "to_final"]}, f"{path}, mask_similarity")
     return result
+
+
+def method_of(result: dict) -> str:
+    """The method that trained: "proxsparse", or "finetune"."""
+    return "finetune" if result.get("method") == "finetune" else "proxsparse"
 
 
 def parsed(text: bytes, schema: dict, where: str) -> dict:
@@ -159,8 +176,7 @@ def figures_text(result: dict) -> str:
         ("time (h:min:s)", duration(result["seconds"])),
         ("layers pruned", number(result["layers"])),
         ("weights in these layers", number(result["weights"])),
-        (f"blocks that were {result['pattern']} before the final projection", share(result["feasible_share"])),
-        ("mask bits equal to those of the magnitude mask", share(result["magnitude_agreement"])),
+        *added_figures(result),
         ("peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"),
         ("SHA-256 of the masks (names and packed bits)", f"`{result['masks_sha256']}`"),
         ("proxsparse", result["version"]),
@@ -168,9 +184,25 @@ def figures_text(result: dict) -> str:
     )
 
 
+def added_figures(result: dict) -> list[tuple[str, str]]:
+    """The rows of the table of figures that only one method has."""
+    if method_of(result) == "finetune":
+        best = result["held_out"].get("best_step")
+        return [
+            ("weights that were trained", number(result["trained_weights"])),
+            ("step with the smallest held-out loss, whose weights were kept", number(best)),
+        ]
+    return [
+        (f"blocks that were {result['pattern']} before the final projection", share(result["feasible_share"])),
+        ("mask bits equal to those of the magnitude mask", share(result["magnitude_agreement"])),
+    ]
+
+
 def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, names: Collection[str]) -> str:
     """The text of report.md. `plots`: None without matplotlib; `names`: the files in the folder."""
-    title = f"ProxSparse {result['pattern']} masks for {shortened(result['model'])}" if result else "ProxSparse run"
+    title = "ProxSparse run"
+    if result:
+        title = TITLES[method_of(result)].format(result["pattern"], shortened(result["model"]))
     parts = [f"# {title}", top_text(rows, result)]
     if result:
         parts += ["## Held-out perplexity", perplexity_text(result["perplexity"])]
@@ -197,8 +229,8 @@ def draw_plots(rows: Sequence[dict], result: dict | None) -> dict[str, bytes] | 
         return None
     drawn = {}
     for name, (title, y_label, limits, key) in PLOTS.items():
-        points = rows if key != "to_final" else result["mask_similarity"] if result else ()
-        x, y = ([plottable(point[k]) for point in points] for k in ("step", key))
+        points = rows if key != "to_final" else (result or {}).get("mask_similarity", ())
+        x, y = ([plottable(point[k]) for point in points if key in point] for k in ("step", key))
         if not any(map(math.isfinite, y)):
             continue
         axes = Figure((6, 3.5), dpi=110, layout="constrained").add_subplot(xlabel="optimizer step", ylabel=y_label)

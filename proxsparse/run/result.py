@@ -5,7 +5,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -56,20 +56,20 @@ def scores_under(
     pretrained: dict[str, Tensor],
     weight_dtype: torch.dtype,
     evaluate: Callable[[nn.Module, str], Perplexity | None],
-    updated: bool = False,
+    trained: Collection[str] = (),
 ) -> dict[str, Perplexity | None]:
     """The perplexity of the pretrained weights under each set of masks; None if Ctrl-C interrupted the measurement.
 
-    `updated`: use the weights that the method has changed instead, as in `models.snap_`.
+    `trained`: names of parameters that keep their current values, as in `models.snap_`.
     """
     scores: dict[str, Perplexity | None] = dict.fromkeys(contenders)
     try:
         for name, masks in contenders.items():
-            snap_(model, pretrained, masks, updated)
+            snap_(model, pretrained, masks, trained)
             cast_parameters_(model, weight_dtype)
             scores[name] = evaluate(model, name)
     except KeyboardInterrupt:
-        print("\ninterrupted: the masks are saved, the perplexity was not measured", file=sys.stderr)
+        print("\ninterrupted: the model is saved, the perplexity was not measured", file=sys.stderr)
     return scores
 
 
@@ -77,6 +77,7 @@ def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) ->
     """The perplexity entry of result.json: the text, the window and one value per name; None if not measured."""
     if any(score is None for score in scores.values()):
         return None
+    scores = dict(sorted(scores.items(), key=lambda score: score[0] != "dense"))  # the dense model first
     first = next(iter(scores.values()))
     seq_len = first.tokens // first.windows
     table = {"data": config.eval_data, "seq_len": seq_len, "windows": first.windows, "tokens": first.tokens}
@@ -112,7 +113,14 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, config:
         samples: number of calibration samples; None: the method needs none.
     """
     found = [] if samples is None else few_samples(samples, config)
-    if table and figures and not table[config.method] < table["magnitude"]:
+    if table and "pruned" in table and not table[config.method] < table["pruned"]:
+        found.append(
+            f"fine-tuning has not improved the model (perplexity {table[config.method]:.2f}, before "
+            f"{table['pruned']:.2f}): give more text (--num_samples), or change --learning_rate (now "
+            f"{config.learning_rate:g})"
+        )
+    learned = config.method == "proxsparse"
+    if learned and table and not table[config.method] < table["magnitude"]:
         found.append(
             f"the learned mask is no better than the magnitude mask (perplexity {table[config.method]:.2f} against "
             f"{table['magnitude']:.2f}): raise --num_samples or --seq_len, change --learning_rate (now "
@@ -154,8 +162,8 @@ def summary(result: dict, run_dir: Path) -> str:
     lines = []
     if table := result["perplexity"]:
         lines += [f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens"]
-        names = {"dense": "dense", result["method"]: result["method"]}
-        names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse"}
+        names = {"dense": "dense", "pruned": "before", result["method"]: result["method"]}
+        names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse", "finetune": "fine-tuned"}
         lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]
     counts = collections.Counter(result["patterns"].values())
     spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
@@ -163,7 +171,7 @@ def summary(result: dict, run_dir: Path) -> str:
     lines += [f"layers ({result['allocation']}): {spread}; {kept:.2%} of their weights kept, target {asked:.2%}"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]
     if result["status"] == "interrupted":
-        lines += [f"interrupted after step {result['steps']}: the current masks are saved, without perplexity"]
+        lines += [f"interrupted after step {result['steps']}: the current model is saved, without perplexity"]
     report = "report.md" if (run_dir / "report.md").exists() else "result.json"
     lines += [f"saved to {run_dir}: the {result['pattern']} model, masks.safetensors, {report}"]
     return "\n".join(lines)

@@ -4,7 +4,6 @@ proxsparse resumes from a checkpoint, see `training.checkpoint`. Layer-by-layer 
 decoder blocks, see `methods.finished_blocks`; finished_blocks/start.json identifies the run.
 """
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -39,15 +38,14 @@ FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkp
 MAY_DIFFER = (*FREE, "eval_data", "eval_seq_len", "eval_max_windows")  # if there is no checkpoint or it is complete
 
 
-def identity_of(config: RunConfig, digest: str, eval_digest: str, scores: dict[str, Perplexity | None]) -> dict:
-    """The entries of a checkpoint that identify its run, as JSON, and the dense perplexity."""
+def identity_of(config: RunConfig, digest: str, eval_digest: str) -> dict:
+    """The entries of a checkpoint that identify its run, as JSON."""
     return {
         "version": __version__,
         "settings": settings_of(config),
         "batches_a_step": batches_a_step(config),
         "digest": digest,
         "eval_digest": eval_digest,
-        "scores": {name: score and dataclasses.asdict(score) for name, score in scores.items()},
     }
 
 

@@ -6,7 +6,16 @@ from datetime import timedelta
 from pathlib import Path
 
 MEASURED_ON = ("data", "seq_len", "windows", "tokens")
-NAMES = {"dense": "dense (pretrained)", "magnitude": "magnitude mask", "proxsparse": "ProxSparse mask"}
+NAMES = {
+    "dense": "dense (pretrained)",
+    "magnitude": "magnitude mask",
+    "proxsparse": "ProxSparse mask",
+    "pruned": "pruned, before fine-tuning",
+    "finetune": "fine-tuned",
+}
+
+
+OTHERS = {"pruned": "before fine-tuning", "dense": "dense model"}
 
 
 def number(value: float | None) -> str:
@@ -50,10 +59,11 @@ def top_text(rows: Sequence[dict], result: dict | None) -> str:
     found = []
     if result["status"] != "complete":
         steps = number(result["steps"])
-        found.append(f"The run was {result['status']} after {steps} steps; the masks are those learned so far.")
+        found.append(f"The run was {result['status']} after {steps} steps; the model is the one learned so far.")
     scores, verdict = result["perplexity"], "Held-out perplexity was not measured."
     if scores is not None and "proxsparse" not in scores:
-        verdict = f"Held-out perplexity {number(scores[result['method']])}; dense model: {number(scores['dense'])}."
+        others = [f"; {name}: {number(scores[key])}" for key, name in OTHERS.items() if key in scores]
+        verdict = f"Held-out perplexity {number(scores[result['method']])}{''.join(others)}."
     elif scores is not None:
         learned, magnitude = scores["proxsparse"], scores["magnitude"]
         verdict = f"Held-out perplexity {number(learned)}; magnitude mask: {number(magnitude)}; "

@@ -6,7 +6,7 @@ moments need no communication.
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -130,6 +130,17 @@ def gather_rows(rows: Tensor, parameter: Tensor) -> Tensor:
     rows = rows.to(device_mesh.device_type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows, device_mesh, placements, shape=shape, stride=stride).full_tensor()
+
+
+def gather_parameters(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Name -> the full parameter on the CPU, on rank zero; {} on other ranks, and if the model is not sharded."""
+    found = {}
+    for name in sorted(names) if world_size() > 1 else ():  # the same order in all processes
+        parameter = model.get_parameter(name).detach()
+        whole = parameter.full_tensor() if is_sharded(parameter) else parameter
+        if is_rank_zero():
+            found[name] = local(whole).cpu()
+    return found
 
 
 def gather_masks(masks: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,11 +52,11 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
         found |= {f"{key}.{name}": value for key, value in held.items() if key != "step"}
     found |= {f"start.{name}": start for name, start in state.average.start.items()}
     found |= {f"sum.{name}": total for name, total in state.average.sum.items()}
-    snapshots = torch.stack([mask for _, mask in state.monitor.snapshots])
-    found |= {"monitor.mask": state.monitor.mask, "monitor.snapshots": snapshots}
-    return found | {
-        f"random.{kind}": all_gather(get()) for kind, (get, _) in random_generators(state.model.device).items()
-    }
+    return (
+        found
+        | state.monitor.tensors()
+        | {f"random.{kind}": all_gather(get()) for kind, (get, _) in random_generators(state.model.device).items()}
+    )
 
 
 def random_generators(device: torch.device) -> dict[str, tuple]:
@@ -75,7 +75,7 @@ def facts_of(state: TrainState, identity: dict) -> dict:
         "runs_ended": state.average.ended,
         "groups": [{key: group[key] for key in OF_A_GROUP} for group in state.optimizer.param_groups],
         "parameter_steps": {name: int(entries["step"]) for name, entries in held.items() if "step" in entries},
-        "snapshots": [step for step, _ in state.monitor.snapshots],
+        "monitor": state.monitor.facts(),
     }
 
 
@@ -83,7 +83,7 @@ def size(state: TrainState) -> int:
     """Approximate bytes of a checkpoint: learned weights, moments, master weights, copies for averaged runs."""
     added = (8 if state.optimizer.moment_dtype is None else 4) + (4 if state.optimizer.master_weights else 0)
     weights = weights_of(state.optimizer).values()
-    copies = [*weights, *state.average.start.values(), *state.average.sum.values()]
+    copies = [*weights, *state.average.start.values(), *state.average.sum.values(), *state.monitor.tensors().values()]
     return sum(copy.nbytes for copy in copies) + sum(weight.numel() for weight in weights) * added
 
 
@@ -181,7 +181,7 @@ def read_facts(path: Path) -> dict:
     try:
         facts = json.loads((path / STATE).read_bytes())
         sizes = {name: (path / Path(name).name).stat().st_size for name in facts["files"]}
-        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "snapshots"} - facts.keys()
+        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "monitor"} - facts.keys()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"{flag}: damaged ({describe_error(error)}); give another checkpoint") from error
     for name, expected in facts["files"].items():
@@ -211,7 +211,7 @@ def restore_(path: Path, facts: dict, state: TrainState) -> None:
     for name, weight in weights_of(state.optimizer).items():
         if f"exp_avg.{name}" in saved:  # a weight that has never had a gradient has no moments
             state.optimizer.prepare_state(weight)["step"].fill_(facts["parameter_steps"][name])
-    state.monitor.snapshots = [(step, torch.empty_like(state.monitor.mask)) for step in facts["snapshots"]]
+    state.monitor.prepare_(facts["monitor"])
     tensors = tensors_of(state)
     generators = random_generators(state.model.device)
     for name in [f"random.{kind}" for kind in generators]:
@@ -222,8 +222,7 @@ def restore_(path: Path, facts: dict, state: TrainState) -> None:
     for kind, (_, put) in generators.items():
         if (states := tensors.get(f"random.{kind}")) is not None:
             put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # must be aligned
-    state.monitor.mask = tensors["monitor.mask"]
-    state.monitor.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
+    state.monitor.restore_(tensors)
     for group, values in zip(state.optimizer.param_groups, facts["groups"], strict=True):
         group |= {key: values[key] for key in OF_A_GROUP}
     state.average.ended = facts["runs_ended"]

@@ -10,6 +10,14 @@ from proxsparse.io.output_folder import NEXT
 from proxsparse.runtime.distributed import is_rank_zero
 from proxsparse.runtime.progress import phase
 
+NOTED = {  # figures of a step that the progress bar shows
+    "loss": "loss {:.3f}",
+    "learning_rate": "lr {:.1e}",
+    "feasible_share": "N:M {:.1%}",
+    "mask_change": "changed {:.2%}",
+    "held_out_loss": "held-out {:.3f}",
+}
+
 
 class RunLog:
     """Writes one row per step to metrics.jsonl, the progress bar and the tracker, on rank zero only.
@@ -20,7 +28,7 @@ class RunLog:
         run_dir: folder of metrics.jsonl, which has the rows of the finished steps; None: nothing is written.
         done: number of finished steps.
         steps: number of all steps.
-        pattern: N:M, for the progress bar.
+        title: title of the progress bar.
         report_to: the tracker.
     """
 
@@ -29,12 +37,12 @@ class RunLog:
         run_dir: Path | None,
         done: int,
         steps: int,
-        pattern: str,
+        title: str,
         report_to: str = "none",
     ):
-        self.pattern, writes = pattern, run_dir is not None and is_rank_zero()
+        writes = run_dir is not None and is_rank_zero()
         self.file = (run_dir / "metrics.jsonl" if writes else Path(os.devnull)).open("a", encoding="utf-8")
-        self.bar = phase("learning the masks", steps, done=done)
+        self.bar = phase(title, steps, done=done)
         self.track, self.close_tracker = TRACKERS[report_to if writes else "none"](run_dir, done)
 
     def step(self, row: dict) -> None:
@@ -42,10 +50,8 @@ class RunLog:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         self.learning.result = f"loss {row['loss']:.3f}"
-        self.learning.note = (
-            f"loss {row['loss']:.3f} lr {row['learning_rate']:.1e} "
-            f"{self.pattern} {row['feasible_share']:.1%} changed {row['mask_change']:.2%}"
-        )
+        shown = [text.format(row[name]) for name, text in NOTED.items() if name in row]
+        self.learning.note = " ".join(shown)
         self.learning.step()
         self.track(row)
 

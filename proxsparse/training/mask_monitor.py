@@ -73,6 +73,25 @@ class MaskMonitor:
             self.snapshots.append((step, mask))
         return row
 
+    finished = False  # mask learning never stops early
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name in a checkpoint -> tensor."""
+        return {"monitor.mask": self.mask, "monitor.snapshots": torch.stack([mask for _, mask in self.snapshots])}
+
+    def facts(self) -> dict:
+        """What else a checkpoint saves, as JSON."""
+        return {"snapshots": [step for step, _ in self.snapshots]}
+
+    def prepare_(self, facts: dict) -> None:
+        """Makes room for the tensors of a checkpoint."""
+        self.snapshots = [(step, torch.empty_like(self.mask)) for step in facts["snapshots"]]
+
+    def restore_(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over the loaded tensors."""
+        self.mask, steps = tensors["monitor.mask"], [step for step, _ in self.snapshots]
+        self.snapshots = list(zip(steps, tensors["monitor.snapshots"], strict=True))
+
     def similarity(self) -> list[dict[str, float]]:
         """Share of mask bits equal to the last mask, for every stored mask."""
         return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]

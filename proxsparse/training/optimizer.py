@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from proxsparse.optim import ProxAdamW
 from proxsparse.runtime import sharding
 from proxsparse.training.learnable_layer import LearnableLayer
-from proxsparse.training.options import LearningOptions
+from proxsparse.training.options import LearningOptions, LoopOptions
 
 
 def layer_lambda(weight: Tensor, options: LearningOptions) -> float:
@@ -48,21 +48,26 @@ def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: Le
             group["lr"] *= mean_size(parameter)
         if parameter.requires_grad:
             groups.append(group)
-    bf16 = any(one.weight.dtype == torch.bfloat16 for one in learned.values())
-    optimizer = ProxAdamW(
+    optimizer = adamw(groups, options, options.frozen_eps)
+    for one in learned.values():
+        if one.scale is not None:
+            optimizer.set_scale(one.weight, one.scale)
+    return optimizer
+
+
+def adamw(groups: list[dict], options: LoopOptions, frozen_eps: float = 0.1) -> ProxAdamW:
+    """AdamW with the options of the loop; the prox acts on groups with reg_lambda > 0."""
+    bf16 = any(weight.dtype == torch.bfloat16 for group in groups for _, weight in group["params"])
+    return ProxAdamW(
         groups,
         weight_decay=options.weight_decay,
         reg_lambda=0.0,
-        frozen_eps=options.frozen_eps,
+        frozen_eps=frozen_eps,
         moment_dtype=MOMENT_DTYPES[options.moment_dtype or ("bf16" if bf16 else "fp32")],
         master_weights=options.master_weights,
         stochastic_rounding=bf16 and not options.master_weights,
         seed=options.seed,
     )
-    for one in learned.values():
-        if one.scale is not None:
-            optimizer.set_scale(one.weight, one.scale)
-    return optimizer
 
 
 def weights_of(optimizer: ProxAdamW) -> dict[str, Tensor]:

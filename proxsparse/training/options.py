@@ -1,8 +1,9 @@
-"""The options of the mask training: the flags of `proxsparse train` in addition to those of every run."""
+"""The options of the training loops: flags of `proxsparse train` and `finetune` in addition to those of every run."""
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from proxsparse.errors import InputError, require
 
@@ -29,43 +30,15 @@ def flag(default, help: str, group: str = "learning", choices: tuple[str, ...] =
 
 
 @dataclass
-class LearningOptions:
-    """Options of the method "proxsparse". None: a default that depends on other options, see `fill_in`."""
+class LoopOptions:
+    """Options of every training loop: steps, AdamW, memory and checkpoints."""
 
-    objective: str = flag(
-        "masked",
-        "masked: the loss is computed with the pretrained weights under the current mask, and weights are scaled by "
-        "their input activations; paper: with the learned weights, without scaling, and all weights are trained",
-        choices=tuple(OBJECTIVES),
-    )
-    scaling: str | None = flag(None, "scaling of the weights", choices=("activation", "none"), yaml_only=True)
-    forward: str | None = flag(None, "weights of the forward pass", choices=("masked", "dense"), yaml_only=True)
-    update: str | None = flag(None, "weights that are trained", choices=("prunable", "all"), yaml_only=True)
-    scaling_samples: int = flag(128, "samples on which the input activations are measured")
     distill: float = flag(0.0, "weight of the distillation from the dense model in the loss, 0 to 1")
-    start: str = flag(
-        PRETRAINED,
-        "initial mask: the name of a method such as swap, a masks.safetensors file, or pretrained (largest weights)",
-    )
-    allow_other_base: bool = flag(False, "accept --start masks that were made for other weights than --model")
-    reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
-    reg_lambda_rel: float | None = flag(
-        None,
-        "lambda_1 * mean|w|, the same in every layer (scaled weights have mean 1); default: 0.002, with --objective "
-        "paper 0.003",
-    )
-    frozen_lambda: float = flag(0.0, "lambda_2 of the frozen-weight term; needs --objective paper")
-    frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term")
     num_train_epochs: float = flag(1.0, "passes over the samples")
-    average_runs: int = flag(
-        1, "runs from the same initial mask, each with another order of the samples; their weights are averaged"
-    )
     max_steps: int = flag(-1, "optimizer steps; -1: determined by --num_train_epochs")
     per_device_train_batch_size: int = flag(1, "samples per forward pass")
     gradient_accumulation_steps: int = flag(1, "forward passes per optimizer step")
-    learning_rate: float | None = flag(
-        None, "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4"
-    )
+    learning_rate: float | None = flag(None, "learning rate after the warm-up")
     lr_scheduler_type: str = flag(
         "linear", "decay of the learning rate after the warm-up", choices=("linear", "cosine", "constant")
     )
@@ -92,6 +65,57 @@ class LearningOptions:
     report_to: str = flag("none", "also log to this tracker", "output", ("none", "tensorboard", "wandb"))
     seed: int = flag(42, "seed of the document order and of all random numbers", "hardware")
 
+    def check_loop(self) -> None:
+        """Raises InputError if an option is out of range or incompatible with another one."""
+        check_choices(self)
+        check_ranges(self, LOOP_RANGES)
+        if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
+            raise InputError(
+                f"--step_in_backward: needs --max_grad_norm 0 (not {self.max_grad_norm:g}) and "
+                f"--gradient_accumulation_steps 1 (not {self.gradient_accumulation_steps})"
+            )
+
+
+@dataclass
+class MaskOptions:
+    """The options that only mask learning has. None: a default that depends on other options."""
+
+    objective: str = flag(
+        "masked",
+        "masked: the loss is computed with the pretrained weights under the current mask, and weights are scaled by "
+        "their input activations; paper: with the learned weights, without scaling, and all weights are trained",
+        choices=tuple(OBJECTIVES),
+    )
+    scaling: str | None = flag(None, "scaling of the weights", choices=("activation", "none"), yaml_only=True)
+    forward: str | None = flag(None, "weights of the forward pass", choices=("masked", "dense"), yaml_only=True)
+    update: str | None = flag(None, "weights that are trained", choices=("prunable", "all"), yaml_only=True)
+    scaling_samples: int = flag(128, "samples on which the input activations are measured")
+    start: str = flag(
+        PRETRAINED,
+        "initial mask: the name of a method such as swap, a masks.safetensors file, or pretrained (largest weights)",
+    )
+    allow_other_base: bool = flag(False, "accept --start masks that were made for other weights than --model")
+    reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
+    reg_lambda_rel: float | None = flag(
+        None,
+        "lambda_1 * mean|w|, the same in every layer (scaled weights have mean 1); default: 0.002, with --objective "
+        "paper 0.003",
+    )
+    frozen_lambda: float = flag(0.0, "lambda_2 of the frozen-weight term; needs --objective paper")
+    frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term")
+    average_runs: int = flag(
+        1, "runs from the same initial mask, each with another order of the samples; their weights are averaged"
+    )
+
+
+@dataclass
+class LearningOptions(LoopOptions, MaskOptions):
+    """Options of the method "proxsparse". None: a default that depends on other options, see `fill_in`."""
+
+    learning_rate: float | None = flag(
+        None, "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4"
+    )
+
     def fill_in(self) -> None:
         """Replaces every None that has a default by that default."""
         for name, value in OBJECTIVES[self.objective].items():
@@ -112,6 +136,7 @@ class LearningOptions:
         """
         check_choices(self)
         self.fill_in()
+        self.check_loop()
         check_ranges(self, RANGES)
         if self.reg_lambda is not None and self.reg_lambda_rel is not None:
             raise InputError("--reg_lambda and --reg_lambda_rel are mutually exclusive; give one of them")
@@ -139,33 +164,87 @@ class LearningOptions:
                 f"--frozen_lambda {self.frozen_lambda}: needs --objective paper; with --objective masked the weights "
                 "are frozen already"
             )
-        if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
-            raise InputError(
-                f"--step_in_backward: needs --max_grad_norm 0 (not {self.max_grad_norm:g}) and "
-                f"--gradient_accumulation_steps 1 (not {self.gradient_accumulation_steps})"
-            )
+        return self
+
+
+HELD_OUT = 16  # default of --held_out
+TRAINED = {  # --train -> what is trained, and the default learning rate
+    "kept": ("the kept weights and the norms", 2e-4),
+    "norms": ("only the norms and biases", 2e-3),
+    "lora": ("low-rank adapters, merged under the mask, and the norms", 1e-3),
+}
+
+
+@dataclass
+class RecoveryOptions:
+    """The options that only fine-tuning has."""
+
+    train: str = flag(
+        "kept", "; ".join(f"{name}: {what}" for name, (what, _) in TRAINED.items()), choices=tuple(TRAINED)
+    )
+    lora_rank: int = flag(16, "rank of the adapters of --train lora")
+    teacher: str | None = flag(
+        None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned", "model"
+    )
+    held_out: int | None = flag(
+        None,
+        "samples that are held out to choose the best weights; 0: none, the last weights are kept; default: "
+        f"{HELD_OUT}, at most an eighth of the samples",
+    )
+    evals: int = flag(10, "number of measurements of the held-out loss")
+    patience: int = flag(
+        3, "stop after so many measurements in a row without a smaller held-out loss; 0: never stop early"
+    )
+
+
+@dataclass
+class FinetuneOptions(LoopOptions, RecoveryOptions):
+    """Options of `proxsparse finetune` in addition to those of every run."""
+
+    average_runs: ClassVar[int] = 1
+
+    distill: float = flag(0.67, "weight of the distillation from the teacher in the loss, 0 to 1")
+    learning_rate: float | None = flag(
+        None,
+        "learning rate after the warm-up; default: "
+        + ", ".join(f"{rate:g} for {name}" for name, (_, rate) in TRAINED.items()),
+    )
+
+    def check(self) -> "FinetuneOptions":
+        """Fills in the defaults and returns itself.
+
+        Raises:
+            InputError: an option is out of range or incompatible with another one.
+        """
+        check_choices(self)
+        self.learning_rate = TRAINED[self.train][1] if self.learning_rate is None else self.learning_rate
+        self.check_loop()
+        check_ranges(self, FINETUNE_RANGES)
         return self
 
 
 Ranges = tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]  # flags, condition, condition in words
 
-RANGES: Ranges = (
-    (
-        ("average_runs", "per_device_train_batch_size", "gradient_accumulation_steps", "scaling_samples"),
-        lambda value: value >= 1,
-        "at least 1",
-    ),
+LOOP_RANGES: Ranges = (
+    (("per_device_train_batch_size", "gradient_accumulation_steps"), lambda value: value >= 1, "at least 1"),
     (("save_total_limit",), lambda value: value >= 1, "at least 1"),
     (("save_steps",), lambda value: value >= 0, "at least 0"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for --num_train_epochs"),
-    (
-        ("reg_lambda", "reg_lambda_rel", "frozen_lambda", "weight_decay", "max_grad_norm"),
-        lambda value: value >= 0,
-        "a finite number >= 0",
-    ),
-    (("learning_rate", "frozen_eps"), lambda value: value > 0, "a finite number > 0"),
+    (("weight_decay", "max_grad_norm"), lambda value: value >= 0, "a finite number >= 0"),
+    (("learning_rate",), lambda value: value > 0, "a finite number > 0"),
     (("num_train_epochs",), lambda value: 0 < value <= 1e6, "a number > 0, at most 1,000,000"),
     (("warmup_ratio", "distill"), lambda value: 0 <= value <= 1, "between 0 and 1"),
+)
+RANGES: Ranges = (
+    (("average_runs", "scaling_samples"), lambda value: value >= 1, "at least 1"),
+    (("reg_lambda", "reg_lambda_rel", "frozen_lambda"), lambda value: value >= 0, "a finite number >= 0"),
+    (("frozen_eps",), lambda value: value > 0, "a finite number > 0"),
+)
+
+
+FINETUNE_RANGES: Ranges = (
+    (("lora_rank", "evals"), lambda value: value >= 1, "at least 1"),
+    (("held_out", "patience"), lambda value: value >= 0, "at least 0"),
 )
 
 

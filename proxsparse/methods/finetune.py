@@ -1,0 +1,202 @@
+"""Recovery: the mask is held, the kept weights are trained on text and on the predictions of the dense model."""
+
+import dataclasses
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.data.calibration import IGNORED_LABEL, add_labels
+from proxsparse.errors import InputError
+from proxsparse.methods.proxsparse import learn, save
+from proxsparse.methods.registry import Method
+from proxsparse.methods.store import Store
+from proxsparse.methods.walk import Batches
+from proxsparse.models.checks import evaluating
+from proxsparse.models.layers import decoder_blocks
+from proxsparse.models.loading import load_model
+from proxsparse.patterns import NMPattern
+from proxsparse.runtime import distributed
+from proxsparse.runtime.device import autocast
+from proxsparse.runtime.distributed import all_reduce_sum, shard_items
+from proxsparse.runtime.sharding import shard_and_move_
+from proxsparse.training import checkpoint
+from proxsparse.training.adapters import adapters, attach_adapters_, check_adapters, merge_adapters_
+from proxsparse.training.distillation import calibration_loss, teacher_targets
+from proxsparse.training.early_stopping import EarlyStopping
+from proxsparse.training.held_layer import hold_layers
+from proxsparse.training.log import RunLog, check_tracker
+from proxsparse.training.loop import RunAverage, TrainState, own_samples, step_count
+from proxsparse.training.optimizer import adamw
+from proxsparse.training.options import HELD_OUT, FinetuneOptions
+
+
+def check(**options) -> None:
+    """Raises InputError for an option that is out of range or not available."""
+    options = FinetuneOptions(**options).check()
+    check_tracker(options.report_to)
+    if options.train == "lora":
+        check_adapters()
+
+
+def finetune(
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    patterns: dict[str, NMPattern],
+    store: Store | None = None,
+    **options,
+) -> dict[str, Tensor]:
+    """min over the kept weights of  (1 - a) * -log p(y)  +  a * KL(teacher || p),  a = `distill`, with AdamW.
+
+    The mask is that of the zeros in the model; pruned weights stay +0.0. Embeddings and the output layer are not
+    trained. The weights with the smallest loss on the held-out samples are kept.
+
+    Args:
+        options: the fields of `FinetuneOptions`.
+    Returns:
+        Layer name -> bool [out_features, in_features] on the CPU, True = kept; for a sharded model the rows of this
+        process.
+    Raises:
+        InputError: a layer is not N:M; the teacher has another vocabulary; a loss or gradient is not finite.
+    """
+    options, store = FinetuneOptions(**options).check(), store or Store()
+    dtype = torch.get_autocast_dtype(model.device.type) if torch.is_autocast_enabled(model.device.type) else None
+    learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    held = hold_layers(layers, patterns)
+    batches = [add_labels(batch) for batch in batches]
+    batches, held_out = split(batches, options)
+    steps = step_count(len(batches), options)
+    if options.distill:
+        teacher = load_teacher(options.teacher, model, store)
+        targets = teacher_targets(teacher, [*batches, *held_out])
+        batches, held_out = targets[: len(batches)], targets[len(batches) :]
+        del teacher, targets
+    if options.train == "lora":
+        attach_adapters_(model, layers, options.lora_rank, options.seed)
+
+    trained = trained_parameters(model, layers, options)
+    # one group for each parameter, as --step_in_backward needs
+    optimizer = adamw([{"params": [one], "lr": options.learning_rate} for one in trained.items()], options)
+    measure = partial(held_out_loss, model, held_out, dtype, options.distill) if held_out else None
+    stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
+    state = TrainState(model, held, options, steps, optimizer, RunAverage({}, 1), stopping)
+    if store.checkpoint:
+        checkpoint.restore_(store.checkpoint, store.state, state)
+    if store.directory:
+        distributed.on_rank_zero(lambda: checkpoint.require_space_for(state, store.directory))
+
+    with (
+        torch.autocast(model.device.type, enabled=False),
+        torch.enable_grad(),
+        evaluating(model),  # restores the train/eval modes at the end
+        RunLog(store.directory, state.step, steps, "training the kept weights", options.report_to) as log,
+    ):
+        if not stopping.finished:
+            learn(
+                state,
+                own_samples(batches, options.seed, state.batches),
+                dtype,
+                log,
+                store.stop,
+                lambda: save(store, state),
+            )
+    stopping.take_best_()
+    store.complete = state.step == steps or stopping.finished
+    store.figures |= {
+        "steps": state.step,
+        "tokens": state.tokens,
+        "held_out": {"losses": stopping.losses, "best_step": stopping.best_step if stopping.losses else None},
+        "trained_weights": sum(weight.numel() for weight in trained.values()),
+    }
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(learns.get(name, False))
+    if options.train == "lora":
+        merge_adapters_(model, held)
+    store.trained = frozenset(trained) & {name for name, _ in model.named_parameters()}
+    return {name: one.mask().cpu() for name, one in held.items()}
+
+
+def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[list, list]:
+    """The batches to train on, and the last batches, with --held_out samples, to measure.
+
+    Raises:
+        InputError: no sample is left to train on.
+    """
+    samples = sum(len(batch["input_ids"]) for batch in batches)
+    asked = min(HELD_OUT, samples // 8) if options.held_out is None else options.held_out
+    count = -(-asked // options.per_device_train_batch_size)
+    if count >= len(batches):
+        raise InputError(f"--held_out {asked}: the calibration text has only {samples} samples; lower it")
+    return batches[: len(batches) - count], batches[len(batches) - count :]
+
+
+def load_teacher(name: str, model: nn.Module, store: Store) -> nn.Module:
+    """The teacher on the device of the model; also measures its held-out perplexity, as that of "dense".
+
+    Raises:
+        InputError: it cannot be loaded, or has another vocabulary.
+    """
+    try:
+        teacher, _ = load_model(name)
+    except InputError as error:
+        raise InputError(f"--teacher: {error}") from error
+    sizes = [len(one.get_input_embeddings().weight) for one in (model, teacher)]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"--teacher {name}: its vocabulary has {sizes[1]:,} tokens, that of the model {sizes[0]:,}; give the dense "
+            "model that was pruned"
+        )
+    weight = next(model.parameters())
+    shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node=False)
+    store.score("dense", teacher)
+    return teacher
+
+
+def trained_parameters(
+    model: nn.Module, layers: dict[str, nn.Linear], options: FinetuneOptions
+) -> dict[str, nn.Parameter]:
+    """Parameter name -> the parameters that --train trains; also sets requires_grad of all parameters."""
+    chosen = {id(layer.weight) for layer in layers.values()} if options.train == "kept" else set()
+    chosen |= {id(weight) for weight in adapters(model)}
+    inside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
+    for weight in model.parameters():
+        weight.requires_grad_(id(weight) in chosen or (weight.ndim == 1 and id(weight) not in inside))
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: nn.Module, batches: list[dict[str, Tensor]], dtype: torch.dtype | None, distill: float
+) -> float:
+    """The mean loss over all predicted tokens of the batches of all processes.
+
+    Raises:
+        InputError: it is not finite.
+    """
+    loss, tokens = 0.0, 0
+    with evaluating(model), autocast(model.device, dtype):
+        for batch, counts in shard_items(batches):
+            predicted = counts * int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+            loss += predicted * calibration_loss(model, batch, distill).item()
+            tokens += predicted
+    loss, tokens = all_reduce_sum([loss, float(tokens)])
+    if not math.isfinite(loss):
+        raise InputError(
+            "the held-out loss is not finite; lower --learning_rate, or use --precision fp32 (if it is not)"
+        )
+    return loss / tokens
+
+
+FINETUNE = Method(
+    name="finetune",
+    needs_data=True,
+    updates_weights=True,
+    paper="fine-tuning under a fixed mask with distillation",
+    prune=finetune,
+    options={one.name: one.default for one in dataclasses.fields(FinetuneOptions)},
+    starts_as="pruned",
+    keeps="checkpoints",
+    check=check,
+)

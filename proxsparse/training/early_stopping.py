@@ -1,0 +1,80 @@
+"""Early stopping: the loss on samples that are not trained on, and the weights with the smallest one."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class EarlyStopping:
+    """Measures the held-out loss every `every` steps, keeps a copy of the best weights, and says when to stop.
+
+    Args:
+        measure: the held-out loss of the current weights; None: no samples are held out, nothing is measured.
+        weights: name -> the weights that are trained.
+        every: steps between measurements; the last step is always measured.
+        last: the last step.
+        patience: the training stops after so many measurements in a row without a new minimum; 0: it never stops.
+    """
+
+    def __init__(
+        self, measure: Callable[[], float] | None, weights: dict[str, Tensor], every: int, last: int, patience: int
+    ):
+        self.measure, self.every, self.last, self.patience = measure, every, last, patience
+        self.weights = weights if measure else {}
+        self.best = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        self.losses: list[list[float]] = []  # [step, held-out loss]
+
+    def observe(self, step: int) -> dict[str, float]:
+        """{"held_out_loss": loss} in a step that is measured, else {}."""
+        if not self.measure or (step % self.every and step != self.last):
+            return {}
+        loss = self.measure()
+        if loss < self.best_loss:
+            self._copy(self.weights, self.best)
+        self.losses.append([step, loss])
+        return {"held_out_loss": loss}
+
+    @property
+    def best_loss(self) -> float:
+        """The smallest held-out loss so far."""
+        return min((loss for _, loss in self.losses), default=math.inf)
+
+    @property
+    def best_step(self) -> int:
+        """The step of the smallest held-out loss."""
+        return min(self.losses, key=lambda point: point[1])[0]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last `patience` measurements had no new minimum."""
+        since = [loss for step, loss in self.losses if step > self.best_step] if self.losses else []
+        return bool(self.patience) and len(since) >= self.patience
+
+    def take_best_(self) -> None:
+        """Replaces the weights by the best ones, if any were measured."""
+        if self.losses:
+            self._copy(self.best, self.weights)
+
+    @torch.no_grad()
+    def _copy(self, source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+        for name, weight in source.items():
+            target[name].copy_(weight)
+
+    # what a checkpoint saves, see training.checkpoint
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name in the checkpoint -> tensor, which loading fills in place."""
+        return {f"best.{name}": weight for name, weight in self.best.items()}
+
+    def facts(self) -> dict:
+        """The rest as JSON."""
+        return {"losses": self.losses}
+
+    def prepare_(self, facts: dict) -> None:
+        """Sets the facts, before the tensors are loaded."""
+        self.losses = facts["losses"]
+
+    def restore_(self, tensors: dict[str, Tensor]) -> None:
+        """After the tensors have been loaded in place there is nothing left to do."""

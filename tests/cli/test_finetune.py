@@ -1,0 +1,232 @@
+"""`proxsparse finetune`: the mask is held, what is trained changes and nothing else, and nothing is lost."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from commands import QUICK, refused
+from pruned import save_pruned_model
+from safetensors.torch import load_file, save_file
+from tiny_models import save_tiny_model
+
+from proxsparse import NMPattern, evaluate, pack, prune
+from proxsparse.finetune import main
+from proxsparse.io.mask_files import load_masks
+from proxsparse.methods.finetune import finetune
+from proxsparse.models.layers import prunable_layers
+from proxsparse.models.loading import load_model
+from proxsparse.training.adapters import adapters, attach_adapters_, merge_adapters_
+from proxsparse.training.early_stopping import EarlyStopping
+from proxsparse.training.held_layer import hold_layers
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def pruned(tiny_llama, text_file, tmp_path_factory):
+    """A folder that prune --method sparsegpt has made."""
+    folder = tmp_path_factory.mktemp("pruned") / "run"
+    flags = ["--model", tiny_llama, "--data", text_file, "--eval_data", "none", "--output_dir", folder, *QUICK]
+    assert prune.main(["--method", "sparsegpt", *map(str, flags)]) == 0
+    return folder
+
+
+@pytest.fixture
+def tune(pruned, text_file, tmp_path):
+    """tune("name", *flags) -> result.json of a run into that folder of tmp_path."""
+
+    def run(name, *flags, model=pruned):
+        given = ["--data", text_file, "--eval_data", text_file, "--output_dir", tmp_path / name, *QUICK]
+        assert main(list(map(str, [model, *given, "--held_out", "2", *flags]))) == 0
+        return json.loads((tmp_path / name / "result.json").read_text())
+
+    return run
+
+
+def changed(before, after) -> set[str]:
+    """The names of the tensors that differ in two folders."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def assert_held(before, after):
+    """Every layer is 2:4 with the zeros of before, and they are +0.0."""
+    masks, weights = load_masks(after / "masks.safetensors"), load_file(after / "model.safetensors")
+    pruned = load_file(before / "model.safetensors")
+    for name, mask in masks.items():
+        weight = weights[f"{name}.weight"]
+        assert NMPattern(2, 4).is_feasible(weight)
+        assert not weight[~mask].any()
+        assert not weight[~mask].signbit().any()
+        assert not pruned[f"{name}.weight"][~mask].any(), "a pruned weight has come back"
+
+
+def test_whole_job(tune, pruned, tmp_path):
+    result = tune("run", "--learning_rate", "0.01")  # bf16 norms are 1: smaller changes would be rounded
+    assert_held(pruned, tmp_path / "run")
+    names = changed(pruned, tmp_path / "run")
+    assert UP in names
+    assert {"model.norm.weight", "model.layers.1.input_layernorm.weight"} <= names
+    assert not any("embed" in name or "lm_head" in name for name in names)
+    assert (result["status"], result["method"], result["updated"]) == ("complete", "finetune", True)
+    assert result["base_model"] != result["model"] == str(pruned)
+    assert {"dense", "pruned", "finetune"} <= result["perplexity"].keys()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == result["steps"] == 6  # 8 samples, 2 held out
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [step for step, _ in result["held_out"]["losses"]]
+    assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss"]
+    report, card = ((tmp_path / "run" / name).read_text() for name in ("report.md", "README.md"))
+    assert "held_out_loss.png" in report
+    assert "pruned to 2:4 and fine-tuned" in card
+    assert tune("run", "--learning_rate", "0.01", "--resume_from_checkpoint", "last") == result  # nothing to do
+
+
+@pytest.mark.parametrize(
+    ("flags", "trains"),
+    [
+        (["--train", "norms"], {"norm"}),
+        (["--train", "lora", "--lora_rank", "4"], {"norm", "proj"}),
+        (["--precision", "bf16"], {"norm", "proj"}),
+        (["--precision", "bf16", "--master_weights", "--distill", "0"], {"norm", "proj"}),
+        (["--distill", "1", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"], {"norm", "proj"}),
+        (["--step_in_backward", "--max_grad_norm", "0", "--held_out", "0"], {"norm", "proj"}),
+        (["--weight_decay", "0.1", "--per_device_train_batch_size", "2", "--packing"], {"norm", "proj"}),
+    ],
+    ids=["norms", "lora", "bf16", "master", "distill", "backward", "decay"],
+)
+def test_options(flags, trains, tune, pruned, tmp_path):
+    tune("run", "--learning_rate", "0.01", *flags)
+    assert_held(pruned, tmp_path / "run")
+    names = changed(pruned, tmp_path / "run")
+    kinds = {kind for kind in ("norm", "proj", "embed", "lm_head") for name in names if kind in name}
+    assert kinds == trains
+
+
+def test_adapters_learn_what_is_merged(pruned):
+    """The loss of the model with adapters is that of the merged model."""
+    model, _ = load_model(str(pruned), torch.float32)
+    layers, ids = prunable_layers(model), torch.arange(40)[None] % 90
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    held = hold_layers(layers, dict.fromkeys(layers, NMPattern(2, 4)))
+    attach_adapters_(model, layers, 4, seed=0)
+    with torch.no_grad():
+        for weight in adapters(model):
+            weight.normal_(0, 0.1)
+        before = model(**batch).logits
+        merge_adapters_(model, held)
+        after = model(**batch).logits
+    assert not adapters(model)
+    torch.testing.assert_close(after, before)
+
+
+def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, tmp_path):
+    foreign = save_pruned_model(tmp_path / "foreign")
+    tune("norms", "--teacher", tiny_llama, model=foreign)
+    assert_held(foreign, tmp_path / "norms")
+    flags = ["--allocation", "owl", "--method", "wanda", "--eval_data", "none", *QUICK]
+    where = ["--model", str(tiny_llama), "--data", str(text_file), "--output_dir", str(tmp_path / "owl")]
+    assert prune.main([*flags, *where]) == 0
+    tuned = tune("tuned", model=tmp_path / "owl")
+    assert tuned["patterns"] == json.loads((tmp_path / "owl" / "result.json").read_text())["patterns"]
+
+
+def test_the_best_weights_are_kept_and_training_stops_early(tune, monkeypatch):
+    weight, losses = torch.zeros(3), iter([3.0, 1.0, 2.0, 1.5, 0.5])
+    stopping = EarlyStopping(lambda: next(losses), {"w": weight}, every=2, last=100, patience=2)
+    for step in range(1, 9):
+        weight.fill_(step)
+        assert stopping.observe(step).keys() == ({"held_out_loss"} if step % 2 == 0 else set())
+        assert stopping.finished == (step == 8)
+    stopping.take_best_()
+    assert weight.tolist() == [4, 4, 4]
+    assert (stopping.best_step, stopping.best_loss) == (4, 1.0)
+    worse = iter(range(100))
+    monkeypatch.setattr("proxsparse.methods.finetune.held_out_loss", lambda *_: float(next(worse)))
+    result = tune("run", "--evals", "6", "--patience", "2")
+    assert (result["status"], result["steps"], result["held_out"]["best_step"]) == ("complete", 3, 1)
+
+
+@pytest.mark.parametrize("flags", [[], ["--train", "lora"], ["--precision", "bf16"]], ids=["kept", "lora", "bf16"])
+def test_killed_and_resumed_bit_for_bit(flags, tune, pruned, text_file, tmp_path):
+    flags = ["--num_train_epochs", "2", "--save_steps", "2", *flags]
+    whole = tune("whole", *flags)
+    if (child := os.fork()) == 0:
+        import proxsparse.training.checkpoint as checkpoint
+
+        finish, saves = checkpoint.finish, []
+
+        def die(*arguments):
+            saves.append(1)
+            if len(saves) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            finish(*arguments)
+
+        checkpoint.finish = die
+        tune("killed", *flags)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    resumed = tune("killed", *flags, "--resume_from_checkpoint", "last")
+    assert resumed["resumed"]
+    assert not changed(tmp_path / "whole", tmp_path / "killed")
+    assert resumed["held_out"] == whole["held_out"]
+    assert resumed["perplexity"] == whole["perplexity"]
+
+
+def test_the_result_can_be_evaluated_and_packed(tune, text_file, tmp_path):
+    tune("run")
+    assert evaluate.main([str(tmp_path / "run"), "--data", str(text_file), "--seq_len", "32"]) == 0
+    assert pack.main([str(tmp_path / "run"), "--output_dir", str(tmp_path / "packed")]) == 0
+
+
+def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_path, capsys):
+    def refuse(model, *flags, words):
+        given = [model, "--data", text_file, "--eval_data", "none", "--output_dir", tmp_path / "out", *QUICK, *flags]
+        refused(capsys, main, given, *words)
+
+    refuse(tiny_llama, "--distill", "0", words=["model.layers.0", "is not 2:4", "blocks have more than 2 non-zero"])
+    three = tmp_path / "three"
+    prune.main(
+        [
+            "--method",
+            "magnitude",
+            "--pattern",
+            "3:4",
+            "--model",
+            str(tiny_llama),
+            "--eval_data",
+            "none",
+            "--output_dir",
+            str(three),
+        ]
+    )
+    (three / "masks.safetensors").unlink()
+    refuse(three, "--teacher", tiny_llama, words=["is not 2:4"])
+    refuse(three, words=["--teacher is missing", "--distill 0"])
+    other = save_tiny_model("llama", tmp_path / "other", vocab_size=300)
+    refuse(pruned, "--teacher", other, words=["--teacher", "vocabulary has 300 tokens"])
+    refuse(pruned, "--teacher", tmp_path / "absent", words=["--teacher", "no such file or folder"])
+    weights = load_file(pruned / "model.safetensors")
+    weights[UP][0, (weights[UP][0] != 0).nonzero()[0]] = float("nan")
+    damaged = tmp_path / "damaged"
+    model, tokenizer = load_model(str(pruned))
+    model.save_pretrained(damaged)
+    tokenizer.save_pretrained(damaged)
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    refuse(damaged, "--teacher", tiny_llama, words=[UP, "NaN"])
+    refuse(pruned, "--held_out", "8", words=["--held_out 8", "only 8 samples"])
+    refuse(pruned, "--train", "all", words=["--train all", "kept, norms, lora"])
+    refuse(pruned, "--learning_rate", "1e30", words=["--learning_rate"])
+    refused(capsys, main, [], "MODEL is missing")
+
+
+def test_from_python(pruned):
+    model, _ = load_model(str(pruned), torch.float32)
+    layers = prunable_layers(model)
+    ids = torch.arange(80).view(4, 20)
+    batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in ids]
+    masks = finetune(model, layers, batches, dict.fromkeys(layers, NMPattern(2, 4)), distill=0.0, held_out=1)
+    for name, layer in layers.items():
+        assert not layer.weight[~masks[name]].any()

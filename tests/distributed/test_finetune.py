@@ -1,0 +1,55 @@
+"""`proxsparse finetune` in two processes learns what one learns, and a killed run continues in one."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from proxsparse import prune
+
+FINETUNE = "proxsparse.finetune.main"
+STEP = ["--learning_rate", "0.01", "--held_out", "4", "--save_steps", "1"]
+
+
+@pytest.fixture(scope="session")
+def pruned(flags, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pruned") / "run"
+    assert prune.main(["--method", "wanda", *map(str, flags), "--eval_data", "none", "--output_dir", str(folder)]) == 0
+    return folder
+
+
+def test_two_processes_train_what_one_trains(forks, flags, pruned, tmp_path):
+    given = [pruned, *flags[2:], *STEP]
+
+    def tuned(name, processes, steps=(), **how):
+        log = tmp_path / f"{name}.log"
+        accumulated = ["--gradient_accumulation_steps", 2 // processes, "--output_dir", tmp_path / name, *steps]
+        codes = forks.run([*given, *accumulated], processes, output=log, main=FINETUNE, **how)
+        assert codes == [0] * processes or how, log.read_text()[-2000:]
+        return codes
+
+    tuned("one", 1)
+    tuned("two", 2)
+    assert -9 in tuned("killed", 2, die_in=("proxsparse.training.checkpoint.finish", 4))
+    tuned("killed", 1, ["--resume_from_checkpoint", "last"])
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    result = json.loads((tmp_path / "one" / "result.json").read_text())
+    for name in ("two", "killed"):
+        other = load_file(tmp_path / name / "model.safetensors")
+        found = json.loads((tmp_path / name / "result.json").read_text())
+        assert found["masks_sha256"] == result["masks_sha256"]
+        for key in ("dense", "pruned", "finetune"):
+            assert found["perplexity"][key] == pytest.approx(result["perplexity"][key], rel=1e-3)
+        for weight, value in other.items():
+            assert value.dtype == one[weight].dtype
+            torch.testing.assert_close(value.float(), one[weight].float(), atol=2e-3, rtol=0.01, msg=weight)
+            assert torch.equal(value == 0, one[weight] == 0), weight
+    assert found["resumed"]
+
+
+def test_adapters_are_refused_in_two_processes(forks, flags, pruned, tmp_path):
+    log = tmp_path / "log"
+    arguments = [pruned, *flags[2:], "--train", "lora", "--output_dir", tmp_path / "run"]
+    assert forks.run(arguments, 2, output=log, main=FINETUNE) == [2, 2]
+    assert "--train lora: not supported on 2 processes" in log.read_text()
