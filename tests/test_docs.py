@@ -21,8 +21,8 @@ from proxsparse import NMPattern, evaluate, pack, sparsify_
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
 from proxsparse.models.layers import prunable_layers
-from proxsparse.run.config import TrainConfig
-from proxsparse.run.parse import parse_config, parse_prune, prune_parser
+from proxsparse.run.config import FinetuneConfig, TrainConfig
+from proxsparse.run.parse import parse_config, parse_finetune, parse_prune, prune_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
@@ -156,12 +156,14 @@ def check_command(words: list[str]) -> None:
 def parse(command: str, *arguments: str) -> None:
     """What the command does with its arguments before it loads anything."""
     match command:
-        case "train" | "prune" | "evaluate" | "pack" | "report" | "env" if not arguments:
+        case "train" | "prune" | "finetune" | "evaluate" | "pack" | "report" | "env" if not arguments:
             pass  # its name in a sentence
         case "train":
             parse_config(list(arguments))
         case "prune":
             assert arguments == ("--list",) or parse_prune(list(arguments))
+        case "finetune":
+            parse_finetune(list(arguments))
         case "evaluate":
             evaluate.parse(list(arguments))
         case "pack":
@@ -193,7 +195,11 @@ def known_flags() -> set[str]:
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
     files += [ROOT / "proxsparse" / f"{name}.py" for name in ("evaluate", "pack", "prune")]
     sources = "\n".join(path.read_text() for path in files)
-    flags = {f"--{one.name}" for one in fields(TrainConfig)} | options | FLAGS_OF_OTHERS
+    flags = (
+        {f"--{one.name}" for config in (TrainConfig, FinetuneConfig) for one in fields(config)}
+        | options
+        | FLAGS_OF_OTHERS
+    )
     return flags | set(re.findall(r"--[a-z][\w-]*", sources))
 
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import recorded_masks
 from proxsparse.patterns import NMPattern
 from proxsparse.run.recipes import RECIPE_NAMES
 from proxsparse.training.options import FinetuneOptions, LearningOptions, Ranges, check_choices, check_ranges, flag
@@ -134,17 +133,10 @@ class FinetuneConfig(FinetuneOptions, LoopConfig):
     method: ClassVar[str] = "finetune"
 
     def check(self) -> "FinetuneConfig":
-        """As `RunConfig.check` and `FinetuneOptions.check`; the default teacher is the model that was pruned."""
+        """As `RunConfig.check` and `FinetuneOptions.check`."""
         RunConfig.check(self)
         FinetuneOptions.check(self)
         check_steps(self)
-        if self.distill and self.teacher is None:
-            self.teacher = recorded_masks(self.model)[1].get("base_model")
-        if self.distill and not self.teacher:
-            raise InputError(
-                f"--teacher is missing: {self.model} has no masks.safetensors that names the model that was pruned; "
-                "give the dense model, or --distill 0 to train without it"
-            )
         return self
 
 
