@@ -5,17 +5,41 @@ With `torchrun` it runs on several processes: each process trains its rows of ev
 
 import sys
 
-from proxsparse.errors import run_command
-from proxsparse.methods.finetune import FINETUNE, recorded_teacher
+from proxsparse.errors import InputError, run_command
+from proxsparse.io.mask_files import recorded_masks
+from proxsparse.methods.finetune import FINETUNE
+from proxsparse.models.loading import locate
 from proxsparse.run import job
+from proxsparse.run.config import FinetuneConfig
 from proxsparse.run.parse import parse_finetune
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     config = parse_finetune(sys.argv[1:] if arguments is None else arguments)
-    config.teacher = config.teacher or recorded_teacher(config.model, config.distill)
+    complete_(config)
     return job.run(config, FINETUNE)
+
+
+def complete_(config: FinetuneConfig) -> None:
+    """Sets the --pattern and the --teacher that are not given to those that the model's masks.safetensors records.
+
+    Raises:
+        InputError: there is no such model; the pattern given is another one; no teacher is recorded.
+    """
+    locate(config.model)
+    patterns, base = recorded_masks(config.model)
+    names = {str(pattern) for pattern in patterns.values()}
+    recorded = names.pop() if len(names) == 1 else None
+    if recorded and config.pattern not in (None, recorded):
+        raise InputError(f"--pattern {config.pattern}: the masks of {config.model} are {recorded}; leave it out")
+    config.pattern = config.pattern or recorded or "2:4"
+    config.teacher = config.teacher or base.get("base_model")
+    if config.distill and not config.teacher:
+        raise InputError(
+            f"--teacher is missing: {config.model} has no masks.safetensors that names the model that was pruned; give "
+            "the dense model, or --distill 0 to train without it"
+        )
 
 
 if __name__ == "__main__":

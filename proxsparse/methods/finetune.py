@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL, add_labels
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods.proxsparse import learn, save
 from proxsparse.methods.registry import Method
 from proxsparse.methods.store import Store
@@ -131,21 +130,6 @@ def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[l
     if count >= len(batches):
         raise InputError(f"--held_out {asked}: the calibration text has only {samples} samples; lower it")
     return batches[: len(batches) - count], batches[len(batches) - count :]
-
-
-def recorded_teacher(folder: str, distill: float) -> str | None:
-    """The default of --teacher: the base model that the masks in a folder name; None without distillation.
-
-    Raises:
-        InputError: they name none.
-    """
-    name = recorded_masks(folder)[1].get("base_model") if distill else None
-    if distill and not name:
-        raise InputError(
-            f"--teacher is missing: {folder} has no masks.safetensors that names the model that was pruned; give the "
-            "dense model, or --distill 0 to train without it"
-        )
-    return name
 
 
 def load_teacher(name: str, model: nn.Module, store: Store) -> nn.Module:

@@ -73,7 +73,7 @@ class RunConfig:
         check_choices(self)
         check_ranges(self, RANGES)
         try:
-            NMPattern.parse(self.pattern)
+            NMPattern.parse(self.pattern or "2:4")
         except ValueError as error:
             raise InputError(f"--pattern: {error}") from error
         return self
@@ -131,6 +131,8 @@ class FinetuneConfig(FinetuneOptions, LoopConfig):
 
     command: ClassVar[str] = "finetune"
     method: ClassVar[str] = "finetune"
+
+    pattern: str | None = flag(None, "N:M of the pruned layers; default: as recorded, else 2:4", "model")
 
     def check(self) -> "FinetuneConfig":
         """As `RunConfig.check` and `FinetuneOptions.check`."""

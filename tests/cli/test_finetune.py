@@ -217,6 +217,8 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     save_file(weights, damaged / "model.safetensors", {"format": "pt"})
     refuse(damaged, "--teacher", tiny_llama, words=[UP, "NaN"])
     refuse(pruned, "--held_out", "8", words=["--held_out 8", "only 8 samples"])
+    refuse(pruned, "--pattern", "1:4", words=["--pattern 1:4", "are 2:4"])
+    refuse(tmp_path / "absent", words=["absent", "no such file or folder"])
     refuse(pruned, "--train", "all", words=["--train all", "kept, norms, lora"])
     refuse(pruned, "--learning_rate", "1e30", words=["--learning_rate"])
     refused(capsys, main, [], "MODEL is missing")
