@@ -39,7 +39,7 @@ TOKENIZERS = {
 FILES = {
     *TOKENIZERS,
     *("config.yaml", RESULT, METRICS, MASKS, "report.md", "README.md"),
-    *("loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
+    *("loss.png", "held_out_loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
 }
 CHECKPOINT, SHARD = re.compile(r"checkpoint-\d+"), re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
