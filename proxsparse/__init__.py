@@ -13,7 +13,7 @@ if _start.needs_torch:
     from proxsparse.inference.convert import sparsify_
     from proxsparse.inference.linear import SparseLinear
     from proxsparse.ops import nm_mask, pack_nm, prox_nm, prox_nm_, unpack_nm, use_backend
-    from proxsparse.optim import ProxAdamW, ProxOptimizer
+    from proxsparse.optim import ProxAdamW, ProxOptimizer, hold_masks_
     from proxsparse.patterns import NMPattern
     from proxsparse.reference import reg_nm
 
@@ -29,6 +29,7 @@ __all__ = [
     "ProxOptimizer",
     "SparseLinear",
     "__version__",
+    "hold_masks_",
     "nm_mask",
     "pack_nm",
     "prox_nm",

@@ -25,7 +25,7 @@ PLACES = {
     "models": "checks layers loading snap unfold_linears",
     "ops": "adamw_prox choice mask pack prox prox_list registry sparse_linear tuning",
     "ops/backends": "cpp cuda cusparselt cutlass gemv triton",
-    "optim": "param_groups prox_adamw prox_optimizer schedules",
+    "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
     "plan": "activations architecture cost memory page",
     "reference": "adamw_prox mask pack paper_solvers prox regularizers",
     "run": "config flags folder job model_card parse recipes report result resume sections",

@@ -1,0 +1,155 @@
+"""hold_masks_: any optimizer trains the kept weights of an N:M model, and the pruned weights stay zero."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from proxsparse.ops import nm_mask
+from proxsparse.optim.param_groups import pruned_parameters
+from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.runtime.sharding import local
+
+REMEDY = "flat parameters, as in DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard"
+
+
+def hold_masks_(optimizer: Optimizer, pattern: PatternLike = "2:4") -> "HeldMasks":
+    """From now on, the pruned weights of an N:M model stay +0.0 while `optimizer` trains the other weights.
+
+        g <- where(mask, g, 0)    after every backward pass, so that gradient clipping computes the right norm
+        w <- where(mask, w, 0)    after every step
+
+    NaN gradients become 0 too. The moments of pruned weights are 0, also after `load_state_dict` and if the optimizer
+    has already made steps. Nothing is added to `state_dict`. Each held weight needs one byte of memory.
+
+    A parameter is held if it has two or more dimensions and every block of M weights along the last one has at most N
+    nonzeros. Its mask keeps the n largest weights of each block, where n <= N is the largest number of nonzeros in its
+    blocks; in a block with fewer, the first zeros are kept and can be trained. So if the layers of a model have
+    different patterns, pass the largest. Parameters that are dense, or zero everywhere (LoRA's B), are not held.
+
+    Call it in all processes, after `accelerator.prepare` or `fully_shard`. Parameters that the optimizer gets later are
+    held from their first step on.
+
+    Args:
+        optimizer: any torch.optim.Optimizer, or accelerate's wrapper of one.
+        pattern: "N:M" or an NMPattern.
+    Returns:
+        a handle, whose `remove()` removes the hooks.
+    Raises:
+        TypeError: optimizer is not a torch optimizer.
+        ValueError: no parameter is N:M; a parameter has blocks with more than N nonzeros, but none with M; FSDP1, or
+            shards that split blocks.
+    """
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # accelerate's wrapper has no hooks
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer ({REMEDY})")
+    return HeldMasks(optimizer, NMPattern.parse(pattern))
+
+
+class HeldMasks:
+    """The handle of `hold_masks_`. `pruned`: parameter -> True for the pruned weights of this process, or None."""
+
+    def __init__(self, optimizer: Optimizer, pattern: NMPattern):
+        self.pattern, self.handles = pattern, []
+        self.pruned: dict[Tensor, Tensor | None] = {}
+        self.find_masks(optimizer)
+        if not self.held():
+            raise ValueError(
+                f"no parameter of this {type(optimizer).__name__} is {pattern}: the model is dense; prune it first, or "
+                f"pass its pattern ({REMEDY})"
+            )
+        self.handles += [
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
+            optimizer.register_load_state_dict_post_hook(self.clear_moments),
+        ]
+
+    def __repr__(self) -> str:
+        return f"HeldMasks({len(self.held())} of {len(self.pruned)} parameters are held)"
+
+    def held(self) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, pruned) for every parameter that is held."""
+        return [(parameter, pruned) for parameter, pruned in self.pruned.items() if pruned is not None]
+
+    def remove(self) -> None:
+        """Removes the hooks; all weights can be trained again."""
+        for handle in self.handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def find_masks(self, optimizer: Optimizer) -> None:
+        """Adds the masks of new parameters, and forgets parameters that the optimizer no longer has."""
+        known, self.pruned = self.pruned, {}
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or [f"{i} of group {number}" for i in range(len(group["params"]))]
+            for name, p in zip(names, group["params"], strict=True):
+                self.pruned[p] = known[p] if p in known else find_pruned(p, self.pattern, name)
+        for parameter, pruned in self.held():
+            if parameter not in known:
+                trained, hook = parameter.requires_grad, partial(clear_gradient_, pruned=pruned)
+                parameter.requires_grad_(True)  # a frozen parameter accepts no hook, but may be trained later
+                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                parameter.requires_grad_(trained)
+                hook(parameter)
+                clear_(parameter, pruned)  # -0.0 becomes +0.0
+        self.clear_moments(optimizer)
+
+    def before_step(self, optimizer: Optimizer, *_) -> None:
+        """Gradients <- 0 for pruned weights, because not all gradients come from a backward pass."""
+        if any(p not in self.pruned for group in optimizer.param_groups for p in group["params"]):
+            self.find_masks(optimizer)  # after add_param_group, or accelerate has replaced the parameters by shards
+        for parameter, pruned in self.held():
+            clear_gradient_(parameter, pruned)
+
+    def after_step(self, *_) -> None:
+        """Pruned weights <- +0.0: Muon, for example, changes weights whose gradient is 0."""
+        for parameter, pruned in self.held():
+            clear_(parameter, pruned)
+
+    def clear_moments(self, optimizer: Optimizer) -> None:
+        """Moments of pruned weights <- 0: every tensor in the state of a parameter that has its shape."""
+        for parameter, pruned in self.held():
+            for value in optimizer.state.get(parameter, {}).values():
+                plain = isinstance(value, Tensor) and type(local(value)) is Tensor  # not quantized by a library
+                if plain and value.is_floating_point() and local(value).shape == pruned.shape:
+                    clear_(value, pruned)
+
+
+def clear_gradient_(parameter: Tensor, pruned: Tensor) -> None:
+    """Gradient <- 0 for pruned weights."""
+    if parameter.grad is not None:
+        clear_(parameter.grad, pruned)
+
+
+@torch.no_grad()
+def clear_(tensor: Tensor, pruned: Tensor) -> None:
+    """Tensor <- +0.0 for pruned weights."""
+    tensor = local(tensor)
+    if pruned.device != tensor.device:  # the model was moved
+        pruned.data = pruned.to(tensor.device)
+    tensor.masked_fill_(pruned, 0.0)
+
+
+def find_pruned(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None:
+    """True for the pruned weights of this process; None if the parameter is not held. Raises as `hold_masks_`."""
+    group = {"params": [parameter], "reg_lambda": 1.0, "pattern": pattern, "prox_scale": None}
+    cut = parameter.ndim >= 2 and parameter.shape[-1] % pattern.m > 0
+    if cut or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
+        return None
+    weight = local(parameter)
+    counts = pattern.nonzeros(weight).flatten().long()
+    most = torch.cat([counts, counts.new_zeros(1)]).max()  # a process may have no rows
+    for dimension, placement in enumerate(getattr(parameter, "placements", ())):
+        if not placement.is_replicate():
+            most = most.to(parameter.device_mesh.device_type)  # nccl does not accept CPU tensors
+            dist.all_reduce(most, dist.ReduceOp.MAX, parameter.device_mesh.get_group(dimension))
+    n, m = int(most), pattern.m
+    if pattern.n < n < m:
+        raise ValueError(
+            f"parameter {name}, of shape {list(parameter.shape)}, is {n}:{m}, not {pattern}; pass "
+            f'pattern="{n}:{m}", or prune it to {pattern} first'
+        )
+    return ~nm_mask(weight.abs(), f"{n}:{m}") if 0 < n < m else None

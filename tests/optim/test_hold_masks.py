@@ -1,0 +1,372 @@
+"""hold_masks_: pruned weights stay +0.0 with zero moments, under every optimizer; kept weights learn as without it."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from training import loss_of, tiny_model, train
+
+from proxsparse import ProxAdamW, ProxOptimizer, hold_masks_, nm_mask
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
+
+optim = torch.optim
+OPTIMIZERS = {
+    "AdamW": lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "AdamW, fused": lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    "AdamW, amsgrad": lambda p: optim.AdamW(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "Adam": lambda p: optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "SGD": lambda p: optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "SGD, momentum": lambda p: optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True, weight_decay=0.1),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1, weight_decay=0.1),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=0.5, weight_decay=0.1),
+    "NAdam": lambda p: optim.NAdam(p, lr=0.01, weight_decay=0.1),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=0.01, weight_decay=0.1),
+    "Muon": lambda p: optim.Muon([w for w in p if w.ndim == 2], lr=0.01, weight_decay=0.1),
+    "ProxAdamW": lambda p: ProxAdamW(p, lr=0.01, weight_decay=0.1, reg_lambda=0.0),
+    "ProxAdamW, master weights": lambda p: ProxAdamW(p, lr=0.01, reg_lambda=0.0, master_weights=True),
+    "ProxOptimizer": lambda p: ProxOptimizer(optim.AdamW(p, lr=0.01, weight_decay=0.1), reg_lambda=1e-3),
+}
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+adamw = OPTIMIZERS["AdamW"]
+
+
+def pruned_model(pattern: str = "2:4", dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = tiny_model(dtype=dtype)
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(torch.where(nm_mask(layer.weight.abs(), pattern), layer.weight, -0.0))
+    return model
+
+
+def masks_of(model: nn.Sequential) -> dict[nn.Parameter, torch.Tensor]:
+    return {p: p.detach() != 0 for p in model.parameters() if p.ndim == 2}
+
+
+def assert_held(masks: dict[nn.Parameter, torch.Tensor], optimizer: optim.Optimizer | None = None) -> None:
+    """Pruned weights are +0.0, with zero gradients and moments; all kept weights are nonzero."""
+    for weight, kept in masks.items():
+        assert torch.equal(weight != 0, kept)
+        assert not weight[~kept].signbit().any(), "+0.0"
+        state = optimizer.state.get(weight, {}).values() if optimizer else ()
+        for value in [*state, weight.grad]:
+            if isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                assert not value[~kept].any()
+
+
+# ------------------------------------------------------------------------------------------- optimizers
+
+
+@each_optimizer
+def test_pruned_weights_stay_zero_and_kept_weights_learn(make):
+    model = pruned_model()
+    masks, before, loss = masks_of(model), copy.deepcopy(model), loss_of(model).item()
+    optimizer = make(model.parameters())
+    handle = hold_masks_(optimizer)
+    assert repr(handle).startswith("HeldMasks(2 of ")
+    for set_to_none in (True, False):
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none)
+            loss_of(model).backward()
+            optimizer.step()
+            assert_held(masks, optimizer)
+    assert loss_of(model) < loss
+    for layer in (0, 2):
+        kept = masks[model[layer].weight]
+        assert (model[layer].weight != before[layer].weight)[kept].any()
+
+
+@each_optimizer
+def test_an_optimizer_that_has_stepped_or_is_loaded_forgets_its_moments(make):
+    model = pruned_model()
+    masks, saved = masks_of(model), copy.deepcopy(model.state_dict())
+    optimizer = make(model.parameters())
+    train(model, optimizer, 2)  # as a dense model
+    dense = copy.deepcopy(optimizer.state_dict())
+    model.load_state_dict(saved)
+    handle = hold_masks_(optimizer)
+    assert_held(masks, optimizer)
+    train(model, optimizer, 2)
+    assert_held(masks, optimizer)
+    optimizer.load_state_dict(dense)
+    assert_held(masks, optimizer)
+    assert optimizer.state_dict().keys() == dense.keys()
+    train(model, optimizer, 2)
+    assert_held(masks, optimizer)
+    handle.remove()
+    train(model, optimizer, 3)
+    assert (model[0].weight != 0).all(), "remove() removes everything"
+    assert not any(p._post_accumulate_grad_hooks for p in masks)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "ProxAdamW"])
+def test_without_mixing_the_kept_weights_learn_as_with_masked_gradients(name):
+    """The hooks change nothing else: the same bits as a loop that masks gradients and weights itself."""
+    model, twin = pruned_model(), pruned_model()
+    optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](twin.parameters())
+    hold_masks_(optimizer)
+    kept = list(masks_of(twin).values())
+    for _ in range(4):
+        train(model, optimizer, 1)
+        plain.zero_grad()
+        loss_of(twin).backward()
+        for weight, mask in zip((twin[0].weight, twin[2].weight), kept, strict=True):
+            weight.grad = torch.where(mask, weight.grad, 0.0)
+        plain.step()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "ProxAdamW"])
+def test_dtypes(name, dtype):
+    model = pruned_model(dtype=dtype)
+    masks, optimizer = masks_of(model), OPTIMIZERS[name](model.parameters())
+    hold_masks_(optimizer)
+    train(model, optimizer, 3)
+    assert_held(masks, optimizer)
+
+
+# ------------------------------------------------------------------------------------------- gradients
+
+
+def test_clipping_sees_only_kept_gradients_and_nan_at_pruned_places_becomes_zero():
+    model = pruned_model()
+    masks, optimizer = masks_of(model), adamw(model.parameters())
+    hold_masks_(optimizer)
+    for weight, kept in masks.items():
+        weight.register_hook(lambda grad, kept=kept: torch.where(kept, grad, torch.nan))
+    twin = pruned_model()
+    loss_of(twin).backward()
+    wanted = [p.grad if p.ndim == 1 else torch.where(kept, p.grad, 0) for p, kept in zip_masks(twin)]
+    loss_of(model).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    torch.testing.assert_close(norm, torch.stack([grad.norm() for grad in wanted]).norm())
+    optimizer.step()
+    assert_held(masks, optimizer)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def zip_masks(model: nn.Sequential) -> list:
+    masks = masks_of(model)
+    return [(p, masks.get(p)) for p in model.parameters()]
+
+
+def test_gradients_that_accumulate_or_are_set_by_hand_or_are_missing():
+    model = pruned_model()
+    masks, optimizer = masks_of(model), adamw(model.parameters())
+    loss_of(model).backward()
+    hold_masks_(optimizer)  # in the middle of an accumulation
+    assert_held(masks)
+    for _ in range(2):
+        loss_of(model).backward()
+        assert_held(masks)
+    model[0].weight.grad = torch.full_like(model[0].weight, torch.nan).where(~masks[model[0].weight], torch.ones(()))
+    model[2].weight.grad = None
+    before = model[2].weight.detach().clone()
+    optimizer.step()
+    assert_held({model[0].weight: masks[model[0].weight]}, optimizer)
+    assert torch.equal(model[2].weight, before)
+
+
+def test_grad_scaler_skips_a_step_only_for_kept_gradients():
+    model = pruned_model()
+    masks, optimizer = masks_of(model), adamw(model.parameters())
+    hold_masks_(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    where_inf = [~masks[model[0].weight], torch.zeros(()).bool(), masks[model[0].weight]]
+    model[0].weight.register_hook(lambda grad: grad.masked_fill(where_inf[0], torch.inf))
+    skipped = []
+    while where_inf:
+        before = model[2].weight.detach().clone()
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        skipped.append(torch.equal(model[2].weight, before))
+        assert torch.equal(model[0].weight != 0, masks[model[0].weight])
+        where_inf.pop(0)
+    assert skipped == [False, False, True]
+
+
+def test_a_frozen_parameter_is_held_when_it_is_trained_later():
+    model = pruned_model()
+    masks, optimizer = masks_of(model), adamw(model.parameters())
+    model[0].weight.requires_grad_(False)
+    hold_masks_(optimizer)
+    assert not model[0].weight.requires_grad
+    before = model[0].weight.detach().clone()
+    train(model, optimizer, 2)
+    assert torch.equal(model[0].weight, before)
+    assert_held({model[2].weight: masks[model[2].weight]}, optimizer)
+    model[0].weight.requires_grad_(True)
+    loss_of(model).backward()
+    assert_held(masks)
+    train(model, optimizer, 2)
+    assert_held(masks, optimizer)
+
+
+def test_a_step_with_a_closure():
+    model = pruned_model()
+    masks, optimizer = masks_of(model), optim.LBFGS(model.parameters(), lr=0.1)
+    hold_masks_(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+        assert_held(masks, optimizer)
+
+
+# ------------------------------------------------------------------------------------------- compiled and replaced
+
+
+@pytest.fixture
+def fresh_compiler():
+    """All optimizers share the code of `step`, which is compiled only a few times."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "Muon", "ProxOptimizer"])
+def test_compiled_steps(fresh_compiler, name, caplog):
+    model = pruned_model()
+    masks, saved = masks_of(model), copy.deepcopy(model.state_dict())
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(5):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        step()
+        if number == 1:  # after a step was compiled without the hooks
+            model.load_state_dict(saved)
+            handle = hold_masks_(optimizer)
+        if number >= 1:
+            assert_held(masks, optimizer)
+    handle.remove()
+    loss_of(model).backward()
+    step()
+    assert name == "ProxOptimizer" or (model[0].weight != 0).all()
+    assert "recompile_limit" not in caplog.text
+
+
+def test_a_compiled_step_does_not_recompile_for_every_layer(fresh_compiler, caplog):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)])
+    with torch.no_grad():
+        for layer in model:
+            layer.weight.masked_fill_(~nm_mask(layer.weight.abs()), 0)
+    masks, optimizer = masks_of(model), optim.AdamW(model.parameters(), lr=1e-3)
+    hold_masks_(optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        step()
+        assert_held(masks, optimizer)
+    assert "recompile_limit" not in caplog.text
+
+
+def test_a_compiled_model():
+    model = pruned_model()
+    masks, optimizer = masks_of(model), adamw(model.parameters())
+    hold_masks_(optimizer)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(torch.randn(4, 8)).square().mean().backward()
+        assert_held(masks)
+        optimizer.step()
+        assert_held(masks, optimizer)
+
+
+def test_replaced_and_added_parameters_are_held_and_old_ones_are_forgotten():
+    model = pruned_model()
+    optimizer = adamw([model[0].weight])
+    handle = hold_masks_(optimizer)
+    old = weakref.ref(model[0].weight)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())  # as accelerate does for FSDP2
+    optimizer.param_groups[0]["params"] = [model[0].weight]
+    optimizer.add_param_group({"params": [model[2].weight, model[2].bias]})
+    masks = masks_of(model)
+    train(model, optimizer, 2)
+    assert_held(masks, optimizer)
+    assert repr(handle) == "HeldMasks(2 of 3 parameters are held)"
+    gc.collect()
+    assert old() is None
+
+
+def test_nothing_keeps_the_model_alive():
+    model = pruned_model()
+    hold_masks_(adamw(model.parameters()))
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+def test_zeros_that_could_be_kept_are_trained_and_the_result_is_nm():
+    model = pruned_model()
+    with torch.no_grad():
+        model[0].weight[:, :4] = torch.tensor([0.0, 0.5, 0.0, 0.0])
+        model[0].weight[0, 4:] = 0
+    handle = hold_masks_(optimizer := adamw(model.parameters()))
+    pruned = handle.pruned[model[0].weight]
+    assert pruned[:, :4].tolist() == [[False, False, True, True]] * 24
+    assert pruned[0, 4:].tolist() == [False, False, True, True]
+    train(model, optimizer, 3)
+    assert torch.equal(model[0].weight == 0, pruned)
+
+
+def test_each_parameter_keeps_its_own_pattern():
+    """A model pruned with different patterns: 3:4 is the largest, and does not fill up the layer that is 2:4."""
+    model = pruned_model("3:4")
+    model[0].load_state_dict(pruned_model("2:4")[0].state_dict())
+    masks, optimizer = masks_of(model), adamw(model.parameters())
+    message = r'parameter 2 of group 0, of shape \[4, 24\], is 3:4, not 2:4; pass pattern="3:4"'
+    with pytest.raises(ValueError, match=message):
+        hold_masks_(optimizer)
+    assert not model[0].weight._post_accumulate_grad_hooks, "nothing was held"
+    hold_masks_(optimizer, "3:4")
+    train(model, optimizer, 3)
+    assert_held(masks, optimizer)
+
+
+def test_what_is_not_held():
+    """Dense weights, biases of zeros, LoRA's B, weights without whole blocks, integers."""
+    free = [torch.zeros(8), torch.zeros(8, 4), torch.randn(8, 8), torch.zeros(4, 6), torch.eye(3)]
+    model = pruned_model()
+    free = [nn.Parameter(tensor) for tensor in free] + [nn.Parameter(torch.zeros(4, 4).int(), requires_grad=False)]
+    handle = hold_masks_(adamw([*free, model[0].weight]))
+    assert [pruned is not None for pruned in handle.pruned.values()] == [False] * 6 + [True]
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+def test_refusals():
+    model = pruned_model()
+    flat = nn.Parameter(torch.ones(64))
+    flat._is_flat_param = True  # how FSDP1 marks its flat parameters
+    named = pruned_model("3:4").named_parameters()
+    for optimizer, pattern, message in (
+        (adamw(tiny_model().parameters()), "2:4", r"no parameter of this AdamW is 2:4: the model is dense; prune it"),
+        (adamw(model.parameters()), "1:4", r'is 2:4, not 1:4; pass pattern="2:4"'),
+        (adamw(named), "2:4", r'parameter 0.weight, of shape \[24, 8\], is 3:4, not 2:4; pass pattern="3:4"'),
+        (adamw(model.parameters()), "4:2", "pattern 4:2"),
+        (adamw([flat]), "2:4", r"FSDP1.*fully_shard"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hold_masks_(optimizer, pattern)
+        assert not optimizer._optimizer_step_post_hooks
+        assert not any(p._post_accumulate_grad_hooks for p in optimizer.param_groups[0]["params"])
+    with pytest.raises(TypeError, match=r"optimizer is a Sequential; pass a torch.optim.Optimizer"):
+        hold_masks_(model)
