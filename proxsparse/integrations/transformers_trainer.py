@@ -1,5 +1,7 @@
 """ProxSparse in `transformers.Trainer`: the mixin creates the optimizer, the callback logs, snaps and saves the masks.
 
+`HoldMasksCallback` fine-tunes a pruned model.
+
     class MaskTrainer(ProxTrainerMixin, Trainer):
         '''Learns N:M masks.'''
 
@@ -26,7 +28,7 @@ from proxsparse.io.mask_files import is_mask_file, save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import base_identity
 from proxsparse.models.snap import snap_
-from proxsparse.optim import ProxOptimizer
+from proxsparse.optim import ProxOptimizer, hold_masks_
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.runtime.distributed import on_rank_zero
@@ -188,6 +190,35 @@ class ProxCallback(TrainerCallback):
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with atomic_directory(Path(args.output_dir)) as scratch:
                 save_masks(scratch / "masks.safetensors", self.masks, patterns, **self.base)
+
+
+class HoldMasksCallback(TrainerCallback):
+    """Fine-tunes an N:M model with any Trainer: `hold_masks_` from the first step to the last.
+
+        Trainer(model, args, train_dataset=data, callbacks=[HoldMasksCallback()]).train()
+
+    The masks are those of the model, or of the checkpoint from which the training is resumed: the same ones, unless a
+    kept weight has become exactly zero.
+
+    Args:
+        pattern: "N:M" or an NMPattern.
+    Raises:
+        TypeError, ValueError: at the start of the training, as in `hold_masks_`.
+    """
+
+    def __init__(self, pattern: PatternLike = "2:4"):
+        self.pattern, self.held = NMPattern.parse(pattern), None
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **_):
+        """Holds the masks of the optimizer that Trainer has prepared; a checkpoint has been loaded by now."""
+        reshard_(model)
+        self.on_train_end(args, state, control)  # an earlier training may have ended with an error
+        self.held = hold_masks_(optimizer, self.pattern)
+
+    def on_train_end(self, args, state, control, **_):
+        """Removes the hooks."""
+        if self.held:
+            self.held.remove()
 
 
 def refuse_cut_blocks(trainer) -> None:

@@ -1,4 +1,4 @@
-"""The processes of test_trainer_fsdp2: `main([JOB, FOLDER, NAME])` saves its results in FOLDER."""
+"""The processes of test_trainer_fsdp2 and test_hold_masks: `main([JOB, FOLDER, NAME])` saves its results in FOLDER."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from training import INPUTS, OPTIMIZERS, weights, with_everything
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from proxsparse.integrations.transformers_trainer import ProxCallback, ProxTrainerMixin
+from proxsparse import hold_masks_, nm_mask
+from proxsparse.integrations.transformers_trainer import HoldMasksCallback, ProxCallback, ProxTrainerMixin
 from proxsparse.runtime.distributed import init_process_group
 
 SAMPLES, STEPS, BATCH = 32, 4, 4
@@ -32,19 +33,22 @@ def main(arguments: list[str]) -> None:
 # ------------------------------------------------------------------------------------------- transformers.Trainer
 
 
-def trainer_classes():
-    """A Trainer of ours with a scaling of one layer, and the same with accelerate's FSDP2 on a CPU."""
+class ScaledTrainer(ProxTrainerMixin, Trainer):
+    """A Trainer of ours with a scaling of one layer."""
+
+    def create_optimizer(self, model=None):
+        optimizer = super().create_optimizer(model)
+        weight = self.model.model.layers[1].mlp.down_proj.weight
+        optimizer.set_scale(weight, torch.linspace(0.5, 2, weight.shape[-1]))
+        return optimizer
+
+
+def on_fsdp2(kind: type[Trainer]) -> type[Trainer]:
+    """The same with accelerate's FSDP2 on a CPU."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
-    class ScaledTrainer(ProxTrainerMixin, Trainer):
-        def create_optimizer(self, model=None):
-            optimizer = super().create_optimizer(model)
-            weight = self.model.model.layers[1].mlp.down_proj.weight
-            optimizer.set_scale(weight, torch.linspace(0.5, 2, weight.shape[-1]))
-            return optimizer
-
-    class ShardedTrainer(ScaledTrainer):
+    class ShardedTrainer(kind):
         def create_accelerator_and_postprocess(self):
             """Sets what accelerate sets itself on accelerators only."""
             super().create_accelerator_and_postprocess()
@@ -53,7 +57,7 @@ def trainer_classes():
             state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
 
-    return ScaledTrainer, ShardedTrainer
+    return ShardedTrainer
 
 
 def train_under_accelerate(folder: Path, name: str) -> None:
@@ -80,26 +84,8 @@ def train_with_trainer(
     """Trains, snaps and saves into folder/name; seen-RANK.pt there holds what only this process can see."""
     placed = {"distributed_config": distributed_config} if distributed_config else {}
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **placed)
-    ids = torch.randint(260, (SAMPLES, 16), generator=torch.Generator().manual_seed(1))
-    samples = [{"input_ids": row, "labels": row} for row in ids]
-    arguments = TrainingArguments(
-        folder / name,
-        **{"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"} | settings,
-        per_device_train_batch_size=BATCH // (dist.get_world_size() if dist.is_initialized() else 1),
-        train_sampling_strategy="sequential",
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = trainer_classes()[sharded](
-        model=model,
-        args=arguments,
-        train_dataset=samples,
-        eval_dataset=samples[:4],
-        reg_lambda_rel=0.5,
-        frozen_lambda=0.1,
-        callbacks=[ProxCallback()],
-    )
+    ours = {"reg_lambda_rel": 0.5, "frozen_lambda": 0.1, "callbacks": [ProxCallback()]}
+    trainer = make_trainer(on_fsdp2(ScaledTrainer) if sharded else ScaledTrainer, model, folder / name, ours, settings)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     trainer.save_model()
     held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
@@ -111,6 +97,43 @@ def train_with_trainer(
         "evaluated": trainer.evaluate()["eval_loss"],
     }
     torch.save(seen, folder / name / f"seen-{os.environ.get('RANK', 0)}.pt")
+
+
+def make_trainer(kind: type[Trainer], model: nn.Module, folder: Path, ours: dict, settings: dict) -> Trainer:
+    """A Trainer that sees the same batches in any number of processes."""
+    ids = torch.randint(260, (SAMPLES, 16), generator=torch.Generator().manual_seed(1))
+    samples = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        folder,
+        **{"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no"} | settings,
+        per_device_train_batch_size=BATCH // (dist.get_world_size() if dist.is_initialized() else 1),
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    return kind(model=model, args=arguments, train_dataset=samples, eval_dataset=samples[:4], **ours)
+
+
+def fine_tune(folder: Path, name: str, kind: type[Trainer] = Trainer, **settings) -> None:
+    """Fine-tunes a 2:4 model, twice: without a break, and from the checkpoint. Two processes use DDP."""
+    settings |= {"weight_decay": 0.1, "max_grad_norm": 0.1, "save_strategy": "steps", "save_steps": STEP_OF_CHECKPOINT}
+    result, checkpoint = [], None
+    for _ in range(2):
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        names = [parameter for parameter, _ in model.named_parameters()]
+        trainer = make_trainer(kind, model, folder / name, {"callbacks": [HoldMasksCallback()]}, settings)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        checkpoint = str(folder / name / f"checkpoint-{STEP_OF_CHECKPOINT}")
+        held = [weight for weight in trainer.model.parameters() if weight._post_accumulate_grad_hooks is not None]
+        assert len(held) == 14
+        assert all(isinstance(weight, DTensor) == ("fsdp" in settings) for weight in held)
+        result.append(dict(zip(names, weights(trainer.model), strict=True)))
+    torch.save(result, folder / f"{name}-{os.environ.get('RANK', 0)}.pt")
+
+
+def fine_tune_on_fsdp2(folder: Path, name: str) -> None:
+    fine_tune(folder, name, on_fsdp2(Trainer), fsdp=True)
 
 
 # ------------------------------------------------------------------------------------------- the optimizers
@@ -141,3 +164,30 @@ def ragged_layers(folder: Path, name: str) -> None:
         rows = [len(p.to_local() if isinstance(p, DTensor) else p) for p in model.parameters() if p.ndim == 2]
         results[title] = {"weights": weights(model), "rows": rows}
     torch.save(results, folder / f"{name}-{os.environ.get('RANK', 0)}.pt")
+
+
+def hold_ragged_masks(folder: Path, name: str) -> None:
+    """`hold_masks_` on layers with fewer rows than processes; only the first row of each has blocks of two nonzeros."""
+    torch.manual_seed(0)
+    model = Ragged(nn.Linear(8, rows, dtype=torch.float64) for rows in RAGGED)
+    for layer in model:
+        layer.weight.data *= nm_mask(layer.weight.data.abs(), "1:4")
+        layer.weight.data[0, 1::4] = layer.weight.data[0, 3::4] = 0.5
+        layer.weight.data[0, 0::4] = layer.weight.data[0, 2::4] = 0.0
+    if dist.is_initialized():
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    hold_masks_(optimizer)
+    for _ in range(4):
+        for _ in range(2):
+            model(INPUTS).sin().square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with CommDebugMode() as communication:
+            optimizer.step()
+        assert not communication.get_total_counts(), "the step communicates"
+        optimizer.zero_grad()
+    moments = [optimizer.state[parameter]["exp_avg_sq"] for parameter in model.parameters()]
+    moments = [value.full_tensor() if isinstance(value, DTensor) else value for value in moments]
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    result = {"weights": weights(model), "moments": moments, "norm": norm}
+    torch.save(result, folder / f"{name}-{os.environ.get('RANK', 0)}.pt")

@@ -1,5 +1,6 @@
-"""ProxTrainerMixin and ProxCallback in one process: groups, figures, snap, resuming, refusals, and the example."""
+"""The mixin and the callbacks in one process: groups, figures, snap, resuming, refusals, and the example."""
 
+import copy
 import importlib.util
 import json
 import pathlib
@@ -8,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pruned import pruned_model
 from tiny_models import tiny_model
 
-from proxsparse import NMPattern, ProxOptimizer
+from proxsparse import NMPattern, ProxOptimizer, nm_mask
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights
@@ -26,6 +28,9 @@ pytestmark = [
 ]
 
 
+OF_TRAINER = ("save_strategy", "save_steps", "gradient_accumulation_steps")
+
+
 class MaskTrainer(trainer_module.ProxTrainerMixin, transformers.Trainer):
     pass
 
@@ -33,7 +38,7 @@ class MaskTrainer(trainer_module.ProxTrainerMixin, transformers.Trainer):
 def make(folder, model=None, callback=None, kind=MaskTrainer, **settings):
     ids = torch.randint(260, (16, 12), generator=torch.Generator().manual_seed(1))
     arguments = {"max_steps": 4, "logging_steps": 2, "learning_rate": 1e-3, "save_strategy": "no"}
-    ours = {name: settings.pop(name) for name in list(settings) if name not in ("save_strategy", "save_steps")}
+    ours = {name: settings.pop(name) for name in list(settings) if name not in OF_TRAINER}
     return kind(
         model=tiny_model("llama") if model is None else model,
         args=transformers.TrainingArguments(
@@ -157,6 +162,43 @@ def test_a_resumed_run_ends_as_an_undisturbed_one_and_a_second_training_returns_
     assert_snapped(resumed.model, before, second.masks)
     resumed.train()
     assert_snapped(resumed.model, before, second.masks)
+
+
+# ------------------------------------------------------------------------------------------- held masks
+
+
+def fine_tuner(folder, model, **settings):
+    """A plain Trainer whose only callback holds the masks."""
+    plain = lambda reg_lambda, **rest: transformers.Trainer(**rest)  # noqa: E731
+    return make(folder, model, trainer_module.HoldMasksCallback(), plain, gradient_accumulation_steps=2, **settings)
+
+
+def test_fine_tuning_holds_the_masks_and_resumes_bit_for_bit(tmp_path):
+    start = pruned_model()
+    layers = prunable_layers(start)
+    with torch.no_grad():
+        next(iter(layers.values())).weight[:, :4] = torch.tensor([0.0, 0.0, 0.0, 0.5])  # a zero is trained
+    before = copy_weights(start)
+    straight = fine_tuner(tmp_path / "a", copy.deepcopy(start), save_strategy="steps", save_steps=2)
+    straight.train()
+    resumed = fine_tuner(tmp_path / "b", copy.deepcopy(start))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    for (name, one), other in zip(straight.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert not torch.equal(one, before[name]), f"{name} learns"
+    for name in layers:
+        weight = straight.model.get_submodule(name).weight
+        kept = nm_mask(before[f"{name}.weight"].abs())
+        assert torch.equal(weight != 0, kept)
+        assert not weight[~kept].signbit().any()
+        assert not weight._post_accumulate_grad_hooks, "the hooks end with the training"
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert not straight.optimizer.state[weight][moment][~kept].any()
+
+
+def test_a_dense_model_is_not_fine_tuned(tmp_path):
+    with pytest.raises(ValueError, match="no parameter of this AdamW is 2:4: the model is dense; prune it first"):
+        fine_tuner(tmp_path, tiny_model("llama")).train()
 
 
 # ------------------------------------------------------------------------------------------- refusals
