@@ -12,6 +12,7 @@ from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.runtime.sharding import local
 
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a weight -> integers of that size
 REMEDY = "flat parameters, as in DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard"
 
 
@@ -28,12 +29,11 @@ def hold_masks_(optimizer: Optimizer, pattern: PatternLike = "2:4") -> "HeldMask
     nonzeros. Its mask keeps the n largest weights of each block, where n <= N is the largest number of nonzeros in its
     blocks; in a block with fewer, the first zeros are kept and can be trained. So if the layers of a model have
     different patterns, pass the largest. Parameters that are dense, or zero everywhere (LoRA's B), are not held.
-
-    Call it in all processes, after `accelerator.prepare` or `fully_shard`. Parameters that the optimizer gets later are
-    held from their first step on.
+    Parameters that the optimizer gets later are held from their first step on.
 
     Args:
-        optimizer: any torch.optim.Optimizer, or accelerate's wrapper of one.
+        optimizer: any torch.optim.Optimizer, or accelerate's wrapper of one. With several processes, call this in all
+            of them, after `accelerator.prepare` or `fully_shard`.
         pattern: "N:M" or an NMPattern.
     Returns:
         a handle, whose `remove()` removes the hooks.
@@ -50,11 +50,11 @@ def hold_masks_(optimizer: Optimizer, pattern: PatternLike = "2:4") -> "HeldMask
 
 
 class HeldMasks:
-    """The handle of `hold_masks_`. `pruned`: parameter -> True for the pruned weights of this process, or None."""
+    """The handle of `hold_masks_`. `masks`: parameter -> its mask, True = kept, or None if it is not held."""
 
     def __init__(self, optimizer: Optimizer, pattern: NMPattern):
         self.pattern, self.handles = pattern, []
-        self.pruned: dict[Tensor, Tensor | None] = {}
+        self.masks: dict[Tensor, Tensor | None] = {}
         self.find_masks(optimizer)
         if not self.held():
             raise ValueError(
@@ -68,11 +68,11 @@ class HeldMasks:
         ]
 
     def __repr__(self) -> str:
-        return f"HeldMasks({len(self.held())} of {len(self.pruned)} parameters are held)"
+        return f"HeldMasks({len(self.held())} of {len(self.masks)} parameters are held)"
 
     def held(self) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, pruned) for every parameter that is held."""
-        return [(parameter, pruned) for parameter, pruned in self.pruned.items() if pruned is not None]
+        """(parameter, mask) for every parameter that is held."""
+        return [(parameter, kept) for parameter, kept in self.masks.items() if kept is not None]
 
     def remove(self) -> None:
         """Removes the hooks; all weights can be trained again."""
@@ -82,59 +82,59 @@ class HeldMasks:
     @torch.no_grad()
     def find_masks(self, optimizer: Optimizer) -> None:
         """Adds the masks of new parameters, and forgets parameters that the optimizer no longer has."""
-        known, self.pruned = self.pruned, {}
+        known, self.masks = self.masks, {}
         for number, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or [f"{i} of group {number}" for i in range(len(group["params"]))]
             for name, p in zip(names, group["params"], strict=True):
-                self.pruned[p] = known[p] if p in known else find_pruned(p, self.pattern, name)
-        for parameter, pruned in self.held():
+                self.masks[p] = known[p] if p in known else find_mask(p, self.pattern, name)
+        for parameter, kept in self.held():
             if parameter not in known:
-                trained, hook = parameter.requires_grad, partial(clear_gradient_, pruned=pruned)
+                trained, hook = parameter.requires_grad, partial(clear_gradient_, kept=kept)
                 parameter.requires_grad_(True)  # a frozen parameter accepts no hook, but may be trained later
                 self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
                 parameter.requires_grad_(trained)
                 hook(parameter)
-                clear_(parameter, pruned)  # -0.0 becomes +0.0
+                clear_(parameter, kept)  # -0.0 becomes +0.0
         self.clear_moments(optimizer)
 
     def before_step(self, optimizer: Optimizer, *_) -> None:
         """Gradients <- 0 for pruned weights, because not all gradients come from a backward pass."""
-        if any(p not in self.pruned for group in optimizer.param_groups for p in group["params"]):
+        if any(p not in self.masks for group in optimizer.param_groups for p in group["params"]):
             self.find_masks(optimizer)  # after add_param_group, or accelerate has replaced the parameters by shards
-        for parameter, pruned in self.held():
-            clear_gradient_(parameter, pruned)
+        for parameter, kept in self.held():
+            clear_gradient_(parameter, kept)
 
     def after_step(self, *_) -> None:
         """Pruned weights <- +0.0: Muon, for example, changes weights whose gradient is 0."""
-        for parameter, pruned in self.held():
-            clear_(parameter, pruned)
+        for parameter, kept in self.held():
+            clear_(parameter, kept)
 
     def clear_moments(self, optimizer: Optimizer) -> None:
         """Moments of pruned weights <- 0: every tensor in the state of a parameter that has its shape."""
-        for parameter, pruned in self.held():
+        for parameter, kept in self.held():
             for value in optimizer.state.get(parameter, {}).values():
                 plain = isinstance(value, Tensor) and type(local(value)) is Tensor  # not quantized by a library
-                if plain and value.is_floating_point() and local(value).shape == pruned.shape:
-                    clear_(value, pruned)
+                if plain and value.is_floating_point() and local(value).shape == kept.shape:
+                    clear_(value, kept)
 
 
-def clear_gradient_(parameter: Tensor, pruned: Tensor) -> None:
+def clear_gradient_(parameter: Tensor, kept: Tensor) -> None:
     """Gradient <- 0 for pruned weights."""
     if parameter.grad is not None:
-        clear_(parameter.grad, pruned)
+        clear_(parameter.grad, kept)
 
 
 @torch.no_grad()
-def clear_(tensor: Tensor, pruned: Tensor) -> None:
+def clear_(tensor: Tensor, kept: Tensor) -> None:
     """Tensor <- +0.0 for pruned weights."""
     tensor = local(tensor)
-    if pruned.device != tensor.device:  # the model was moved
-        pruned.data = pruned.to(tensor.device)
-    tensor.masked_fill_(pruned, 0.0)
+    if kept.device != tensor.device:  # the model was moved
+        kept.data = kept.to(tensor.device)
+    tensor.view(BITS[tensor.element_size()]).mul_(kept)  # exact, also for NaN; four times as fast as masked_fill_
 
 
-def find_pruned(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None:
-    """True for the pruned weights of this process; None if the parameter is not held. Raises as `hold_masks_`."""
+def find_mask(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None:
+    """The mask of the rows of this process; None if the parameter is not held. Raises as `hold_masks_`."""
     group = {"params": [parameter], "reg_lambda": 1.0, "pattern": pattern, "prox_scale": None}
     cut = parameter.ndim >= 2 and parameter.shape[-1] % pattern.m > 0
     if cut or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
@@ -152,4 +152,4 @@ def find_pruned(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | No
             f"parameter {name}, of shape {list(parameter.shape)}, is {n}:{m}, not {pattern}; pass "
             f'pattern="{n}:{m}", or prune it to {pattern} first'
         )
-    return ~nm_mask(weight.abs(), f"{n}:{m}") if 0 < n < m else None
+    return nm_mask(weight.abs(), f"{n}:{m}") if 0 < n < m else None

@@ -319,7 +319,7 @@ def test_zeros_that_could_be_kept_are_trained_and_the_result_is_nm():
         model[0].weight[:, :4] = torch.tensor([0.0, 0.5, 0.0, 0.0])
         model[0].weight[0, 4:] = 0
     handle = hold_masks_(optimizer := adamw(model.parameters()))
-    pruned = handle.pruned[model[0].weight]
+    pruned = ~handle.masks[model[0].weight]
     assert pruned[:, :4].tolist() == [[False, False, True, True]] * 24
     assert pruned[0, 4:].tolist() == [False, False, True, True]
     train(model, optimizer, 3)
@@ -346,7 +346,7 @@ def test_what_is_not_held():
     model = pruned_model()
     free = [nn.Parameter(tensor) for tensor in free] + [nn.Parameter(torch.zeros(4, 4).int(), requires_grad=False)]
     handle = hold_masks_(adamw([*free, model[0].weight]))
-    assert [pruned is not None for pruned in handle.pruned.values()] == [False] * 6 + [True]
+    assert [mask is not None for mask in handle.masks.values()] == [False] * 6 + [True]
 
 
 # ------------------------------------------------------------------------------------------- refusals
