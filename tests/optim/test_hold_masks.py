@@ -103,6 +103,24 @@ def test_an_optimizer_that_has_stepped_or_is_loaded_forgets_its_moments(make):
     assert not any(p._post_accumulate_grad_hooks for p in masks)
 
 
+def test_moments_that_a_library_has_quantized_stay_as_they_are():
+    class Quantized(torch.Tensor):
+        """Like those of torchao: has the shape of the weight, but not its storage."""
+
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            assert "view" not in str(function)
+            return super().__torch_function__(function, types, args, kwargs)
+
+    model = pruned_model()
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, 1)
+    state = optimizer.state[model[0].weight]
+    state["exp_avg"] = state["exp_avg"].as_subclass(Quantized)
+    hold_masks_(optimizer)
+    assert_held({model[2].weight: model[2].weight.detach() != 0}, optimizer)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "ProxAdamW"])
 def test_without_mixing_the_kept_weights_learn_as_with_masked_gradients(name):
     """The hooks change nothing else: the same bits as a loop that masks gradients and weights itself."""
