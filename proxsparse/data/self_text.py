@@ -41,13 +41,13 @@ def sample_documents(
     tokenizer,
     num_samples: int,
     seq_len: int,
-    weight_dtype: torch.dtype = torch.float32,
-    autocast_dtype: torch.dtype | None = None,
     *,
     file: Path,
     seed: int = 42,
     packing: bool = False,
     device: torch.device | str = "cpu",
+    weight_dtype: torch.dtype = torch.float32,
+    autocast_dtype: torch.dtype | None = None,
 ) -> list[list[int]]:
     """Documents sampled from the model; those that `file` already has are read instead.
 
@@ -56,9 +56,9 @@ def sample_documents(
     continues with another document. A sample begins with the bos token if the tokenizer adds this token to every text.
 
     Args:
-        weight_dtype, device: of the model while it samples; afterwards it has its own tensors again.
-        autocast_dtype: compute in this dtype under autocast; None: in `weight_dtype`.
         file: where the documents are kept; those of another model, seed, seq_len or packing are replaced.
+        device, weight_dtype: of the model while it samples; afterwards it has its own tensors again.
+        autocast_dtype: compute in this dtype under autocast; None: in `weight_dtype`.
     Returns:
         `num_samples` lists of at most `seq_len` token ids.
     Raises:

@@ -17,6 +17,7 @@ from proxsparse.errors import InputError
 from proxsparse.io.mask_files import masks_sha256, recorded_masks
 from proxsparse.io.output_folder import SELF_TEXT, OutputFolder
 from proxsparse.methods import Method, get_method
+from proxsparse.methods.finetune import read_teacher
 from proxsparse.methods.store import Store
 from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import decoder_blocks, prunable_layers
@@ -161,13 +162,15 @@ def method_options(config: RunConfig, method: Method) -> dict:
 def read_calibration(
     config: RunConfig, model: nn.Module, tokenizer, seq_len: int, run_dir: Path, device: torch.device
 ) -> list[dict]:
-    """The calibration batches. With --data self rank zero samples them from `model`, the dense model on the CPU."""
+    """The calibration batches. With --data self the dense model samples them: `model`, or the teacher."""
     size = getattr(config, "per_device_train_batch_size", 1)
     if config.data == SELF:
+        teacher = getattr(config, "teacher", None)
         how = {"file": run_dir / SELF_TEXT, "seed": config.seed, "packing": config.packing, "device": device}
-        dtypes = choose_precision(config.precision, device)
-        sample = partial(sample_documents, model, tokenizer, config.num_samples, seq_len, *dtypes, **how)
-        return batches_of(on_rank_zero(sample), tokenizer, size)
+        how["weight_dtype"], how["autocast_dtype"] = choose_precision(config.precision, device)
+        sample = partial(sample_documents, num_samples=config.num_samples, seq_len=seq_len, **how)
+        samples = on_rank_zero(lambda: sample(read_teacher(teacher, model) if teacher else model, tokenizer))
+        return batches_of(samples, tokenizer, size)
     texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     return calibration_batches(texts, tokenizer, config.num_samples, seq_len, size, config.packing, config.seed)
 
