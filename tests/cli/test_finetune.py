@@ -216,6 +216,7 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     (three / "masks.safetensors").unlink()
     refuse(three, "--teacher", tiny_llama, words=["is not 2:4"])
     refuse(three, words=["--teacher is missing", "--distill 0"])
+    refuse(three, "--distill", "0", "--data", "self", words=["--teacher is missing", "not --data self"])
     other = save_tiny_model("llama", tmp_path / "other", vocab_size=300)
     refuse(pruned, "--teacher", other, words=["--teacher", "vocabulary has 300 tokens"])
     refuse(pruned, "--teacher", tmp_path / "absent", words=["--teacher", "no such file or folder"])
