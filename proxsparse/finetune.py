@@ -5,6 +5,7 @@ With `torchrun` it runs on several processes: each process trains its rows of ev
 
 import sys
 
+from proxsparse.data.sources import SELF
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods.finetune import FINETUNE
@@ -35,10 +36,10 @@ def complete_(config: FinetuneConfig) -> None:
         raise InputError(f"--pattern {config.pattern}: the masks of {config.model} are {recorded}; leave it out")
     config.pattern = config.pattern or recorded or "2:4"
     config.teacher = config.teacher or base.get("base_model")
-    if config.distill and not config.teacher:
+    if not config.teacher and (config.distill or config.data == SELF):
         raise InputError(
             f"--teacher is missing: {config.model} has no masks.safetensors that names the model that was pruned; give "
-            "the dense model, or --distill 0 to train without it"
+            "the dense model, or --distill 0 (and not --data self) to train without it"
         )
 
 

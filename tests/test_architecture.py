@@ -15,7 +15,7 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 PLACES = {
     "": "__main__ _start _version env errors evaluate finetune pack patterns prune report train",
     "allocations": "alphapruning budget owl registry uniform",
-    "data": "calibration sources",
+    "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert generate glue linear merge packed_checkpoint",
     "integrations": "after_import transformers_quantizer transformers_trainer",

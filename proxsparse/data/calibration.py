@@ -70,6 +70,11 @@ def calibration_batches(
     if len(samples) < num_samples:
         short = f"{len(texts)} texts give only {len(samples)} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
+    return batches_of(samples, tokenizer, batch_size)
+
+
+def batches_of(samples: list[list[int]], tokenizer, batch_size: int) -> list[dict[str, Tensor]]:
+    """The samples, in their order, as batches of `calibration_batches`."""
     padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]
 

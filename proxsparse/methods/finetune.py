@@ -132,8 +132,8 @@ def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[l
     return batches[: len(batches) - count], batches[len(batches) - count :]
 
 
-def load_teacher(name: str, model: nn.Module, store: Store) -> nn.Module:
-    """The teacher on the device of the model; also measures its held-out perplexity, as that of "dense".
+def read_teacher(name: str, model: nn.Module) -> nn.Module:
+    """The teacher of the model, on the CPU.
 
     Raises:
         InputError: it cannot be loaded, or has another vocabulary.
@@ -148,6 +148,16 @@ def load_teacher(name: str, model: nn.Module, store: Store) -> nn.Module:
             f"--teacher {name}: its vocabulary has {sizes[1]:,} tokens, that of the model {sizes[0]:,}; give the dense "
             "model that was pruned"
         )
+    return teacher
+
+
+def load_teacher(name: str, model: nn.Module, store: Store) -> nn.Module:
+    """The teacher on the device of the model; also measures its held-out perplexity, as that of "dense".
+
+    Raises:
+        InputError: as `read_teacher`.
+    """
+    teacher = read_teacher(name, model)
     weight = next(model.parameters())
     shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node=False)
     store.score("dense", teacher)

@@ -20,7 +20,7 @@ from proxsparse._version import __version__
 from proxsparse.errors import InputError, describe_error, different_flags, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.atomic import write_file
-from proxsparse.io.output_folder import FINISHED_BLOCKS, OutputFolder, checkpoints
+from proxsparse.io.output_folder import FINISHED_BLOCKS, SELF_TEXT, OutputFolder, checkpoints
 from proxsparse.methods import Method
 from proxsparse.methods.finished_blocks import FORMAT
 from proxsparse.methods.store import Store
@@ -165,8 +165,9 @@ def load_start(store: Store, layers: Iterable[str], digest: str) -> dict[str, NM
 
 
 def progress_in(run_dir: Path) -> str:
-    """A text with the checkpoints and finished blocks of a run; "" if there are none."""
-    names = [path.name for path in checkpoints(run_dir)]
+    """A text with the sampled text, checkpoints and finished blocks of a run; "" if there are none."""
+    names = [SELF_TEXT] * (run_dir / SELF_TEXT).exists()
+    names += [path.name for path in checkpoints(run_dir)]
     blocks = len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors")))
     if blocks:
         names.append(f"{blocks} finished decoder block{'' if blocks == 1 else 's'} in {FINISHED_BLOCKS}/")

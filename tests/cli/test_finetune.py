@@ -64,6 +64,17 @@ def assert_held(before, after):
         assert not pruned[f"{name}.weight"][~mask].any(), "a pruned weight has come back"
 
 
+def test_text_of_the_dense_model(tune, pruned, tiny_llama, tmp_path):
+    """--data self asks the teacher, not the pruned model, also without distillation."""
+    flags = ["--data", "self", "--eval_data", "none"]
+    tune("teacher", *flags)
+    tune("alone", *flags, "--distill", "0")
+    dense = ["--method", "wanda", "--model", str(tiny_llama), "--output_dir", str(tmp_path / "dense")]
+    assert prune.main([*dense, *QUICK, *flags]) == 0
+    texts = {(tmp_path / name / "self_text.jsonl").read_bytes() for name in ("teacher", "alone", "dense")}
+    assert len(texts) == 1
+
+
 def test_whole_job(tune, pruned, tmp_path):
     result = tune("run", "--learning_rate", "0.01")  # bf16 norms are 1: smaller changes would be rounded
     assert_held(pruned, tmp_path / "run")
@@ -205,6 +216,7 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     (three / "masks.safetensors").unlink()
     refuse(three, "--teacher", tiny_llama, words=["is not 2:4"])
     refuse(three, words=["--teacher is missing", "--distill 0"])
+    refuse(three, "--distill", "0", "--data", "self", words=["--teacher is missing", "not --data self"])
     other = save_tiny_model("llama", tmp_path / "other", vocab_size=300)
     refuse(pruned, "--teacher", other, words=["--teacher", "vocabulary has 300 tokens"])
     refuse(pruned, "--teacher", tmp_path / "absent", words=["--teacher", "no such file or folder"])
