@@ -15,6 +15,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              without_gil);
   module.def("cpu_capability", &proxsparse::cpu_capability);
   module.def("mask_n4", &proxsparse::mask_n4, py::arg("score"), py::arg("n"), py::arg("mask"), without_gil);
+  module.def("masked_weight_n4_", &proxsparse::masked_weight_n4_, py::arg("out"), py::arg("weight"),
+             py::arg("pretrained"), py::arg("scale"), py::arg("n"), without_gil);
   module.def("pack_n4", &proxsparse::pack_n4, py::arg("weight"), py::arg("n"), py::arg("values"), py::arg("indices"),
              without_gil);
   module.def("unpack_n4", &proxsparse::unpack_n4, py::arg("values"), py::arg("indices"), py::arg("n"),

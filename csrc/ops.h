@@ -42,6 +42,15 @@ void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Ten
 //   mask   bool, shape of score; overwritten
 void mask_n4(const at::Tensor& score, int64_t n, const at::Tensor& mask);
 
+// out <- W0 where the score c * w * sign(W0) is among the n largest of its block, as in mask_n4; else +0.
+//   out         as weight; overwritten
+//   weight      [..., in_features]; float32, float64, bfloat16 or float16
+//   pretrained  W0, as weight, or bfloat16 for a float32 weight
+//   scale       c, [in_features]; float64 for a float64 weight, float32 otherwise; none means 1
+//   n           1 or 2
+void masked_weight_n4_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
+                       const OptionalTensor& scale, int64_t n);
+
 // weight -> kept values and their places; proxsparse/reference/pack.py describes the packed format. Returns false if a
 // block has more than n nonzeros; values and indices are then invalid.
 //   weight   [..., in_features]; float32, float64, bfloat16 or float16

@@ -208,7 +208,8 @@ def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
 
 
 # What computes on the CPU too, so that all bits are equal. Its writes to memory are in no graph, the reference's are.
-IN_PLACE = {} if cpp._C is None else dict.fromkeys(("prox_nm_", "prox_nm_list_", "adamw_prox_"), "cpp")
+IN_PLACE_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_")
+IN_PLACE = {} if cpp._C is None else dict.fromkeys(IN_PLACE_OPS, "cpp")
 
 
 def in_place_of_a_kernel(run):

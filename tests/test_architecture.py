@@ -23,7 +23,7 @@ PLACES = {
     "methods": "admm block_masks finetune finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap "
     "walk wanda",
     "models": "checks layers loading snap unfold_linears",
-    "ops": "adamw_prox choice mask pack prox prox_list registry sparse_linear tuning",
+    "ops": "adamw_prox choice mask masked_weight pack prox prox_list registry sparse_linear tuning",
     "ops/backends": "cpp cuda cusparselt cutlass gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
     "plan": "activations architecture cost memory page",

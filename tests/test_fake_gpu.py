@@ -229,6 +229,7 @@ def test_the_ops_have_fakes_for_the_gpu():
         )
         torch.ops.proxsparse.prox_nm_(weight, 0.5, 2, 4)
         torch.ops.proxsparse.prox_nm_list_([weight, score], [0.5, 0.5], 2, 4)
+        torch.ops.proxsparse.masked_weight_(weight, score, score, None, 2, 4)
         values, indices = torch.ops.proxsparse.pack_nm(weight, 2, 4)
         y = torch.ops.proxsparse.sparse_linear(score, values, indices, None, None, "auto")
         mask = torch.ops.proxsparse.nm_mask(score, 2, 4)

@@ -14,10 +14,11 @@ from proxsparse.methods import compute_masks, get_method, prune_
 from proxsparse.methods.proxsparse import learn
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
+from proxsparse.reference import mask_score
 from proxsparse.run.parse import make_config
 from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
-from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers, mask_score, set_mask_
+from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers, set_mask_
 from proxsparse.training.loop import TrainState
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
 from proxsparse.training.optimizer import weights_of

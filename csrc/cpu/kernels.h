@@ -18,6 +18,16 @@ struct MaskCall {
   int n;
 };
 
+// out <- W0 where c * w * sign(W0) is among the n largest of its block, else 0.
+struct MaskedWeightCall {
+  void* out;               // [numel], in rows of in_features
+  const void* weight;      // as out
+  const void* pretrained;  // W0: as out, or bfloat16 for a float32 weight
+  const void* scale;       // c, [in_features] of A (calls.h); null means 1
+  int64_t numel, in_features;
+  int n;
+};
+
 struct SparseLinearCall {
   const void* x;       // [rows, in_features], as the values if those are bfloat16 and `Kernels` says so, else float32
   const void* values;  // [out_features, in_features / 2]
@@ -35,6 +45,8 @@ struct Kernels {
   void (*adamw_prox[kDtypes])(const AdamWProxCall&, int64_t begin, int64_t end);
   void (*adamw_prox_bfloat16_moments[kDtypes])(const AdamWProxCall&, int64_t begin, int64_t end);
   void (*mask[kDtypes])(const MaskCall&, int64_t begin, int64_t end);
+  void (*masked_weight[kDtypes])(const MaskedWeightCall&, int64_t begin, int64_t end);
+  void (*masked_weight_float32_bfloat16)(const MaskedWeightCall&, int64_t begin, int64_t end);
   void (*unpack_24[kDtypes])(const PackCall&, int64_t begin, int64_t end);
   void (*sparse_linear[kDtypes])(const SparseLinearCall&, int64_t begin, int64_t end);
   bool sparse_linear_reads_bfloat16;  // x may be bfloat16 if the values are

@@ -1,4 +1,4 @@
-// The n largest of every four scores on the CPU: checks and threads.
+// The n largest of every four scores, and the weight under the mask of a score, on the CPU: checks and threads.
 #include <ATen/Parallel.h>
 
 #include "../ops.h"
@@ -17,6 +17,30 @@ void mask_n4(const at::Tensor& score, int64_t n, const at::Tensor& mask) {
   const auto mask_blocks = kernels().mask[dtype_of(score, "score")];
   at::parallel_for(0, score.numel() / 4, kBlocksPerTask,
                    [&](int64_t begin, int64_t end) { mask_blocks(call, begin, end); });
+}
+
+constexpr int64_t kChunksPerTask = 64;  // about 10 us of work
+
+void masked_weight_n4_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
+                       const OptionalTensor& scale, int64_t n) {
+  check_tensor("weight", weight, at::kCPU, weight.sizes(), weight.scalar_type());
+  check_in_features("weight", weight);
+  check_n(n);
+  check_tensor("out", out, at::kCPU, weight.sizes(), weight.scalar_type());
+  const bool mixed = weight.scalar_type() == at::kFloat && pretrained.scalar_type() == at::kBFloat16;
+  check_tensor("pretrained", pretrained, at::kCPU, weight.sizes(), mixed ? at::kBFloat16 : weight.scalar_type());
+  if (scale) check_tensor("scale", *scale, at::kCPU, {in_features_of(weight)}, arithmetic_of(weight));
+  const MaskedWeightCall call{.out = out.mutable_data_ptr(),
+                              .weight = weight.const_data_ptr(),
+                              .pretrained = pretrained.const_data_ptr(),
+                              .scale = data_or_null(scale),
+                              .numel = weight.numel(),
+                              .in_features = in_features_of(weight),
+                              .n = static_cast<int>(n)};
+  const auto masked_weight_chunks =
+      mixed ? kernels().masked_weight_float32_bfloat16 : kernels().masked_weight[dtype_of(weight, "weight")];
+  at::parallel_for(0, chunks(call.numel), kChunksPerTask,
+                   [&](int64_t begin, int64_t end) { masked_weight_chunks(call, begin, end); });
 }
 
 }  // namespace proxsparse

@@ -1,8 +1,8 @@
-// The n largest of every four scores.
+// The n largest of every four scores, and the weight under the mask of a score.
 #pragma once
 
 #include "../formats.h"
-#include "kernels.h"
+#include "solve.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
@@ -24,6 +24,15 @@ PROXSPARSE_INLINE Ranks<T> rank_descending(Block<T> m) {
           T(3) - after14 - after24 - after34};
 }
 
+// The same for scores; a NaN is treated as infinity.
+template <typename T>
+PROXSPARSE_INLINE Ranks<T> rank_scores(Block<T> score) {
+  const T infinity(std::numeric_limits<typename ScalarOf<T>::Type>::infinity());
+  const auto comparable = [=](T value)
+                              __attribute__((always_inline)) { return select(value == value, value, infinity); };
+  return rank_descending<T>({comparable(score.w1), comparable(score.w2), comparable(score.w3), comparable(score.w4)});
+}
+
 // Blocks `begin` to `end`.
 template <typename Format>
 void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
@@ -31,18 +40,71 @@ void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
   const auto* score = static_cast<const typename Format::Storage*>(call.score);
   bool* mask = call.mask;
   const T first_dropped = T(call.n) - T(0.5);
-  const auto comparable = [](T value) __attribute__((always_inline)) {
-    return value == value ? value : std::numeric_limits<T>::infinity();
-  };
 #pragma omp simd
   for (int64_t b = begin; b < end; ++b) {
-    const Ranks<T> rank =
-        rank_descending<T>({comparable(Format::load(score[4 * b])), comparable(Format::load(score[4 * b + 1])),
-                            comparable(Format::load(score[4 * b + 2])), comparable(Format::load(score[4 * b + 3]))});
+    const Ranks<T> rank = rank_scores<T>({Format::load(score[4 * b]), Format::load(score[4 * b + 1]),
+                                          Format::load(score[4 * b + 2]), Format::load(score[4 * b + 3])});
     mask[4 * b] = rank.r1 < first_dropped;
     mask[4 * b + 1] = rank.r2 < first_dropped;
     mask[4 * b + 2] = rank.r3 < first_dropped;
     mask[4 * b + 3] = rank.r4 < first_dropped;
+  }
+}
+
+// W0 under the mask of one whole chunk; `scale` holds the scale of each of its weights, or is null.
+template <typename Format, typename Pretrained, typename T = typename Format::Arithmetic>
+PROXSPARSE_INLINE void masked_weight_chunk(const typename Format::Storage* weight,
+                                           const typename Pretrained::Storage* pretrained, const T* scale, int n,
+                                           typename Format::Storage* out) {
+  constexpr int N = kLanes<T>;
+  using V = Vec<T, N>;
+  const V zero(T(0)), one(T(1)), first_dropped(T(n) - T(0.5));
+  for (int b = 0; b < kChunk; b += N) {
+    const auto stored = load_stored<Pretrained, N>(pretrained + 4 * b);
+    Block<V> score = each([](auto stored) { return decoded<Format>(stored); }, load_stored<Format, N>(weight + 4 * b));
+    if (scale != nullptr) {
+      score = each([](V w, V c) { return w * c; }, score, load_stored<Native<T>, N>(scale + 4 * b));
+    }
+    const auto with_sign = [=](V score, auto stored) {
+      const V w0 = decoded<Pretrained>(stored);  // a NaN has no sign, as in torch
+      return score * (select(w0 > zero, one, zero) - select(w0 < zero, one, zero));
+    };
+    const Ranks<V> rank = rank_scores<V>(each(with_sign, score, stored));
+    const auto kept = [=](auto stored, V rank) {
+      if constexpr (std::is_same_v<Format, Pretrained>) {
+        return select(rank < first_dropped, stored, decltype(stored)(0));
+      } else {
+        return select(rank < first_dropped, decoded<Pretrained>(stored), zero);
+      }
+    };
+    store_stored<Format>(each(kept, stored, Block<V>{rank.r1, rank.r2, rank.r3, rank.r4}), out + 4 * b);
+  }
+}
+
+// Chunks `begin` to `end`; W0 is stored as Pretrained.
+template <typename Format, typename Pretrained>
+void masked_weight_chunks(const MaskedWeightCall& call, int64_t begin, int64_t end) {
+  using T = typename Format::Arithmetic;
+  using Storage = typename Format::Storage;
+  using PretrainedStorage = typename Pretrained::Storage;
+  alignas(64) T scale_of_chunk[kChunkWeights];
+  const T* scale = call.scale == nullptr ? nullptr : scale_of_chunk;
+  for (int64_t chunk = begin; chunk < end; ++chunk) {
+    const int64_t first = kChunkWeights * chunk, count = smaller(kChunkWeights, call.numel - first);
+    const auto* weight = static_cast<const Storage*>(call.weight) + first;
+    const auto* pretrained = static_cast<const PretrainedStorage*>(call.pretrained) + first;
+    auto* out = static_cast<Storage*>(call.out) + first;
+    if (scale != nullptr) load_scale(call.scale, call.in_features, first, scale_of_chunk);
+    if (count == kChunkWeights) {
+      masked_weight_chunk<Format, Pretrained>(weight, pretrained, scale, call.n, out);
+    } else {
+      Storage padded[kChunkWeights] = {};
+      PretrainedStorage padded_pretrained[kChunkWeights] = {};
+      std::memcpy(padded, weight, count * sizeof(Storage));
+      std::memcpy(padded_pretrained, pretrained, count * sizeof(PretrainedStorage));
+      masked_weight_chunk<Format, Pretrained>(padded, padded_pretrained, scale, call.n, padded);
+      std::memcpy(out, padded, count * sizeof(Storage));
+    }
   }
 }
 

@@ -3,6 +3,7 @@
 from proxsparse.ops import backends
 from proxsparse.ops.adamw_prox import adamw_prox_
 from proxsparse.ops.mask import nm_mask
+from proxsparse.ops.masked_weight import masked_weight_
 from proxsparse.ops.pack import pack_nm, unpack_nm
 from proxsparse.ops.prox import prox_nm, prox_nm_
 from proxsparse.ops.prox_list import prox_nm_list_
@@ -12,6 +13,7 @@ from proxsparse.ops.sparse_linear import sparse_linear
 __all__ = [
     "adamw_prox_",
     "backends",
+    "masked_weight_",
     "nm_mask",
     "pack_nm",
     "prox_nm",

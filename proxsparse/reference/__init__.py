@@ -5,7 +5,7 @@ are in paper_solvers.py, and one of them, EnumALM, can miss the optimum.
 """
 
 from proxsparse.reference.adamw_prox import adamw_prox, mix, random_bits, round_to, stochastic_round
-from proxsparse.reference.mask import nm_mask
+from proxsparse.reference.mask import mask_score, masked_weight, nm_mask
 from proxsparse.reference.pack import pack_nm, unpack_nm
 from proxsparse.reference.prox import objective, prox_nm
 from proxsparse.reference.regularizers import (
@@ -22,6 +22,8 @@ __all__ = [
     "frozen_denominator",
     "frozen_penalty",
     "frozen_penalty_grad",
+    "mask_score",
+    "masked_weight",
     "mix",
     "nm_mask",
     "objective",

@@ -1,4 +1,4 @@
-"""The N:M mask of scores, in plain torch."""
+"""The N:M mask of scores, and the weight under it, in plain torch."""
 
 import torch
 from torch import Tensor
@@ -17,3 +17,20 @@ def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
     block = pattern.blocks(score.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf))
     kept = block.sort(dim=-1, descending=True, stable=True).indices[..., : pattern.n]
     return torch.zeros_like(block, dtype=torch.bool).scatter_(-1, kept, True).view(score.shape)
+
+
+def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
+    """|c * w|, or c * w * sign(W0) if `pretrained` is given; the mask keeps the largest. c = 1 without a scaling.
+
+    With the sign, a learned weight whose sign differs from that of W0 is pruned first: the kept weight will be W0.
+    """
+    values = weight if scale is None else weight * scale
+    return values.abs() if pretrained is None else values * pretrained.sign()
+
+
+def masked_weight(
+    weight: Tensor, pretrained: Tensor, scale: Tensor | None = None, pattern: PatternLike = "2:4"
+) -> Tensor:
+    """W0 where the mask of `mask_score` keeps, else +0.0, in the dtype of the weight."""
+    pretrained = pretrained.to(weight.dtype)
+    return torch.where(nm_mask(mask_score(weight, scale, pretrained), pattern), pretrained, 0.0)

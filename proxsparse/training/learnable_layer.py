@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from proxsparse.ops import nm_mask
+from proxsparse.ops import masked_weight_, nm_mask
 from proxsparse.patterns import NMPattern
+from proxsparse.reference import mask_score
 from proxsparse.runtime.sharding import first_row, local, sum_of_shards
 
 
@@ -47,23 +48,14 @@ class LearnableLayer:
     def remask_(self) -> None:
         """m <- W0 where the mask of v keeps, else +0."""
         if self.masked:
-            pretrained = self.own_pretrained()
-            mask = nm_mask(mask_score(local(self.weight), self.scale, pretrained), self.pattern)
-            local(self.layer.weight).copy_(torch.where(mask, pretrained, 0.0))
+            weight = local(self.weight)
+            pretrained = self.pretrained.to(weight.device)
+            masked_weight_(local(self.layer.weight), weight, pretrained, self.scale, self.pattern)
 
     def take_gradient_(self) -> None:
         """dL/dv = dL/dm."""
         if self.masked:
             self.weight.grad, self.layer.weight.grad = self.layer.weight.grad, None
-
-
-def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
-    """|c * w|, or c * w * sign(W0) if `pretrained` is given; the mask keeps the largest. c = 1 without a scaling.
-
-    With the sign, a learned weight whose sign differs from that of W0 is pruned first: the kept weight will be W0.
-    """
-    values = weight if scale is None else weight * scale
-    return values.abs() if pretrained is None else values * pretrained.sign()
 
 
 @torch.no_grad()

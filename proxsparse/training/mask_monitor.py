@@ -6,9 +6,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from proxsparse.reference import nm_mask
+from proxsparse.reference import mask_score, nm_mask
 from proxsparse.runtime.sharding import first_row, local, sum_of_shards
-from proxsparse.training.learnable_layer import LearnableLayer, mask_score
+from proxsparse.training.learnable_layer import LearnableLayer
 
 BLOCKS_PER_LAYER = 1024
 SNAPSHOTS = 20

@@ -9,7 +9,7 @@ from ops.conftest import CALLS
 from ops.on_each_backend import backends_of
 
 from proxsparse import nm_mask, prox_nm_
-from proxsparse.ops import adamw_prox_, pack_nm, prox_nm_list_
+from proxsparse.ops import adamw_prox_, masked_weight_, pack_nm, prox_nm_list_
 
 NUMBERS = {"step": 3, "lr": 0.05, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -27,6 +27,9 @@ def checked(op: str, device: torch.device) -> list[tuple]:
         moments, half = (second.bfloat16(), third.square().bfloat16()), first.bfloat16()
         plain = (first, second, *moments, None, None, None, *numbers, 0.0, 0.1, None)
         return [plain, (half, half.clone(), *moments, first, half.clone(), scale, *numbers, 0.2, 0.1, -5)]
+    if op == "masked_weight_":
+        strided = (first.T[:, :4], second.T[:, :4], third.bfloat16().T[:, :4])
+        return [(first, second, third, None, 2, 4), (*strided, scale, 1, 4)]
     if op == "nm_mask":
         return [(first, 2, 4), (first.T[:, :4], 2, 4)]
     weight = torch.where(nm_mask(first.abs()), first, 0.0)
@@ -57,11 +60,23 @@ def snap(w):
     return torch.where(nm_mask(w.abs()), w, 0.0)
 
 
+def under_mask(out, weight, pretrained):
+    moved = out * 2
+    masked_weight_(moved, weight, pretrained)
+    return masked_weight_(out, pretrained, weight) + moved
+
+
 def unpacked_twice(values, indices):
     return 2 * torch.ops.proxsparse.unpack_nm(values, indices, 2, 4)
 
 
-COMPILED = {"prox_nm_": (prox, 1), "prox_nm_list_": (prox_list, 2), "adamw_prox_": (step, 4), "nm_mask": (snap, 1)}
+COMPILED = {
+    "prox_nm_": (prox, 1),
+    "prox_nm_list_": (prox_list, 2),
+    "adamw_prox_": (step, 4),
+    "nm_mask": (snap, 1),
+    "masked_weight_": (under_mask, 3),
+}
 every_op = pytest.mark.parametrize(
     ("op", "place"),
     [

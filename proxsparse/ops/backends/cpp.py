@@ -52,6 +52,17 @@ def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     return mask
 
 
+def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
+    if _C is not None and not hasattr(_C, "masked_weight_n4_"):
+        return "the compiled extension is older than this op; remedy: reinstall proxsparse"
+    return _supports(out, n, m)
+
+
+@register_kernel("masked_weight_", "cpp", supports=_supports_masked_weight)
+def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
+    _C.masked_weight_n4_(out, weight, pretrained, scale, n)
+
+
 def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
     *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
     if _C is not None and not hasattr(_C, "adamw_prox_"):
