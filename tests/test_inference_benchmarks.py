@@ -346,27 +346,12 @@ def test_training_speed_learns_every_form_and_compares_it_with_the_plan(rows_of,
 
 
 def test_training_speed_compares_a_step_with_fine_tuning(rows_of, capsys):
-    flags = [
-        "--contenders",
-        "--model",
-        "tiny",
-        "--steps",
-        "4",
-        "--flags",
-        "--seq_len 32 --distill 0.5",
-        "--devices",
-        "cpu",
-    ]
-    assert training_speed.main(flags) == 0
+    flags = ["--model", "tiny", "--steps", "4", "--flags", "--seq_len 32 --distill 0.5", "--devices", "cpu"]
+    assert training_speed.main(["--contenders", *flags]) == 0
     rows = {row["case"]: row for row in rows_of("training_speed")}
     assert rows.keys() == training_speed.CONTENDERS.keys()
     assert rows[training_speed.BASE]["ratio"] == 1
-    assert rows["mask learning"]["parts"].keys() == {
-        "forward and backward",
-        "masked weights",
-        "optimizer",
-        "statistics",
-    }
+    assert {"forward and backward", "masked weights", "optimizer"} < rows["mask learning"]["parts"].keys()
     assert all(min(row["parts"].values()) > 0 and row["turns"] == 2 for row in rows.values())
     assert "against fine-tuning" in capsys.readouterr().out
 
