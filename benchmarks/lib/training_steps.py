@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import add_labels
-from proxsparse.methods import get_method
+from proxsparse.methods import get_method, prune_
+from proxsparse.methods.finetune import start_state
 from proxsparse.models.layers import prunable_layers
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.job import method_options
 from proxsparse.runtime.device import autocast
 from proxsparse.training.distillation import teacher_targets
+from proxsparse.training.held_layer import hold_layers
 from proxsparse.training.learnable_layer import make_learnable_layers
 from proxsparse.training.loop import TrainState, backward, start_training, step_
-from proxsparse.training.options import LearningOptions
+from proxsparse.training.options import FinetuneOptions, LearningOptions
 from proxsparse.training.scaling import activation_scaling
 
 Batch = dict[str, Tensor]
@@ -98,8 +100,31 @@ def mask_learning(
     return parts, step
 
 
+def recovery(
+    model: nn.Module, batches: list[Batch], config: TrainConfig, dtype: torch.dtype | None
+) -> tuple[Parts, Callable[[Batch], None]]:
+    """The training of `proxsparse finetune` under the magnitude mask, without held-out samples, log and checkpoints."""
+    options, parts = FinetuneOptions(distill=config.distill, max_grad_norm=config.max_grad_norm).check(), Parts()
+    layers = prunable_layers(model, config.pattern)
+    prune_(model, "magnitude", pattern=config.pattern)
+    held = hold_layers(layers, dict.fromkeys(layers, NMPattern.parse(config.pattern)))
+    state = start_state(model, layers, held, options, len(batches))
+    start_training(model, options.gradient_checkpointing)
+
+    def step(batch: Batch) -> None:
+        parts.timed("forward and backward", backward)(model, [batch], dtype, options.distill)
+        parts.timed("optimizer", step_)(state)
+
+    return parts, step
+
+
 BASE = "fine-tuning"
-CONTENDERS = {BASE: fine_tuning, "fine-tuning, fused AdamW": fused_fine_tuning, "mask learning": mask_learning}
+CONTENDERS = {
+    BASE: fine_tuning,
+    "fine-tuning, fused AdamW": fused_fine_tuning,
+    "mask learning": mask_learning,
+    "recovery": recovery,
+}
 
 
 def step_seconds(

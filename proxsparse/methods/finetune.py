@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -25,10 +26,10 @@ from proxsparse.training import checkpoint
 from proxsparse.training.adapters import adapters, attach_adapters_, check_adapters, merge_adapters_
 from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.early_stopping import EarlyStopping
-from proxsparse.training.held_layer import hold_layers
+from proxsparse.training.held_layer import HeldLayer, hold_layers
 from proxsparse.training.log import RunLog, check_tracker
 from proxsparse.training.loop import RunAverage, TrainState, own_samples, step_count
-from proxsparse.training.optimizer import adamw
+from proxsparse.training.optimizer import adamw, weights_of
 from proxsparse.training.options import HELD_OUT, FinetuneOptions
 
 
@@ -76,12 +77,9 @@ def finetune(
     if options.train == "lora":
         attach_adapters_(model, layers, options.lora_rank, options.seed)
 
-    trained = trained_parameters(model, layers, options)
-    # one group for each parameter, as --step_in_backward needs
-    optimizer = adamw([{"params": [one], "lr": options.learning_rate} for one in trained.items()], options)
     measure = partial(held_out_loss, model, held_out, dtype, options.distill) if held_out else None
-    stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
-    state = TrainState(model, held, options, steps, optimizer, RunAverage({}, 1), stopping)
+    state = start_state(model, layers, held, options, steps, measure)
+    stopping, trained = state.monitor, weights_of(state.optimizer)
     if store.checkpoint:
         checkpoint.restore_(store.checkpoint, store.state, state)
     if store.directory:
@@ -116,6 +114,22 @@ def finetune(
         merge_adapters_(model, held)
     store.trained = frozenset(trained) & {name for name, _ in model.named_parameters()}
     return {name: one.mask().cpu() for name, one in held.items()}
+
+
+def start_state(
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    held: dict[str, HeldLayer],
+    options: FinetuneOptions,
+    steps: int,
+    measure: Callable[[], float] | None = None,
+) -> TrainState:
+    """The state before the first step; sets requires_grad of every parameter. `measure`: the held-out loss."""
+    trained = trained_parameters(model, layers, options)
+    # one group for each parameter, as --step_in_backward needs
+    optimizer = adamw([{"params": [one], "lr": options.learning_rate} for one in trained.items()], options)
+    stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
+    return TrainState(model, held, options, steps, optimizer, RunAverage({}, 1), stopping)
 
 
 def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[list, list]:

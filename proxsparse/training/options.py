@@ -169,7 +169,7 @@ class LearningOptions(LoopOptions, MaskOptions):
 
 HELD_OUT = 16  # default of --held_out
 TRAINED = {  # --train -> what is trained, and the default learning rate
-    "kept": ("the kept weights and the norms", 2e-4),
+    "kept": ("the kept weights and the norms", 3e-4),
     "norms": ("only the norms and biases", 2e-3),
     "lora": ("low-rank adapters, merged under the mask, and the norms", 1e-3),
 }
