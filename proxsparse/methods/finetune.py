@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL, add_labels
 from proxsparse.errors import InputError
-from proxsparse.methods.proxsparse import learn, save
+from proxsparse.methods.proxsparse import run_loop
 from proxsparse.methods.registry import Method
 from proxsparse.methods.store import Store
 from proxsparse.methods.walk import Batches
@@ -18,17 +18,15 @@ from proxsparse.models.checks import evaluating
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.loading import load_model
 from proxsparse.patterns import NMPattern
-from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
 from proxsparse.runtime.sharding import shard_and_move_
-from proxsparse.training import checkpoint
 from proxsparse.training.adapters import adapters, attach_adapters_, check_adapters, merge_adapters_
 from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.early_stopping import EarlyStopping
 from proxsparse.training.held_layer import HeldLayer, hold_layers
-from proxsparse.training.log import RunLog, check_tracker
-from proxsparse.training.loop import RunAverage, TrainState, own_samples, step_count
+from proxsparse.training.log import check_tracker
+from proxsparse.training.loop import RunAverage, TrainState, step_count
 from proxsparse.training.optimizer import adamw, weights_of
 from proxsparse.training.options import HELD_OUT, FinetuneOptions
 
@@ -80,28 +78,8 @@ def finetune(
     measure = partial(held_out_loss, model, held_out, dtype, options.distill) if held_out else None
     state = start_state(model, layers, held, options, steps, measure)
     stopping, trained = state.monitor, weights_of(state.optimizer)
-    if store.checkpoint:
-        checkpoint.restore_(store.checkpoint, store.state, state)
-    if store.directory:
-        distributed.on_rank_zero(lambda: checkpoint.require_space_for(state, store.directory))
-
-    with (
-        torch.autocast(model.device.type, enabled=False),
-        torch.enable_grad(),
-        evaluating(model),  # restores the train/eval modes at the end
-        RunLog(store.directory, state.step, steps, "training the kept weights", options.report_to) as log,
-    ):
-        if not stopping.finished:
-            learn(
-                state,
-                own_samples(batches, options.seed, state.batches),
-                dtype,
-                log,
-                store.stop,
-                lambda: save(store, state),
-            )
+    run_loop(state, store, batches, dtype, "training the kept weights")
     stopping.take_best_()
-    store.complete = state.step == steps or stopping.finished
     store.figures |= {
         "steps": state.step,
         "tokens": state.tokens,

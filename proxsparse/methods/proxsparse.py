@@ -85,37 +85,48 @@ def learn_masks(
         first = initial_masks(parse_start(options.start), model, layers, batches, patterns)
     learned = make_learnable_layers(layers, pretrained, scales, patterns, options.forward == "masked", first)
     state = TrainState.begin(model, learned, options, steps)
-    if store.checkpoint:
-        checkpoint.restore_(store.checkpoint, store.state, state)
-    if store.directory:
-        distributed.on_rank_zero(lambda: checkpoint.require_space_for(state, store.directory))
-
-    with (
-        torch.autocast(model.device.type, enabled=False),
-        torch.enable_grad(),
-        evaluating(model),  # restores the train/eval modes at the end
-        RunLog(store.directory, state.step, state.all_steps, "learning the masks", options.report_to) as log,
-    ):
-        learn(
-            state, own_samples(batches, options.seed, state.batches), dtype, log, store.stop, lambda: save(store, state)
-        )
-        masks = state.masks()
-        magnitude = {name: nm_mask(one.pretrained.abs(), one.pattern).cpu() for name, one in learned.items()}
-        store.figures |= {
-            "steps": state.step,
-            "tokens": state.tokens,
-            "reg_lambda": reg_lambda_range(state.optimizer),
-            "feasible_share": feasible_share(learned.values()),
-            "magnitude_agreement": agreement(masks, magnitude, learned),
-            "mask_similarity": state.monitor.similarity(),
-        }
-        store.baselines["magnitude"] = magnitude
-        store.complete = state.step == state.all_steps
+    run_loop(state, store, batches, dtype, "learning the masks")
+    masks = state.masks()
+    magnitude = {name: nm_mask(one.pretrained.abs(), one.pattern).cpu() for name, one in learned.items()}
+    store.figures |= {
+        "steps": state.step,
+        "tokens": state.tokens,
+        "reg_lambda": reg_lambda_range(state.optimizer),
+        "feasible_share": feasible_share(learned.values()),
+        "magnitude_agreement": agreement(masks, magnitude, learned),
+        "mask_similarity": state.monitor.similarity(),
+    }
+    store.baselines["magnitude"] = magnitude
     for name, weight in model.named_parameters():
         weight.requires_grad_(learns[name])
     if not store.pretrained:
         snap_(model, pretrained, masks)
     return masks
+
+
+def run_loop(
+    state: TrainState, store: Store, batches: list[dict[str, Tensor]], dtype: torch.dtype | None, title: str
+) -> None:
+    """Restores the checkpoint to resume from, if there is one, then trains; sets `store.complete`.
+
+    Args:
+        dtype: autocast dtype of the forward pass; None: no autocast.
+        title: title of the progress bar.
+    """
+    if store.checkpoint:
+        checkpoint.restore_(store.checkpoint, store.state, state)
+    if store.directory:
+        distributed.on_rank_zero(lambda: checkpoint.require_space_for(state, store.directory))
+    samples = own_samples(batches, state.options.seed, state.batches)
+    with (
+        torch.autocast(state.model.device.type, enabled=False),
+        torch.enable_grad(),
+        evaluating(state.model),  # restores the train/eval modes at the end
+        RunLog(store.directory, state.step, state.all_steps, title, state.options.report_to) as log,
+    ):
+        if not state.monitor.finished:
+            learn(state, samples, dtype, log, store.stop, lambda: save(store, state))
+    store.complete = state.step == state.all_steps or state.monitor.finished
 
 
 def learn(
