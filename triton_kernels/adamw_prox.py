@@ -11,7 +11,7 @@ import triton.language as tl
 
 from .block import largest_finite, shrink
 from .formats import INTERPRETED, arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
-from .launch import LANES, override_launch
+from .launch import LANES, override_launch, weights_of_program
 from .prox import blocks_per_program, check_weight, gain_of
 
 # Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
@@ -99,15 +99,7 @@ def adamw_prox_kernel(
     reg_lambda, gain = tl.full((), reg_lambda, arithmetic), tl.full((), gain, arithmetic)
     frozen_lambda, frozen_eps = tl.full((), frozen_lambda, arithmetic), tl.full((), frozen_eps, arithmetic)
 
-    piece = tl.program_id(0)
-    row = 0
-    if scale_ptr is not None:
-        row = piece // pieces
-        piece -= row * pieces
-    column = piece.to(tl.int64) * (4 * BLOCKS) + tl.arange(0, 4 * BLOCKS)
-    inside = column < columns
-    index = column + (row + tl.zeros((), tl.int64)) * columns  # a weight may have more than 2^31 elements
-
+    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS)
     old = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
     g = widened(tl.load(grad_ptr + index, mask=inside, other=0.0), arithmetic)
     mean = widened(tl.load(exp_avg_ptr + index, mask=inside, other=0.0), arithmetic)

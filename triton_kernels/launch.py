@@ -3,6 +3,8 @@
 import functools
 
 import torch
+import triton
+import triton.language as tl
 
 from .formats import INTERPRETED, PTX
 
@@ -47,3 +49,19 @@ def compiler_options(registers: int) -> dict[str, int]:
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def weights_of_program(scale_ptr, columns, pieces, BLOCKS: tl.constexpr):
+    """(index, column, whether it exists) of the weights of this program: one of `pieces` pieces of a row.
+
+    Without a scale, the whole weight is one row.
+    """
+    piece = tl.program_id(0)
+    row = 0
+    if scale_ptr is not None:
+        row = piece // pieces
+        piece -= row * pieces
+    column = piece.to(tl.int64) * (4 * BLOCKS) + tl.arange(0, 4 * BLOCKS)
+    index = column + (row + tl.zeros((), tl.int64)) * columns  # a weight may have more than 2^31 elements
+    return index, column, column < columns

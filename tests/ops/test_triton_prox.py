@@ -15,8 +15,9 @@ FOLDER = Path(__file__).parent
 # (file, options of pytest): what runs quickly; each call of the interpreter takes a quarter second
 QUICK = [("test_prox.py", "-k", "triton and one_strength and bfloat16")]
 QUICK += [("test_adamw_prox.py", "-k", "triton and (bfloat16 or float32) and plain")]
+QUICK += [("test_masked_weight.py", "-k", "triton and (sizes or (composed and True-2:4))")]
 SLOW = [("triton_prox_cases.py",), ("test_prox_list.py",), ("test_prox.py",), ("test_prox_edges.py",)]
-SLOW += [("test_adamw_prox.py",), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
+SLOW += [("test_masked_weight.py",), ("test_adamw_prox.py",), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
 COMPILED = [("triton_compiled_prox.py", "-m", "not slow"), ("triton_rocm_cases.py", "-m", "not slow")]
 COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow"), ("triton_rocm_cases.py", "-m", "slow")]
 

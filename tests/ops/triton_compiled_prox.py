@@ -5,7 +5,7 @@ import torch
 import triton
 from aot import compile_kernel
 
-from proxsparse.triton_kernels import adamw_prox, launch, prox
+from proxsparse.triton_kernels import adamw_prox, launch, masked_weight, prox
 
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -69,6 +69,14 @@ def step_call(weight, moment, given, n, blocks=adamw_prox.BLOCKS_PER_PROGRAM, wa
     constants = {name: None for name in options if name not in arguments}
     constants |= {"N": n, "BLOCKS": blocks}
     return adamw_prox.adamw_prox_kernel, arguments, constants, {"num_warps": warps}
+
+
+def mask_call(weight, pretrained, scale, n):
+    """The same of W0 under a mask."""
+    arguments = {"out_ptr": f"*{weight}", "weight_ptr": f"*{weight}", "pretrained_ptr": f"*{pretrained}"}
+    arguments |= {"columns": "i32", "pieces": "i32"} | ({"scale_ptr": f"*{scale}"} if scale else {})
+    constants = {"N": n, "BLOCKS": masked_weight.BLOCKS_PER_PROGRAM} | ({} if scale else {"scale_ptr": None})
+    return masked_weight.masked_weight_kernel, arguments, constants, {"num_warps": masked_weight.NUM_WARPS}
 
 
 def assert_stays_in_registers(kernel):
@@ -180,3 +188,12 @@ def test_the_fused_step(variant, capability, tmp_path):
     assert_stays_in_registers(kernel)
     assert_moves_16_bytes_at_once(kernel)
     assert kernel.registers <= 128
+
+
+# Weight type, pretrained type, scale type, n.
+MASK = [("fp32", "bf16", "fp32", 2), ("bf16", "bf16", None, 2), ("fp32", "fp32", None, 1), ("fp64", "fp64", "fp64", 2)]
+
+
+@pytest.mark.parametrize(("variant", "capability"), on_each_gpu(MASK))
+def test_the_masked_weight(variant, capability, tmp_path):
+    assert_stays_in_registers(compiled(mask_call(*variant), capability, tmp_path))

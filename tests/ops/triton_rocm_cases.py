@@ -12,7 +12,7 @@ torch.version.hip = "6.4"
 
 from aot import compile_for  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton_compiled_prox import list_call, prox_call, step_call  # noqa: E402
+from triton_compiled_prox import list_call, mask_call, prox_call, step_call  # noqa: E402
 
 from proxsparse.triton_kernels import formats  # noqa: E402
 
@@ -26,6 +26,7 @@ CALLS = {
     "a list": list_call("bf16", 2),
     "step": step_call("bf16", "fp32", ("master", "pretrained", "scale", "seed"), 2),
     "step, bf16 moments": step_call("bf16", "bf16", ("seed",), 2),
+    "mask": mask_call("fp32", "bf16", "fp32", 2),
 }
 
 

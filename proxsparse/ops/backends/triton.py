@@ -60,3 +60,14 @@ def _adamw_prox_(*arguments) -> None:
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
     launch = measured("adamw_prox", head[0], head[0].numel())
     triton_kernels.adamw_prox_n4_(*head, n, frozen_lambda, frozen_eps, seed, **launch)
+
+
+def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
+    return _supports(out, n, m)
+
+
+@register_kernel("masked_weight_", "triton", supports=_supports_masked_weight)
+def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
+    from proxsparse import triton_kernels
+
+    triton_kernels.masked_weight_n4_(out, weight, pretrained, scale, n)

@@ -1,0 +1,78 @@
+"""W0 under the mask of a learned weight, for 2:4 and 1:4 blocks: one pass over memory."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .block import sort4, unsort4
+from .formats import INTERPRETED, arithmetic_of, join4, split4, widened
+from .launch import weights_of_program
+from .prox import blocks_per_program, check_weight
+
+# 16 bytes of a bf16 weight per lane. Not measured on a GPU.
+BLOCKS_PER_PROGRAM = 256
+NUM_WARPS = 4
+
+
+@triton.jit
+def kept4(score, N: tl.constexpr, BLOCKS: tl.constexpr):
+    """Whether each of the scores [4 * BLOCKS] is among the N largest of its block of four; a NaN counts as infinity."""
+    x0, x1, x2, x3 = split4(tl.where(score == score, score, float("inf")), BLOCKS)
+    _, _, _, _, ab1, cd1, bc1, ab2, cd2, bc2 = sort4(x0, x1, x2, x3)
+    last = tl.zeros((BLOCKS,), tl.int32)
+    k0, k1, k2, k3 = unsort4(last + 1, last + (N > 1), last, last, ab1, cd1, bc1, ab2, cd2, bc2)
+    return join4(k0, k1, k2, k3, BLOCKS) != 0
+
+
+@triton.jit
+def masked_weight_kernel(
+    out_ptr,  # [numel], dtype of the weight; overwritten. All tensors are contiguous
+    weight_ptr,  # [numel]
+    pretrained_ptr,  # W0, [numel], dtype of the weight, or bfloat16 for a float32 weight
+    scale_ptr,  # c, [columns], the arithmetic's dtype, or None
+    columns,  # in_features; without a scale, the whole weight is one row
+    pieces,  # programs per row
+    N: tl.constexpr,  # weights kept of every 4: 1 or 2
+    BLOCKS: tl.constexpr,  # blocks per program, all in one row
+):
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    arithmetic: tl.constexpr = arithmetic_of(dtype)
+    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS)
+    score = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
+    pretrained = tl.load(pretrained_ptr + index, mask=inside, other=0.0)
+    w0 = widened(pretrained, arithmetic)
+    if scale_ptr is not None:
+        score = score * tl.load(scale_ptr + column, mask=inside, other=1.0)
+    # the sign of W0; a NaN has none, as in torch
+    score = score * ((w0 > 0).to(arithmetic) - (w0 < 0).to(arithmetic))
+    if pretrained_ptr.dtype.element_ty != dtype:
+        pretrained = w0
+    tl.store(out_ptr + index, tl.where(kept4(score, N, BLOCKS), pretrained, 0.0).to(dtype), mask=inside)
+
+
+def masked_weight_n4_(
+    out: torch.Tensor, weight: torch.Tensor, pretrained: torch.Tensor, scale: torch.Tensor | None, n: int
+) -> None:
+    """out <- W0 where the score c * w * sign(W0) is among the n largest of its block of 4, else +0.0.
+
+    Shapes are those of `proxsparse.ops.masked_weight_`; all tensors are contiguous.
+
+    Args:
+        out, weight: of one dtype, on a CUDA GPU, or on the CPU if the environment had TRITON_INTERPRET=1 when triton
+            was imported.
+        pretrained: W0, in the dtype of the weight, or in bfloat16 for a float32 weight.
+        scale: c, [in_features], in float32 (float64 for a float64 weight), or None.
+        n: 1 or 2.
+    Raises:
+        ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, or the weight is not contiguous.
+    """
+    check_weight(weight, n)
+    if weight.numel() == 0:
+        return
+    columns = weight.numel() if scale is None else weight.shape[-1]
+    blocks = blocks_per_program(weight, columns // 4) if INTERPRETED else BLOCKS_PER_PROGRAM
+    pieces = triton.cdiv(columns, 4 * blocks)
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        masked_weight_kernel[(weight.numel() // columns * pieces,)](
+            out, weight, pretrained, scale, columns, pieces, N=n, BLOCKS=blocks, num_warps=NUM_WARPS
+        )
