@@ -6,12 +6,11 @@ import triton.language as tl
 
 from .block import sort4, unsort4
 from .formats import INTERPRETED, arithmetic_of, join4, split4, widened
-from .launch import weights_of_program
+from .launch import LANES, weights_of_program
 from .prox import blocks_per_program, check_weight
 
-# 16 bytes of a bf16 weight per lane. Not measured on a GPU.
-BLOCKS_PER_PROGRAM = 256
-NUM_WARPS = 4
+# Four blocks per lane, and one warp, whose lanes exchange numbers without shared memory. Not measured on a GPU.
+BLOCKS_PER_PROGRAM, NUM_WARPS = 4 * LANES, 1
 
 
 @triton.jit

@@ -196,4 +196,6 @@ MASK = [("fp32", "bf16", "fp32", 2), ("bf16", "bf16", None, 2), ("fp32", "fp32",
 
 @pytest.mark.parametrize(("variant", "capability"), on_each_gpu(MASK))
 def test_the_masked_weight(variant, capability, tmp_path):
-    assert_stays_in_registers(compiled(mask_call(*variant), capability, tmp_path))
+    kernel = compiled(mask_call(*variant), capability, tmp_path)
+    assert_stays_in_registers(kernel)
+    assert kernel.starting_with("STG") == {"STG.E.128"}
