@@ -194,12 +194,12 @@ def stepping(state: TrainState) -> Iterator[Callable[[], float]]:
     if not state.options.step_in_backward:
         yield partial(step_, state)
         return
-    masked = {id(one.layer.weight): one for one in state.learned.values() if one.masked}
+    learned = {id(one.layer.weight): one for one in state.learned.values()}
     parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
     squares: list[Tensor] = []
 
     def step(parameter: Tensor) -> None:
-        one = masked.get(id(parameter))
+        one = learned.get(id(parameter))
         if one:
             one.take_gradient_()
         weight = one.weight if one else parameter
