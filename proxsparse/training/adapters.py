@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from proxsparse.errors import InputError
 from proxsparse.runtime.distributed import launched_world_size
-from proxsparse.training.held_layer import HeldLayer
 
 ADAPTER = "recovery"
 PREFIX = "lora_"  # in the names of peft's parameters
@@ -34,9 +33,12 @@ def attach_adapters_(model: nn.Module, layers: dict[str, nn.Linear], rank: int, 
         """peft's adapter of a linear layer, whose update is zero where the weight is zero."""
 
         def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-            weight, bias = self.base_layer.weight, self.base_layer.bias
-            update = self.get_delta_weight(ADAPTER).to(weight.dtype)
-            return nn.functional.linear(x, weight + torch.where(weight != 0, update, 0.0), bias)
+            return nn.functional.linear(x, self.merged_weight(), self.base_layer.bias)
+
+        def merged_weight(self) -> Tensor:
+            """W + M * (alpha / r) B A, where M is 0 for every zero of W, also for zeros that the pattern may keep."""
+            weight = self.base_layer.weight
+            return weight + torch.where(weight != 0, self.get_delta_weight(ADAPTER).to(weight.dtype), 0.0)
 
     names = list(layers)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names, lora_dropout=0.0)
@@ -52,10 +54,9 @@ def adapters(model: nn.Module) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def merge_adapters_(model: nn.Module, held: dict[str, HeldLayer]) -> None:
+def merge_adapters_(model: nn.Module, layers: dict[str, nn.Linear]) -> None:
     """W <- W + M * (alpha / r) B A; the layers are in their places again."""
-    for name, one in held.items():
+    for name, layer in layers.items():
         adapter = model.get_submodule(name)
-        update = adapter.get_delta_weight(ADAPTER)
-        one.layer.weight.add_(torch.where(one.held, update, 0.0).to(one.layer.weight.dtype))
-        model.set_submodule(name, one.layer)
+        layer.weight.copy_(adapter.merged_weight())
+        model.set_submodule(name, layer)
