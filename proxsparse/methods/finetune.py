@@ -89,7 +89,8 @@ def finetune(
     for name, weight in model.named_parameters():
         weight.requires_grad_(learns.get(name, False))
     if options.train == "lora":
-        merge_adapters_(model, held)
+        merge_adapters_(model, layers)
+        trained |= {f"{name}.weight": layer.weight for name, layer in layers.items()}
     store.trained = frozenset(trained) & {name for name, _ in model.named_parameters()}
     return {name: one.mask().cpu() for name, one in held.items()}
 

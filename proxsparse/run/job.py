@@ -113,7 +113,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
             patterns = found or choose_patterns(config, method, store, model, layers, batches, digest)
             progress = {"store": store} if method.keeps else {}
             masks = method.prune(model, layers, batches, patterns, **options, **progress)
-        trained = store.trained | ({f"{name}.weight" for name in masks} if updated else set())
+        trained = store.trained or ({f"{name}.weight" for name in masks} if updated else set())
         snap_(model, pretrained, masks, trained)
         whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
         values = gather_parameters(model, trained)

@@ -39,7 +39,7 @@ def card_text(result: dict) -> str:
     rest = "All other parameters are the pretrained ones."
     if result.get("method") == "finetune":
         made = "and fine-tuned"
-        credit = f"It is {shortened(result['model'])}, whose weights were trained while the mask was held"
+        credit = f"It is {shortened(result['model'])}, which was trained while the mask was held"
         credit += f" (`--train {result['config'].get('train')}`)."
         rest = "Norms and biases were trained too; all other parameters are the pretrained ones."
     elif not trained:
@@ -48,6 +48,8 @@ def card_text(result: dict) -> str:
     if result.get("allocation", "uniform") != "uniform":
         kept_share += f" on average (`{result['allocation']}` chose the number for each decoder block)"
     kept = "have new values" if result.get("updated") else "are the pretrained ones, unchanged"
+    if result.get("method") == "finetune" and result["config"].get("train") == "norms":
+        kept = "were not trained"
     length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if trained else ""
     on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
     head = {"base_model": model} if on_hub else {}

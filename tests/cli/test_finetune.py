@@ -19,7 +19,6 @@ from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
 from proxsparse.training.adapters import adapters, attach_adapters_, merge_adapters_
 from proxsparse.training.early_stopping import EarlyStopping
-from proxsparse.training.held_layer import hold_layers
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -116,18 +115,43 @@ def test_options(flags, trains, tune, pruned, tmp_path):
     assert kinds == trains
 
 
+def test_a_step_in_the_backward_pass_is_the_same_step(tune, tmp_path):
+    """Pruned weights are held in both, so the losses are those of N:M models."""
+    flags = ["--max_grad_norm", "0", "--learning_rate", "0.01"]
+    after = tune("after", *flags)
+    within = tune("within", *flags, "--step_in_backward")
+    assert within["held_out"] == after["held_out"]
+    assert not changed(tmp_path / "after", tmp_path / "within")
+
+
+def test_norms_leave_the_layers_as_they_are(tune, pruned, text_file, tmp_path):
+    """Linear weights that are not trained keep all bits of the file, also if the run computes in bf16."""
+    model, tokenizer = load_model(str(pruned), torch.float32)
+    with torch.no_grad():
+        for layer in prunable_layers(model).values():
+            layer.weight *= 1 + 2**-12
+    model.save_pretrained(tmp_path / "fp32")
+    tokenizer.save_pretrained(tmp_path / "fp32")
+    flags = ["--train", "norms", "--precision", "bf16", "--learning_rate", "0.01", "--distill", "0"]
+    tune("run", *flags, model=tmp_path / "fp32")
+    assert all("norm" in name for name in changed(tmp_path / "fp32", tmp_path / "run"))
+    assert "were not trained" in (tmp_path / "run" / "README.md").read_text()
+
+
 def test_adapters_learn_what_is_merged(pruned):
     """The loss of the model with adapters is that of the merged model."""
     model, _ = load_model(str(pruned), torch.float32)
     layers, ids = prunable_layers(model), torch.arange(40)[None] % 90
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    held = hold_layers(layers, dict.fromkeys(layers, NMPattern(2, 4)))
+    with torch.no_grad():
+        for layer in layers.values():
+            layer.weight[:2] = 0  # more zeros than 2:4 needs
     attach_adapters_(model, layers, 4, seed=0)
     with torch.no_grad():
         for weight in adapters(model):
             weight.normal_(0, 0.1)
         before = model(**batch).logits
-        merge_adapters_(model, held)
+        merge_adapters_(model, layers)
         after = model(**batch).logits
     assert not adapters(model)
     torch.testing.assert_close(after, before)
