@@ -193,7 +193,7 @@ class RecoveryOptions:
     )
     evals: int = flag(10, "number of measurements of the held-out loss")
     patience: int = flag(
-        3, "stop after so many measurements in a row without a smaller held-out loss; 0: never stop early"
+        5, "stop after so many measurements in a row without a smaller held-out loss; 0: never stop early"
     )
 
 
