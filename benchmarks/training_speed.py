@@ -79,7 +79,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     shapes = f"random weights of one of these shapes: {', '.join(KINDS)}; with --contenders also a model"
     parser.add_argument("--model", default="llama-2-7b", help=shapes)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES, metavar="CASE")
-    known = f"measure these beside {BASE} instead of --cases; default: {', '.join(CONTENDERS)}"
+    known = f"measure these and {BASE} instead of --cases; default: {', '.join(CONTENDERS)}"
     parser.add_argument("--contenders", nargs="*", choices=CONTENDERS, metavar="CONTENDER", help=known)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps; the first two are not timed")
     parser.add_argument("--flags", default="", help="more flags of `proxsparse train`, for every case")

@@ -24,7 +24,7 @@ from proxsparse.runtime.sharding import shard_and_move_
 from proxsparse.training.adapters import adapters, attach_adapters_, check_adapters, merge_adapters_
 from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.early_stopping import EarlyStopping
-from proxsparse.training.held_layer import HeldLayer, hold_layers
+from proxsparse.training.held_layer import HeldLayer, hold_layers, require_held
 from proxsparse.training.log import check_tracker
 from proxsparse.training.loop import RunAverage, TrainState, step_count
 from proxsparse.training.optimizer import adamw, weights_of
@@ -37,6 +37,11 @@ def check(**options) -> None:
     check_tracker(options.report_to)
     if options.train == "lora":
         check_adapters()
+
+
+def check_model(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], _base: dict, **_options) -> None:
+    """Raises InputError if a layer is not N:M, before anything is measured."""
+    require_held(layers, patterns)
 
 
 def finetune(
@@ -202,4 +207,5 @@ FINETUNE = Method(
     starts_as="pruned",
     keeps="checkpoints",
     check=check,
+    check_model=check_model,
 )

@@ -39,10 +39,20 @@ def hold_layers(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) ->
     Raises:
         InputError: a layer is not N:M; names it.
     """
+    require_held(layers, patterns)
     found = {}
     for name, layer in layers.items():
         weight, pattern = local(layer.weight.detach()), patterns[name]
         mask = nm_mask(weight.abs(), pattern)
+        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, mask)
+    return found
+
+
+@torch.no_grad()
+def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> None:
+    """Raises InputError if a layer is not N:M; names it."""
+    for name, layer in layers.items():
+        weight, pattern = local(layer.weight.detach()), patterns[name]
         more = (pattern.nonzeros(weight) > pattern.n).sum()
         if more := int(sum_of_shards(more, layer.weight)):
             blocks = layer.weight.numel() // pattern.m
@@ -50,5 +60,3 @@ def hold_layers(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) ->
                 f"layer {name} is not {pattern}: {more:,} of its {blocks:,} blocks have more than {pattern.n} non-zero "
                 "weights; give a pruned model, its --pattern, or --exclude for layers that are dense"
             )
-        found[name] = HeldLayer(layer, layer.weight, weight, None, pattern, mask)
-    return found

@@ -67,7 +67,6 @@ class LoopOptions:
 
     def check_loop(self) -> None:
         """Raises InputError if an option is out of range or incompatible with another one."""
-        check_choices(self)
         check_ranges(self, LOOP_RANGES)
         if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
             raise InputError(
@@ -226,8 +225,11 @@ class FinetuneOptions(LoopOptions, RecoveryOptions):
 Ranges = tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]  # flags, condition, condition in words
 
 LOOP_RANGES: Ranges = (
-    (("per_device_train_batch_size", "gradient_accumulation_steps"), lambda value: value >= 1, "at least 1"),
-    (("save_total_limit",), lambda value: value >= 1, "at least 1"),
+    (
+        ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"),
+        lambda value: value >= 1,
+        "at least 1",
+    ),
     (("save_steps",), lambda value: value >= 0, "at least 0"),
     (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for --num_train_epochs"),
     (("weight_decay", "max_grad_norm"), lambda value: value >= 0, "a finite number >= 0"),
@@ -240,8 +242,6 @@ RANGES: Ranges = (
     (("reg_lambda", "reg_lambda_rel", "frozen_lambda"), lambda value: value >= 0, "a finite number >= 0"),
     (("frozen_eps",), lambda value: value > 0, "a finite number > 0"),
 )
-
-
 FINETUNE_RANGES: Ranges = (
     (("lora_rank", "evals"), lambda value: value >= 1, "at least 1"),
     (("held_out", "patience"), lambda value: value >= 0, "at least 0"),

@@ -221,6 +221,9 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
         given = [model, "--data", text_file, "--eval_data", "none", "--output_dir", tmp_path / "out", *QUICK, *flags]
         refused(capsys, main, given, *words)
 
+    dense = [tiny_llama, "--distill", "0", "--data", text_file, "--output_dir", tmp_path / "out", *QUICK]
+    printed = refused(capsys, main, dense, "is not 2:4")
+    assert not any("perplexity" in line or "sampling" in line for line in printed), "refused before the slow phases"
     refuse(tiny_llama, "--distill", "0", words=["model.layers.0", "is not 2:4", "blocks have more than 2 non-zero"])
     three = tmp_path / "three"
     prune.main(
