@@ -9,6 +9,8 @@ import torch
 
 from proxsparse.ops import registry
 
+torch.set_num_threads(1)  # tests fork: a child has none of its parent's OpenMP threads, and waits for them forever
+
 
 @pytest.fixture(autouse=True)
 def fixed_seeds():

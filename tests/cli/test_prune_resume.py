@@ -47,15 +47,13 @@ def flags(three_blocks, text_file, run_dir):
 def in_child(tmp_path):
     """in_child(arguments, sabotage) -> (exit code, or minus the signal that killed it; its stderr).
 
-    The command in a forked process, which `sabotage()` has prepared before: what is killed is a real process. It has
-    one thread, as the threads of this one are not forked with it.
+    The command in a forked process, which `sabotage()` has prepared before: what is killed is a real process.
     """
 
     def run(arguments, sabotage=lambda: None):
         if (child := os.fork()) == 0:
             code = 1
             try:
-                torch.set_num_threads(1)
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
                 with (tmp_path / "stderr").open("w", buffering=1) as stderr:
                     sys.stderr = stderr
