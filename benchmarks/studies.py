@@ -1,4 +1,4 @@
-"""The paper's studies: each is one command that writes rows and a plot. NAME comes first.
+"""The paper's studies, and one of fine-tuning: each is one command that writes rows and a plot. NAME comes first.
 
     python benchmarks/studies.py --list
     python benchmarks/studies.py lambda1                            # with the demo recipe of `proxsparse train`
@@ -15,7 +15,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,12 +24,14 @@ from lib import common, plots
 from lib.runs import digest, label, quoted, run_once
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from proxsparse import finetune
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.text_table import text_table
+from proxsparse.methods.finetune import FINETUNE
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.reference import nm_mask
-from proxsparse.run.config import TrainConfig
-from proxsparse.run.parse import make_config, parse_train_flags
+from proxsparse.run.config import FinetuneConfig, TrainConfig
+from proxsparse.run.parse import SHARED, make_config, parse_train_flags
 from proxsparse.run.report import read_metrics
 from proxsparse.run.resume import NOT_SETTINGS
 
@@ -52,12 +54,17 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Study:
-    """`curve` is what it shows over the steps (a key of `CURVES`); None: it shows the final perplexity."""
+    """One table or figure.
+
+    `curve`: what it shows over the steps (a key of `CURVES`); None: it shows the final perplexity. `finetunes`: every
+    run is followed by `proxsparse finetune` on the same documents.
+    """
 
     paper: str
     title: str
     sweep: Sweep
     curve: str | None = None
+    finetunes: bool = False
 
 
 def reg_lambda_name(config: TrainConfig) -> str:
@@ -88,6 +95,7 @@ LAMBDA_1 = Sweep((0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), (0.1, 1.0, 10.0), f
 PAPERS = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf)  # those of the paper's table
 LAMBDA_2 = Sweep(PAPERS, (0.0, 20.0, math.inf), float, lambda value, config: {"frozen_lambda": value}, DENSE)
 SAMPLES = Sweep((100, 200, 400), (4, 8, 16), int, lambda value, config: {"num_samples": value}, ONE_RUN)
+DOCUMENTS = replace(SAMPLES, values=(100, 200, 400, 800, 2000), fixed=ONE_RUN | {"distill": 0.5})
 GAP = "Distance of the kept weights from pretrained, by λ₂"
 STUDIES = {
     "constraints": Study("Table 3", "Hard and soft constraints", CONSTRAINTS),
@@ -97,6 +105,7 @@ STUDIES = {
     "convergence": Study("Figures 1 and 4, (a) to (c)", "Share of N:M blocks by λ₁", LAMBDA_1, "feasible_share"),
     "early_mask": Study("Figures 1 and 4, (d)", "Mask bits equal to the final mask, by λ₁", LAMBDA_1, "similarity"),
     "norm_gap": Study("Figure 2", GAP, LAMBDA_2, "norm_gap"),
+    "recovery": Study("not in the paper", "Documents of mask learning and of fine-tuning", DOCUMENTS, finetunes=True),
 }
 CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
     "feasible_share": lambda folder, result: [[row["step"], row["feasible_share"]] for row in read_metrics(folder)],
@@ -217,7 +226,8 @@ def row_of(name: str, config: TrainConfig, settings: dict[str, float], args: arg
     identity = {field: value for field, value in vars(config).items() if field not in NOT_SETTINGS}
     folder = args.output_dir / "cells" / f"{label(config.model)}-{digest(identity | {'hard_frozen_weights': frozen})}"
     with hard_frozen_weights() if frozen else contextlib.nullcontext():
-        provenance, result = run_once(config, folder, args.again, resumes=not frozen)
+        provenance, result = run_once(config, folder, args.again, resumes=not frozen, keep_model=study.finetunes)
+    tuned = finetuned(config, folder, args.again) if study.finetunes else None
     scores, curve = result["perplexity"], CURVES[study.curve](folder, result) if study.curve else []
     return provenance | {
         "study": name,
@@ -229,14 +239,24 @@ def row_of(name: str, config: TrainConfig, settings: dict[str, float], args: arg
         "feasible_share": result["feasible_share"],
         "norm_gap": read_metrics(folder)[-1]["norm_gap"],
         **{key: result[key] for key in ("steps", "tokens", "seconds", "masks_sha256", "warnings")},
+        **({"finetuned": tuned["perplexity"]["finetune"], "finetune_seconds": tuned["seconds"]} if tuned else {}),
         **({"curve": curve[: -1 : -(-len(curve) // CURVE_POINTS)] + curve[-1:]} if study.curve else {}),
     }
+
+
+def finetuned(config: TrainConfig, folder: Path, again: bool) -> dict:
+    """result.json of `proxsparse finetune` on the run in the folder: the same data, and otherwise its defaults."""
+    shared = {name: getattr(config, name) for name in SHARED} | {"model": str(folder), "pattern": None}
+    tuned = FinetuneConfig(**shared).check()
+    finetune.complete_(tuned)
+    return run_once(tuned, folder.with_name(f"{folder.name}-finetuned"), again, method=FINETUNE)[1]
 
 
 def cells_of(row: dict) -> list[str]:
     """A row of the printed table."""
     figures = [f"{row['feasible_share']:.1%}", plots.number(row["norm_gap"]), f"{row['seconds'] / 60:.1f}"]
-    return [row["cell"], plots.number(plots.learned(row)), *figures]
+    tuned = f", then {plots.number(row['finetuned'])}" if "finetuned" in row else ""
+    return [row["cell"], plots.number(plots.learned(row)) + tuned, *figures]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """benchmarks/studies.py on a tiny model: rows and pictures, shared and resumed runs, hard constraints."""
 
+import math
+
 import pytest
 import studies
 import torch
@@ -12,6 +14,7 @@ from proxsparse.optim import ProxAdamW
 from proxsparse.run import folder as run_folder
 
 RUNS = {"constraints": 4, "lambda1": 3, "lambda2": 3, "samples": 3, "convergence": 3, "early_mask": 3, "norm_gap": 3}
+RUNS["recovery"] = 3
 PAPER = ("--objective", "paper")
 
 
@@ -47,7 +50,7 @@ def command(folder):
 def started(monkeypatch):
     """The configs of all runs of the job from here on."""
     seen, run = [], runs.job.run
-    monkeypatch.setattr(runs.job, "run", lambda config: seen.append(config) or run(config))
+    monkeypatch.setattr(runs.job, "run", lambda config, method: seen.append(config) or run(config, method))
     return seen
 
 
@@ -59,14 +62,16 @@ def test_all_studies_write_rows_and_pictures_and_share_their_runs(folder, comman
     command("all", *PAPER)
     rows = rows_of(folder)
     assert {name: sum(row["study"] == name for row in rows) for name in studies.STUDIES} == RUNS
-    # 3 of lambda1, then 2 of lambda2, 2 of samples, hard sparsity and both hard; the base run is in all of them
-    assert len(started) == 3 + 2 + 2 + 2
+    # 3 of lambda1, then 2 of lambda2, 2 of samples, hard sparsity and both hard (the base run is in all of them); and
+    # those of recovery, each with its fine-tuning
+    assert len(started) == 3 + 2 + 2 + 2 + 6
     assert str(folder) not in (folder / "rows.jsonl").read_text()
     for name, study in studies.STUDIES.items():
         assert (folder / "out" / f"{name}-tiny-none-dense.png").read_bytes().startswith(b"\x89PNG")
         curves = [row["curve"] for row in rows if row["study"] == name and study.curve]
         assert all(curve[-1][0] == 16 and len(curve) > 10 for curve in curves)
-    assert not list(folder.glob("out/cells/*/model*.safetensors"))  # dozens of models would fill the disk
+    models = list(folder.glob("out/cells/*/model*.safetensors"))
+    assert len(models) == 6  # those of recovery: dozens of models would fill the disk
     masks = list(folder.glob("out/cells/*/masks.safetensors"))
     assert len(masks) == len(started)
     assert all(len(load_masks(path)) == 14 for path in masks)
@@ -82,6 +87,10 @@ def test_all_studies_write_rows_and_pictures_and_share_their_runs(folder, comman
     assert cells["constraints", "hard frozen weights"]["masks_sha256"] == cells["lambda2", "inf"]["masks_sha256"]
     assert [cells["samples", count]["steps"] for count in ("4", "8", "16")] == [4, 8, 16]
     assert cells["early_mask", "1"]["curve"][-1] == [16, 1]
+    for count in ("4", "8", "16"):
+        row = cells["recovery", count]
+        assert math.isfinite(row["finetuned"])
+        assert row["finetuned"] != row["perplexity"]["proxsparse"]
 
 
 def test_a_run_is_repeated_only_if_it_is_asked_for_or_was_of_uncommitted_code(folder, command, started, monkeypatch):
@@ -112,10 +121,10 @@ def test_a_study_continues_where_it_stopped(folder, command, started, monkeypatc
     with monkeypatch.context() as patch:
         run = runs.job.run
 
-        def stops_at_the_second(config):
+        def stops_at_the_second(config, method):
             if len(started) == 1:
                 raise InputError("power cut")
-            return run(config)
+            return run(config, method)
 
         patch.setattr(runs.job, "run", stops_at_the_second)
         with pytest.raises(InputError, match="power cut"):

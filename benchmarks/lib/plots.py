@@ -196,7 +196,8 @@ def measured_on(row: dict) -> str:
 def swept_axis(axes, rows: list[dict]) -> list[str]:
     """Ticks in equal steps for the swept values (of lambda_1 itself, not the factor of the sweep), which it returns."""
     values = [next(iter(row["settings"].values()), row["cell"]) for row in rows]
-    axes.set_xticks(range(len(rows)), values)
+    tokens = [f"\n{row['tokens']:,} tokens" if "num_samples" in row["settings"] else "" for row in rows]
+    axes.set_xticks(range(len(rows)), map("".join, zip(values, tokens, strict=True)))
     axes.set_xlabel(AXES[next(name for row in rows for name in row["settings"])])
     axes.margins(x=0.08)
     return values
@@ -213,9 +214,14 @@ def perplexities(rows: list[dict], title: str):
     if rows[0]["study"] == "constraints":
         axes.bar([row["cell"] for row in rows], values, color=BLUE, width=0.6)
     else:
-        axes.plot(range(len(rows)), values, color=BLUE, linewidth=2, marker="o")
+        name = "pretrained weights, learned mask" if "finetuned" in rows[0] else None
+        axes.plot(range(len(rows)), values, color=BLUE, linewidth=2, marker="o", label=name)
         swept_axis(axes, rows)
     annotate(axes, values)
+    if "finetuned" in rows[0]:
+        tuned = [row["finetuned"] for row in rows]
+        axes.plot(range(len(rows)), tuned, color=ORANGE, linewidth=2, marker="o", label="then fine-tuned")
+        annotate(axes, tuned, above=False)
     most = FAR * max((value for value in values if math.isfinite(value)), default=math.inf)
     lines = {"dense": rows[0]["perplexity"]["dense"], "magnitude mask": rows[0]["perplexity"]["magnitude"]}
     near = {name: value for name, value in lines.items() if value is not None and value <= most}

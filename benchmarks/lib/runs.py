@@ -9,6 +9,7 @@ from pathlib import Path
 from lib import common
 
 from proxsparse.io.atomic import write_file
+from proxsparse.methods import Method
 from proxsparse.run import job
 from proxsparse.run.config import LAST, RunConfig, TrainConfig
 from proxsparse.run.resume import NOT_SETTINGS
@@ -16,9 +17,17 @@ from proxsparse.run.sections import shortened
 from proxsparse.runtime.device import choose_device
 
 PROVENANCE = "provenance.json"  # device, versions and commit of a run, written last
+WEIGHTS = "model*.safetensors*"
 
 
-def run_once(config: RunConfig, folder: Path, again: bool, resumes: bool = True) -> tuple[dict, dict]:
+def run_once(
+    config: RunConfig,
+    folder: Path,
+    again: bool,
+    resumes: bool = True,
+    keep_model: bool = False,
+    method: Method | None = None,
+) -> tuple[dict, dict]:
     """The provenance and result.json of a complete run in the folder; does the run, or the rest of it, if needed.
 
     A run of code with uncommitted changes is done again at another commit. The folder keeps the masks, and the model
@@ -27,21 +36,24 @@ def run_once(config: RunConfig, folder: Path, again: bool, resumes: bool = True)
     Args:
         again: also do again what is complete.
         resumes: whether a run that was stopped is continued; else it starts again.
+        keep_model: keep the model of any run; a complete run without it is done again.
+        method: the method of the run; default: the registered one that the config names.
     """
     here, record = common.provenance(choose_device(config.device)), folder / PROVENANCE
     if record.exists():
         made = json.loads(record.read_text(encoding="utf-8"))
         again = again or not (is_committed(made["commit"]) or made["commit"] == here["commit"])
+        again = again or (keep_model and not list(folder.glob(WEIGHTS)))
         if not again:
             return made, result_of(folder)
     config.output_dir, config.overwrite_output_dir = str(folder), again or not resumes
     config.resume_from_checkpoint = None if config.overwrite_output_dir else LAST
     record.unlink(missing_ok=True)
-    code, result = job.run(config), result_of(folder)
+    code, result = job.run(config, method), result_of(folder)
     if code != 0 or (result["perplexity"] is None and config.eval_data != "none"):  # Ctrl-C in the last evaluation
         raise KeyboardInterrupt
-    if not result["updated"]:  # dozens of models would fill the disk
-        for weights in folder.glob("model*.safetensors*"):
+    if not (keep_model or result["updated"]):  # dozens of models would fill the disk
+        for weights in folder.glob(WEIGHTS):
             weights.unlink()
     write_file(record, json.dumps(here).encode())
     return here, result
