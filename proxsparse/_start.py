@@ -14,6 +14,7 @@ COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
     "train": "learn the N:M mask of a pretrained language model (ProxSparse)",
     "prune": "prune a model by any method: magnitude, wanda, sparsegpt, ...",
     "finetune": "train the kept weights of a pruned model; the mask is held",
+    "apply": "make the pruned model from the pretrained model and masks.safetensors",
     "evaluate": "measure perplexity and zero-shot accuracy",
     "pack": "pack the 2:4 layers of a pruned model, or unpack them",
     "report": "regenerate the report and the plots of a run",

@@ -13,7 +13,7 @@ FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (
 
 # Every module of the package; add a new one here.
 PLACES = {
-    "": "__main__ _start _version env errors evaluate finetune pack patterns prune report train",
+    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune report train",
     "allocations": "alphapruning budget owl registry uniform",
     "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
@@ -43,7 +43,7 @@ LAYERS = {
     "inference": "inference",
     "integrations": "integrations",
     "runs": "run plan",
-    "commands": "__main__ train prune finetune evaluate pack report env",
+    "commands": "__main__ train prune finetune apply evaluate pack report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",)}

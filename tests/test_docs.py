@@ -17,7 +17,8 @@ import torch
 from pruned import prune_
 from tiny_models import byte_tokenizer, tiny_model
 
-from proxsparse import NMPattern, evaluate, pack, sparsify_
+from proxsparse import NMPattern, apply, evaluate, pack, sparsify_
+from proxsparse._start import COMMANDS
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
 from proxsparse.models.layers import prunable_layers
@@ -156,7 +157,7 @@ def check_command(words: list[str]) -> None:
 def parse(command: str, *arguments: str) -> None:
     """What the command does with its arguments before it loads anything."""
     match command:
-        case "train" | "prune" | "finetune" | "evaluate" | "pack" | "report" | "env" if not arguments:
+        case name if name in COMMANDS and not arguments:
             pass  # its name in a sentence
         case "train":
             parse_config(list(arguments))
@@ -166,6 +167,8 @@ def parse(command: str, *arguments: str) -> None:
             parse_finetune(list(arguments))
         case "evaluate":
             evaluate.parse(list(arguments))
+        case "apply":
+            apply.parse(list(arguments))
         case "pack":
             pack.parse(list(arguments))
         case "report":
@@ -193,7 +196,7 @@ def known_flags() -> set[str]:
     """The flags of all commands, benchmarks and tests."""
     options = {option for action in prune_parser()._actions for option in action.option_strings}
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
-    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("evaluate", "pack", "prune")]
+    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune")]
     sources = "\n".join(path.read_text() for path in files)
     flags = (
         {f"--{one.name}" for config in (TrainConfig, FinetuneConfig) for one in fields(config)}

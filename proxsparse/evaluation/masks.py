@@ -1,4 +1,4 @@
-"""Applies masks to a pretrained model in memory, to evaluate them without a pruned checkpoint."""
+"""Applies masks to a pretrained model in memory."""
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,15 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         InputError: no mask, or a layer that the model does not have in this shape; the model is then unchanged.
     """
     if not masks:
-        raise InputError("--masks: the file has no masks; give the masks.safetensors of a run")
+        raise InputError("the mask file has no masks; give the masks.safetensors of a run")
     modules = dict(model.named_modules())
     for name, mask in masks.items():
         weight = getattr(modules.get(name), "weight", None)
         if weight is None or weight.shape != mask.shape:
             has = "no such layer" if weight is None else f"shape {list(weight.shape)}"
             raise InputError(
-                f"--masks: layer {name} has shape {list(mask.shape)}, the model has {has}; give masks of this model"
+                f"masks of another model: layer {name} has shape {list(mask.shape)}, the model has {has}; give masks "
+                "of this model"
             )
     for name, mask in masks.items():
         weight = modules[name].weight

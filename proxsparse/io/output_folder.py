@@ -31,7 +31,7 @@ FORMAT, MOST_BYTES = "proxsparse-run-1", 1 << 20  # limit for a marker; a run wr
 RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
 SELF_TEXT = "self_text.jsonl"  # the calibration text of --data self
 FINISHED_BLOCKS = "finished_blocks"  # a folder from which an interrupted `proxsparse prune` resumes
-# The fixed names that train, prune, pack and report write. Tokenizers are saved under the names of transformers.
+# The fixed names that the commands write. Tokenizers are saved under the names of transformers.
 FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
 TOKENIZERS = {
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
@@ -102,7 +102,7 @@ def opened(
     and the directory too if it was created here.
 
     Args:
-        command: "train", "prune" or "pack"; only the same command can resume a run.
+        command: such as "train"; only the same command can resume a run.
         settings: the flags as JSON values; a resumed run must have the same, except those in `may_differ`.
         overwrite: an existing result may be replaced when the new one is complete.
         resume: continue the run in this directory, or start one if there is none.
@@ -186,7 +186,7 @@ def choose_directory(
         remove(unused, names and f"{final}: removed the files of a run that stopped before its first save: {names}")
         return OutputFolder(final, final, uuid.uuid4().hex, begun=False)
     if not overwrite:
-        stopped = not is_complete(final) and marker["command"] == command != "pack"
+        stopped = not is_complete(final) and marker["command"] == command not in ("pack", "apply")
         hint = ", or --resume_from_checkpoint last to continue the interrupted run" if stopped else ""
         raise InputError(
             f"--output_dir {str(final)!r} is not empty; choose another, or add --overwrite_output_dir{hint}"

@@ -108,6 +108,22 @@ def require_space_for(
     require_space(run_dir, weights + blocks + 2**24)
 
 
+def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: dict[str, Tensor]) -> nn.Module:
+    """The model; a sharded one is loaded again by its name, and gets its trained parameters and the masks.
+
+    Args:
+        trained: parameter name -> its value.
+    """
+    if world_size() == 1:
+        return model
+    model, _ = load_model(name)
+    for parameter_name, value in trained.items():
+        parameter = model.get_parameter(parameter_name)
+        parameter.data = value.to(parameter.dtype)
+    snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
+    return model
+
+
 def save_checkpoint(
     run_dir: Path,
     model: nn.Module,
@@ -115,24 +131,13 @@ def save_checkpoint(
     masks: dict[str, Tensor],
     patterns: dict[str, NMPattern],
     base: dict[str, str],
-    config: RunConfig,
-    values: dict[str, Tensor],
 ) -> None:
     """Writes the masks, then the pruned model (dense, zeros +0.0) and its tokenizer; both steps are atomic.
-
-    A sharded model is loaded again, and gets its trained parameters and the masks.
 
     Args:
         patterns: layer name -> pattern.
         base: the pretrained model, see `models.loading.base_identity`.
-        values: parameter name -> its value, of the trained parameters of a sharded model.
     """
-    if world_size() > 1:
-        model, _ = load_model(config.model)
-        for name, value in values.items():
-            parameter = model.get_parameter(name)
-            parameter.data = value.to(parameter.dtype)
-        snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
     with atomic_directory(run_dir) as scratch:
         save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
     with phase("saving the model"), atomic_directory(run_dir) as scratch:

@@ -117,9 +117,8 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
         snap_(model, pretrained, masks, trained)
         whole = gather_masks(masks, {name: layer.weight for name, layer in layers.items()})
         values = gather_parameters(model, trained)
-        on_rank_zero(
-            lambda: run_folder.save_checkpoint(run_dir, model, tokenizer, whole, patterns, base, config, values)
-        )
+        saved = partial(run_folder.whole_model, model, config.model, whole, values)
+        on_rank_zero(lambda: run_folder.save_checkpoint(run_dir, saved(), tokenizer, whole, patterns, base))
         store.stop.agree()
 
     signal, table = store.stop.number, None

