@@ -158,6 +158,7 @@ setup(
         "proxsparse.recipes",  # data only
         "proxsparse.triton_kernels",  # installed as a subpackage, because another project uses the bare name
     ],
+    py_modules=["proxsparse_autoload"],
     package_dir={"proxsparse.triton_kernels": "triton_kernels"},
     package_data={
         "proxsparse": ["py.typed"],

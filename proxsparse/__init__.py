@@ -1,6 +1,6 @@
 """proxsparse: learn N:M sparsity masks of pretrained language models by proximal gradient descent.
 
-`import proxsparse` requires only torch. If transformers is imported too, `from_pretrained` loads packed checkpoints.
+`import proxsparse` requires only torch. `from_pretrained` of transformers loads packed checkpoints.
 The command line is `proxsparse COMMAND`, or `python -m proxsparse.COMMAND`.
 """
 

@@ -1,6 +1,6 @@
 """`proxsparse pack`: packs the 2:4 layers of a pruned checkpoint to 9/16 of their bytes in bf16, or unpacks them.
 
-The result is a Hugging Face checkpoint: after `import proxsparse`, `from_pretrained` loads it.
+The result is a Hugging Face checkpoint: `from_pretrained` loads it wherever proxsparse is installed.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
-from proxsparse.io.model_files import check_folder, headers, weight_files
+from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, weight_files
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.loading import skeleton
 from proxsparse.runtime.command import Parser
@@ -24,7 +24,8 @@ from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
 Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16. Other tensors stay as they are.
-After `import proxsparse`, AutoModelForCausalLM.from_pretrained loads the result without making dense weights."""
+AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed. A
+packed checkpoint of the old format, which other programs opened with random weights, is converted."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
 # Not copied: weights in any format, and the files that describe the run.
@@ -43,15 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
     found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of the model; choose another folder")
-    plan, verb, done, note, growth = UNPACK if options.unpack else PACK
+    plan = UNPACK if options.unpack else CONVERT if "quantization_config" in config else PACK
+    work, verb, done, note, growth, more_tensors = plan
     before, overwrite = file_bytes(source), options.overwrite_output_dir
     inputs = {"model": options.model}
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
         require_space(folder.path, growth * before)
-        layers, stream = plan(options, config, found, model)
+        layers, stream = work(options, config, found, model)
         with atomic_directory(folder.path) as scratch:
-            tensors = len(found) + len(layers) * (-1 if options.unpack else 1)  # a packed layer has two
-            with phase(verb, tensors, "tensor") as current:
+            with phase(verb, len(found) + more_tensors * len(layers), "tensor") as current:
                 disk.write_shards(scratch, current.count(stream), shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
@@ -71,19 +72,32 @@ def main(arguments: list[str] | None = None) -> int:
 def packing(options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
     """The layers to pack and the tensors of the result; `config` becomes that of the result."""
     layers = convert.layers_to_pack(found, model, options.include, options.exclude)
-    config["quantization_config"] = disk.description(layers)
+    config |= {"quantization_config": disk.description(layers), WEIGHTS_NAME: INSTALL}
     return layers, convert.pack_tensors(found, layers)
+
+
+def converting(options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
+    """The same for a packed checkpoint of the old format."""
+    if options.include or options.exclude:
+        raise InputError(f"{options.model!r} is packed already; leave out --include and --exclude to convert it")
+    listed = config["quantization_config"]["layers"]
+    config |= {"quantization_config": disk.description(listed), WEIGHTS_NAME: INSTALL}
+    layers = list(convert.packed_layers(found, model, listed))
+    return layers, convert.convert_tensors(found, layers)
 
 
 def unpacking(_options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
     """The same for --unpack."""
+    config.pop(WEIGHTS_NAME, None)
     layers = list(convert.packed_layers(found, model, config.pop("quantization_config")["layers"]))
     return layers, convert.unpack_tensors(found, layers)
 
 
-# Function, its names for messages, note for the model card, largest size of the result relative to the source.
-PACK = packing, "packing", "packed", disk.NOTE, 1
-UNPACK = unpacking, "unpacking", "unpacked", b"", 2
+# Function, its names for messages, note for the model card, largest size of the result relative to the source, more
+# tensors in each layer.
+PACK = packing, "packing", "packed", disk.NOTE, 1, 2
+CONVERT = converting, "converting", "converted", disk.NOTE, 1, 1
+UNPACK = unpacking, "unpacking", "unpacked", b"", 2, -2
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for folder in ("proxsparse", "triton_kernels") for path in (ROOT / folder).rglob("*.py"))
+FILES.append(ROOT / "proxsparse_autoload.py")
 
 # Every module of the package; add a new one here.
 PLACES = {
@@ -18,7 +19,7 @@ PLACES = {
     "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert generate glue linear merge packed_checkpoint",
-    "integrations": "after_import transformers_quantizer transformers_trainer",
+    "integrations": "transformers_quantizer transformers_trainer",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
     "methods": "admm block_masks finetune finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap "
     "walk wanda",
@@ -46,17 +47,18 @@ LAYERS = {
     "commands": "__main__ train prune finetune apply evaluate pack report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
-LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",)}
+LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",), "autoload": ("proxsparse_autoload",)}
 # Every layer also sees itself; the test for circles keeps that honest.
 SEES = {
     "base": (),
     "device code": (),
+    "autoload": (),
     "ops": ("base", "device code"),
     "optim": ("base", "ops"),
     "inference": ("base", "ops", "parts"),
     "parts": ("base", "ops"),
     "jobs": ("base", "ops", "optim", "parts"),
-    "integrations": ("base", "ops", "optim", "parts", "jobs", "inference"),
+    "integrations": ("base", "ops", "optim", "parts", "jobs", "inference", "autoload"),
     "public names": ("base", "ops", "optim", "inference", "integrations"),
     "runs": ("base", "ops", "optim", "parts", "jobs", "inference"),
     "commands": ("base", "ops", "optim", "public names", "parts", "jobs", "inference", "runs"),
@@ -176,7 +178,7 @@ def test_import_proxsparse_loads_torch_and_nothing_else():
     )
     command = [sys.executable, "-W", "ignore", "-c", program]  # torch warns that there is no NumPy
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["proxsparse"]
+    assert result.stdout.split() == ["proxsparse", "proxsparse_autoload"]
     assert result.stderr == ""
 
 

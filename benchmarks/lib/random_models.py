@@ -11,7 +11,7 @@ from lib.measure import packed_weight
 from lib.shapes import MODELS, Model
 from torch import nn
 
-from proxsparse.inference.linear import SparseLinear, frozen
+from proxsparse.inference.linear import SparseLinear, empty_weight, frozen
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.ops import unpack_nm
 
@@ -70,7 +70,7 @@ def fill_layers_(decoder: nn.ModuleList, dtype: torch.dtype, device: torch.devic
             bias = None if layer.bias is None else torch.zeros(layer.out_features, dtype=dtype, device=device)
             if sparse:
                 packed = SparseLinear(layer.in_features, layer.out_features, False, "meta", dtype)
-                packed.values, packed.indices = frozen(values), indices
+                packed.values, packed.indices, packed.weight = frozen(values), indices, empty_weight(values)
                 packed.bias = None if bias is None else frozen(bias)
                 decoder.set_submodule(name, packed)
             else:

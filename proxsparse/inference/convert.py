@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from proxsparse.inference.linear import SparseLinear
+from proxsparse.inference.linear import SparseLinear, empty_weight
 from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_layer, check_layers, description, spellings
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import is_selected
@@ -73,7 +73,7 @@ def unsparsify_(model: nn.Module) -> nn.Module:
 
 
 def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
-    """Yields the tensors of a dense checkpoint, with values and indices instead of the weight of each of `layers`."""
+    """Yields the tensors of a dense checkpoint, packed: three tensors for the weight of each of `layers`."""
     packed = set(layers)
     for name in found:
         layer, _, part = name.rpartition(".")
@@ -84,6 +84,16 @@ def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
         values, indices = pack_nm(tensor)
         yield f"{layer}.values", values
         yield f"{layer}.indices", indices
+        yield name, empty_weight(values)
+
+
+def convert_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
+    """Yields the tensors of a packed checkpoint of the format UNGUARDED in the current format."""
+    for name in found:
+        yield name, (tensor := read_tensor(found, name))
+        layer, _, part = name.rpartition(".")
+        if part == "values" and layer in layers:
+            yield f"{layer}.weight", empty_weight(tensor)
 
 
 def finite(found: dict[str, Header], name: str) -> Tensor:
@@ -99,7 +109,7 @@ def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
     packed = set(layers)
     for name, header in found.items():
         layer, _, part = name.rpartition(".")
-        if part not in ("values", "indices") or layer not in packed:
+        if part not in ("values", "indices", "weight") or layer not in packed:
             yield name, read_tensor(found, name)
         elif part == "values":
             try:

@@ -23,8 +23,9 @@ class SparseLinear(nn.Module):
     """y = x W^T + b with a packed 2:4 weight W [out_features, in_features], for inference. 9/16 of the memory in bf16.
 
     The state is `values` [out_features, in_features / 2] and `indices` uint8 [out_features, ceil(in_features / 8)], in
-    the format of `reference.pack`. x [..., in_features] must have the dtype of `values` unless torch.autocast is on.
-    The layer is frozen, but dL/dx is computed, so that adapters and layers before it can be trained.
+    the format of `reference.pack`, and `weight` without elements, see `empty_weight`. x [..., in_features] must have
+    the dtype of `values` unless torch.autocast is on. The layer is frozen, but dL/dx is computed, so that adapters and
+    layers before it can be trained.
 
     The backends "cusparselt" and "cutlass" convert the weight to their own format in the first call. The layer then
     holds both formats; the converted weight is not part of the state, and it is dropped when the layer is moved, cast
@@ -52,6 +53,7 @@ class SparseLinear(nn.Module):
         self.values = frozen(torch.empty(out_features, in_features // 2, device=device, dtype=dtype))
         indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
         self.register_buffer("indices", indices)
+        self.register_buffer("weight", empty_weight(self.values))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.prepared: tuple[str, torch.dtype, Tensor] | None = None  # backend, dtype of values, weight
 
@@ -60,7 +62,7 @@ class SparseLinear(nn.Module):
         """Packs a 2:4 nn.Linear, on its device. Raises ValueError if the weight is not 2:4."""
         layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend)
         values, layer.indices = pack_nm(linear.weight.detach(), PATTERN)
-        layer.values = frozen(values)
+        layer.values, layer.weight = frozen(values), empty_weight(values)
         layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
         return layer.train(linear.training)
 
@@ -149,6 +151,15 @@ class SparseLinear(nn.Module):
                 errors.append(f"{prefix.removesuffix('.')}: {error}")
                 return
         super()._load_from_state_dict(state, prefix, *arguments)
+
+
+def empty_weight(values: Tensor) -> Tensor:
+    """What is saved as the dense weight of a packed layer.
+
+    A program that does not know the packed format would create a random weight for one that is missing. One of the
+    wrong shape stops it.
+    """
+    return values.new_empty(0)
 
 
 def is_capturing(tensor: Tensor) -> bool:

@@ -263,9 +263,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module itself, by name."""
+    """The parameters and buffers of a module itself, by name, except those without elements."""
     found = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    return {name: tensor for name, tensor in found.items() if tensor is not None and tensor.numel()}
 
 
 def needs_gradient(layer: nn.Module) -> bool:

@@ -1,7 +1,11 @@
 """Packed checkpoints on disk: their config.json, their tensors, checks and writing.
 
 A packed checkpoint is a Hugging Face folder in which each layer of `quantization_config["layers"]` has `<layer>.values`
-and `<layer>.indices` instead of `<layer>.weight`, in the format of `proxsparse.reference.pack`.
+and `<layer>.indices` in the format of `proxsparse.reference.pack`, and a `<layer>.weight` without elements.
+
+A program that does not know the format must fail, not run with random weights. In transformers without proxsparse, the
+WEIGHTS_NAME in config.json is an error that says what to install. `save_pretrained` drops it; then the empty weights,
+which have the wrong shape, are the error.
 """
 
 import json
@@ -15,10 +19,12 @@ from proxsparse.io.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Heade
 from proxsparse.ops.sparse_linear import PATTERN
 
 QUANT_METHOD = "proxsparse"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+UNGUARDED = 1  # a version without empty weights, which `proxsparse pack` converts
 NOTE = b"""
 <!-- proxsparse.pack -->
-The 2:4 layers of this checkpoint are packed: `import proxsparse`, then `AutoModelForCausalLM.from_pretrained` loads it.
+The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it after
+`pip install proxsparse`.
 `proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint, bit for bit
 (except that a -0.0 in a pruned place may become +0.0; checkpoints of proxsparse have no -0.0 there).
 <!-- /proxsparse.pack -->
@@ -31,16 +37,18 @@ def description(layers: list[str]) -> dict:
     return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "pattern": str(PATTERN), "layers": layers}
 
 
-def check_description(config: dict) -> None:
-    """Raises ValueError for a quantization_config that this version cannot read."""
+def check_description(config: dict, expected: int = FORMAT_VERSION) -> None:
+    """Raises ValueError for a quantization_config that does not describe a packed checkpoint of this format version."""
     method = config.get("quant_method") if isinstance(config, dict) else config
     if not isinstance(config, dict) or method != QUANT_METHOD:
         raise ValueError(f"quantization_config has quant_method {method!r}: not a packed checkpoint of proxsparse")
     version, pattern, layers = (config.get(key) for key in ("format_version", "pattern", "layers"))
-    if version != FORMAT_VERSION:
+    if version != expected:
+        convert = "convert it with proxsparse pack FOLDER --output_dir NEW"
+        remedy = convert if version == UNGUARDED else "update proxsparse, or pack the dense checkpoint again"
         raise ValueError(
             f"packed checkpoint has format version {version!r}, but this proxsparse reads version {FORMAT_VERSION}; "
-            "update proxsparse, or pack the dense checkpoint again"
+            f"{remedy}"
         )
     if pattern != str(PATTERN):
         raise ValueError(
@@ -54,7 +62,10 @@ def check_description(config: dict) -> None:
 
 
 def read_packed_config(path: Path, packed: bool) -> dict:
-    """Reads the config.json of a packed or dense checkpoint. Raises ValueError if it is missing or the other kind."""
+    """Reads the config.json of a checkpoint that is packed, or can be: it is dense or has the format UNGUARDED.
+
+    Raises ValueError if it is missing or describes another checkpoint.
+    """
     folder = str(path.parent)
     if not path.is_file():
         raise ValueError(f"{folder!r}: {path.name} is missing; give the folder of a pruned checkpoint")
@@ -62,10 +73,13 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     entry = config.get("quantization_config")
     if packed and entry is None:
         raise ValueError(f"{folder!r} is not packed; give a packed checkpoint")
+    says = entry if isinstance(entry, dict) else {"quant_method": entry}
+    method, is_old = says.get("quant_method"), says.get("format_version") == UNGUARDED
     if packed:
         check_description(entry)
+    elif method == QUANT_METHOD and is_old:
+        check_description(entry, UNGUARDED)
     elif entry is not None:
-        method = entry.get("quant_method") if isinstance(entry, dict) else entry
         raise ValueError(f"{folder!r} is not dense (quant_method {method}); give the dense pruned checkpoint")
     return config
 
@@ -96,7 +110,8 @@ def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> li
     packed = set(stored)
     for tensor, header in found.items():
         layer, _, part = tensor.rpartition(".")
-        if (part in ("values", "indices") and layer not in packed) or (part == "weight" and layer in packed):
+        dense = part == "weight" and header.shape != (0,)
+        if (part in ("values", "indices") and layer not in packed) or (dense and layer in packed):
             says = "lists this layer as packed" if layer in packed else "does not list this layer as packed"
             raise ValueError(
                 f"{header.file} contains {tensor}, but the quantization_config in config.json {says}; "

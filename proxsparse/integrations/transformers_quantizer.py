@@ -13,9 +13,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from proxsparse.inference.convert import packed_layers, unsparsify_
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import FORMAT_VERSION, QUANT_METHOD, check_description
-from proxsparse.io.model_files import check_folder, check_weights, headers
+from proxsparse.io.model_files import WEIGHTS_NAME, check_folder, check_weights, headers
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.reference.pack import check_packed
+from proxsparse_autoload import withdraw
+
+withdraw()
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -35,6 +38,14 @@ class PackedQuantizer(HfQuantizer):
     """Called by transformers while it loads and saves a packed model."""
 
     requires_calibration = True  # dense weights cannot be packed while loading: they must be pruned first
+
+    def update_attn_implementation(self, config):
+        """Removes what stops programs without proxsparse. transformers calls it before it looks for the weights."""
+        if hasattr(config, WEIGHTS_NAME):
+            delattr(config, WEIGHTS_NAME)
+        return config
+
+    update_tp_plan = update_attn_implementation  # the method that transformers 5.17 calls there
 
     def _process_model_before_weight_loading(self, model: nn.Module, checkpoint_files=None, **_others) -> None:
         """Creates a SparseLinear on the meta device for every packed layer and checks the headers of its tensors.

@@ -26,6 +26,10 @@ OPENED = (
 # Building a model with more modules than this bound takes minutes, even on the meta device.
 COUNTS = re.compile(r"(?:num|n)_(?:\w+_)?(?:layers?|experts?)|\w+_layers")
 MOST_MODULES = 2048
+# Entry of config.json from which transformers reads the name of the weights. That of a packed checkpoint is no file, so
+# transformers raises an error that contains it; `integrations.transformers_quantizer` removes it.
+WEIGHTS_NAME = "transformers_weights"
+INSTALL = "this checkpoint is packed: pip install proxsparse (or import proxsparse first, if it is installed)"
 
 
 def check_folder(folder: Path) -> None:
@@ -74,10 +78,8 @@ def check_config(path: Path) -> None:
         for key, value in entries.pop().items():
             if isinstance(value, dict):
                 entries.append(value)
-            if key == "transformers_weights":
-                raise InputError(
-                    f"{path}: transformers_weights is {value!r:.60}; remove it and rename the weights to {ONE_FILE}"
-                )
+            if key == WEIGHTS_NAME and value != INSTALL:
+                raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
             if key.endswith("_implementation") and "/" in str(value):
                 raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
             if COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_MODULES:

@@ -80,10 +80,11 @@ def test_what_is_written(run_dir, tmp_path, capsys):
     assert all(word in printed for word in ("packed 14 of 15 nn.Linear layers", "(0.562x)", str(folder)))
     assert names_in(folder) == MODEL | TOKENIZER | {"README.md", MARKER}
     assert load_masks(folder / "masks.safetensors").keys() == load_masks(run_dir / "masks.safetensors").keys()
-    assert "import proxsparse" in (folder / "README.md").read_text()
+    assert "pip install proxsparse" in (folder / "README.md").read_text()
     assert len(packed_layers(folder)) == 14
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
+    assert "pip install proxsparse" in config.pop("transformers_weights")
     assert config == json.loads((run_dir / "config.json").read_text())
 
 

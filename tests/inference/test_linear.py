@@ -140,7 +140,7 @@ def test_copies_pickles_and_state_dicts():
         other = SparseLinear(24, 7)
         assert other.load_state_dict(sparse.state_dict(), assign=assign) == ([], [])
         assert torch.equal(other(x), sparse(x))
-    assert set(sparse.state_dict()) == {"values", "indices", "bias"}
+    assert set(sparse.state_dict()) == {"values", "indices", "weight", "bias"}
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_form_is_held_until_the_weight_changes_and_is_not_part_of_the_state(ba
     torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.dense_weight(), sparse.bias))
     assert len(preparing) == (2 if backend == "preparing" else 0)
     assert deriving[2:] == {"preparing": [], "deriving": [torch.float32], "auto": [None]}[backend]
-    assert set(sparse.state_dict()) == {"values", "indices", "bias"}
+    assert set(sparse.state_dict()) == {"values", "indices", "weight", "bias"}
 
 
 def test_a_form_is_that_of_one_backend(deriving, preparing):

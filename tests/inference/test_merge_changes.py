@@ -23,7 +23,8 @@ from proxsparse.ops.registry import Kernel
 
 def storages(model) -> dict:
     """The bytes of all memory that the tensors of a model are in, by address."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in model.state_dict().values()}
+    tensors = [tensor for tensor in model.state_dict().values() if tensor.numel()]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def memory(model) -> int:

@@ -1,10 +1,11 @@
 """Packed checkpoints in transformers: loaded straight into SparseLinear, saved bit for bit, refused when damaged."""
 
+import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
-import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, NOT_PACKED
 
+import proxsparse_autoload
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference.convert import pack_tensors, unsparsify_
-from proxsparse.integrations import register_quantizer, transformers_quantizer
-from proxsparse.integrations.after_import import after_import
+from proxsparse.integrations import transformers_quantizer
 from proxsparse.io.model_files import headers
 from proxsparse.pack import main as pack
+from proxsparse_autoload import after_import
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.arange(3, 23).view(2, 10)
@@ -36,8 +38,11 @@ def all_tensors(folder):
 
 
 def assert_same_files(first, second):
-    """Equal tensors and an equal config.json."""
-    assert (first / "config.json").read_bytes() == (second / "config.json").read_bytes()
+    """Equal tensors and an equal config.json; save_pretrained does not write the entry `transformers_weights`."""
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (first, second)]
+    for config in configs:
+        config.pop("transformers_weights", None)
+    assert configs[0] == configs[1]
     one, two = all_tensors(first), all_tensors(second)
     assert one.keys() == two.keys()
     assert all(tensor.dtype == two[name].dtype and torch.equal(tensor, two[name]) for name, tensor in one.items())
@@ -126,7 +131,7 @@ def test_no_dense_weight_is_ever_there(folders, monkeypatch):
     model = load(folders[1])
     assert len(packed_layers(model)) == 14
     for names in (model.state_dict(), all_tensors(folders[1])):
-        assert not any(name.endswith("proj.weight") for name in names)
+        assert not any(tensor.numel() for name, tensor in names.items() if name.endswith("proj.weight"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
@@ -224,7 +229,8 @@ def change(name, function):
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
-        ("config", set_entry("format_version", 2), ["format version 2", "update proxsparse"]),
+        ("config", set_entry("format_version", 3), ["format version 3", "update proxsparse"]),
+        ("config", set_entry("format_version", 1), ["format version 1", "convert it with proxsparse pack"]),
         ("config", lambda config: config.pop("format_version"), ["format version None"]),
         ("config", set_entry("pattern", "1:4"), ["'1:4'", "2:4"]),
         ("config", set_entry("layers", []), ["layers", "config.json"]),
@@ -257,13 +263,112 @@ def test_packing_while_loading_is_refused(folders):
         load(folders[0], quantization_config=transformers_quantizer.PackedConfig(**entry))
 
 
+@pytest.fixture
+def old(damaged):
+    """A packed folder as proxsparse wrote it before it guarded against random weights."""
+
+    def as_before(tensors):
+        for name in [name for name in tensors if name.endswith("proj.weight")]:
+            del tensors[name]
+
+    folder = damaged(set_entry("format_version", 1), as_before)
+    config = json.loads((folder / "config.json").read_text())
+    del config["transformers_weights"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_an_old_folder_is_converted(old, folders, tmp_path, capsys):
+    refused(old, "format version 1", "convert it with proxsparse pack")
+    assert pack([str(old), "--output_dir", str(tmp_path / "new")]) == 0
+    assert "converted 14 of 15 nn.Linear layers" in capsys.readouterr().out
+    assert_same_files(tmp_path / "new", folders[1])
+    assert "transformers_weights" in json.loads((tmp_path / "new" / "config.json").read_text())
+    with pytest.raises(ValueError, match="is packed already; leave out --include"):
+        pack([str(old), "--include", "mlp", "--output_dir", str(tmp_path / "other")])
+
+
+def in_another_program(program, *arguments, **environment):
+    """The exit code, stdout and stderr of a Python program that starts in an empty folder, without this checkout."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    result = subprocess.run(command, cwd="/", env=os.environ | environment, capture_output=True, text=True)
+    return result.returncode, result.stdout, result.stderr
+
+
+WITHOUT = """
+import sys
+sys.modules["proxsparse"] = sys.modules["proxsparse_autoload"] = None  # as if they were not installed
+import transformers
+transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print("loaded")
+"""
+OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def test_without_proxsparse_a_packed_folder_is_an_error_that_says_what_to_install(folders):
+    code, printed, error = in_another_program(WITHOUT, folders[1], **OFF)
+    assert (code, printed) == (1, "")
+    assert "this checkpoint is packed: pip install proxsparse" in error.strip().splitlines()[-1]
+
+
+def test_without_proxsparse_what_save_pretrained_wrote_is_an_error_too(packed, tmp_path):
+    packed.save_pretrained(tmp_path)
+    code, printed, error = in_another_program(WITHOUT, tmp_path, **OFF)
+    assert (code, printed) == (1, "")
+    assert "Unknown quantization type, got proxsparse" in error
+    assert "ignore_mismatched_sizes" in error.strip().splitlines()[-1]
+
+
 PROGRAM = """
 import sys
-import unittest.mock
 {imports}
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(sum(isinstance(module, proxsparse.SparseLinear) for module in model.modules()))
 """
+
+
+AUTOLOADED = """
+import sys
+sys.path.append(sys.argv[2])
+import torch  # as where proxsparse is installed, it calls the entry point:
+import proxsparse_autoload; proxsparse_autoload.register()
+assert "transformers" not in sys.modules
+import transformers
+transformers.LlamaForCausalLM
+assert "proxsparse" not in sys.modules
+transformers.AutoModelForCausalLM.from_pretrained(sys.argv[3])
+assert "proxsparse" not in sys.modules  # a dense model costs nothing
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sum(type(module).__name__ == "SparseLinear" for module in model.modules()))
+"""
+
+
+def test_a_program_that_does_not_import_proxsparse_loads_packed_models(folders):
+    code, printed, error = in_another_program(AUTOLOADED, folders[1], ROOT, folders[0], **OFF)
+    assert (code, printed.split()) == (0, ["14"]), error
+
+
+def test_torch_calls_the_entry_point():
+    """Needs the package to be installed, as `make` does; pip writes its entry points."""
+    found = importlib.metadata.entry_points(group="torch.backends")
+    assert [point.value for point in found if point.name == "proxsparse"] == ["proxsparse_autoload:register"]
+
+
+def test_the_stand_in(monkeypatch):
+    known = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    real = transformers_quantizer.PackedConfig
+    proxsparse_autoload.offer()
+    assert known["proxsparse"] is real  # it does not replace the loader
+    monkeypatch.delitem(known, "proxsparse")
+    proxsparse_autoload.offer()
+    assert known["proxsparse"] is proxsparse_autoload.PackedLater
+    entry = {"quant_method": "proxsparse", "format_version": 2, "pattern": "2:4", "layers": ["a"]}
+    assert isinstance(known["proxsparse"].from_dict(entry), real)
+    proxsparse_autoload.withdraw()
+    assert "proxsparse" not in known
+    monkeypatch.delattr(transformers.quantizers.auto, "AUTO_QUANTIZATION_CONFIG_MAPPING")
+    proxsparse_autoload.offer()  # another version of transformers
+    proxsparse_autoload.withdraw()
 
 
 @pytest.mark.parametrize(
@@ -277,14 +382,6 @@ def test_both_orders_of_import(imports, folders):
     command = [sys.executable, "-c", PROGRAM.format(imports=imports), str(folders[1])]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["14"], result.stderr
-
-
-@pytest.mark.parametrize("kind", [ImportError, AttributeError, TypeError])
-def test_another_transformers_is_left_alone(kind, monkeypatch):
-    fail = unittest.mock.Mock(side_effect=kind("moved"))
-    monkeypatch.setattr("proxsparse.integrations.importlib.import_module", fail)
-    with pytest.warns(UserWarning, match="cannot load packed checkpoints"):
-        register_quantizer()
 
 
 def test_after_import(tmp_path, monkeypatch):
@@ -308,10 +405,11 @@ def test_the_format_of_the_files(folders):
         assert file.metadata() == {"format": "pt"}
         assert file.get_slice(f"{LAYER}.values").get_shape() == [64, 16]
         assert file.get_slice(f"{LAYER}.indices").get_dtype() == "U8"
+        assert file.get_slice(f"{LAYER}.weight").get_shape() == [0]
     entry = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
     projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     assert entry.pop("layers") == [f"model.layers.{i}.{name}" for i in (0, 1) for name in projections]
-    assert entry == {"quant_method": "proxsparse", "format_version": 1, "pattern": "2:4"}
+    assert entry == {"quant_method": "proxsparse", "format_version": 2, "pattern": "2:4"}
 
 
 def test_other_tensors_of_any_dtype_are_handed_on(tmp_path):
