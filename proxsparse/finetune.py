@@ -25,6 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
 def complete_(config: FinetuneConfig) -> None:
     """Sets the --pattern and the --teacher that are not given to those that the model's masks.safetensors records.
 
+    Without distillation and --data self there is no teacher.
+
     Raises:
         InputError: there is no such model; the pattern given is another one; no teacher is recorded.
     """
@@ -35,8 +37,9 @@ def complete_(config: FinetuneConfig) -> None:
     if recorded and config.pattern not in (None, recorded):
         raise InputError(f"--pattern {config.pattern}: the masks of {config.model} are {recorded}; leave it out")
     config.pattern = config.pattern or recorded or "2:4"
-    config.teacher = config.teacher or base.get("base_model")
-    if not config.teacher and (config.distill or config.data == SELF):
+    needed = config.distill or config.data == SELF
+    config.teacher = (config.teacher or base.get("base_model")) if needed else None
+    if needed and not config.teacher:
         raise InputError(
             f"--teacher is missing: {config.model} has no masks.safetensors that names the model that was pruned; give "
             "the dense model, or --distill 0 (and not --data self) to train without it"

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from proxsparse.methods.store import Store
 from proxsparse.methods.walk import Batches
 from proxsparse.models.checks import evaluating
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.models.loading import load_model
+from proxsparse.models.loading import load_model, load_tokenizer
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
@@ -39,9 +40,18 @@ def check(**options) -> None:
         check_adapters()
 
 
-def check_model(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], _base: dict, **_options) -> None:
-    """Raises InputError if a layer is not N:M, before anything is measured."""
+def check_model(
+    layers: dict[str, nn.Linear],
+    patterns: dict[str, NMPattern],
+    _base: dict,
+    tokenizer,
+    teacher: str | None = None,
+    **_options,
+) -> None:
+    """Raises InputError if a layer is not N:M, or the teacher has other tokens, before anything is measured."""
     require_held(layers, patterns)
+    if teacher:
+        check_tokens(tokenizer, teacher)
 
 
 def finetune(
@@ -130,16 +140,41 @@ def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[l
     return batches[: len(batches) - count], batches[len(batches) - count :]
 
 
+def check_tokens(tokenizer, teacher: str) -> None:
+    """Raises InputError if a token id stands for one text in the model and for another one in the teacher.
+
+    An id that only one of the two tokenizers has is accepted, such as an added padding token.
+    """
+    with named_teacher():
+        other = load_tokenizer(teacher)
+    own, others = ({i: text for text, i in one.get_vocab().items()} for one in (tokenizer, other))
+    different = [i for i in sorted(own.keys() & others.keys()) if own[i] != others[i]]
+    if different:
+        i = different[0]
+        raise InputError(
+            f"--teacher {teacher}: it has other tokens than the model: {len(different):,} ids differ, such as {i}, "
+            f"{others[i]!r} in the teacher and {own[i]!r} in {tokenizer.name_or_path}; give the dense model that was "
+            "pruned"
+        )
+
+
+@contextmanager
+def named_teacher() -> Iterator[None]:
+    """Within the block an InputError gets the name of the flag."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"--teacher: {error}") from error
+
+
 def read_teacher(name: str, model: nn.Module) -> nn.Module:
     """The teacher of the model, on the CPU.
 
     Raises:
         InputError: it cannot be loaded, or has another vocabulary.
     """
-    try:
+    with named_teacher():
         teacher, _ = load_model(name)
-    except InputError as error:
-        raise InputError(f"--teacher: {error}") from error
     sizes = [len(one.get_input_embeddings().weight) for one in (model, teacher)]
     if sizes[0] != sizes[1]:
         raise InputError(

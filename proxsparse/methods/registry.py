@@ -42,8 +42,8 @@ class Method:
     starts_as: str = "dense"  # what the model is before the run, in tables of perplexities
     keeps: str = ""  # what it saves in a `Store`, "blocks" or "checkpoints"; if set, `prune` also takes `store`
     check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
-    # check_model(layers, patterns, base, **options) raises InputError for options that do not fit a loaded model
-    check_model: Callable[..., None] = lambda layers, patterns, base, **options: None
+    # check_model(layers, patterns, base, tokenizer, **options): InputError for options that do not fit a loaded model
+    check_model: Callable[..., None] = lambda layers, patterns, base, tokenizer, **options: None
     descriptions: dict[str, str] = field(default_factory=dict)  # of the options, for --help
 
 

@@ -31,12 +31,11 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     Raises:
         InputError: no such model, or files that cannot be read; the message names the model.
     """
-    source, gguf_file = locate(name)
+    source, gguf_file = local_files(name)
     transformers = import_transformers()
     from transformers import core_model_loading, modeling_gguf_pytorch_utils
 
     if not gguf_file:
-        source = source if Path(source).is_dir() else download(source)
         refuse_short_files(Path(source))
         if not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
             raise InputError(
@@ -44,7 +43,6 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
                 "pretrained model there"
             )
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
-    tokenizer_keywords = {"gguf_file": gguf_file} if gguf_file else {}
     if gguf_file and dtype == "auto":
         dtype = torch.float32  # quantized tensors are unpacked to float32
     transformers.utils.logging.disable_progress_bar()
@@ -54,9 +52,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
                 model, loading = transformers.AutoModelForCausalLM.from_pretrained(
                     source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
                 )
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                source, trust_remote_code=False, **tokenizer_keywords
-            )
+            tokenizer = read_tokenizer(source, gguf_file)
         except Exception as error:  # of many types: safetensors, tokenizers, transformers
             raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check its files") from error
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
@@ -70,6 +66,25 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     return unfold_linears_(model.eval()), tokenizer
 
 
+def load_tokenizer(name: str):
+    """The tokenizer of a model; its weights are not loaded.
+
+    Raises:
+        InputError: as `load_model`.
+    """
+    source, gguf_file = local_files(name)
+    try:
+        return read_tokenizer(source, gguf_file)
+    except Exception as error:  # of many types, as in load_model
+        raise InputError(f"cannot load the tokenizer of {name!r}: {reason_of(error)}; check its files") from error
+
+
+def read_tokenizer(folder: str, gguf_file: str | None):
+    """The tokenizer in a folder, or in a GGUF file of the folder."""
+    keywords = {"gguf_file": gguf_file} if gguf_file else {}
+    return import_transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **keywords)
+
+
 def import_transformers() -> ModuleType:
     """Imports transformers, which takes seconds the first time."""
     with importing("transformers"):
@@ -77,6 +92,16 @@ def import_transformers() -> ModuleType:
         import transformers.modeling_utils  # transformers imports its modules lazily
 
     return transformers
+
+
+def local_files(name: str) -> tuple[str, str | None]:
+    """A model name -> (folder, the GGUF file in it or None); a model of the Hub is downloaded.
+
+    Raises:
+        InputError: as `locate` and `download`.
+    """
+    source, gguf_file = locate(name)
+    return source if gguf_file or Path(source).is_dir() else download(source), gguf_file
 
 
 def locate(name: str) -> tuple[str, str | None]:

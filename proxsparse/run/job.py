@@ -89,7 +89,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
         found, recorded = on_rank_zero(lambda: recorded_masks(config.model))
         base = recorded or base
     layers = prunable_layers(model, found or config.pattern, config.include, config.exclude)
-    method.check_model(layers, found or dict.fromkeys(layers, pattern), base, **options)
+    method.check_model(layers, found or dict.fromkeys(layers, pattern), base, tokenizer, **options)
     updated = method.updates_weights and options.get("update_weights", True)
     on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
     batches, seq_len = [], None

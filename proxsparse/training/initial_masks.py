@@ -37,6 +37,7 @@ def check_start(
     layers: dict[str, nn.Linear],
     patterns: dict[str, NMPattern],
     base: dict[str, str],
+    _tokenizer,
     start: str = PRETRAINED,
     allow_other_base: bool = False,
     **_others,

@@ -9,7 +9,7 @@ import torch
 from commands import QUICK, refused
 from pruned import save_pruned_model
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny_model
+from tiny_models import byte_tokenizer, save_tiny_model
 
 from proxsparse import NMPattern, evaluate, pack, prune
 from proxsparse.finetune import main
@@ -219,11 +219,11 @@ def test_the_result_can_be_evaluated_and_packed(tune, text_file, tmp_path):
 def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_path, capsys):
     def refuse(model, *flags, words):
         given = [model, "--data", text_file, "--eval_data", "none", "--output_dir", tmp_path / "out", *QUICK, *flags]
-        refused(capsys, main, given, *words)
+        printed = refused(capsys, main, given, *words)
+        assert not any("perplexity" in line or "sampling" in line for line in printed), "refused before the slow phases"
 
     dense = [tiny_llama, "--distill", "0", "--data", text_file, "--output_dir", tmp_path / "out", *QUICK]
-    printed = refused(capsys, main, dense, "is not 2:4")
-    assert not any("perplexity" in line or "sampling" in line for line in printed), "refused before the slow phases"
+    refused(capsys, main, dense, "is not 2:4")
     refuse(tiny_llama, "--distill", "0", words=["model.layers.0", "is not 2:4", "blocks have more than 2 non-zero"])
     three = tmp_path / "three"
     prune.main(
@@ -246,6 +246,15 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     refuse(three, "--distill", "0", "--data", "self", words=["--teacher is missing", "not --data self"])
     other = save_tiny_model("llama", tmp_path / "other", vocab_size=300)
     refuse(pruned, "--teacher", other, words=["--teacher", "vocabulary has 300 tokens"])
+    tokenizer = byte_tokenizer()
+    tokens = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = tokens["model"]["vocab"]
+    tokens["model"]["vocab"] = vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}
+    tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(json.dumps(tokens))
+    tokenizer.save_pretrained(tmp_path / "other")
+    words = [f"--teacher {tmp_path / 'other'}", "2 ids differ", "'b' in the teacher and 'a' in", str(pruned)]
+    refuse(pruned, "--teacher", tmp_path / "other", "--eval_data", text_file, words=words)
+    refuse(pruned, "--teacher", tmp_path / "other", "--distill", "0", "--data", "self", words=words)
     refuse(pruned, "--teacher", tmp_path / "absent", words=["--teacher", "no such file or folder"])
     weights = load_file(pruned / "model.safetensors")
     weights[UP][0, (weights[UP][0] != 0).nonzero()[0]] = float("nan")

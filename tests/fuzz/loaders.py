@@ -84,7 +84,8 @@ def load_and_apply_masks(path: Path) -> None:
         assert mask.ndim == 2
     layers = {name: nn.Linear(columns, rows) for name, (rows, columns) in LAYERS.items()}
     with suppress(ValueError):
-        initial_masks.check_start(masks, layers, NMPattern(2, 4))
+        start = str(path / "masks.safetensors")
+        initial_masks.check_start(layers, dict.fromkeys(layers, NMPattern(2, 4)), {}, None, start)
     with suppress(ValueError):
         apply_masks_(nn.ModuleDict(layers), masks)
 
