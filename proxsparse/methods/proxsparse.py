@@ -113,6 +113,7 @@ def run_loop(
         dtype: autocast dtype of the forward pass; None: no autocast.
         title: title of the progress bar.
     """
+    store.stop.defer()
     if store.checkpoint:
         checkpoint.restore_(store.checkpoint, store.state, state)
     if store.directory:

@@ -1,7 +1,7 @@
 """The job of `proxsparse train` and `proxsparse prune`: one model, one method, one output directory."""
 
+import sys
 import time
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from proxsparse.run.resume import (
     check_named,
     digest_of,
     find_checkpoint,
+    how_to_resume,
     identity_of,
     load_start,
     naming_progress,
@@ -108,7 +109,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     store.scores = state["scores"] if state.get("eval_digest") == eval_digest else {}
     store.evaluate = evaluate
     store.score(method.starts_as, model)
-    with store.stop if method.keeps == "checkpoints" else nullcontext():  # a signal ends other methods at once
+    with store.stop:  # until the training begins, a signal ends the run at once
         with autocast(device, compute_dtype):
             patterns = found or choose_patterns(config, method, store, model, layers, batches, digest)
             progress = {"store": store} if method.keeps else {}
@@ -150,6 +151,11 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
         if store.complete:
             run_folder.finish(folder)
         print(results.summary(result, folder.final if store.complete else run_dir))
+        if not store.complete:
+            print(f"interrupted; {progress_in(run_dir)} saved; {how_to_resume(folder.final)}", file=sys.stderr)
+        elif table is None and config.eval_data != "none":
+            todo = f"the perplexity was not measured; to measure it, run proxsparse evaluate {folder.final}"
+            print(f"interrupted; the model is complete, but {todo}", file=sys.stderr)
     return 128 + signal if signal else 0
 
 

@@ -69,7 +69,7 @@ def scores_under(
             cast_parameters_(model, weight_dtype)
             scores[name] = evaluate(model, name)
     except KeyboardInterrupt:
-        print("\ninterrupted: the model is saved, the perplexity was not measured", file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
     return scores
 
 
@@ -171,7 +171,7 @@ def summary(result: dict, run_dir: Path) -> str:
     lines += [f"layers ({result['allocation']}): {spread}; {kept:.2%} of their weights kept, target {asked:.2%}"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]
     if result["status"] == "interrupted":
-        lines += [f"interrupted after step {result['steps']}: the current model is saved, without perplexity"]
+        lines += [f"interrupted after step {result['steps']}: the model is the one learned so far"]
     report = "report.md" if (run_dir / "report.md").exists() else "result.json"
     lines += [f"saved to {run_dir}: the {result['pattern']} model, masks.safetensors, {report}"]
     return "\n".join(lines)

@@ -73,7 +73,8 @@ def find_checkpoint(folder: OutputFolder, config: RunConfig, method: Method) -> 
     else:
         path = Path(named) if named else None
     if folder.begun:
-        print(f"resuming in {folder.path}: {progress_in(folder.path) or 'nothing finished yet'}", file=sys.stderr)
+        progress = path.name if path else progress_in(folder.path)
+        print(f"resuming in {folder.path}: {progress or 'nothing finished yet'}", file=sys.stderr)
     return (path, read_state(path, config)) if path else (None, {})
 
 
@@ -165,13 +166,19 @@ def load_start(store: Store, layers: Iterable[str], digest: str) -> dict[str, NM
 
 
 def progress_in(run_dir: Path) -> str:
-    """A text with the sampled text, checkpoints and finished blocks of a run; "" if there are none."""
-    names = [SELF_TEXT] * (run_dir / SELF_TEXT).exists()
-    names += [path.name for path in checkpoints(run_dir)]
-    blocks = len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors")))
-    if blocks:
-        names.append(f"{blocks} finished decoder block{'' if blocks == 1 else 's'} in {FINISHED_BLOCKS}/")
-    return ", ".join(names)
+    """What a run continues after: its last checkpoint, else its finished blocks, else its sampled documents; or ""."""
+    if found := checkpoints(run_dir):
+        return found[-1].name
+    if blocks := len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors"))):
+        return f"{blocks} finished decoder block{'s' * (blocks > 1)} in {FINISHED_BLOCKS}/"
+    if (text := run_dir / SELF_TEXT).exists():
+        return f"{len(text.read_bytes().splitlines())} sampled documents in {SELF_TEXT}"
+    return ""
+
+
+def how_to_resume(final: Path) -> str:
+    """The end of a message about a stopped run that writes to `final`."""
+    return f"to resume, run the same command with --output_dir {final} --resume_from_checkpoint {LAST}"
 
 
 def may_pass(error: BaseException) -> bool:
@@ -182,7 +189,7 @@ def may_pass(error: BaseException) -> bool:
 
 @contextmanager
 def naming_progress(final: Path, progress: Callable[[], str]) -> Iterator[None]:
-    """Adds the saved progress and the command to resume to an error after which the same command may succeed."""
+    """Adds the saved progress and how to resume to an error after which the same command may succeed."""
     try:
         yield
     except BaseException as error:
@@ -192,6 +199,7 @@ def naming_progress(final: Path, progress: Callable[[], str]) -> Iterator[None]:
             found = progress() if final.is_dir() else ""
             state = f"{found} saved" if found else f"{final} cannot be reached"
             if found or not final.is_dir():
-                flags = f"--output_dir {final} --resume_from_checkpoint {LAST}"
-                error.add_note(f"{state}; to resume, run the same command with {flags}")
+                error.add_note(f"{state}; {how_to_resume(final)}")
+            elif isinstance(error, KeyboardInterrupt):
+                error.add_note("there is nothing to resume yet; to start again, run the same command")
         raise

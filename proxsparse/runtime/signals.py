@@ -6,19 +6,26 @@ from proxsparse.runtime.distributed import all_reduce_sum
 
 
 class StopSignal:
-    """Within the block SIGINT and SIGTERM do not interrupt; `agree` reports them."""
+    """Within the block, after `defer`, SIGINT and SIGTERM do not interrupt; `agree` reports them."""
 
     def __init__(self):
         self.number: int | None = None  # set by `agree`, equal on all ranks
         self.seen: int | None = None
+        self.previous: dict | None = None  # the deferred signals with their handlers; None: outside the block
 
     def __enter__(self) -> "StopSignal":
-        self.previous = {number: signal.signal(number, self._see) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = {}
         return self
+
+    def defer(self) -> None:
+        """From now on to the end of the block signals do not interrupt. Outside a block it does nothing."""
+        if self.previous == {}:
+            self.previous = {number: signal.signal(number, self._see) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __exit__(self, *_exception) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        self.previous = None
 
     def _see(self, number, _frame) -> None:
         self.seen = number

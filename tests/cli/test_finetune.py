@@ -1,8 +1,10 @@
 """`proxsparse finetune`: the mask is held, what is trained changes and nothing else, and nothing is lost."""
 
+import itertools
 import json
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -208,6 +210,63 @@ def test_killed_and_resumed_bit_for_bit(flags, tune, pruned, text_file, tmp_path
     assert not changed(tmp_path / "whole", tmp_path / "killed")
     assert resumed["held_out"] == whole["held_out"]
     assert resumed["perplexity"] == whole["perplexity"]
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "saved"),
+    [
+        ("proxsparse.run.result.perplexity", 1, "40 sampled documents in self_text.jsonl"),
+        ("proxsparse.data.self_text.write_file", 1, ""),
+        ("proxsparse.data.self_text.write_file", 2, "32 sampled documents in self_text.jsonl"),
+        ("proxsparse.training.distillation.most_likely", 2, "40 sampled documents in self_text.jsonl"),
+        ("proxsparse.training.loop.calibration_loss", 3, "checkpoint-3"),
+        ("proxsparse.methods.finetune.held_out_loss", 2, "checkpoint-8"),
+        ("proxsparse.run.folder.save_masks", 1, "complete"),
+    ],
+    ids=["perplexity", "first sampling", "sampling", "teacher", "step", "held out", "saving"],
+)
+def test_ctrl_c_and_continued_bit_for_bit(
+    where, call, saved, tune, pruned, text_file, tmp_path, command_in_child, monkeypatch
+):
+    """In every phase: exit code 130, the last line says how to continue, and nothing unfinished is called complete."""
+
+    def sabotage():
+        module, _, name = where.rpartition(".")
+        function, calls = getattr(sys.modules[module], name), itertools.count(1)
+
+        def interrupted(*arguments, **more):
+            if next(calls) == call:
+                os.kill(os.getpid(), signal.SIGINT)
+            return function(*arguments, **more)
+
+        monkeypatch.setattr(where, interrupted)
+
+    flags = ["--num_samples", "40", "--seq_len", "16", "--evals", "5"]
+    flags += ["--data", "self", "--per_device_train_batch_size", "2", "--max_steps", "20"]
+    whole, run_dir = tune("whole", *flags), tmp_path / "run"
+    given = ["--eval_data", text_file, "--output_dir", run_dir, *QUICK, "--held_out", "2", *flags]
+    code, stderr = command_in_child(main, [str(pruned), *map(str, given)], sabotage)
+    assert code == 130
+    last = stderr.strip().splitlines()[-1]
+    resume = f"to resume, run the same command with --output_dir {run_dir} --resume_from_checkpoint last"
+    if not saved:
+        assert last == "interrupted; there is nothing to resume yet; to start again, run the same command"
+        assert not run_dir.exists()
+    elif saved == "complete":
+        assert last.endswith(f"to measure it, run proxsparse evaluate {run_dir}")
+    else:
+        assert last == f"interrupted; {saved} saved; {resume}"
+    has_model = "checkpoint" in saved or saved == "complete"
+    assert (run_dir / "model.safetensors").exists() == (run_dir / "result.json").exists() == has_model
+    if has_model:
+        result = json.loads((run_dir / "result.json").read_text())
+        assert (result["status"], result["perplexity"]) == ("complete" if saved == "complete" else "interrupted", None)
+        assert_held(pruned, run_dir)
+        assert ("interrupted after" in (run_dir / "report.md").read_text()) == (saved != "complete")
+    resumed = tune("run", *flags, "--resume_from_checkpoint", "last")
+    assert not changed(tmp_path / "whole", run_dir)
+    assert resumed["held_out"] == whole["held_out"]
+    assert saved == "complete" or resumed["perplexity"] == whole["perplexity"]
 
 
 def test_the_result_can_be_evaluated_and_packed(tune, text_file, tmp_path):

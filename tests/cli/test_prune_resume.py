@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import signal
-import sys
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny_model
 
 from proxsparse import prune
-from proxsparse.errors import run_command
 from proxsparse.run import job
 
 RESUME = ["--resume_from_checkpoint", "last"]
@@ -44,27 +43,9 @@ def flags(three_blocks, text_file, run_dir):
 
 
 @pytest.fixture
-def in_child(tmp_path):
-    """in_child(arguments, sabotage) -> (exit code, or minus the signal that killed it; its stderr).
-
-    The command in a forked process, which `sabotage()` has prepared before: what is killed is a real process.
-    """
-
-    def run(arguments, sabotage=lambda: None):
-        if (child := os.fork()) == 0:
-            code = 1
-            try:
-                signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
-                with (tmp_path / "stderr").open("w", buffering=1) as stderr:
-                    sys.stderr = stderr
-                    sabotage()
-                    code = run_command(lambda: prune.main(arguments))
-            finally:
-                os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return code, (tmp_path / "stderr").read_text()
-
-    return run
+def in_child(command_in_child):
+    """in_child(arguments, sabotage): `proxsparse prune` in a forked process."""
+    return partial(command_in_child, prune.main)
 
 
 def die():
@@ -182,7 +163,7 @@ def test_text_of_the_model_is_sampled_once(flags, in_child, run_dir):
     shutil.rmtree(run_dir)
     code, stderr = in_child(arguments, at_rename(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert code == 143
-    assert "self_text.jsonl saved; to resume, run the same command with" in stderr
+    assert "64 sampled documents in self_text.jsonl saved; to resume, run the same command with" in stderr
     assert files(run_dir) == [".proxsparse.json", "self_text.jsonl"]
     assert in_child(arguments)[0] == 2, "without --resume_from_checkpoint it is not thrown away"
     assert in_child([*arguments, *RESUME], at_rename(2, die))[0] == -signal.SIGKILL
