@@ -1,5 +1,6 @@
 """--plan: its figures equal the memory of the real code, byte for byte; its page; what it refuses."""
 
+import itertools
 import json
 import re
 import sys
@@ -9,8 +10,9 @@ import pytest
 import scaling_table
 import tiny_models
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from proxsparse import train
+from proxsparse import NMPattern, train
 from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
@@ -22,6 +24,7 @@ from proxsparse.plan.memory import Plan
 from proxsparse.run import job
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.parse import parse_config
+from proxsparse.training.learnable_layer import LearnableLayer
 from proxsparse.training.loop import backward, start_training
 
 BLOCKS = 5
@@ -103,6 +106,29 @@ TIED = {"vocab_size": 4096, "tie_word_embeddings": True}
 def test_the_activations_are_those_of_the_real_code_at_any_depth(deep, settings, of_the_model):
     plan = plan_of(deep(**of_the_model), **settings)
     assert planned_step(plan) == pytest.approx(peak_of_a_real_step(plan), rel=0.03)
+
+
+def peak_of_a_new_mask(pattern: str, dtype: torch.dtype, file_dtype: torch.dtype) -> float:
+    """The peak in bytes per weight of the tensors that a new mask of a layer needs."""
+    layer = torch.nn.Linear(512, 256, bias=False, dtype=dtype)
+    pretrained, weight = layer.weight.detach().to(file_dtype), torch.nn.Parameter(layer.weight.detach().clone())
+    one = LearnableLayer(layer, weight, pretrained, torch.rand(512), NMPattern.parse(pattern))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        one.remask_()
+    events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(0, *itertools.accumulate(sizes, initial=0)) / weight.numel()
+
+
+@pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
+@pytest.mark.parametrize("file_dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("pattern", ["2:4", "1:4", "2:8"])
+def test_the_memory_of_a_new_mask_is_that_of_the_real_code(deep, pattern, precision, file_dtype):
+    plan = plan_of(deep(dtype=file_dtype), precision=precision, pattern=pattern)
+    planned = plan.phases(1)["the optimizer step"]["new mask of one layer"] / plan.shape.largest_layer
+    measured = peak_of_a_new_mask(pattern, plan.dtypes[0], getattr(torch, file_dtype))
+    assert planned == pytest.approx(measured, rel=0.2, abs=0.01)
 
 
 def test_several_documents_are_padded_and_need_a_mask(deep):
@@ -206,7 +232,7 @@ def test_the_page_lists_flags_that_save_memory_and_the_cards_that_are_then_enoug
     assert after.startswith("  --step_in_backward true --max_grad_norm 0.0  43.71  1 x 48 GB  ")
     masked = plan_of("meta-llama/Llama-3.1-70B", seq_len=4096, precision="bf16", device="cuda")
     given, *lines = page.remedies(masked).splitlines()
-    assert given.split() == ["as", "given", "832.20", "none"]
+    assert given.split() == ["as", "given", "831.32", "none"]
     names = ["gradient_checkpointing", "pretrained_weights", "step_in_backward", "objective"]
     assert [line.split()[0] for line in lines] == [f"--{name}" for name in names]
     assert " 4 x 141 GB " in lines[-1]

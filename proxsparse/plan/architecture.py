@@ -40,7 +40,8 @@ class Shape:
     """
 
     def __init__(self, config: TrainConfig):
-        model, self.file_bytes, self.mapped, self.source = meta_model(config.model)
+        model, self.file_dtype, self.mapped, self.source = meta_model(config.model)
+        self.file_bytes = self.file_dtype.itemsize
         layers = prunable_layers(model, config.pattern, config.include, config.exclude)
         blocks, settings = decoder_blocks(model), model.config.get_text_config()
         heads = settings.num_attention_heads
@@ -64,11 +65,11 @@ def numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def meta_model(name: str) -> tuple[nn.Module, int, bool, str]:
+def meta_model(name: str) -> tuple[nn.Module, torch.dtype, bool, str]:
     """The model as `load_model` would return it, but on the meta device.
 
     Returns:
-        The model; bytes of a weight in its files; whether W0 can stay in these files; where the config was found.
+        The model; dtype of the weights in its files; whether W0 can stay in these files; where the config was found.
     """
     import transformers
 
@@ -97,4 +98,4 @@ def meta_model(name: str) -> tuple[nn.Module, int, bool, str]:
             "config.json"
         ) from error
     dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.float32
-    return unfold_linears_(model), dtype.itemsize, gguf_file is None, found
+    return unfold_linears_(model), dtype, gguf_file is None, found

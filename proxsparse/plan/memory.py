@@ -23,6 +23,8 @@ MAPPED = 2**25  # glibc gives tensors of this size their own mapping, and return
 FREED = "freed gradients"  # malloc keeps those of smaller tensors from step to step
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured on a GPU
 FP32 = 4
+FUSED_PATTERNS = ("2:4", "1:4")  # those of the C++ and the Triton kernel of masked_weight_
+REFERENCE_MASK_BYTES = 20  # per weight of a layer, scores in fp32 and their sort: measured, with W0 in the same dtype
 TEXT_BYTES = 3 * 8  # per token: id, label, attention mask, int64
 TEACHER_BYTES = KEPT_TOKENS * (4 + 2)  # per token: int32 tokens, bfloat16 probabilities
 
@@ -70,6 +72,17 @@ class Plan:
             "copies for --average_runs": (weight + FP32) * self.learned * (config.average_runs > 1),
         }
 
+    def new_mask_bytes(self) -> int:
+        """Bytes per weight of the tensors that `LearnableLayer.remask_` makes, layer by layer.
+
+        The kernels of `ops.masked_weight_` make none, but W0 may have to be copied from the host or converted before.
+        """
+        file = self.shape.file_dtype
+        copied = self.on_gpu and self.config.pretrained_weights != "device"
+        converted = file != self.dtypes[0] and (file, self.dtypes[0]) != (torch.bfloat16, torch.float32)
+        tensors = 0 if self.config.pattern in FUSED_PATTERNS else REFERENCE_MASK_BYTES
+        return tensors + file.itemsize * copied + self.weight_bytes * converted
+
     def phases(self, devices: int) -> dict[str, Buckets]:
         """The memory of one of N devices in each phase that can be the peak.
 
@@ -84,8 +97,7 @@ class Plan:
         # them; everything outside the blocks is one unit.
         gathered = (devices > 1) * weight * (2 * shape.block + shape.outside)
         sent = (devices > 1) * 2 * weight * (shape.block + shape.outside * self.all_learn)
-        # W0 where the new mask keeps a weight, layer by layer: four tensors of the layer's size
-        new_mask = 4 * weight * shape.largest_layer // devices * self.masked
+        new_mask = self.new_mask_bytes() * shape.largest_layer // devices * self.masked
         masks = 0 if self.on_gpu else self.masks // devices
         first = {"activations": self.passes.loss + kept, "gathered": gathered + sent}
         last = {"activations": self.passes.first_block, "gathered": gathered + sent, "gradients": gradients}

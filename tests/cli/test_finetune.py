@@ -328,6 +328,7 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     refuse(tmp_path / "absent", words=["absent", "no such file or folder"])
     refuse(pruned, "--train", "all", words=["--train all", "kept, norms, lora"])
     refuse(pruned, "--learning_rate", "1e30", words=["--learning_rate"])
+    refuse(pruned, "--plan", words=["--plan", "only proxsparse train"])
     refused(capsys, main, [], "MODEL is missing")
 
 
