@@ -39,8 +39,8 @@ def hold_masks_(optimizer: Optimizer, pattern: PatternLike = "2:4") -> "HeldMask
         a handle, whose `remove()` removes the hooks.
     Raises:
         TypeError: optimizer is not a torch optimizer.
-        ValueError: no parameter is N:M; a parameter has blocks with more than N nonzeros, but none with M; FSDP1, or
-            shards that split blocks.
+        ValueError: no parameter is N:M; a parameter is not quite N:M, because fewer blocks have more than N nonzeros
+            than have 1 to N; a parameter is n:M with N < n < M; FSDP1, or shards that split blocks.
     """
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):  # accelerate's wrapper has no hooks
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -140,13 +140,20 @@ def find_mask(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None
     if cut or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
         return None
     weight = local(parameter)
-    counts = pattern.nonzeros(weight).flatten().long()
-    most = torch.cat([counts, counts.new_zeros(1)]).max()  # a process may have no rows
+    # blocks[k]: number of blocks with k nonzeros
+    blocks = torch.bincount(pattern.nonzeros(weight).flatten(), minlength=pattern.m + 1)
     for dimension, placement in enumerate(getattr(parameter, "placements", ())):
         if not placement.is_replicate():
-            most = most.to(parameter.device_mesh.device_type)  # nccl does not accept CPU tensors
-            dist.all_reduce(most, dist.ReduceOp.MAX, parameter.device_mesh.get_group(dimension))
-    n, m = int(most), pattern.m
+            blocks = blocks.to(parameter.device_mesh.device_type)  # nccl does not accept CPU tensors
+            dist.all_reduce(blocks, group=parameter.device_mesh.get_group(dimension))
+    blocks, m = blocks.tolist(), pattern.m
+    n = max(k for k, count in enumerate(blocks) if count or k == 0)
+    wrong, right = sum(blocks[pattern.n + 1 :]), sum(blocks[1 : pattern.n + 1])
+    if 0 < wrong < right:
+        raise ValueError(
+            f"parameter {name}, of shape {list(parameter.shape)}, is not quite {pattern}: {wrong:,} of its "
+            f"{sum(blocks):,} blocks have more than {pattern.n} nonzeros; prune it to {pattern} again"
+        )
     if pattern.n < n < m:
         raise ValueError(
             f"parameter {name}, of shape {list(parameter.shape)}, is {n}:{m}, not {pattern}; pass "

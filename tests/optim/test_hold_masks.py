@@ -360,13 +360,29 @@ def test_each_parameter_keeps_its_own_pattern():
     assert_held(masks, optimizer)
 
 
+@pytest.mark.parametrize(("wrong", "nonzeros"), [(1, 3), (3, 4), (23, 4)])
+def test_a_damaged_layer_is_refused(wrong, nonzeros):
+    """A few blocks with too many nonzeros must not make the layer dense, or 3:4."""
+    model = pruned_model()
+    with torch.no_grad():
+        model[0].weight.view(-1, 4)[:wrong, :nonzeros] = 1.0
+    message = (
+        rf"parameter 0 of group 0, of shape \[24, 8\], is not quite 2:4: {wrong} of its 48 blocks have more than 2"
+    )
+    with pytest.raises(ValueError, match=message):
+        hold_masks_(optimizer := adamw(model.parameters()))
+    assert not optimizer._optimizer_step_post_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
 def test_what_is_not_held():
-    """Dense weights, biases of zeros, LoRA's B, weights without whole blocks, integers."""
+    """Dense weights, biases of zeros, LoRA's B, weights without whole blocks, an embedding with zero rows, integers."""
     free = [torch.zeros(8), torch.zeros(8, 4), torch.randn(8, 8), torch.zeros(4, 6), torch.eye(3)]
+    free += [torch.randn(9, 8) * (torch.arange(9) < 2)[:, None]]
     model = pruned_model()
     free = [nn.Parameter(tensor) for tensor in free] + [nn.Parameter(torch.zeros(4, 4).int(), requires_grad=False)]
     handle = hold_masks_(adamw([*free, model[0].weight]))
-    assert [mask is not None for mask in handle.masks.values()] == [False] * 6 + [True]
+    assert [mask is not None for mask in handle.masks.values()] == [False] * 7 + [True]
 
 
 # ------------------------------------------------------------------------------------------- refusals
