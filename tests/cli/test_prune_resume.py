@@ -163,7 +163,7 @@ def test_text_of_the_model_is_sampled_once(flags, in_child, run_dir):
     shutil.rmtree(run_dir)
     code, stderr = in_child(arguments, at_rename(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     assert code == 143
-    assert "64 sampled documents in self_text.jsonl saved; to resume, run the same command with" in stderr
+    assert "32 sampled documents in self_text.jsonl saved; to resume, run the same command with" in stderr
     assert files(run_dir) == [".proxsparse.json", "self_text.jsonl"]
     assert in_child(arguments)[0] == 2, "without --resume_from_checkpoint it is not thrown away"
     assert in_child([*arguments, *RESUME], at_rename(2, die))[0] == -signal.SIGKILL
