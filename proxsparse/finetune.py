@@ -35,14 +35,14 @@ def complete_(config: FinetuneConfig) -> None:
     names = {str(pattern) for pattern in patterns.values()}
     recorded = names.pop() if len(names) == 1 else None
     if recorded and config.pattern not in (None, recorded):
-        raise InputError(f"--pattern {config.pattern}: the masks of {config.model} are {recorded}; leave it out")
+        raise InputError(f"--pattern {config.pattern}: the masks of {config.model} are {recorded}; leave --pattern out")
     config.pattern = config.pattern or recorded or "2:4"
     needed = config.distill or config.data == SELF
     config.teacher = (config.teacher or base.get("base_model")) if needed else None
     if needed and not config.teacher:
         raise InputError(
-            f"--teacher is missing: {config.model} has no masks.safetensors that names the model that was pruned; give "
-            "the dense model, or --distill 0 (and not --data self) to train without it"
+            f"--teacher is missing: {config.model} has no masks.safetensors that names the dense model; give the dense "
+            "model, or train without a teacher: --distill 0, and not --data self"
         )
 
 

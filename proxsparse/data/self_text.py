@@ -66,7 +66,9 @@ def sample_documents(
     """
     start = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
     if start is None:
-        raise InputError("--data self: the tokenizer has no bos and no eos token to start a text; give a text file")
+        raise InputError(
+            "--data self: the tokenizer has no bos or eos token, with which a text starts; use a text file"
+        )
     prefix = [start] if tokenizer("")["input_ids"][:1] == [start] else []
     ends = torch.tensor([] if packing else end_tokens(model, tokenizer), dtype=torch.int64, device=device)
     settings = [seed, seq_len, packing, start, ends.tolist(), BATCH, MIN_TOKENS]

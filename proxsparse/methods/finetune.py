@@ -141,9 +141,9 @@ def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[l
 
 
 def check_tokens(tokenizer, teacher: str) -> None:
-    """Raises InputError if a token id stands for one text in the model and for another one in the teacher.
+    """Raises InputError if a token id has different texts in the tokenizers of the model and of the teacher.
 
-    An id that only one of the two tokenizers has is accepted, such as an added padding token.
+    An id that only one of the two has is accepted, such as that of an added padding token.
     """
     with named_teacher():
         other = load_tokenizer(teacher)
@@ -152,9 +152,9 @@ def check_tokens(tokenizer, teacher: str) -> None:
     if different:
         i = different[0]
         raise InputError(
-            f"--teacher {teacher}: it has other tokens than the model: {len(different):,} ids differ, such as {i}, "
-            f"{others[i]!r} in the teacher and {own[i]!r} in {tokenizer.name_or_path}; give the dense model that was "
-            "pruned"
+            f"--teacher {teacher}: its tokens are not those of {tokenizer.name_or_path}: {len(different):,} token ids "
+            f"differ, such as {i}: {others[i]!r} in the teacher, {own[i]!r} in the model; give the dense model that "
+            "was pruned"
         )
 
 
@@ -226,9 +226,7 @@ def held_out_loss(
             tokens += predicted
     loss, tokens = all_reduce_sum([loss, float(tokens)])
     if not math.isfinite(loss):
-        raise InputError(
-            "the held-out loss is not finite; lower --learning_rate, or use --precision fp32 (if it is not)"
-        )
+        raise InputError("the held-out loss is not finite; lower --learning_rate, or use --precision fp32")
     return loss / tokens
 
 

@@ -29,7 +29,7 @@ class RunConfig:
     data: str = flag(
         "builtin",
         "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), builtin, or "
-        "self: sampled from the model itself",
+        "self: text that the dense model writes",
         "data",
     )
     text_field: str = flag("text", "the field of a row that holds the text", "data")
@@ -133,7 +133,7 @@ class FinetuneConfig(FinetuneOptions, LoopConfig):
     command: ClassVar[str] = "finetune"
     method: ClassVar[str] = "finetune"
 
-    pattern: str | None = flag(None, "N:M of the pruned layers; default: as recorded, else 2:4", "model")
+    pattern: str | None = flag(None, "N:M of the pruned layers; default: that in masks.safetensors, else 2:4", "model")
 
     def check(self) -> "FinetuneConfig":
         """As `RunConfig.check` and `FinetuneOptions.check`."""

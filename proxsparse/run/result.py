@@ -47,7 +47,12 @@ def perplexity_of(
     fit = functools.partial(fit_window, model, config.eval_seq_len, WINDOWS["eval_seq_len"], "eval_seq_len")
     how = on_rank_zero(lambda: fit(len(tokens))), config.eval_max_windows, autocast_dtype
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return lambda model, name: perplexity(model, tokens, *how, f"perplexity of the {name} model"), digest
+
+    def measure(model: nn.Module, name: str) -> Perplexity:
+        shown = {"finetune": "fine-tuned"}.get(name, name)
+        return perplexity(model, tokens, *how, f"perplexity of the {shown} model")
+
+    return measure, digest
 
 
 def scores_under(

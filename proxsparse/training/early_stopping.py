@@ -15,7 +15,8 @@ class EarlyStopping:
         weights: name -> the weights that are trained.
         every: steps between measurements; the last step is always measured.
         last: the last step.
-        patience: the training stops after so many measurements in a row without a new minimum; 0: it never stops.
+        patience: the training stops after this number of measurements in a row without a new minimum; 0: it never
+            stops early.
     """
 
     def __init__(

@@ -58,5 +58,5 @@ def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -
             blocks = layer.weight.numel() // pattern.m
             raise InputError(
                 f"layer {name} is not {pattern}: {more:,} of its {blocks:,} blocks have more than {pattern.n} non-zero "
-                "weights; give a pruned model, its --pattern, or --exclude for layers that are dense"
+                "weights; give a pruned model and its --pattern, or --exclude the layers that are dense"
             )

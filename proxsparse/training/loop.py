@@ -175,7 +175,7 @@ def backward(
             with autocast(model.device, compute_dtype):
                 where = first_not_finite(model, batch["input_ids"])
             raise InputError(
-                f"the loss is {part}{where}; lower --learning_rate, or use --precision fp32 (if it is not); if this is "
+                f"the loss is {part}{where}; lower --learning_rate, or use --precision fp32; if this is "
                 "the first step, check the model for damaged weights"
             )
         batch_loss.backward()
@@ -241,5 +241,5 @@ def step_(state: TrainState) -> float:
 def checked_norm(norm: float) -> float:
     """The norm of the gradient. Raises InputError if it is not finite."""
     if not math.isfinite(norm):
-        raise InputError(f"the gradient norm is {norm}; lower --learning_rate, or use --precision fp32 (if it is not)")
+        raise InputError(f"the gradient norm is {norm}; lower --learning_rate, or use --precision fp32")
     return norm

@@ -168,9 +168,9 @@ class LearningOptions(LoopOptions, MaskOptions):
 
 HELD_OUT = 16  # default of --held_out
 TRAINED = {  # --train -> what is trained, and the default learning rate
-    "kept": ("the kept weights and the norms", 3e-4),
+    "kept": ("the kept weights, norms and biases", 3e-4),
     "norms": ("only the norms and biases", 2e-3),
-    "lora": ("low-rank adapters, merged under the mask, and the norms", 1e-3),
+    "lora": ("norms, biases and low-rank adapters, which are merged under the mask", 1e-3),
 }
 
 
@@ -192,7 +192,8 @@ class RecoveryOptions:
     )
     evals: int = flag(10, "number of measurements of the held-out loss")
     patience: int = flag(
-        5, "stop after so many measurements in a row without a smaller held-out loss; 0: never stop early"
+        5,
+        "stop after this number of measurements in a row without a new minimum; 0: never stop early",
     )
 
 

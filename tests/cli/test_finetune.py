@@ -311,7 +311,7 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     tokens["model"]["vocab"] = vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}
     tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(json.dumps(tokens))
     tokenizer.save_pretrained(tmp_path / "other")
-    words = [f"--teacher {tmp_path / 'other'}", "2 ids differ", "'b' in the teacher and 'a' in", str(pruned)]
+    words = [f"--teacher {tmp_path / 'other'}", str(pruned), "2 token ids differ", "'b' in the teacher, 'a' in"]
     refuse(pruned, "--teacher", tmp_path / "other", "--eval_data", text_file, words=words)
     refuse(pruned, "--teacher", tmp_path / "other", "--distill", "0", "--data", "self", words=words)
     refuse(pruned, "--teacher", tmp_path / "absent", words=["--teacher", "no such file or folder"])

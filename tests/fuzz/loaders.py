@@ -85,7 +85,9 @@ def load_and_apply_masks(path: Path) -> None:
     layers = {name: nn.Linear(columns, rows) for name, (rows, columns) in LAYERS.items()}
     with suppress(ValueError):
         start = str(path / "masks.safetensors")
-        initial_masks.check_start(layers, dict.fromkeys(layers, NMPattern(2, 4)), {}, None, start, allow_other_base=True)
+        initial_masks.check_start(
+            layers, dict.fromkeys(layers, NMPattern(2, 4)), {}, None, start, allow_other_base=True
+        )
     with suppress(ValueError):
         apply_masks_(nn.ModuleDict(layers), masks)
 
