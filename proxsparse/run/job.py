@@ -152,10 +152,10 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
             run_folder.finish(folder)
         print(results.summary(result, folder.final if store.complete else run_dir))
         if not store.complete:
-            print(f"interrupted; {progress_in(run_dir)} saved; {how_to_resume(folder.final)}", file=sys.stderr)
+            print(f"{progress_in(run_dir)} saved; {how_to_resume(folder.final)}", file=sys.stderr)
         elif table is None and config.eval_data != "none":
             todo = f"the perplexity was not measured; to measure it, run proxsparse evaluate {folder.final}"
-            print(f"interrupted; the model is complete, but {todo}", file=sys.stderr)
+            print(f"the model is complete, but {todo}", file=sys.stderr)
     return 128 + signal if signal else 0
 
 
