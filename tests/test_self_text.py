@@ -156,7 +156,7 @@ def test_the_file_is_calibration_text_for_other_runs(sample, tokenizer, tmp_path
 def test_what_cannot_be_sampled_is_refused(model, tokenizer, sample, tmp_path):
     other = byte_tokenizer()
     other.eos_token = other.bos_token = None
-    with pytest.raises(InputError, match="no bos and no eos token to start a text; give a text file"):
+    with pytest.raises(InputError, match="no bos or eos token, with which a text starts; use a text file"):
         sample_documents(model, other, 2, 8, file=tmp_path / "text.jsonl")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
