@@ -64,6 +64,11 @@ class Extension:
         random = seed is not None, ctypes.c_uint64(seed or 0)
         assert self.library.adamw_prox(*map(address, tensors), *sizes, *formats, integer(step), *numbers, *random) == 0
 
+    def masked_weight_n4_(self, out, weight, pretrained, scale, n, stream):
+        tensors, sizes = (out, weight, pretrained, scale), (weight.numel(), weight.shape[-1])
+        formats = TYPES.index(weight.dtype), pretrained.dtype != weight.dtype
+        assert self.library.masked_weight(*map(address, tensors), *map(ctypes.c_int64, sizes), *formats, n) == 0
+
     def gemv(self, x, values, indices, bias, y, warps, splits, tiles, dependent, stream):
         assert x.data_ptr() % 8 == 0
         self.gemv_launches.append((warps, splits, tiles, dependent))
