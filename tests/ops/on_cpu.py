@@ -28,6 +28,7 @@ def build(folder: Path) -> ctypes.CDLL:
         pytest.skip("g++ is not installed")
     target = folder / "cuda_on_cpu.so"
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+    options += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a GPU refuses such an access
     sources = [HERE / "cuda_on_cpu" / "library.cpp", *sorted(CSRC.glob("*.cu"))]
     command = ["g++", *options, "-I", HERE / "cuda_on_cpu", "-x", "c++", *sources, "-o", target]
     with open(folder / "cuda_on_cpu.lock", "w") as lock:
