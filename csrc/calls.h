@@ -40,6 +40,18 @@ struct AdamWProxCall {
   uint64_t seed;
 };
 
+// out <- W0 where c * w * sign(W0) is among the n largest of its block, else 0.
+struct MaskedWeightCall {
+  void* out;                   // [numel] of `dtype`, in rows of in_features
+  const void* weight;          // w, [numel] of `dtype`
+  const void* pretrained;      // W0, [numel] of `dtype`, or of bfloat16 if pretrained_bfloat16
+  const void* scale;           // c, [in_features] of A; null means 1
+  int64_t numel, in_features;  // multiples of 4
+  Dtype dtype;
+  bool pretrained_bfloat16;  // for a float32 weight only
+  int n;                     // weights kept of every 4: 1 or 2
+};
+
 // An n:4 weight and its packed format (proxsparse/reference describes it), in either direction.
 struct PackCall {
   void* weight;      // [rows, in_features]

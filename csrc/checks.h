@@ -135,6 +135,28 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
           .seed = static_cast<uint64_t>(seed.value_or(0))};
 }
 
+// The arguments of masked_weight_n4_ (ops.h).
+inline MaskedWeightCall checked_masked_weight(at::DeviceType device, const at::Tensor& out, const at::Tensor& weight,
+                                              const at::Tensor& pretrained, const OptionalTensor& scale, int64_t n) {
+  const at::ScalarType dtype = weight.scalar_type();
+  const bool mixed = dtype == at::kFloat && pretrained.scalar_type() == at::kBFloat16;
+  check_tensor("weight", weight, device, weight.sizes(), dtype);
+  check_in_features("weight", weight);
+  check_n(n);
+  check_tensor("out", out, device, weight.sizes(), dtype);
+  check_tensor("pretrained", pretrained, device, weight.sizes(), mixed ? at::kBFloat16 : dtype);
+  if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
+  return {.out = out.mutable_data_ptr(),
+          .weight = weight.const_data_ptr(),
+          .pretrained = pretrained.const_data_ptr(),
+          .scale = data_or_null(scale),
+          .numel = weight.numel(),
+          .in_features = in_features_of(weight),
+          .dtype = dtype_of(weight, "weight"),
+          .pretrained_bfloat16 = mixed,
+          .n = static_cast<int>(n)};
+}
+
 // The weight of an n:4 pattern and its packed format.
 inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, int64_t n, const at::Tensor& values,
                              const at::Tensor& indices) {

@@ -51,6 +51,7 @@ SMALL_TESTS = [
     "tests/ops/test_adamw_prox.py::test_any_size_and_shape_without_the_prox",
     "tests/ops/test_adamw_prox.py::test_any_number_of_blocks",
     "tests/ops/test_adamw_prox_rounding.py::test_the_bits_are_those_of_the_definition",
+    "tests/ops/test_masked_weight.py::test_tensors_at_any_address",
     "tests/ops/test_pack.py::test_many_rows",
     "tests/ops/test_products.py::test_products",
 ]

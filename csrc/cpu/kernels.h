@@ -18,16 +18,6 @@ struct MaskCall {
   int n;
 };
 
-// out <- W0 where c * w * sign(W0) is among the n largest of its block, else 0.
-struct MaskedWeightCall {
-  void* out;               // [numel], in rows of in_features
-  const void* weight;      // as out
-  const void* pretrained;  // W0: as out, or bfloat16 for a float32 weight
-  const void* scale;       // c, [in_features] of A (calls.h); null means 1
-  int64_t numel, in_features;
-  int n;
-};
-
 struct SparseLinearCall {
   const void* x;       // [rows, in_features], as the values if those are bfloat16 and `Kernels` says so, else float32
   const void* values;  // [out_features, in_features / 2]

@@ -23,22 +23,9 @@ constexpr int64_t kChunksPerTask = 64;  // about 10 us of work
 
 void masked_weight_n4_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
                        const OptionalTensor& scale, int64_t n) {
-  check_tensor("weight", weight, at::kCPU, weight.sizes(), weight.scalar_type());
-  check_in_features("weight", weight);
-  check_n(n);
-  check_tensor("out", out, at::kCPU, weight.sizes(), weight.scalar_type());
-  const bool mixed = weight.scalar_type() == at::kFloat && pretrained.scalar_type() == at::kBFloat16;
-  check_tensor("pretrained", pretrained, at::kCPU, weight.sizes(), mixed ? at::kBFloat16 : weight.scalar_type());
-  if (scale) check_tensor("scale", *scale, at::kCPU, {in_features_of(weight)}, arithmetic_of(weight));
-  const MaskedWeightCall call{.out = out.mutable_data_ptr(),
-                              .weight = weight.const_data_ptr(),
-                              .pretrained = pretrained.const_data_ptr(),
-                              .scale = data_or_null(scale),
-                              .numel = weight.numel(),
-                              .in_features = in_features_of(weight),
-                              .n = static_cast<int>(n)};
+  const MaskedWeightCall call = checked_masked_weight(at::kCPU, out, weight, pretrained, scale, n);
   const auto masked_weight_chunks =
-      mixed ? kernels().masked_weight_float32_bfloat16 : kernels().masked_weight[dtype_of(weight, "weight")];
+      call.pretrained_bfloat16 ? kernels().masked_weight_float32_bfloat16 : kernels().masked_weight[call.dtype];
   at::parallel_for(0, chunks(call.numel), kChunksPerTask,
                    [&](int64_t begin, int64_t end) { masked_weight_chunks(call, begin, end); });
 }

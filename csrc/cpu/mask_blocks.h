@@ -1,37 +1,12 @@
 // The n largest of every four scores, and the weight under the mask of a score.
 #pragma once
 
+#include "../block_ranks.h"
 #include "../formats.h"
 #include "solve.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
-
-// For each position of a block: how many magnitudes come before it in descending order; ties keep their order. The
-// ranks have type T because mixed widths would make the vector code convert them.
-template <typename T>
-struct Ranks {
-  T r1, r2, r3, r4;
-};
-
-template <typename T>
-PROXSPARSE_INLINE Ranks<T> rank_descending(Block<T> m) {
-  const T one = T(1), zero = T(0);
-  const T after12 = select(m.w1 < m.w2, one, zero), after13 = select(m.w1 < m.w3, one, zero);
-  const T after14 = select(m.w1 < m.w4, one, zero), after23 = select(m.w2 < m.w3, one, zero);
-  const T after24 = select(m.w2 < m.w4, one, zero), after34 = select(m.w3 < m.w4, one, zero);
-  return {after12 + after13 + after14, one - after12 + after23 + after24, T(2) - after13 - after23 + after34,
-          T(3) - after14 - after24 - after34};
-}
-
-// The same for scores; a NaN is treated as infinity.
-template <typename T>
-PROXSPARSE_INLINE Ranks<T> rank_scores(Block<T> score) {
-  const T infinity(std::numeric_limits<typename ScalarOf<T>::Type>::infinity());
-  const auto comparable = [=](T value)
-                              __attribute__((always_inline)) { return select(value == value, value, infinity); };
-  return rank_descending<T>({comparable(score.w1), comparable(score.w2), comparable(score.w3), comparable(score.w4)});
-}
 
 // Blocks `begin` to `end`.
 template <typename Format>
@@ -58,17 +33,14 @@ PROXSPARSE_INLINE void masked_weight_chunk(const typename Format::Storage* weigh
                                            typename Format::Storage* out) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
-  const V zero(T(0)), one(T(1)), first_dropped(T(n) - T(0.5));
+  const V zero(T(0)), first_dropped(T(n) - T(0.5));
   for (int b = 0; b < kChunk; b += N) {
     const auto stored = load_stored<Pretrained, N>(pretrained + 4 * b);
     Block<V> score = each([](auto stored) { return decoded<Format>(stored); }, load_stored<Format, N>(weight + 4 * b));
     if (scale != nullptr) {
       score = each([](V w, V c) { return w * c; }, score, load_stored<Native<T>, N>(scale + 4 * b));
     }
-    const auto with_sign = [=](V score, auto stored) {
-      const V w0 = decoded<Pretrained>(stored);  // a NaN has no sign, as in torch
-      return score * (select(w0 > zero, one, zero) - select(w0 < zero, one, zero));
-    };
+    const auto with_sign = [](V score, auto stored) { return times_sign(score, decoded<Pretrained>(stored)); };
     const Ranks<V> rank = rank_scores<V>(each(with_sign, score, stored));
     const auto kept = [=](auto stored, V rank) {
       if constexpr (std::is_same_v<Format, Pretrained>) {

@@ -26,13 +26,6 @@ struct AdamWArguments {
   uint64_t seed;
 };
 
-// The numbers that a warp takes of every tensor, and a buffer in shared memory.
-struct WarpRange {
-  int64_t first, size;
-  void* buffer;
-  bool direct;  // every tensor is aligned and contains the whole range: the buffer is not needed
-};
-
 // The numbers that a lane reads of every tensor, as they are stored.
 template <typename Weight, typename Moment, int kPiece>
 struct LaneNumbers {
@@ -41,25 +34,18 @@ struct LaneNumbers {
   Piece<typename Moment::Storage, kPiece> exp_avg, exp_avg_sq;
 };
 
-template <typename Storage, int kPiece>
-__device__ void read(const Storage* tensor, WarpRange range, Piece<Storage, kPiece>& numbers) {
-  Piece<Storage, kPiece> piece[1];
-  WarpTile<const Storage, 1, kPiece>(tensor, range.first, range.size, range.buffer, range.direct).load(piece);
-  numbers = piece[0];
-}
-
 // Every load comes before the first use of any, so that a warp waits for memory only once.
 template <typename Weight, typename Moment, int kPiece>
 __device__ void read(const AdamWArguments<Weight, Moment>& call, WarpRange range,
                      LaneNumbers<Weight, Moment, kPiece>& numbers) {
-  read(call.grad, range, numbers.grad);
-  read<typename Moment::Storage>(call.exp_avg, range, numbers.exp_avg);
-  read<typename Moment::Storage>(call.exp_avg_sq, range, numbers.exp_avg_sq);
-  if (call.pretrained) read(call.pretrained, range, numbers.pretrained);
+  load_piece(call.grad, range, numbers.grad);
+  load_piece<typename Moment::Storage>(call.exp_avg, range, numbers.exp_avg);
+  load_piece<typename Moment::Storage>(call.exp_avg_sq, range, numbers.exp_avg_sq);
+  if (call.pretrained) load_piece(call.pretrained, range, numbers.pretrained);
   if (call.master) {
-    read<typename Weight::Arithmetic>(call.master, range, numbers.master);
+    load_piece<typename Weight::Arithmetic>(call.master, range, numbers.master);
   } else {
-    read<typename Weight::Storage>(call.weight, range, numbers.weight);
+    load_piece<typename Weight::Storage>(call.weight, range, numbers.weight);
   }
 }
 
@@ -67,21 +53,20 @@ __device__ void read(const AdamWArguments<Weight, Moment>& call, WarpRange range
 template <typename Format, int kPiece, typename T, typename Random>
 __device__ void write(const T (&value)[kPiece], typename Format::Storage* tensor, WarpRange range, bool stochastic,
                       Random random) {
-  Piece<typename Format::Storage, kPiece> piece[1];
+  Piece<typename Format::Storage, kPiece> piece;
   if (std::is_same_v<Format, BFloat16> && stochastic) {
     if constexpr (std::is_same_v<Format, BFloat16>) {
       PROXSPARSE_UNROLL
       for (int i = 0; i < kPiece; i += 2) {
         const uint32_t low = round_stochastically(static_cast<float>(value[i]), random(i));
         const uint32_t high = round_stochastically(static_cast<float>(value[i + 1]), random(i + 1));
-        piece[0].words.word[i / 2] = __byte_perm(low, high, 0x7632);  // the upper halves
+        piece.words.word[i / 2] = __byte_perm(low, high, 0x7632);  // the upper halves
       }
     }
   } else {
-    pack(Format(), value, piece[0]);
+    pack(Format(), value, piece);
   }
-  WarpTile<typename Format::Storage, 1, kPiece>(tensor, range.first, range.size, range.buffer, range.direct)
-      .store(piece);
+  store_piece(piece, range, tensor);
 }
 
 template <typename Weight, typename Moment>

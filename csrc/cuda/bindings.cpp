@@ -32,6 +32,14 @@ void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Ten
   check(launch_adamw_prox(call, reinterpret_cast<cudaStream_t>(stream)));
 }
 
+// masked_weight_n4_ in csrc/ops.h, on the GPU.
+void masked_weight_n4_(const at::Tensor& out, const at::Tensor& weight, const at::Tensor& pretrained,
+                       const OptionalTensor& scale, int64_t n, int64_t stream) {
+  const MaskedWeightCall call = checked_masked_weight(at::kCUDA, out, weight, pretrained, scale, n);
+  if (call.numel == 0) return;
+  check(launch_masked_weight(call, reinterpret_cast<cudaStream_t>(stream)));
+}
+
 // ------------------------------------------------------------------------- packed 2:4 weights
 
 int checked_int(int64_t size) {
@@ -124,6 +132,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
   module.def("prox_n4_", &proxsparse::gpu::prox_n4_, without_gil);
   module.def("adamw_prox_", &proxsparse::gpu::adamw_prox_, without_gil);
+  module.def("masked_weight_n4_", &proxsparse::gpu::masked_weight_n4_, without_gil);
   module.def("gemv", &proxsparse::gpu::gemv, without_gil);
   module.def("pack_24", &proxsparse::gpu::pack_24, without_gil);
   module.def("unpack_24", &proxsparse::gpu::unpack_24, without_gil);

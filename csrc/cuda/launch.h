@@ -12,6 +12,7 @@ namespace proxsparse::gpu {
 
 cudaError_t launch_prox(const ProxCall& call, cudaStream_t stream);
 cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream);
+cudaError_t launch_masked_weight(const MaskedWeightCall& call, cudaStream_t stream);
 
 // y = x W^T + bias with a packed 2:4 W [out_features, in_features] (proxsparse/reference/pack.py).
 struct GemvCall {

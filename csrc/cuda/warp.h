@@ -98,6 +98,26 @@ struct WarpTile {
   }
 };
 
+// The numbers that a warp takes of each of several tensors, one piece in each lane.
+struct WarpRange {
+  int64_t first, size;
+  void* buffer;  // in shared memory, for one tensor
+  bool direct;   // every tensor is aligned and contains the whole range: the buffer is not needed
+};
+
+template <typename Storage, int kPiece>
+__device__ void load_piece(const Storage* tensor, WarpRange range, Piece<Storage, kPiece>& numbers) {
+  Piece<Storage, kPiece> piece[1];
+  WarpTile<const Storage, 1, kPiece>(tensor, range.first, range.size, range.buffer, range.direct).load(piece);
+  numbers = piece[0];
+}
+
+template <typename Storage, int kPiece>
+__device__ void store_piece(const Piece<Storage, kPiece>& numbers, WarpRange range, Storage* tensor) {
+  const Piece<Storage, kPiece> piece[1] = {numbers};
+  WarpTile<Storage, 1, kPiece>(tensor, range.first, range.size, range.buffer, range.direct).store(piece);
+}
+
 // Starts the warps for `size` numbers.
 template <typename Arguments>
 cudaError_t launch_warps(void (*kernel)(Arguments), int64_t size, int numbers_per_warp, const Arguments& arguments,

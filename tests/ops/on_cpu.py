@@ -28,6 +28,7 @@ def build(folder: Path) -> ctypes.CDLL:
         pytest.skip("g++ is not installed")
     target = folder / "cuda_on_cpu.so"
     options = ["-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+    options += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a GPU refuses such an access
     sources = [HERE / "cuda_on_cpu" / "library.cpp", *sorted(CSRC.glob("*.cu"))]
     command = ["g++", *options, "-I", HERE / "cuda_on_cpu", "-x", "c++", *sources, "-o", target]
     with open(folder / "cuda_on_cpu.lock", "w") as lock:
@@ -63,6 +64,11 @@ class Extension:
         numbers = *map(double, numbers), n, double(frozen_lambda), double(frozen_eps)
         random = seed is not None, ctypes.c_uint64(seed or 0)
         assert self.library.adamw_prox(*map(address, tensors), *sizes, *formats, integer(step), *numbers, *random) == 0
+
+    def masked_weight_n4_(self, out, weight, pretrained, scale, n, stream):
+        tensors, sizes = (out, weight, pretrained, scale), (weight.numel(), weight.shape[-1])
+        formats = TYPES.index(weight.dtype), pretrained.dtype != weight.dtype
+        assert self.library.masked_weight(*map(address, tensors), *map(ctypes.c_int64, sizes), *formats, n) == 0
 
     def gemv(self, x, values, indices, bias, y, warps, splits, tiles, dependent, stream):
         assert x.data_ptr() % 8 == 0

@@ -28,6 +28,16 @@ def gpu(cuda_on_cpu, monkeypatch):
     return lambda major: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
 
 
+@pytest.mark.parametrize("dtypes", [(bf16, bf16), (torch.float32, bf16), (torch.float64, torch.float64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 4), (3, 12), (1, 128), (5, 260), (2, 1536)], ids=str)
+def test_the_masked_weight_stays_within_its_memory(shape, dtypes, cuda_on_cpu):
+    weight, pretrained = (torch.randn(shape, dtype=dtype) for dtype in dtypes)
+    scale = torch.rand(shape[1], dtype=torch.float64 if dtypes[0] == torch.float64 else torch.float32)
+    for at_end in (True, False):
+        tensors = [fenced(tensor, at_end) for tensor in (weight, weight, pretrained, scale)]
+        assert survives(lambda: get_kernel("masked_weight_", "cuda").run(*tensors, 2, 4))  # noqa: B023 it runs at once
+
+
 # ------------------------------------------------------------------------------------------ packing, metadata
 
 

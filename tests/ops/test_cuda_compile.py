@@ -21,6 +21,7 @@ TILES = sorted((CHECKOUT / "csrc" / "cutlass").glob("*.cu"))
 # loads from the shared memory of other thread blocks, which has no instruction of its own.
 EXPECTED = {
     "adamw_prox.cu": {"LDG.E.128", "STG.E.128"},
+    "masked_weight.cu": {"LDG.E.128", "STG.E.128"},
     "prox.cu": {"LDG.E.128", "STG.E.128"},
     "gemv.cu": {"HMMA.SP.16832.F32"},  # then the type
     "metadata.cu": {"STG.E.128"},

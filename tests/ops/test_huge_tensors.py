@@ -5,7 +5,7 @@ import torch
 from ops.on_each_backend import assert_alike, backends_of
 
 from proxsparse import prox_nm, prox_nm_, reference
-from proxsparse.ops import adamw_prox_
+from proxsparse.ops import adamw_prox_, masked_weight_
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("huge")]
 SEED = 0x9E3779B97F4A7C15
@@ -41,6 +41,21 @@ def test_the_prox_of_each_chunk_is_that_of_the_chunk_alone(place, dtype, element
     half, c = len(weight) // 2, 1.0 if scale is None else scale.double()
     for chunk in (slice(0, 64), slice(half - 32, half + 32), slice(-64, None)):
         assert_alike(weight[chunk].double(), reference.prox_nm(before[chunk].double() * c, 25.0) / c, dtype)
+
+
+@pytest.mark.parametrize("place", gpu_kernels("masked_weight_"))
+def test_the_masked_weight_beyond_32_bits(place, serve):
+    """Repeated rows, so that every part has the result of the first."""
+    device = serve("masked_weight_", place)
+    rows, columns, period = 2**20 + 64, 4096, 64
+    require_memory(3 * 2 * rows * columns / 1e9 + 2)
+    weight, pretrained = (torch.randn(period, columns, device=device).bfloat16() for _ in range(2))
+    scale = 0.5 + torch.rand(columns, device=device)
+    expected = reference.masked_weight(weight, pretrained, scale)
+    many = [tensor.repeat(rows // period, 1) for tensor in (weight, pretrained)]
+    out = masked_weight_(torch.empty_like(many[0]), *many, scale)
+    for start in range(0, rows, period):
+        assert torch.equal(out[start : start + period], expected), start
 
 
 @pytest.mark.parametrize("place", gpu_kernels("adamw_prox_"))

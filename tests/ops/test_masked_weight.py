@@ -9,6 +9,9 @@ from proxsparse.ops import masked_weight_, registry
 
 OP = "masked_weight_"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# (weight, pretrained): equal, what kernels convert, what the op converts
+PAIRS = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
+each_pair = pytest.mark.parametrize(("dtype", "pretrained_dtype"), PAIRS, ids=str)
 NAN, INF = float("nan"), float("inf")
 NUMBERS = torch.tensor([NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 2.0, 1e-30])
 
@@ -38,11 +41,7 @@ def blocks(count: int, dtype: torch.dtype, seed: int, width: int = 4) -> torch.T
 
 @pytest.mark.parametrize("pattern", ["2:4", "1:4"])
 @pytest.mark.parametrize("with_scale", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "pretrained_dtype"),
-    [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)],
-    ids=str,
-)
+@each_pair
 def test_the_bits_are_those_of_the_composed_operations(dtype, pretrained_dtype, with_scale, pattern, device):
     weight, pretrained = blocks(30_000, dtype, 1).view(100, -1), blocks(30_000, pretrained_dtype, 2).view(100, -1)
     scale = torch.rand(1200, generator=torch.Generator().manual_seed(3)) + 0.1 if with_scale else None
@@ -73,6 +72,29 @@ def test_sizes_that_no_vector_register_divides_and_empty_weights(device):
     for shape in ((0, 8), (3, 0), (2, 0, 4)):
         empty = torch.zeros(shape, device=device)
         assert masked_weight_(empty, empty, empty).shape == shape
+
+
+@each_pair
+def test_tensors_at_any_address(dtype, pretrained_dtype, device):
+    """Each of them aligned to 16 bytes or not, rows that no vector register divides, and what lies around `out`."""
+
+    def placed(tensor: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        memory = torch.full((tensor.numel() + 16,), NAN, dtype=tensor.dtype, device=device)
+        part = memory[start : start + tensor.numel()].view(tensor.shape)
+        return memory, part.copy_(tensor)
+
+    for rows, columns in ((1, 4), (3, 12), (5, 260), (2, 1536)):
+        numbers = blocks(rows * columns // 4, dtype, 8), blocks(rows * columns // 4, pretrained_dtype, 9)
+        weight, pretrained = (tensor.view(rows, columns) for tensor in numbers)
+        scale = 0.1 + torch.rand(columns, generator=torch.Generator().manual_seed(10))
+        expected = composed(weight, pretrained, scale)
+        for starts in ((8, 8, 8, 8), (1, 8, 8, 8), (8, 3, 8, 8), (8, 8, 5, 8), (8, 8, 8, 1)):
+            tensors = (torch.zeros_like(weight), weight, pretrained, scale)
+            (memory, out), *inputs = map(placed, tensors, starts)
+            masked_weight_(out, *(part for _, part in inputs))
+            assert_same_bits(out, expected)
+            assert memory[: starts[0]].isnan().all(), (rows, columns, starts)
+            assert memory[starts[0] + out.numel() :].isnan().all(), (rows, columns, starts)
 
 
 def test_other_patterns():

@@ -27,7 +27,7 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
         remedy = "with a CUDA build of torch and nvcc, reinstall proxsparse"
         return None, f"the compiled CUDA extension is missing ({error}); remedy: {remedy}"
     signature = getattr(getattr(extension, "gemv", None), "__doc__", None) or ""  # pybind11 names each argument there
-    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "unpack_24"):
+    if len(re.findall(r"\barg\d+:", signature)) != GEMV_ARGUMENTS or not hasattr(extension, "masked_weight_n4_"):
         return None, "the CUDA extension belongs to another version of proxsparse; remedy: reinstall proxsparse"
     return extension, None
 
@@ -75,6 +75,15 @@ def _adamw_prox_(weight: Tensor, *arguments) -> None:
     with torch.cuda.device_of(weight):
         stream = torch.cuda.current_stream().cuda_stream
         _C.adamw_prox_(weight, *head, n, frozen_lambda, frozen_eps, seed, stream)
+
+
+def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
+    return _supports(out, n, m)
+
+
+@register_kernel("masked_weight_", "cuda", supports=_supports_masked_weight)
+def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
+    _call("masked_weight_n4_", out, weight, pretrained, scale, n)
 
 
 # ------------------------------------------------------------------------------------------ packed 2:4 weights

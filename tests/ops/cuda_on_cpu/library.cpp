@@ -29,6 +29,13 @@ extern "C" int adamw_prox(void* weight, const void* grad, void* exp_avg, void* e
   return launch_adamw_prox(call, nullptr);
 }
 
+extern "C" int masked_weight(void* out, const void* weight, const void* pretrained, const void* scale, int64_t numel,
+                             int64_t in_features, int dtype, bool pretrained_bfloat16, int n) {
+  return launch_masked_weight({out, weight, pretrained, scale, numel, in_features,
+                               static_cast<proxsparse::Dtype>(dtype), pretrained_bfloat16, n},
+                              nullptr);
+}
+
 extern "C" int gemv(const void* x, const void* values, const uint8_t* indices, const void* bias, void* y, int rows,
                     int out_features, int in_features, int dtype, int warps, int splits, int tiles, bool dependent,
                     int processors, int generation, int code) {
