@@ -183,8 +183,9 @@ def test_list_names_the_papers_tables_and_figures(capsys):
 def test_the_committed_rows_are_drawn_and_a_far_magnitude_mask_does_not_compress_the_picture():
     pytest.importorskip("matplotlib")
     rows = common.read_rows(common.results_file("studies"))
-    for name, study in studies.STUDIES.items():
-        (plots.curves if study.curve else plots.perplexities)([row for row in rows if row["study"] == name], "title")
+    for name in studies.STUDIES.keys() - {"recovery"}:  # which takes hours, and has not been measured yet
+        own = [row for row in rows if row["study"] == name]
+        (plots.curves if studies.STUDIES[name].curve else plots.perplexities)(own, "title")
     lambda1 = [row for row in rows if row["study"] == "lambda1"]
     axes = plots.perplexities(lambda1, "title").axes[0]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
