@@ -31,8 +31,8 @@ PLACES = {
     "reference": "adamw_prox mask pack paper_solvers prox regularizers",
     "run": "config flags folder job model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
-    "training": "adapters checkpoint distillation early_stopping held_layer initial_masks learnable_layer log loop "
-    "mask_monitor optimizer options scaling",
+    "training": "adapters checkpoint distillation early_stopping held_layer hidden_states initial_masks "
+    "learnable_layer log loop mask_monitor optimizer options scaling",
 }
 # Layers from the lowest to the highest: packages and single modules.
 LAYERS = {

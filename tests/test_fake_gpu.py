@@ -94,6 +94,7 @@ STEPS = {
     "all": {"objective": "paper", "reg_lambda": 5.0},
     "prunable": {"objective": "paper", "update": "prunable", "keep": "cpu"},
     "distill": {"distill": 0.5, "precision": "mixed"},
+    "hidden": {"match_hidden": 16.0, "distill": 0.5, "precision": "mixed"},
     "accumulation": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
     "in-backward": {"step_in_backward": True, "max_grad_norm": 0.0},
     "disk": {"keep": "disk"},

@@ -1,5 +1,6 @@
 """What learns: under the mask the model computes with W0 under it, and the gradient reaches every weight."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -101,7 +102,9 @@ def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(model, chec
     learned = under_masks(layers)
     loop.start_training(model, checkpointing)
     documents = [torch.randint(3, 50, (length,)).tolist() for length in (12, 5)]
-    loss = loop.backward(model, [collate([document], 0) for document in documents], None, 0.0)
+    loss = loop.backward(
+        model, [collate([document], 0) for document in documents], None, partial(calibration_loss, model, distill=0.0)
+    )
     found = {name: layer.weight.grad.clone() for name, layer in layers.items()}
     model.zero_grad()
     expected = calibration_loss(model, collate(documents, 0), 0.0)
@@ -145,6 +148,8 @@ def test_start_is_the_mask_of_a_method_and_leaves_the_weights(model):
         ({"objective": "paper", "start": "swap"}, "--start swap: needs --objective masked"),
         ({"objective": "paper", "average_runs": 2}, "--average_runs 2: needs --objective masked"),
         ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1: needs --objective paper"),
+        ({"match_hidden": 16, "objective": "paper"}, "--match_hidden 16: needs --objective masked"),
+        ({"match_hidden": -1}, "--match_hidden -1: must be a finite number >= 0"),
         ({"forward": "dense", "reg_lambda": 0.0}, "needs a lambda above 0"),
     ],
 )
@@ -218,6 +223,7 @@ def test_the_mean_is_that_of_float32_rounded_once():
         {"scaling": "none", "update": "all"},
         {"objective": "paper", "frozen_lambda": 0.1},
         {"gradient_checkpointing": True, "average_runs": 2},
+        {"match_hidden": 16.0, "distill": 0.5},
     ],
     ids=" ".join,
 )
@@ -243,7 +249,7 @@ def test_a_step_in_the_backward_pass_frees_each_gradient(model, documents):
             one.layer.weight.register_post_accumulate_grad_hook(
                 lambda _: held.append(sum(one.weight.grad is not None for one in learned))
             )
-        loop.backward(state.model, documents[:1], None, 0.0)
+        loop.backward(state.model, documents[:1], None, loop.loss_of(state))
     assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
 
 

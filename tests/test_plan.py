@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import sys
+from functools import partial
 
 import plan_check
 import pytest
@@ -24,6 +25,7 @@ from proxsparse.plan.memory import Plan
 from proxsparse.run import job
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.parse import parse_config
+from proxsparse.training.distillation import calibration_loss
 from proxsparse.training.learnable_layer import LearnableLayer
 from proxsparse.training.loop import backward, start_training
 
@@ -73,7 +75,12 @@ def peak_of_a_real_step(plan: Plan) -> int:
     ids = torch.randint(260, (config.per_device_train_batch_size, config.seq_len))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     with LiveBytes() as live:
-        backward(model, [batch] * config.gradient_accumulation_steps, plan.dtypes[1], 0.0)
+        backward(
+            model,
+            [batch] * config.gradient_accumulation_steps,
+            plan.dtypes[1],
+            partial(calibration_loss, model, distill=0.0),
+        )
     return live.peak
 
 

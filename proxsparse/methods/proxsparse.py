@@ -22,7 +22,7 @@ from proxsparse.training.distillation import teacher_targets
 from proxsparse.training.initial_masks import check_start, initial_masks, parse_start
 from proxsparse.training.learnable_layer import make_learnable_layers
 from proxsparse.training.log import RunLog, check_tracker
-from proxsparse.training.loop import TrainState, backward, own_samples, start_training, step_count, stepping
+from proxsparse.training.loop import TrainState, backward, loss_of, own_samples, start_training, step_count, stepping
 from proxsparse.training.mask_monitor import agreement, feasible_share
 from proxsparse.training.optimizer import lr_factor, reg_lambda_range, set_rates_
 from proxsparse.training.options import LearningOptions
@@ -75,7 +75,7 @@ def learn_masks(
     learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
     batches = [add_labels(batch) for batch in batches]
     steps = step_count(len(batches), options)
-    if options.distill:
+    if options.distill and not options.match_hidden:  # which evaluates the teacher in every step
         batches = teacher_targets(model, batches)
     if store.checkpoint:
         scales, first = checkpoint.read_scales(store.checkpoint, layers, options), {}
@@ -157,7 +157,7 @@ def learn(
                 micro_batches = list(islice(samples, options.gradient_accumulation_steps))
                 factor = lr_factor(step, state.steps, options)
                 set_rates_(state.optimizer, factor)
-                loss = backward(state.model, micro_batches, dtype, options.distill)
+                loss = backward(state.model, micro_batches, dtype, loss_of(state))
                 norm = step_()  # the base step, then the prox
                 state.count_(micro_batches)
                 figures = {"loss": loss, "learning_rate": options.learning_rate * factor, "grad_norm": norm}

@@ -26,19 +26,20 @@ def cost(plan: Plan, devices: int) -> Cost:
 
     operations of a document = 2 T (2 L + L') + 6 T^2 A: forward, gradients of the inputs, gradients of the weights, and
     causal attention. T: tokens, L: weights in matrix products, L': those of them that learn, A: attention width summed
-    over the blocks. Gradient checkpointing repeats the forward pass of the decoder blocks.
+    over the blocks. Gradient checkpointing repeats the forward pass of the decoder blocks, and --match_hidden adds a
+    forward pass of the dense model.
 
     bytes received = (N - 1) / N * (2 * all weights + gradients) per pass (FSDP2). Computation and network overlap; the
     optimizer step follows and reads and writes everything that is held.
     """
     config, shape, weight = plan.config, plan.shape, plan.weight_bytes
-    tokens, again = config.seq_len, config.gradient_checkpointing
+    tokens, again, teacher = config.seq_len, config.gradient_checkpointing, config.match_hidden > 0
     own_documents = config.per_device_train_batch_size * config.gradient_accumulation_steps
     learned = shape.linear if plan.all_learn else shape.prunable
-    products = 2.0 * tokens * (2 * shape.linear + learned + again * shape.blocks * shape.block)
-    operations = own_documents * (products + (6 + 2 * again) * tokens**2 * shape.attention)
+    products = 2.0 * tokens * ((2 + teacher) * shape.linear + learned + again * shape.blocks * shape.block)
+    operations = own_documents * (products + (6 + 2 * again + 2 * teacher) * tokens**2 * shape.attention)
     passes = config.gradient_accumulation_steps
-    network = passes * weight * (2 * shape.weights + plan.learned) * (devices - 1) / devices
+    network = passes * weight * ((2 + teacher) * shape.weights + plan.learned) * (devices - 1) / devices
     link = NVLINK if devices <= NODE else NETWORK
     optimizer = (2 * sum(plan.held().values()) + weight * plan.learned) / MEMORY
     if plan.masked and config.pretrained_weights != "device":  # every new mask reads W0

@@ -100,6 +100,9 @@ class Plan:
         new_mask = self.new_mask_bytes() * shape.largest_layer // devices * self.masked
         masks = 0 if self.on_gpu else self.masks // devices
         first = {"activations": self.passes.loss + kept, "gathered": gathered + sent}
+        if config.match_hidden:  # those of the dense model, and their differences
+            documents, width = config.per_device_train_batch_size, shape.two_blocks.config.get_text_config().hidden_size
+            first["hidden states"] = 2 * FP32 * documents * config.seq_len * width * (shape.blocks - 1)
         last = {"activations": self.passes.first_block, "gathered": gathered + sent, "gradients": gradients}
         step = {"gradients": gradients, "new mask of one layer": new_mask}
         perplexity = {"activations": self.passes.perplexity, "gathered": gathered, "masks": masks}

@@ -40,14 +40,20 @@ def most_likely(logits: Tensor) -> Batch:
 
 def logits_at_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The logits [R, vocabulary] of the positions whose next token has a label, and those tokens, int64 [R]."""
+    return logits_and_states(model, batch, with_states=False)[:2]
+
+
+def logits_and_states(model: nn.Module, batch: Batch, with_states: bool = True) -> tuple[Tensor, Tensor, tuple]:
+    """As `logits_at_labels`, and the hidden states after every decoder block but the last."""
     # before the forward pass and on the CPU: copies to the GPU and nonzero() on it would wait for queued kernels
     inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
     labels = batch["labels"][:, 1:].flatten()
     real = (labels != IGNORED_LABEL).nonzero().flatten()
     chosen = real.to(model.device) if len(real) < len(labels) else None  # avoids a copy of the large logits
     labels = labels[real].to(model.device)
-    logits = model(**inputs, use_cache=False).logits[:, :-1].flatten(0, 1)
-    return logits if chosen is None else logits[chosen], labels
+    output = model(**inputs, use_cache=False, **({"output_hidden_states": True} if with_states else {}))
+    logits, states = output.logits[:, :-1].flatten(0, 1), output.hidden_states[1:-1] if with_states else ()
+    return logits if chosen is None else logits[chosen], labels, states
 
 
 def calibration_loss(model: nn.Module, batch: Batch, distill: float) -> Tensor:

@@ -19,6 +19,7 @@ from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
 from proxsparse.training.distillation import calibration_loss
+from proxsparse.training.hidden_states import matching_loss
 from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import prox_adamw, weights_of
@@ -154,8 +155,20 @@ def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
         enable({"use_reentrant": False})
 
 
+def loss_of(state: TrainState) -> Callable[[dict[str, Tensor]], Tensor]:
+    """A function: batch -> its loss, a scalar."""
+    options = state.options
+    if options.match_hidden:
+        masked = state.learned.values()
+        return partial(matching_loss, state.model, masked, distill=options.distill, weight=options.match_hidden)
+    return partial(calibration_loss, state.model, distill=options.distill)
+
+
 def backward(
-    model: nn.Module, batches: list[dict[str, Tensor]], compute_dtype: torch.dtype | None, distill: float
+    model: nn.Module,
+    batches: list[dict[str, Tensor]],
+    compute_dtype: torch.dtype | None,
+    loss_of: Callable[[dict[str, Tensor]], Tensor],
 ) -> float:
     """Adds the gradient of the loss to `.grad`. Returns the loss, the mean over all predicted tokens of all processes.
 
@@ -169,7 +182,7 @@ def backward(
     loss = 0.0
     for batch, count in zip(batches, predicted, strict=True):
         with autocast(model.device, compute_dtype):
-            batch_loss = calibration_loss(model, batch, distill) * (count / all_predicted)
+            batch_loss = loss_of(batch) * (count / all_predicted)
         (part,) = distributed.all_reduce_sum([batch_loss.item()])
         if not math.isfinite(part):  # checked before the backward pass, which may update the weights
             with autocast(model.device, compute_dtype):

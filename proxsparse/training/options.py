@@ -102,6 +102,11 @@ class MaskOptions:
     )
     frozen_lambda: float = flag(0.0, "lambda_2 of the frozen-weight term; needs --objective paper")
     frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term")
+    match_hidden: float = flag(
+        0.0,
+        "weight in the loss of the squared relative error of the hidden states after each decoder block, compared with "
+        "the dense model; needs --objective masked",
+    )
     average_runs: int = flag(
         1, "runs from the same initial mask, each with another order of the samples; their weights are averaged"
     )
@@ -158,6 +163,11 @@ class LearningOptions(LoopOptions, MaskOptions):
                 f"--average_runs {self.average_runs}: needs --objective masked, because the mean of weights with "
                 "different masks is not N:M"
             )
+        if self.forward == "dense" and self.match_hidden:
+            raise InputError(
+                f"--match_hidden {self.match_hidden:g}: needs --objective masked, because it compares the model with "
+                "and without its masks"
+            )
         if self.forward == "masked" and self.frozen_lambda:
             raise InputError(
                 f"--frozen_lambda {self.frozen_lambda}: needs --objective paper; with --objective masked the weights "
@@ -202,6 +212,7 @@ class FinetuneOptions(LoopOptions, RecoveryOptions):
     """Options of `proxsparse finetune` in addition to those of every run."""
 
     average_runs: ClassVar[int] = 1
+    match_hidden: ClassVar[float] = 0.0
 
     distill: float = flag(0.67, "weight of the distillation from the teacher in the loss, 0 to 1")
     learning_rate: float | None = flag(
@@ -241,6 +252,7 @@ LOOP_RANGES: Ranges = (
 RANGES: Ranges = (
     (("average_runs", "scaling_samples"), lambda value: value >= 1, "at least 1"),
     (("reg_lambda", "reg_lambda_rel", "frozen_lambda"), lambda value: value >= 0, "a finite number >= 0"),
+    (("match_hidden",), lambda value: value >= 0, "a finite number >= 0"),
     (("frozen_eps",), lambda value: value > 0, "a finite number > 0"),
 )
 FINETUNE_RANGES: Ranges = (

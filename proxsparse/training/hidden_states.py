@@ -1,0 +1,63 @@
+"""Matching of hidden states: after every decoder block the masked model should have the state of the dense model.
+
+The gradient of a block's own error does not pass through the other blocks, so it is less noisy than that of the loss of
+the text: a mask is learned from fewer tokens. Source of the idea: Romero et al. 2015, arXiv 1412.6550; normalized by
+layer for sparse language models by Kurtic et al. 2023, arXiv 2310.06927. Here every token is normalized.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.models.checks import evaluating
+from proxsparse.runtime.sharding import local
+from proxsparse.training.distillation import Batch, logits_and_states, loss_of_logits, most_likely
+from proxsparse.training.learnable_layer import LearnableLayer
+
+
+def matching_loss(
+    model: nn.Module, learned: Iterable[LearnableLayer], batch: Batch, distill: float, weight: float
+) -> Tensor:
+    """The calibration loss + weight * `hidden_error`; the teacher is the model with W0 instead of W0 under the masks.
+
+    The teacher is evaluated here, so the batch needs no `teacher_targets`.
+
+    Args:
+        learned: the masked layers.
+        distill: share of the divergence from the teacher, see `calibration_loss`.
+    """
+    with torch.no_grad(), evaluating(model), dense(learned):
+        logits, _, wanted = logits_and_states(model, batch)
+        teacher = {name: tensor.to(logits.device) for name, tensor in most_likely(logits).items()} if distill else {}
+    logits, labels, states = logits_and_states(model, batch)
+    real = batch["attention_mask"].to(model.device).bool()
+    return loss_of_logits(logits, labels, teacher, distill) + weight * hidden_error(states, wanted, real)
+
+
+@contextmanager
+def dense(learned: Iterable[LearnableLayer]) -> Iterator[None]:
+    """Within the block, the masked layers have their pretrained weights."""
+    learned = list(learned)
+    for one in learned:
+        local(one.layer.weight.detach()).copy_(one.pretrained)
+    try:
+        yield
+    finally:
+        for one in learned:
+            one.remask_()
+
+
+def hidden_error(states: tuple[Tensor, ...], wanted: tuple[Tensor, ...], real: Tensor) -> Tensor:
+    """Mean over blocks and tokens of ||h - t||^2 / ||t||^2, in fp32; a scalar without unit.
+
+    Args:
+        states, wanted: h and t after every block but the last, each [documents, tokens, hidden size].
+        real: bool [documents, tokens], False = padding.
+    """
+    errors = []
+    for state, target in zip(states, wanted, strict=True):
+        target = target.float()
+        errors.append(((state.float() - target).square().sum(-1) / target.square().sum(-1))[real].mean())
+    return sum(errors, torch.zeros((), device=real.device)) / max(1, len(errors))

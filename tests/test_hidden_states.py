@@ -1,0 +1,81 @@
+"""Matching of hidden states: the error by definition, the teacher, and the gradient."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from proxsparse.models.layers import prunable_layers
+from proxsparse.training.distillation import calibration_loss, teacher_targets
+from proxsparse.training.hidden_states import dense, hidden_error, matching_loss
+from proxsparse.training.learnable_layer import make_learnable_layers
+from proxsparse.training.loop import start_training
+
+PADDED = {
+    "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 2, 2]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    "labels": torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]]),
+}
+
+
+@pytest.fixture
+def teacher():
+    return tiny_model("llama", num_hidden_layers=3)
+
+
+@pytest.fixture
+def masked(teacher):
+    """A copy of the teacher under its masks, and its learnable layers."""
+    model = copy.deepcopy(teacher)
+    layers = prunable_layers(model)
+    pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
+    return model, make_learnable_layers(layers, pretrained, {}, dict.fromkeys(layers, "2:4"), True, {})
+
+
+def test_the_error_is_the_mean_of_the_relative_errors_of_the_real_tokens():
+    states, wanted = (tuple(torch.randn(2, 4, 8) for _ in range(3)) for _ in range(2))
+    real = PADDED["attention_mask"].bool()
+    tokens = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    errors = [
+        (own[place] - other[place]).double().norm() ** 2 / other[place].double().norm() ** 2
+        for own, other in zip(states, wanted, strict=True)
+        for place in tokens
+    ]
+    torch.testing.assert_close(hidden_error(states, wanted, real).double(), sum(errors) / 18, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5])
+def test_it_adds_the_error_of_every_block_but_the_last_to_the_calibration_loss(distill, teacher, masked):
+    model, learned = masked
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = teacher_targets(teacher, [PADDED])[0] if distill else PADDED
+    inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
+    own, wanted = (one(**inputs, output_hidden_states=True).hidden_states[1:3] for one in (model, teacher))
+    error = hidden_error(own, wanted, PADDED["attention_mask"].bool())
+    assert error > 0.01
+    found = matching_loss(model, learned.values(), PADDED, distill, 7.0)
+    torch.testing.assert_close(found, calibration_loss(model, batch, distill) + 7 * error)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())  # masked again
+
+
+def test_the_teacher_is_the_dense_model_without_dropout(teacher, masked):
+    model, learned = masked
+    model.train()
+    with dense(learned.values()):
+        assert all(map(torch.equal, model.parameters(), teacher.parameters()))
+    assert not all(map(torch.equal, model.parameters(), teacher.parameters()))
+    matching_loss(model, learned.values(), PADDED, 0.0, 1.0)
+    assert model.training
+
+
+def test_its_gradient_is_the_same_with_gradient_checkpointing_and_stays_in_the_blocks_before(masked):
+    gradients = []
+    for checkpointing in (False, True):
+        model, learned = copy.deepcopy(masked)
+        start_training(model, checkpointing)
+        matching_loss(model, learned.values(), PADDED, 0.5, 7.0).backward()
+        gradients.append({name: one.layer.weight.grad for name, one in learned.items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name])
+        assert gradient.abs().sum() > 0
