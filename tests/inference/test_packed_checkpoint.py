@@ -1,6 +1,5 @@
 """Packed checkpoints in transformers: loaded straight into SparseLinear, saved bit for bit, refused when damaged."""
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -349,9 +348,10 @@ def test_a_program_that_does_not_import_proxsparse_loads_packed_models(folders):
 
 
 def test_torch_calls_the_entry_point():
-    """Needs the package to be installed, as `make` does; pip writes its entry points."""
-    found = importlib.metadata.entry_points(group="torch.backends")
-    assert [point.value for point in found if point.name == "proxsparse"] == ["proxsparse_autoload:register"]
+    """Needs the package to be installed, as `make` does: pip writes its entry points."""
+    program = "import sys, torch; print([name in sys.modules for name in ('proxsparse_autoload', 'proxsparse')])"
+    assert in_another_program(program)[:2] == (0, "[True, False]\n")
+    assert in_another_program(program, **OFF)[:2] == (0, "[False, False]\n")
 
 
 def test_the_stand_in(monkeypatch):
