@@ -17,8 +17,13 @@ LOADER = "proxsparse.integrations.transformers_quantizer"  # by name, as entry p
 
 
 def register() -> None:
-    """Makes `from_pretrained` of transformers load packed checkpoints."""
-    after_import("transformers.quantizers", offer)
+    """Makes `from_pretrained` of transformers load packed checkpoints.
+
+    The first module has the table of formats. If its import is what imports torch, the table does not exist yet; the
+    second module is imported later, by every model.
+    """
+    for name in ("transformers.quantizers", "transformers.modeling_utils"):
+        after_import(name, offer)
 
 
 def after_import(name: str, act: Callable[[], None]) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.io import output_folder
-from proxsparse.io.atomic import write_file
-from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, refuse_other_base
+from proxsparse.io.atomic import atomic_directory
+from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, refuse_other_base, save_masks
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.loading import base_identity, load_model
-from proxsparse.run.folder import require_space_for, save_checkpoint
+from proxsparse.run.folder import require_space_for
 from proxsparse.run.model_card import applied_card_text
 from proxsparse.runtime.command import Parser
+from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
 Make the pruned model from the pretrained model and the masks of a run. The kept weights are the pretrained ones, the
@@ -28,7 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     target, path = Path(options.output_dir), Path(options.masks)
     path = path / output_folder.MASKS if path.is_dir() else path
-    if target.exists() and any(target.samefile(place) for place in (options.base, path.parent) if Path(place).exists()):
+    read = [place for place in (Path(options.base), path.parent) if place.exists()]
+    if target.exists() and any(map(target.samefile, read)):
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of BASE or MASKS; choose another folder")
     masks, patterns, recorded = read_masks(path)
     pattern = pattern_name(patterns)
@@ -41,9 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
         refuse_not_finite(model)
         apply_masks_(model, masks)
         require_space_for(model, folder.path, {}, model.dtype)
-        save_checkpoint(folder.path, model, tokenizer, masks, patterns, base)
         card = applied_card_text(options.base, recorded.get("base_model", ""), pattern, len(masks), masks_sha256(masks))
-        write_file(folder.path / "README.md", card.encode(errors="replace"))
+        with phase("saving the model"), atomic_directory(folder.path) as scratch:
+            save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
+            (scratch / "README.md").write_bytes(card.encode(errors="replace"))
+            model.save_pretrained(scratch)
+            tokenizer.save_pretrained(scratch)
+            output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
         output_folder.publish(folder)
     print(f"masked {len(masks)} linear layers ({pattern}); all other parameters are those of {options.base}")
     print(f"saved to {options.output_dir}")

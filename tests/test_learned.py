@@ -149,6 +149,7 @@ def test_start_is_the_mask_of_a_method_and_leaves_the_weights(model):
         ({"objective": "paper", "average_runs": 2}, "--average_runs 2: needs --objective masked"),
         ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1: needs --objective paper"),
         ({"match_hidden": 16, "objective": "paper"}, "--match_hidden 16: needs --objective masked"),
+        ({"match_hidden": 16, "update": "all"}, "--match_hidden 16: needs update: prunable"),
         ({"match_hidden": -1}, "--match_hidden -1: must be a finite number >= 0"),
         ({"forward": "dense", "reg_lambda": 0.0}, "needs a lambda above 0"),
     ],

@@ -19,9 +19,10 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         raise InputError("the mask file has no masks; give the masks.safetensors of a run")
     modules = dict(model.named_modules())
     for name, mask in masks.items():
-        weight = getattr(modules.get(name), "weight", None)
+        layer = modules.get(name)
+        weight = layer.weight if isinstance(layer, nn.Linear) else None
         if weight is None or weight.shape != mask.shape:
-            has = "no such layer" if weight is None else f"shape {list(weight.shape)}"
+            has = "no such linear layer" if weight is None else f"shape {list(weight.shape)}"
             raise InputError(
                 f"masks of another model: layer {name} has shape {list(mask.shape)}, the model has {has}; give masks "
                 "of this model"

@@ -29,7 +29,8 @@ MOST_MODULES = 2048
 # Entry of config.json from which transformers reads the name of the weights. That of a packed checkpoint is no file, so
 # transformers raises an error that contains it; `integrations.transformers_quantizer` removes it.
 WEIGHTS_NAME = "transformers_weights"
-INSTALL = "this checkpoint is packed: pip install proxsparse (or import proxsparse first, if it is installed)"
+PACKED = "this checkpoint is packed"  # how the entry begins in all versions
+INSTALL = f"{PACKED}: pip install proxsparse (or import proxsparse first, if it is installed)"
 
 
 def check_folder(folder: Path) -> None:
@@ -78,7 +79,7 @@ def check_config(path: Path) -> None:
         for key, value in entries.pop().items():
             if isinstance(value, dict):
                 entries.append(value)
-            if key == WEIGHTS_NAME and value != INSTALL:
+            if key == WEIGHTS_NAME and not str(value).startswith(PACKED):
                 raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
             if key.endswith("_implementation") and "/" in str(value):
                 raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")

@@ -1,7 +1,7 @@
 """Matching of hidden states: after every decoder block the masked model should have the state of the dense model.
 
-The gradient of a block's own error does not pass through the other blocks, so it is less noisy than that of the loss of
-the text: a mask is learned from fewer tokens. Source of the idea: Romero et al. 2015, arXiv 1412.6550; normalized by
+The gradient of a block's error does not pass through the blocks after it, so it is less noisy than that of the loss of
+the text. Source of the idea: Romero et al. 2015, arXiv 1412.6550; normalized by
 layer for sparse language models by Kurtic et al. 2023, arXiv 2310.06927. Here every token is normalized.
 """
 
@@ -22,18 +22,27 @@ def matching_loss(
 ) -> Tensor:
     """The calibration loss + weight * `hidden_error`; the teacher is the model with W0 instead of W0 under the masks.
 
-    The teacher is evaluated here, so the batch needs no `teacher_targets`.
+    The teacher is evaluated here, so the batch needs no `teacher_targets`. This changes the weights in place and back:
+    call `backward` on the result before the next call.
 
     Args:
         learned: the masked layers.
         distill: share of the divergence from the teacher, see `calibration_loss`.
     """
-    with torch.no_grad(), evaluating(model), dense(learned):
-        logits, _, wanted = logits_and_states(model, batch)
-        teacher = {name: tensor.to(logits.device) for name, tensor in most_likely(logits).items()} if distill else {}
+    teacher, wanted = targets_of_dense(model, learned, batch, distill)
     logits, labels, states = logits_and_states(model, batch)
     real = batch["attention_mask"].to(model.device).bool()
     return loss_of_logits(logits, labels, teacher, distill) + weight * hidden_error(states, wanted, real)
+
+
+@torch.no_grad()
+def targets_of_dense(
+    model: nn.Module, learned: Iterable[LearnableLayer], batch: Batch, distill: float
+) -> tuple[Batch, tuple[Tensor, ...]]:
+    """The likeliest tokens of the dense model ({} without distillation), and its hidden states."""
+    with evaluating(model), dense(learned):
+        logits, _, states = logits_and_states(model, batch)
+    return {name: tensor.to(logits.device) for name, tensor in most_likely(logits).items()} if distill else {}, states
 
 
 @contextmanager

@@ -168,7 +168,7 @@ def backward(
     model: nn.Module,
     batches: list[dict[str, Tensor]],
     compute_dtype: torch.dtype | None,
-    loss_of: Callable[[dict[str, Tensor]], Tensor],
+    loss_of_batch: Callable[[dict[str, Tensor]], Tensor],
 ) -> float:
     """Adds the gradient of the loss to `.grad`. Returns the loss, the mean over all predicted tokens of all processes.
 
@@ -182,7 +182,7 @@ def backward(
     loss = 0.0
     for batch, count in zip(batches, predicted, strict=True):
         with autocast(model.device, compute_dtype):
-            batch_loss = loss_of(batch) * (count / all_predicted)
+            batch_loss = loss_of_batch(batch) * (count / all_predicted)
         (part,) = distributed.all_reduce_sum([batch_loss.item()])
         if not math.isfinite(part):  # checked before the backward pass, which may update the weights
             with autocast(model.device, compute_dtype):

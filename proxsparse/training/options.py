@@ -168,6 +168,11 @@ class LearningOptions(LoopOptions, MaskOptions):
                 f"--match_hidden {self.match_hidden:g}: needs --objective masked, because it compares the model with "
                 "and without its masks"
             )
+        if self.update == "all" and self.match_hidden:
+            raise InputError(
+                f"--match_hidden {self.match_hidden:g}: needs update: prunable, because the dense model, which is the "
+                "teacher, must not change"
+            )
         if self.forward == "masked" and self.frozen_lambda:
             raise InputError(
                 f"--frozen_lambda {self.frozen_lambda}: needs --objective paper; with --objective masked the weights "

@@ -89,6 +89,18 @@ def test_an_existing_result_is_replaced_only_if_asked_for(run_dir, tiny_llama, t
     assert (target / MARKER).exists()
 
 
+def test_a_failed_save_leaves_nothing_behind(run_dir, tiny_llama, tmp_path, capsys, monkeypatch):
+    def full_disk(*_arguments, **_keywords):
+        raise OSError(28, "No space left on device")
+
+    target = tmp_path / "model"
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", full_disk)
+        refused(capsys, apply.main, [tiny_llama, run_dir, "--output_dir", target], "No space left")
+    assert not target.exists()
+    applied(tiny_llama, run_dir, target)
+
+
 def test_bad_input_is_refused_in_one_line(run_dir, tiny_llama, tmp_path, capsys):
     def refuse(base, masks, target, *words):
         before = sorted(path.name for path in target.iterdir()) if target.exists() else None

@@ -326,24 +326,24 @@ print(sum(isinstance(module, proxsparse.SparseLinear) for module in model.module
 """
 
 
+# In the second order transformers.quantizers imports torch, which calls the entry point.
+ORDERS = "import torch; assert 'transformers' not in sys.modules", "import transformers.quantizers.auto"
 AUTOLOADED = """
 import sys
-sys.path.append(sys.argv[2])
-import torch  # as where proxsparse is installed, it calls the entry point:
-import proxsparse_autoload; proxsparse_autoload.register()
-assert "transformers" not in sys.modules
+{order}
 import transformers
 transformers.LlamaForCausalLM
 assert "proxsparse" not in sys.modules
-transformers.AutoModelForCausalLM.from_pretrained(sys.argv[3])
+transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2])
 assert "proxsparse" not in sys.modules  # a dense model costs nothing
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(sum(type(module).__name__ == "SparseLinear" for module in model.modules()))
 """
 
 
-def test_a_program_that_does_not_import_proxsparse_loads_packed_models(folders):
-    code, printed, error = in_another_program(AUTOLOADED, folders[1], ROOT, folders[0], **OFF)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_program_that_does_not_import_proxsparse_loads_packed_models(order, folders):
+    code, printed, error = in_another_program(AUTOLOADED.format(order=order), *reversed(folders))
     assert (code, printed.split()) == (0, ["14"]), error
 
 
