@@ -96,7 +96,7 @@ def test_a_failed_save_leaves_nothing_behind(run_dir, tiny_llama, tmp_path, caps
     target = tmp_path / "model"
     with monkeypatch.context() as patch:
         patch.setattr("transformers.PreTrainedModel.save_pretrained", full_disk)
-        refused(capsys, apply.main, [tiny_llama, run_dir, "--output_dir", target], "No space left")
+        refused(capsys, apply.main, [tiny_llama, run_dir, "--output_dir", target], "the disk is full")
     assert not target.exists()
     applied(tiny_llama, run_dir, target)
 

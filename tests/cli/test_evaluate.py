@@ -206,7 +206,7 @@ def test_refused_before_the_model_is_loaded(arguments, words, task_folder, tmp_p
 def test_masks_of_another_model_are_refused(tiny_llama, text_file, tmp_path, capsys):
     mask = torch.tensor([True, True, False, False]).repeat(8, 2)
     for name, words in (
-        ("model.layers.9.mlp", "no such layer"),
+        ("model.layers.9.mlp", "no such linear layer"),
         ("model.layers.0.mlp.up_proj", "has shape [64, 32]"),
     ):
         save_masks(tmp_path / "masks.safetensors", {name: mask}, "2:4", "another")
