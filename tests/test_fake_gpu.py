@@ -141,7 +141,7 @@ def test_a_learning_step_waits_for_the_gpu_only_where_it_must():
         ours = {place: count / 2 for place, count in gpu.waits.items() if not place.endswith("in transformers")}
     assert ours == {
         # ids, attention mask, labels, which of them are real; what the teacher predicts
-        "copy to the GPU: training/distillation.py logits_at_labels": 2 * 4,
+        "copy to the GPU: training/distillation.py logits_and_states": 2 * 4,
         "copy to the GPU: training/distillation.py calibration_loss": 2 * 2,
         "value: training/loop.py backward": 2,
         "value: training/loop.py step_": 1,

@@ -19,7 +19,7 @@ from proxsparse.runtime.device import autocast
 from proxsparse.training.distillation import teacher_targets
 from proxsparse.training.held_layer import hold_layers
 from proxsparse.training.learnable_layer import make_learnable_layers
-from proxsparse.training.loop import TrainState, backward, start_training, step_
+from proxsparse.training.loop import TrainState, backward, loss_of, start_training, step_
 from proxsparse.training.options import FinetuneOptions, LearningOptions
 from proxsparse.training.scaling import activation_scaling
 
@@ -93,7 +93,7 @@ def mask_learning(
         state.monitor.observe(state.step)
 
     def step(batch: Batch) -> None:
-        parts.timed("forward and backward", backward)(model, [batch], dtype, options.distill)
+        parts.timed("forward and backward", backward)(model, [batch], dtype, loss_of(state))
         parts.timed("optimizer", step_)(state)
         parts.timed("statistics", observe)(batch)
 
@@ -112,7 +112,7 @@ def recovery(
     start_training(model, options.gradient_checkpointing)
 
     def step(batch: Batch) -> None:
-        parts.timed("forward and backward", backward)(model, [batch], dtype, options.distill)
+        parts.timed("forward and backward", backward)(model, [batch], dtype, loss_of(state))
         parts.timed("optimizer", step_)(state)
 
     return parts, step

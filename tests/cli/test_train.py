@@ -150,7 +150,7 @@ def test_sigterm_saves_what_there_is(tiny_llama, text_file, tmp_path):
 
 
 def test_a_run_that_fails_leaves_no_result(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("proxsparse.training.loop.calibration_loss", lambda *_: torch.tensor(math.nan))
+    monkeypatch.setattr("proxsparse.training.loop.calibration_loss", lambda *_, **__: torch.tensor(math.nan))
     with pytest.raises(ValueError, match=r"loss is nan.*lower --learning_rate"):
         train("run")
     assert not {"result.json", "model.safetensors"} & {path.name for path in (tmp_path / "run").iterdir()}

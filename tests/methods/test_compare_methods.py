@@ -148,7 +148,7 @@ def test_an_interrupted_call_continues_with_the_missing_cells(compare, tmp_path,
             raise InputError("power cut")
         return score(*arguments, **options)
 
-    monkeypatch.setattr(runs.job, "run", lambda config: pruned.append(config.method) or job(config))
+    monkeypatch.setattr(runs.job, "run", lambda config, method: pruned.append(config.method) or job(config))
     with monkeypatch.context() as patch:
         patch.setattr(zero_shot, "zero_shot", breaks)
         with pytest.raises(InputError, match="power cut"):
