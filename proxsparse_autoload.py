@@ -1,4 +1,4 @@
-"""Lets transformers load packed checkpoints in programs that do not import proxsparse, such as `transformers serve`.
+"""Lets transformers load packed checkpoints in programs that do not import proxsparse.
 
 `import torch` calls `register` (entry point group torch.backends, of which torch loads every member), and so does
 `import proxsparse`. It must cost nothing and never fail: it only waits for the import of transformers. The first packed

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from proxsparse import NMPattern, nm_mask
+from proxsparse.pack import main as pack
 
 
 def pruned_weight(shape, dtype=torch.float32):
@@ -78,3 +79,10 @@ def assert_pruned(before, after, masks, patterns, updated=False):
         assert (pattern.blocks(mask).sum(-1) == pattern.n).all(), name
         assert (bits(weight[~mask]) == 0).all(), name
         assert torch.equal(bits(weight[mask]), bits(pretrained[mask])) != updated, name
+
+
+def packed_copy(folder, name="llama", dtype=torch.bfloat16, flags=(), **save_options):
+    """A pruned tiny model: its dense and its packed folder."""
+    dense = save_pruned_model(folder / "dense", name, dtype, **save_options)
+    assert pack([str(dense), "--output_dir", str(folder / "packed"), *flags]) == 0
+    return dense, folder / "packed"

@@ -4,15 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import PADDED, tiny_model
 
 from proxsparse.training.distillation import KEPT_TOKENS, calibration_loss, most_likely, teacher_targets
-
-PADDED = {
-    "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 2, 2]]),
-    "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
-    "labels": torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]]),
-}
 
 
 @pytest.fixture

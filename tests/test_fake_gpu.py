@@ -68,7 +68,7 @@ def learning_state(device: str, precision: str = "fp32", keep: str = "device", *
     """A tiny model on the device that is about to learn: (state, batches, compute dtype, W0 by parameter name)."""
     options, device = LearningOptions(max_steps=2, **settings).check(), choose_device(device)
     weight_dtype, compute_dtype = choose_precision(precision, device)
-    model = unfold_linears_(tiny_model("llama", torch.bfloat16, num_hidden_layers=1))
+    model = unfold_linears_(tiny_model("llama", torch.bfloat16, num_hidden_layers=2 if options.match_hidden else 1))
     layers, samples = prunable_layers(model, PATTERN), batches()
     pretrained = sharding.shard_and_move_(model, decoder_blocks(model), device, weight_dtype, keep, False)
     with autocast(device, compute_dtype):

@@ -4,19 +4,15 @@ import copy
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import PADDED, tiny_model
 
+from proxsparse.errors import InputError
+from proxsparse.methods import prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.hidden_states import dense, hidden_error, matching_loss
 from proxsparse.training.learnable_layer import make_learnable_layers
 from proxsparse.training.loop import start_training
-
-PADDED = {
-    "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 2, 2]]),
-    "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
-    "labels": torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]]),
-}
 
 
 @pytest.fixture
@@ -79,3 +75,9 @@ def test_its_gradient_is_the_same_with_gradient_checkpointing_and_stays_in_the_b
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name])
         assert gradient.abs().sum() > 0
+
+
+def test_one_block_is_refused():
+    model = tiny_model("llama", num_hidden_layers=1)
+    with pytest.raises(InputError, match="--match_hidden: the model has one decoder block"):
+        prune_(model, "proxsparse", [PADDED], match_hidden=1.0)

@@ -36,6 +36,11 @@ MODELS = {
 }
 NOT_PACKED = {"gpt2", "gemma3-composite-mixed"}  # Conv1D; a model that also sees is refused by name
 MIXED = {name for name in MODELS if name.endswith("-mixed")}
+PADDED = {  # a batch of two documents, one of them padded
+    "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 2, 2]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    "labels": torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100]]),
+}
 
 
 def tiny_model(name: str, dtype: torch.dtype = torch.float32, **more):

@@ -19,6 +19,7 @@ from proxsparse.runtime import distributed
 from proxsparse.runtime.signals import StopSignal
 from proxsparse.training import checkpoint
 from proxsparse.training.distillation import teacher_targets
+from proxsparse.training.hidden_states import require_blocks
 from proxsparse.training.initial_masks import check_start, initial_masks, parse_start
 from proxsparse.training.learnable_layer import make_learnable_layers
 from proxsparse.training.log import RunLog, check_tracker
@@ -75,7 +76,9 @@ def learn_masks(
     learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
     batches = [add_labels(batch) for batch in batches]
     steps = step_count(len(batches), options)
-    if options.distill and not options.match_hidden:  # which evaluates the teacher in every step
+    if options.match_hidden:  # evaluates the teacher in every step
+        require_blocks(model)
+    elif options.distill:
         batches = teacher_targets(model, batches)
     if store.checkpoint:
         scales, first = checkpoint.read_scales(store.checkpoint, layers, options), {}

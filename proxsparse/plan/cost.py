@@ -42,8 +42,8 @@ def cost(plan: Plan, devices: int) -> Cost:
     network = passes * weight * ((2 + teacher) * shape.weights + plan.learned) * (devices - 1) / devices
     link = NVLINK if devices <= NODE else NETWORK
     optimizer = (2 * sum(plan.held().values()) + weight * plan.learned) / MEMORY
-    if plan.masked and config.pretrained_weights != "device":  # every new mask reads W0
-        optimizer += shape.file_bytes * shape.prunable / HOST
+    if plan.masked and config.pretrained_weights != "device":  # every new mask reads W0; the teacher too, and after it
+        optimizer += (1 + 2 * passes * teacher) * shape.file_bytes * shape.prunable / HOST
     seconds = (max(operations / FLOPS, network / link) + optimizer / devices) / UTILIZATION
     documents = own_documents * devices
     steps = config.average_runs * max(1, int(config.num_samples * config.num_train_epochs / documents))

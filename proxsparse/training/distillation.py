@@ -51,7 +51,7 @@ def logits_and_states(model: nn.Module, batch: Batch, with_states: bool = True) 
     real = (labels != IGNORED_LABEL).nonzero().flatten()
     chosen = real.to(model.device) if len(real) < len(labels) else None  # avoids a copy of the large logits
     labels = labels[real].to(model.device)
-    output = model(**inputs, use_cache=False, **({"output_hidden_states": True} if with_states else {}))
+    output = model(**inputs, use_cache=False, output_hidden_states=with_states)
     logits, states = output.logits[:, :-1].flatten(0, 1), output.hidden_states[1:-1] if with_states else ()
     return logits if chosen is None else logits[chosen], labels, states
 

@@ -1,8 +1,8 @@
 """Matching of hidden states: after every decoder block the masked model should have the state of the dense model.
 
-The gradient of a block's error does not pass through the blocks after it, so it is less noisy than that of the loss of
-the text. Source of the idea: Romero et al. 2015, arXiv 1412.6550; normalized by
-layer for sparse language models by Kurtic et al. 2023, arXiv 2310.06927. Here every token is normalized.
+The gradient of a block's error does not pass through the blocks after it. Source of the idea: Romero et al. 2015, arXiv
+1412.6550; normalized by layer for sparse language models: Kurtic et al. 2023, arXiv 2310.06927. Here every token is
+normalized.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,10 +11,20 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
+from proxsparse.models.layers import decoder_blocks
 from proxsparse.runtime.sharding import local
 from proxsparse.training.distillation import Batch, logits_and_states, loss_of_logits, most_likely
 from proxsparse.training.learnable_layer import LearnableLayer
+
+
+def require_blocks(model: nn.Module) -> None:
+    """Raises InputError if there is no block whose state could be matched."""
+    if len(decoder_blocks(model)) < 2:
+        raise InputError(
+            "--match_hidden: the model has one decoder block, but the last one is not matched; leave it out"
+        )
 
 
 def matching_loss(
@@ -69,4 +79,4 @@ def hidden_error(states: tuple[Tensor, ...], wanted: tuple[Tensor, ...], real: T
     for state, target in zip(states, wanted, strict=True):
         target = target.float()
         errors.append(((state.float() - target).square().sum(-1) / target.square().sum(-1))[real].mean())
-    return sum(errors, torch.zeros((), device=real.device)) / max(1, len(errors))
+    return torch.stack(errors).mean()

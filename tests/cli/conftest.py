@@ -7,6 +7,7 @@ import sys
 import pytest
 from tiny_models import save_texts, save_tiny_model
 
+from proxsparse import prune
 from proxsparse.errors import run_command
 
 
@@ -44,3 +45,12 @@ def command_in_child(tmp_path):
         return code, (tmp_path / "stderr").read_text()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def pruned_dir(tmp_path_factory, tiny_llama):
+    """What prune writes."""
+    folder = tmp_path_factory.mktemp("runs") / "llama"
+    flags = ["--method", "magnitude", "--model", str(tiny_llama), "--output_dir", str(folder), "--eval_data", "none"]
+    assert prune.main(flags) == 0
+    return folder

@@ -7,18 +7,9 @@ import pytest
 from commands import refused
 from safetensors.torch import load_file, save_file
 
-from proxsparse import apply, finetune, pack, prune
+from proxsparse import apply, finetune, pack
 from proxsparse.io.mask_files import recorded_masks
 from proxsparse.io.output_folder import MARKER
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory, tiny_llama):
-    """What prune writes."""
-    folder = tmp_path_factory.mktemp("runs") / "llama"
-    flags = ["--method", "magnitude", "--model", str(tiny_llama), "--output_dir", str(folder), "--eval_data", "none"]
-    assert prune.main(flags) == 0
-    return folder
 
 
 def applied(base, masks, target, *flags):
@@ -28,98 +19,101 @@ def applied(base, masks, target, *flags):
 
 
 @pytest.mark.parametrize("place", [".", "masks.safetensors"])
-def test_the_same_model_as_that_of_the_run(place, run_dir, tiny_llama, tmp_path, capsys):
-    masks = shutil.copytree(run_dir, tmp_path / "masks", ignore=lambda *_: ["model.safetensors", "result.json"])
+def test_the_same_model_as_that_of_the_run(place, pruned_dir, tiny_llama, tmp_path, capsys):
+    masks = shutil.copytree(pruned_dir, tmp_path / "masks", ignore=lambda *_: ["model.safetensors", "result.json"])
     folder = applied(tiny_llama, masks / place, tmp_path / "model")
     printed = capsys.readouterr().out
     assert f"masked 14 linear layers (2:4); all other parameters are those of {tiny_llama}" in printed
     assert f"saved to {folder}" in printed
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
-        assert (folder / name).read_bytes() == (run_dir / name).read_bytes(), name
-    assert recorded_masks(folder) == recorded_masks(run_dir)
-    assert {path.name for path in folder.iterdir()} == {path.name for path in run_dir.iterdir()} - {
+        assert (folder / name).read_bytes() == (pruned_dir / name).read_bytes(), name
+    assert recorded_masks(folder) == recorded_masks(pruned_dir)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in pruned_dir.iterdir()} - {
         "result.json",
         "config.yaml",
     }
 
 
-def test_the_card_says_what_it_is(run_dir, tiny_llama, tmp_path):
-    folder = applied(tiny_llama, run_dir, tmp_path / "model")
-    card, digest = (folder / "README.md").read_text(), json.loads((run_dir / "result.json").read_text())["masks_sha256"]
+def test_the_card_says_what_it_is(pruned_dir, tiny_llama, tmp_path):
+    folder = applied(tiny_llama, pruned_dir, tmp_path / "model")
+    card, digest = (
+        (folder / "README.md").read_text(),
+        json.loads((pruned_dir / "result.json").read_text())["masks_sha256"],
+    )
     assert "2:4 in 14 linear layers. The kept weights\nare the pretrained ones" in card
     assert digest in card
     assert str(tiny_llama.parent) not in card
 
 
-def test_the_result_can_be_packed_and_fine_tuned(run_dir, tiny_llama, text_file, tmp_path):
-    folder = applied(tiny_llama, run_dir, tmp_path / "model")
+def test_the_result_can_be_packed_and_fine_tuned(pruned_dir, tiny_llama, text_file, tmp_path):
+    folder = applied(tiny_llama, pruned_dir, tmp_path / "model")
     assert pack.main([str(folder), "--output_dir", str(tmp_path / "packed")]) == 0
     quick = ["--num_samples", "8", "--seq_len", "32", "--max_steps", "1", "--eval_data", "none"]
     flags = ["--data", str(text_file), "--output_dir", str(tmp_path / "tuned"), *quick]
     assert finetune.main([str(folder), *flags]) == 0  # it finds the teacher
 
 
-def test_masks_of_a_fine_tuned_model_give_the_pretrained_weights_and_say_so(run_dir, tiny_llama, tmp_path, capsys):
-    tuned = shutil.copytree(run_dir, tmp_path / "tuned")
+def test_masks_of_a_fine_tuned_model_give_the_pretrained_weights_and_say_so(pruned_dir, tiny_llama, tmp_path, capsys):
+    tuned = shutil.copytree(pruned_dir, tmp_path / "tuned")
     (tuned / "result.json").write_text(json.dumps({"updated": True}))
     applied(tiny_llama, tuned, tmp_path / "model")
     assert "also changed the kept weights; this model has the pretrained ones" in capsys.readouterr().out
 
 
-def test_another_model(run_dir, tiny_llama, tmp_path, capsys):
+def test_another_model(pruned_dir, tiny_llama, tmp_path, capsys):
     other, target = shutil.copytree(tiny_llama, tmp_path / "other"), tmp_path / "model"
     weights = {name: 2 * weight for name, weight in load_file(other / "model.safetensors").items()}
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    refused(capsys, apply.main, [other, run_dir, "--output_dir", target], "belong to", "--allow_other_base")
+    refused(capsys, apply.main, [other, pruned_dir, "--output_dir", target], "belong to", "--allow_other_base")
     assert not target.exists()
-    applied(other, run_dir, target, "--allow_other_base")
+    applied(other, pruned_dir, target, "--allow_other_base")
     assert f"The masks were made for {tiny_llama.name}." in (target / "README.md").read_text()
     kept = load_file(other / "model.safetensors")
     for name, weight in load_file(target / "model.safetensors").items():
         assert ((weight == kept[name]) | (weight == 0)).all()
 
 
-def test_an_existing_result_is_replaced_only_if_asked_for(run_dir, tiny_llama, tmp_path, capsys):
-    target = applied(tiny_llama, run_dir, tmp_path / "model")
+def test_an_existing_result_is_replaced_only_if_asked_for(pruned_dir, tiny_llama, tmp_path, capsys):
+    target = applied(tiny_llama, pruned_dir, tmp_path / "model")
     words = ["is not empty", "--overwrite_output_dir"]
-    refused(capsys, apply.main, [tiny_llama, run_dir, "--output_dir", target], *words)
+    refused(capsys, apply.main, [tiny_llama, pruned_dir, "--output_dir", target], *words)
     (target / "notes.txt").write_text("mine")
-    applied(tiny_llama, run_dir, target, "--overwrite_output_dir")
+    applied(tiny_llama, pruned_dir, target, "--overwrite_output_dir")
     assert (target / "notes.txt").read_text() == "mine"
     assert (target / MARKER).exists()
 
 
-def test_a_failed_save_leaves_nothing_behind(run_dir, tiny_llama, tmp_path, capsys, monkeypatch):
+def test_a_failed_save_leaves_nothing_behind(pruned_dir, tiny_llama, tmp_path, capsys, monkeypatch):
     def full_disk(*_arguments, **_keywords):
         raise OSError(28, "No space left on device")
 
     target = tmp_path / "model"
     with monkeypatch.context() as patch:
         patch.setattr("transformers.PreTrainedModel.save_pretrained", full_disk)
-        refused(capsys, apply.main, [tiny_llama, run_dir, "--output_dir", target], "the disk is full")
+        refused(capsys, apply.main, [tiny_llama, pruned_dir, "--output_dir", target], "the disk is full")
     assert not target.exists()
-    applied(tiny_llama, run_dir, target)
+    applied(tiny_llama, pruned_dir, target)
 
 
-def test_bad_input_is_refused_in_one_line(run_dir, tiny_llama, tmp_path, capsys):
+def test_bad_input_is_refused_in_one_line(pruned_dir, tiny_llama, tmp_path, capsys):
     def refuse(base, masks, target, *words):
         before = sorted(path.name for path in target.iterdir()) if target.exists() else None
         refused(capsys, apply.main, [base, masks, "--output_dir", target], *words)
         assert (sorted(path.name for path in target.iterdir()) if target.exists() else None) == before
 
     target = tmp_path / "model"
-    refuse(tmp_path / "absent", run_dir, target, "absent", "no such")
+    refuse(tmp_path / "absent", pruned_dir, target, "absent", "no such")
     refuse(tiny_llama, tmp_path / "absent.safetensors", target, "absent.safetensors", "no such file")
     refuse(tiny_llama, tiny_llama, target, "masks.safetensors", "no such file")
     refuse(tiny_llama, tiny_llama / "model.safetensors", target, "not a mask file")
-    refuse(tiny_llama, run_dir, run_dir, "the folder of BASE or MASKS")
-    refuse(tiny_llama, run_dir, tiny_llama, "the folder of BASE or MASKS")
+    refuse(tiny_llama, pruned_dir, pruned_dir, "the folder of BASE or MASKS")
+    refuse(tiny_llama, pruned_dir, tiny_llama, "the folder of BASE or MASKS")
     damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes((run_dir / "masks.safetensors").read_bytes()[:-8])
+    damaged.write_bytes((pruned_dir / "masks.safetensors").read_bytes()[:-8])
     refuse(tiny_llama, damaged, target, "malformed")
 
     spoiled = shutil.copytree(tiny_llama, tmp_path / "spoiled")
     weights = load_file(spoiled / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][-1, -1] = float("nan")
     save_file(weights, spoiled / "model.safetensors", {"format": "pt"})
-    refuse(spoiled, run_dir, target, "up_proj", "NaN")
+    refuse(spoiled, pruned_dir, target, "up_proj", "NaN")

@@ -20,17 +20,8 @@ MODEL = {"config.json", "generation_config.json", "model.safetensors", "masks.sa
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory, tiny_llama):
-    """What prune writes."""
-    folder = tmp_path_factory.mktemp("runs") / "llama"
-    flags = ["--method", "magnitude", "--model", str(tiny_llama), "--output_dir", str(folder), "--eval_data", "none"]
-    assert prune.main(flags) == 0
-    return folder
-
-
-@pytest.fixture(scope="module")
-def packed_dir(tmp_path_factory, run_dir):
-    return packed(run_dir, tmp_path_factory.mktemp("packed") / "llama")
+def packed_dir(tmp_path_factory, pruned_dir):
+    return packed(pruned_dir, tmp_path_factory.mktemp("packed") / "llama")
 
 
 def packed(source, target, *flags):
@@ -40,11 +31,11 @@ def packed(source, target, *flags):
 
 
 @pytest.fixture
-def spoiled(run_dir, tmp_path):
+def spoiled(pruned_dir, tmp_path):
     """spoiled(change) -> a copy of the run's folder that `change` has changed."""
 
     def make(change):
-        change(folder := shutil.copytree(run_dir, tmp_path / "spoiled"))
+        change(folder := shutil.copytree(pruned_dir, tmp_path / "spoiled"))
         return folder
 
     return make
@@ -63,32 +54,32 @@ def model_tensors(folder):
     return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
-def test_there_and_back(run_dir, packed_dir, tmp_path):
+def test_there_and_back(pruned_dir, packed_dir, tmp_path):
     dense = packed(packed_dir, tmp_path / "dense", "--unpack")
-    before, after = model_tensors(run_dir), model_tensors(dense)
+    before, after = model_tensors(pruned_dir), model_tensors(dense)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype == torch.bfloat16
         assert torch.equal(tensor.view(torch.int16), after[name].view(torch.int16)), name
     for name in ("config.json", "generation_config.json", "masks.safetensors", "README.md", *TOKENIZER):
-        assert (dense / name).read_bytes() == (run_dir / name).read_bytes(), name
+        assert (dense / name).read_bytes() == (pruned_dir / name).read_bytes(), name
 
 
-def test_what_is_written(run_dir, tmp_path, capsys):
-    folder = packed(run_dir, tmp_path / "packed")
+def test_what_is_written(pruned_dir, tmp_path, capsys):
+    folder = packed(pruned_dir, tmp_path / "packed")
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("packed 14 of 15 nn.Linear layers", "(0.562x)", str(folder)))
     assert names_in(folder) == MODEL | TOKENIZER | {"README.md", MARKER}
-    assert load_masks(folder / "masks.safetensors").keys() == load_masks(run_dir / "masks.safetensors").keys()
+    assert load_masks(folder / "masks.safetensors").keys() == load_masks(pruned_dir / "masks.safetensors").keys()
     assert "pip install proxsparse" in (folder / "README.md").read_text()
     assert len(packed_layers(folder)) == 14
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     assert "pip install proxsparse" in config.pop("transformers_weights")
-    assert config == json.loads((run_dir / "config.json").read_text())
+    assert config == json.loads((pruned_dir / "config.json").read_text())
 
 
-def test_shards_and_one_shard_of_memory(run_dir, tmp_path, monkeypatch):
+def test_shards_and_one_shard_of_memory(pruned_dir, tmp_path, monkeypatch):
     held, save = [], packed_checkpoint.write_shard
 
     def watched(folder, shard, number):
@@ -96,7 +87,7 @@ def test_shards_and_one_shard_of_memory(run_dir, tmp_path, monkeypatch):
         return save(folder, shard, number)
 
     monkeypatch.setattr(packed_checkpoint, "write_shard", watched)
-    folder = packed(run_dir, tmp_path / "packed", "--max_shard_size", "20KB")
+    folder = packed(pruned_dir, tmp_path / "packed", "--max_shard_size", "20KB")
     assert len(held) > 2
     assert max(held) <= 20_000
     files = sorted(path.name for path in folder.glob("model-*.safetensors"))
@@ -104,7 +95,7 @@ def test_shards_and_one_shard_of_memory(run_dir, tmp_path, monkeypatch):
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(held)
     assert index["weight_map"].keys() == model_tensors(folder).keys()
-    assert model_tensors(packed(folder, tmp_path / "dense", "--unpack")).keys() == model_tensors(run_dir).keys()
+    assert model_tensors(packed(folder, tmp_path / "dense", "--unpack")).keys() == model_tensors(pruned_dir).keys()
 
 
 @pytest.mark.parametrize("card", [b"---\nlicense: mit\n---\n# Tiny\n", b"\xff\xfe caf\xe9", None])
@@ -118,40 +109,40 @@ def test_a_card_gets_a_note_and_loses_it_again(card, spoiled, tmp_path):
     assert (dense.read_bytes() if dense.exists() else None) == card
 
 
-def test_include_and_exclude(run_dir, tmp_path):
-    folder = packed(run_dir, tmp_path, "--include", "mlp", "--exclude", r"layers\.0\.")
+def test_include_and_exclude(pruned_dir, tmp_path):
+    folder = packed(pruned_dir, tmp_path, "--include", "mlp", "--exclude", r"layers\.0\.")
     assert packed_layers(folder) == [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def test_overwriting_leaves_nothing_of_what_was_there_but_a_folder_named_like_a_file(run_dir, tmp_path, capsys):
-    target = packed(run_dir, tmp_path / "packed", "--max_shard_size", "20KB")
-    refused(capsys, pack.main, [run_dir, "--output_dir", target], "not empty", "--overwrite_output_dir")
+def test_overwriting_leaves_nothing_of_what_was_there_but_a_folder_named_like_a_file(pruned_dir, tmp_path, capsys):
+    target = packed(pruned_dir, tmp_path / "packed", "--max_shard_size", "20KB")
+    refused(capsys, pack.main, [pruned_dir, "--output_dir", target], "not empty", "--overwrite_output_dir")
     (target / "vocab.json").mkdir()
     (target / "model.safetensors").write_text("damaged")
-    packed(run_dir, target, "--overwrite_output_dir")
+    packed(pruned_dir, target, "--overwrite_output_dir")
     assert sorted(path.name for path in target.glob("model*")) == ["model.safetensors"]
     assert (target / "vocab.json").is_dir()
     assert len(model_tensors(target)) > 14
 
 
-def test_an_interrupted_pack_leaves_nothing_and_one_that_was_killed_is_repeated(run_dir, tmp_path, monkeypatch):
+def test_an_interrupted_pack_leaves_nothing_and_one_that_was_killed_is_repeated(pruned_dir, tmp_path, monkeypatch):
     def interrupted(*_arguments, **_keywords):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(pack, "copy_files", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            packed(run_dir, tmp_path / "packed")
+            packed(pruned_dir, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
     write_marker(tmp_path, {"format": "", "run_id": "1", "command": "pack", "settings": {}, "others": []})
     (tmp_path / ".incomplete").mkdir()
     (tmp_path / ".incomplete" / "0.part").write_text("half")
-    assert not (packed(run_dir, tmp_path) / ".incomplete").exists()
+    assert not (packed(pruned_dir, tmp_path) / ".incomplete").exists()
 
 
-def test_evaluate_takes_a_packed_folder(run_dir, packed_dir, text_file, capsys):
+def test_evaluate_takes_a_packed_folder(pruned_dir, packed_dir, text_file, capsys):
     scores = []
-    for folder in (run_dir, packed_dir):
+    for folder in (pruned_dir, packed_dir):
         flags = ["--data", str(text_file), "--seq_len", "32", "--max_windows", "2", "--precision", "fp32", "--json"]
         assert evaluate.main([str(folder), *flags]) == 0
         scores.append(json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"])
@@ -186,9 +177,9 @@ def test_a_base_model_is_refused_for_its_names(tmp_path, capsys):
     refused(capsys, pack.main, [tmp_path / "model", "--output_dir", tmp_path / "out"], *words)
 
 
-def test_weights_in_other_forms_and_links_out_of_the_folder_are_not_copied(run_dir, tmp_path, capsys):
+def test_weights_in_other_forms_and_links_out_of_the_folder_are_not_copied(pruned_dir, tmp_path, capsys):
     cache = tmp_path / "models--tiny"
-    folder = shutil.copytree(run_dir, cache / "snapshots" / "0a1b")
+    folder = shutil.copytree(pruned_dir, cache / "snapshots" / "0a1b")
     for name in ("tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "model.onnx", "rust_model.ot", "w.pt"):
         (folder / name).write_bytes(b"weights")
     (cache / "blobs").mkdir()
@@ -227,8 +218,8 @@ def test_a_packed_model_cannot_be_pruned(command, packed_dir, text_file, tmp_pat
         (["{dense}"], ["nothing to pack", "proxsparse prune"]),
     ],
 )
-def test_wrong_flags(flags, words, tiny_llama, run_dir, packed_dir, tmp_path, capsys):
-    folders = {"{run}": run_dir, "{packed}": packed_dir, "{dense}": tiny_llama}
+def test_wrong_flags(flags, words, tiny_llama, pruned_dir, packed_dir, tmp_path, capsys):
+    folders = {"{run}": pruned_dir, "{packed}": packed_dir, "{dense}": tiny_llama}
     flags = [folders.get(word, word) for word in flags]
     target = [] if "--output_dir" in flags else ["--output_dir", tmp_path / "out"]
     refused(capsys, pack.main, [*flags, *target], *words)

@@ -1,29 +1,21 @@
 """Packed checkpoints in transformers: loaded straight into SparseLinear, saved bit for bit, refused when damaged."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from pruned import pruned_model, save_pruned_model
+from pruned import packed_copy, pruned_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import MODELS, NOT_PACKED
 
-import proxsparse_autoload
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference.convert import pack_tensors, unsparsify_
 from proxsparse.integrations import transformers_quantizer
 from proxsparse.io.model_files import headers
 from proxsparse.pack import main as pack
-from proxsparse_autoload import after_import
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.arange(3, 23).view(2, 10)
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 LAYER = "model.layers.1.mlp.up_proj"
@@ -45,13 +37,6 @@ def assert_same_files(first, second):
     one, two = all_tensors(first), all_tensors(second)
     assert one.keys() == two.keys()
     assert all(tensor.dtype == two[name].dtype and torch.equal(tensor, two[name]) for name, tensor in one.items())
-
-
-def packed_copy(folder, name="llama", dtype=torch.bfloat16, flags=(), **save_options):
-    """A pruned tiny model: its dense and its packed folder."""
-    dense = save_pruned_model(folder / "dense", name, dtype, **save_options)
-    assert pack([str(dense), "--output_dir", str(folder / "packed"), *flags]) == 0
-    return dense, folder / "packed"
 
 
 @pytest.fixture(scope="module")
@@ -285,119 +270,6 @@ def test_an_old_folder_is_converted(old, folders, tmp_path, capsys):
     assert "transformers_weights" in json.loads((tmp_path / "new" / "config.json").read_text())
     with pytest.raises(ValueError, match="is packed already; leave out --include"):
         pack([str(old), "--include", "mlp", "--output_dir", str(tmp_path / "other")])
-
-
-def in_another_program(program, *arguments, **environment):
-    """The exit code, stdout and stderr of a Python program that starts in an empty folder, without this checkout."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    result = subprocess.run(command, cwd="/", env=os.environ | environment, capture_output=True, text=True)
-    return result.returncode, result.stdout, result.stderr
-
-
-WITHOUT = """
-import sys
-sys.modules["proxsparse"] = sys.modules["proxsparse_autoload"] = None  # as if they were not installed
-import transformers
-transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print("loaded")
-"""
-OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-
-
-def test_without_proxsparse_a_packed_folder_is_an_error_that_says_what_to_install(folders):
-    code, printed, error = in_another_program(WITHOUT, folders[1], **OFF)
-    assert (code, printed) == (1, "")
-    assert "this checkpoint is packed: pip install proxsparse" in error.strip().splitlines()[-1]
-
-
-def test_without_proxsparse_what_save_pretrained_wrote_is_an_error_too(packed, tmp_path):
-    packed.save_pretrained(tmp_path)
-    code, printed, error = in_another_program(WITHOUT, tmp_path, **OFF)
-    assert (code, printed) == (1, "")
-    assert "Unknown quantization type, got proxsparse" in error
-    assert "ignore_mismatched_sizes" in error.strip().splitlines()[-1]
-
-
-PROGRAM = """
-import sys
-{imports}
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(sum(isinstance(module, proxsparse.SparseLinear) for module in model.modules()))
-"""
-
-
-# In the second order transformers.quantizers imports torch, which calls the entry point.
-ORDERS = "import torch; assert 'transformers' not in sys.modules", "import transformers.quantizers.auto"
-AUTOLOADED = """
-import sys
-{order}
-import transformers
-transformers.LlamaForCausalLM
-assert "proxsparse" not in sys.modules
-transformers.AutoModelForCausalLM.from_pretrained(sys.argv[2])
-assert "proxsparse" not in sys.modules  # a dense model costs nothing
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(sum(type(module).__name__ == "SparseLinear" for module in model.modules()))
-"""
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_program_that_does_not_import_proxsparse_loads_packed_models(order, folders):
-    code, printed, error = in_another_program(AUTOLOADED.format(order=order), *reversed(folders))
-    assert (code, printed.split()) == (0, ["14"]), error
-
-
-def test_torch_calls_the_entry_point():
-    """Needs the package to be installed, as `make` does: pip writes its entry points."""
-    program = "import sys, torch; print([name in sys.modules for name in ('proxsparse_autoload', 'proxsparse')])"
-    assert in_another_program(program)[:2] == (0, "[True, False]\n")
-    assert in_another_program(program, **OFF)[:2] == (0, "[False, False]\n")
-
-
-def test_the_stand_in(monkeypatch):
-    known = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
-    real = transformers_quantizer.PackedConfig
-    proxsparse_autoload.offer()
-    assert known["proxsparse"] is real  # it does not replace the loader
-    monkeypatch.delitem(known, "proxsparse")
-    proxsparse_autoload.offer()
-    assert known["proxsparse"] is proxsparse_autoload.PackedLater
-    entry = {"quant_method": "proxsparse", "format_version": 2, "pattern": "2:4", "layers": ["a"]}
-    assert isinstance(known["proxsparse"].from_dict(entry), real)
-    proxsparse_autoload.withdraw()
-    assert "proxsparse" not in known
-    monkeypatch.delattr(transformers.quantizers.auto, "AUTO_QUANTIZATION_CONFIG_MAPPING")
-    proxsparse_autoload.offer()  # another version of transformers
-    proxsparse_autoload.withdraw()
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        pytest.param("import proxsparse; import transformers", marks=pytest.mark.slow),
-        "import transformers; transformers.LlamaForCausalLM; import proxsparse",  # `import transformers` loads little
-    ],
-)
-def test_both_orders_of_import(imports, folders):
-    command = [sys.executable, "-c", PROGRAM.format(imports=imports), str(folders[1])]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["14"], result.stderr
-
-
-def test_after_import(tmp_path, monkeypatch):
-    (tmp_path / "awaited_package").mkdir()
-    (tmp_path / "awaited_package" / "__init__.py").write_text("ready = True")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen, finders = [], len(sys.meta_path)
-    after_import("awaited_package", lambda: seen.append(sys.modules["awaited_package"].ready))
-    assert importlib.util.find_spec("awaited_package") is not None  # only asked for
-    assert seen == []
-    importlib.import_module("awaited_package")
-    importlib.reload(sys.modules["awaited_package"])
-    assert seen == [True]
-    after_import("awaited_package", lambda: seen.append("at once"))
-    assert seen == [True, "at once"]
-    assert len(sys.meta_path) == finders
 
 
 def test_the_format_of_the_files(folders):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from proxsparse import ProxAdamW, ProxOptimizer
+from proxsparse import ProxAdamW, ProxOptimizer, nm_mask
 from proxsparse.optim.schedules import linear_ramp
 
 INPUTS = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -74,3 +74,11 @@ def with_everything(make: Callable[..., Optimizer], model: nn.Module) -> Optimiz
     optimizer = make(model.parameters(), **ADAMW, reg_lambda=0.3, frozen_lambda=0.05, reg_schedule=linear_ramp(6))
     optimizer.set_scale(model[0].weight, torch.linspace(0.5, 2, 8))
     return optimizer
+
+
+def pruned_model(pattern: str = "2:4", dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    model = tiny_model(dtype=dtype)
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.copy_(torch.where(nm_mask(layer.weight.abs(), pattern), layer.weight, -0.0))
+    return model
