@@ -57,9 +57,10 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
         ("llama-2-7b", {"reg_lambda_rel": 0.01}, {"reg_lambda": None, "reg_lambda_rel": 0.01}),
         ("demo", {"objective": "masked"}, {"reg_lambda_rel": 0.006}),  # the default: changes nothing
         ("smollm2-135m", {"objective": "paper"}, {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all"}),
-        ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "start": "pretrained", "average_runs": 1}),
-        ("smollm2-135m", {"forward": "masked"}, {"start": "swap", "average_runs": 3}),
-        ("smollm2-135m", {"forward": "dense"}, {"start": "pretrained", "average_runs": 1}),
+        ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "start": "pretrained", "match_hidden": 0}),
+        ("smollm2-135m", {"forward": "masked"}, {"match_hidden": 16}),
+        ("smollm2-135m", {"forward": "dense"}, {"start": "pretrained", "average_runs": 1, "match_hidden": 0}),
+        ("smollm2-135m", {"update": "all"}, {"match_hidden": 0}),
     ],
 )
 def test_a_flag_takes_back_what_the_recipe_chose_for_another_one(recipe, changes, expected):

@@ -22,13 +22,15 @@ from proxsparse.training.options import OBJECTIVES, SCALING_DEFAULTS
 PROXSPARSE = TrainConfig.method
 MODEL_HELP = "folder of the pruned model, such as the --output_dir of proxsparse train"
 SHARED = tuple(one.name for one in dataclasses.fields(RunConfig))
+MASKED = ("start", "average_runs", "match_hidden")  # chosen for a loss with W0 under the mask
 TRAIN_TYPES = typing.get_type_hints(TrainConfig)
 # If a source changes the key, values of the other flags from sources of lower precedence are dropped: they were chosen
 # for the old value.
 CHOSEN_FOR = {
-    "objective": ("scaling", "forward", "update", *SCALING_DEFAULTS["none"], "start", "average_runs"),
+    "objective": ("scaling", "forward", "update", *SCALING_DEFAULTS["none"], *MASKED),
     "scaling": tuple(SCALING_DEFAULTS["none"]),
-    "forward": ("update", "start", "average_runs"),
+    "forward": ("update", *MASKED),
+    "update": ("match_hidden",),
 }
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))

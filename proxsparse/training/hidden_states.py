@@ -69,7 +69,10 @@ def dense(learned: Iterable[LearnableLayer]) -> Iterator[None]:
 
 
 def hidden_error(states: tuple[Tensor, ...], wanted: tuple[Tensor, ...], real: Tensor) -> Tensor:
-    """Mean over blocks and tokens of ||h - t||^2 / ||t||^2, in fp32; a scalar without unit.
+    """Mean over blocks and tokens of log(1 + ||h - t||^2 / ||t||^2), in fp32; a scalar without unit.
+
+    The logarithm limits the effect of single tokens. Without it, the norm of the gradient rose from 5 to more than
+    1,000 in some steps of SmolLM2-135M.
 
     Args:
         states, wanted: h and t after every block but the last, each [documents, tokens, hidden size].
@@ -78,5 +81,6 @@ def hidden_error(states: tuple[Tensor, ...], wanted: tuple[Tensor, ...], real: T
     errors = []
     for state, target in zip(states, wanted, strict=True):
         target = target.float()
-        errors.append(((state.float() - target).square().sum(-1) / target.square().sum(-1))[real].mean())
+        error = (state.float() - target).square().sum(-1) / target.square().sum(-1)
+        errors.append(error[real].log1p().mean())
     return torch.stack(errors).mean()
