@@ -13,7 +13,9 @@ from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, refuse_other_base, save_masks
 from proxsparse.models.checks import refuse_not_finite
+from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
+from proxsparse.run import hub
 from proxsparse.run.folder import require_space_for
 from proxsparse.run.model_card import applied_card_text
 from proxsparse.runtime.command import Parser
@@ -32,15 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
     read = [place for place in (Path(options.base), path.parent) if place.exists()]
     if target.exists() and any(map(target.samefile, read)):
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of BASE or MASKS; choose another folder")
+    repo = options.push_to_hub and hub.check_repository(options.push_to_hub)
     masks, patterns, recorded = read_masks(path)
     pattern = pattern_name(patterns)
     overwrite, inputs = options.overwrite_output_dir, {"base": options.base, "masks": str(path)}
     with output_folder.opened(target, "apply", vars(options), overwrite=overwrite, inputs=inputs) as folder:
         model, tokenizer = load_model(options.base)
+        refuse_packed(model)
+        refuse_not_finite(model)
         base = base_identity(options.base, model)
         if not options.allow_other_base:
             refuse_other_base(path, base, "MASKS")
-        refuse_not_finite(model)
         apply_masks_(model, masks)
         require_space_for(model, folder.path, {}, model.dtype)
         card = applied_card_text(options.base, recorded.get("base_model", ""), pattern, len(masks), masks_sha256(masks))
@@ -55,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"saved to {options.output_dir}")
     if output_folder.read_result(path.parent).get("updated"):
         print(f"note: the run in {path.parent} also changed the kept weights; this model has the pretrained ones")
+    if repo:
+        hub.upload(target, repo)
     return 0
 
 
@@ -67,6 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--output_dir", required=True, metavar="DIR", help="the folder to write")
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     add("--allow_other_base", action="store_true", help="accept masks that were made for other weights")
+    add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     return parser.parse_args(arguments)
 
 

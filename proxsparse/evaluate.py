@@ -15,6 +15,7 @@ from proxsparse.io.atomic import write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.checks import fit_window, refuse_not_finite
+from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.run.result import finite
 from proxsparse.runtime.command import Parser
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     identity = {"model": options.model, "precision": options.precision}
     refuse_not_finite(model)
     if masks is not None:
+        refuse_packed(model)
         if not options.allow_other_base:
             refuse_other_base(options.masks, base_identity(options.model, model), "--masks")
         apply_masks_(model, masks)

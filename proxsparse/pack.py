@@ -19,6 +19,7 @@ from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, weight_files
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.loading import skeleton
+from proxsparse.run import hub
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
 
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Packs or unpacks tensor by tensor, copies the other files, and prints the sizes. Returns the exit code."""
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
+    repo = options.push_to_hub and hub.check_repository(options.push_to_hub)
     files = files_to_read(source)
     config = disk.read_packed_config(source / CONFIG, packed=options.unpack)
     check_folder(source)
@@ -66,6 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(change("these layers", disk.layer_bytes(layers, found), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")
+    if repo:
+        hub.upload(target, repo)
     return 0
 
 
@@ -116,6 +120,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="largest file, also limits memory; default: 5GB",
     )
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
+    add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     options = parser.parse_args(arguments)
     if options.unpack and (options.include or options.exclude):
         raise InputError("--unpack: unpacks every packed layer; leave out --include and --exclude")

@@ -14,7 +14,7 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 
 # Every module of the package; add a new one here.
 PLACES = {
-    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune report train",
+    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune push report train",
     "allocations": "alphapruning budget owl registry uniform",
     "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
@@ -29,7 +29,7 @@ PLACES = {
     "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
     "plan": "activations architecture cost memory page",
     "reference": "adamw_prox mask pack paper_solvers prox regularizers",
-    "run": "config flags folder job model_card parse recipes report result resume sections",
+    "run": "config flags folder hub job model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
     "training": "adapters checkpoint distillation early_stopping held_layer hidden_states initial_masks "
     "learnable_layer log loop mask_monitor optimizer options scaling",
@@ -44,7 +44,7 @@ LAYERS = {
     "inference": "inference",
     "integrations": "integrations",
     "runs": "run plan",
-    "commands": "__main__ train prune finetune apply evaluate pack report env",
+    "commands": "__main__ train prune finetune apply evaluate pack push report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",), "autoload": ("proxsparse_autoload",)}

@@ -105,7 +105,7 @@ def test_card_front_matter_names_the_base_model_only_from_the_hub(tmp_path, monk
     for model in ("owner/tiny-1b", "/data/jane/tiny", "./models/tiny", "models/tiny", "tiny"):
         _, card = written(make_run(tmp_path, rows(), result(model=model)))
         assert yaml.safe_load(card.split("---\n")[1]) == {
-            **({"base_model": model} if model == "owner/tiny-1b" else {}),
+            **({"base_model": model, "base_model_relation": "quantized"} if model == "owner/tiny-1b" else {}),
             **{"library_name": "transformers", "pipeline_tag": "text-generation"},
             "tags": ["2:4", "semi-structured-sparsity", "pruned", "proxsparse"],
         }

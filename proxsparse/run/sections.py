@@ -1,6 +1,7 @@
 """Markdown sections that the report and the model card share."""
 
 import math
+import shlex
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,26 @@ def duration(seconds: float) -> str:
 def shortened(value: object) -> object:
     """The file name of an absolute path, other values unchanged: published pages should not show home folders."""
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+
+def shortened_command(command: str) -> str:
+    """A command line with the file names of absolute paths only."""
+    try:
+        words = [word.rpartition("=") for word in shlex.split(command)]
+    except ValueError:  # not a command line
+        return ""
+    return shlex.join(f"{flag}{equals}{shortened(value)}" for flag, equals, value in words)
+
+
+def shareable(result: dict) -> dict:
+    """The content of result.json with the file names of absolute paths only."""
+
+    def walk(value):
+        if isinstance(value, dict):
+            return {key: walk(item) for key, item in value.items()}
+        return [walk(item) for item in value] if isinstance(value, list) else shortened(value)
+
+    return walk(result) | {"command": shortened_command(str(result.get("command", "")))}
 
 
 def table(*rows: Sequence[object]) -> str:

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from commands import refused
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from proxsparse import apply, finetune, pack
@@ -71,6 +72,30 @@ def test_another_model(pruned_dir, tiny_llama, tmp_path, capsys):
     kept = load_file(other / "model.safetensors")
     for name, weight in load_file(target / "model.safetensors").items():
         assert ((weight == kept[name]) | (weight == 0)).all()
+
+
+def test_one_changed_weight_is_another_model(pruned_dir, tiny_llama, tmp_path, capsys):
+    other, target = shutil.copytree(tiny_llama, tmp_path / "other"), tmp_path / "model"
+    weights = load_file(other / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][-1, -1] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    refused(capsys, apply.main, [other, pruned_dir, "--output_dir", target], "belong to")
+    old = tmp_path / "masks.safetensors"  # of a version that compared the first weights of each parameter
+    with safe_open(pruned_dir / "masks.safetensors", framework="pt") as file:
+        masks, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    assert metadata.pop("base_weights_sha256")
+    save_file(masks, old, metadata)
+    applied(other, old, target)
+    metadata |= {"base_model": "another"}
+    del metadata["base_sha256"]
+    save_file(masks, old, metadata)
+    refused(capsys, apply.main, [tiny_llama, old, "--output_dir", tmp_path / "none"], "belong to 'another'")
+
+
+def test_a_packed_base_is_refused_with_its_own_remedy(pruned_dir, tmp_path, capsys):
+    assert pack.main([str(pruned_dir), "--output_dir", str(tmp_path / "packed")]) == 0
+    arguments = [tmp_path / "packed", pruned_dir, "--output_dir", tmp_path / "model"]
+    refused(capsys, apply.main, arguments, "not dense", "proxsparse pack MODEL_DIR --unpack")
 
 
 def test_an_existing_result_is_replaced_only_if_asked_for(pruned_dir, tiny_llama, tmp_path, capsys):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import refused
 
-from proxsparse import __main__, _start, env, evaluate, pack, prune, report, train
+from proxsparse import __main__, _start, env, evaluate, pack, prune, push, report, train
 from proxsparse._start import COMMANDS
 from proxsparse.errors import BROKEN_PIPE, INTERRUPTED, InputError, run_command
 from proxsparse.ops.backends import cpp
@@ -56,7 +56,7 @@ def test_help_lists_every_command_and_imports_no_torch():
             ["trian"],
             2,
             "",
-            "error: trian: no such command; choose from train, prune, finetune, apply, evaluate, pack, report, env\n",
+            "error: trian: no such command; choose from train, prune, finetune, apply, evaluate, pack, push, report, env\n",
         ),
     ],
 )
@@ -76,7 +76,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize(("started", "shown"), STARTS.items())
-@pytest.mark.parametrize("main", [train, prune, evaluate, pack, report, env], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("main", [train, prune, evaluate, pack, push, report, env], ids=lambda module: module.__name__)
 def test_a_command_names_itself_as_it_was_started(started, shown, main, monkeypatch, capsys):
     name = main.__name__.rpartition(".")[2]
     monkeypatch.setattr(sys, "argv", [*started.format(name).split(), "--limit", "a b"])

@@ -117,7 +117,7 @@ def test_every_phase_of_a_run_has_its_line(flags, phases, tiny_llama, text_file,
     flags += ["--num_samples", "4", "--seq_len", "16", "--eval_seq_len", "64", "--eval_max_windows", "1"]
     assert run_command(lambda: prune.main(flags)) == 0
     captured = capsys.readouterr()
-    names = ["loading", "checking the weights"]
+    names = ["loading", "checking the weights", "digest of the weights"]
     names += [] if flags[1] == "magnitude" else ["reading", "tokenizing the calibration text"]
     names += ["reading builtin", "tokenizing the evaluation text", "moving the model to cpu"]
     names += ["perplexity of the dense model", *phases.split("|"), "saving the model", "perplexity of the "]
