@@ -30,7 +30,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES + DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
 ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the only new line\n"
-FLAGS_OF_OTHERS = {"--no-build-isolation", "--nproc-per-node", "--nnodes", "--port", "--help"}
+FLAGS_OF_OTHERS = {"--no-build-isolation", "--nproc-per-node", "--nnodes", "--port", "--help", "--private"}
 MADE_LATER = {ROOT / "proxsparse" / "ops" / "tuned.json"}  # on a machine with a GPU
 
 
