@@ -81,10 +81,7 @@ class PackedQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: dL/dx is computed, so layers before a packed layer and your own adapters can be trained.
-
-        LoRA of peft does not support SparseLinear.
-        """
+        """True: dL/dx is computed, so adapters and layers before a packed layer can be trained, see `peft_lora`."""
         return True
 
     @property

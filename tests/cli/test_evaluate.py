@@ -50,10 +50,9 @@ def rows(capsys, *arguments):
 
 def fails(capsys, arguments, *words):
     """The command must print nothing but the error and its phases."""
+    phases = ("loading ", "checking the weights", "digest of the weights", "reading ")
     others = refused(capsys, evaluate.main, arguments, *words)
-    assert all(line.startswith(("loading ", "checking the weights", "digest of", "reading ")) for line in others), (
-        others
-    )
+    assert all(line.startswith(phases) for line in others), others
 
 
 def magnitude_masks(model):

@@ -1,0 +1,63 @@
+"""LoRA adapters of peft on packed layers: y = x W^T + b + (alpha / r) (x A^T) B^T with a packed W.
+
+W is frozen and stays packed; A [r, in_features] and B [out_features, r] are trained. Their product is dense, so it
+cannot be merged into W. `proxsparse finetune --train lora` trains adapters under the mask, which can be merged.
+Source of the adapters: Hu et al. 2021, arXiv 2106.09685.
+"""
+
+import functools
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from proxsparse.inference.linear import SparseLinear
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+SUPPORTED_INIT = (True, False, "gaussian", "orthogonal")  # the others compute A and B from a dense W
+
+
+def register_lora(config: "LoraConfig") -> "LoraConfig":
+    """Lets peft put the adapters of this config around packed layers (`SparseLinear`), and returns the config.
+
+    peft does not save the registration: register the config again when an adapter is loaded. Layers that are not packed
+    get the adapters of peft. Afterwards peft's functions raise ValueError for what needs the dense weight: variants
+    such as DoRA, initializations such as PiSSA, and merging (`merge_and_unload`, `merge_adapter`).
+
+    Args:
+        config: of peft. It names `target_modules`; "all-linear" means layers that are not packed.
+    """
+    config._register_custom_module({SparseLinear: lora_sparse_linear()})
+    return config
+
+
+@functools.cache
+def lora_sparse_linear() -> type[nn.Module]:
+    """The class of the adapters. It is created here because importing peft takes seconds."""
+    from peft.tuners.lora import Linear
+
+    class LoraSparseLinear(Linear):
+        """peft's adapter of a linear layer, around a packed one."""
+
+        def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:  # peft warns about unknown layers
+            return module.in_features, module.out_features
+
+        def update_layer(self, adapter_name: str, *args, config, **kwargs) -> None:
+            """Adds an adapter to the layer. Raises ValueError if it needs the dense weight."""
+            init, variant = config.init_lora_weights, self.resolve_lora_variant(config=config)
+            if init not in SUPPORTED_INIT or variant is not None:
+                what = f"init_lora_weights={init!r}" if variant is None else type(variant).__name__
+                raise ValueError(
+                    f"adapter {adapter_name!r}: {what} needs the dense weight, but the layer is packed; use plain LoRA"
+                )
+            super().update_layer(adapter_name, *args, config=config, **kwargs)
+
+        def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+            """Raises ValueError: the sum of a 2:4 weight and a dense update is not 2:4."""
+            raise ValueError(
+                "an adapter cannot be merged into a packed 2:4 weight; use the adapter unmerged, or unpack the model "
+                "first (proxsparse pack --unpack), or train adapters under the mask (proxsparse finetune --train lora)"
+            )
+
+    return LoraSparseLinear
