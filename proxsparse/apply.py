@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     read = [place for place in (Path(options.base), path.parent) if place.exists()]
     if target.exists() and any(map(target.samefile, read)):
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of BASE or MASKS; choose another folder")
-    repo = options.push_to_hub and hub.check_repository(options.push_to_hub)
+    repo = hub.check_repository(options.push_to_hub)
     masks, patterns, recorded = read_masks(path)
     pattern = pattern_name(patterns)
     overwrite, inputs = options.overwrite_output_dir, {"base": options.base, "masks": str(path)}

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Packs or unpacks tensor by tensor, copies the other files, and prints the sizes. Returns the exit code."""
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
-    repo = options.push_to_hub and hub.check_repository(options.push_to_hub)
+    repo = hub.check_repository(options.push_to_hub)
     files = files_to_read(source)
     config = disk.read_packed_config(source / CONFIG, packed=options.unpack)
     check_folder(source)

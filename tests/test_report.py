@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from proxsparse.errors import InputError, run_command
 from proxsparse.report import main
 from proxsparse.run.report import number, table, write_report
+from proxsparse.run.sections import shareable
 
 PLOTS = {"loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"}
 
@@ -113,6 +114,15 @@ def test_card_front_matter_names_the_base_model_only_from_the_hub(tmp_path, monk
         assert "+0.0" in card
         assert "from_pretrained" in card
         assert "/data/jane" not in card
+
+
+def test_shared_results_do_not_name_the_folders_of_this_machine():
+    command = "proxsparse train --model /home/jane/tiny --data=/home/jane/a.jsonl --output_dir 'runs/my run'"
+    shared = shareable({"command": command, "config": {"data": "/home/jane/a.jsonl", "seed": 1, "include": ["/x/y"]}})
+    assert shared == {
+        "command": "proxsparse train --model tiny --data=a.jsonl --output_dir 'runs/my run'",
+        "config": {"data": "a.jsonl", "seed": 1, "include": ["y"]},
+    }
 
 
 def test_a_running_run_says_so_and_gets_no_card(tmp_path, matplotlib):

@@ -34,10 +34,11 @@ REPLACED = [ONE_FILE, "model-?????-of-?????.safetensors", INDEX, MASKS, RESULT]
 LOGIN = "run `hf auth login` with a token that can write, or set HF_TOKEN"
 
 
-def check_repository(repo: str) -> str:
+def check_repository(repo: str | None) -> str | None:
     """The name OWNER/NAME of a repository, if the token of this machine may write to those of the owner.
 
-    Commands call this before their work begins. Nothing is created.
+    Commands call this with --push_to_hub before their work begins. Nothing is created. None, if the flag is not given,
+    gives None.
 
     Raises:
         InputError: the name is invalid, the token is missing or invalid, it has no rights, or there is no network.
@@ -46,6 +47,8 @@ def check_repository(repo: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
+    if repo is None:
+        return None
     what = f"Hub repository {repo!r}"
     try:
         validate_repo_id(repo)

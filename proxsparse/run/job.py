@@ -65,7 +65,7 @@ def run(config: RunConfig, method: Method | None = None) -> int:
     check_named(config, method)
     device = choose_device(distributed.local_device(config.device))
     distributed.init_process_group(device)
-    repo = on_rank_zero(lambda: config.push_to_hub and hub.check_repository(config.push_to_hub))
+    repo = on_rank_zero(lambda: hub.check_repository(config.push_to_hub))
     with run_folder.opened(config, getattr(config, "command", "prune"), MAY_DIFFER) as folder:
         distributed.require_shared_directory(folder.path)
         code = 0

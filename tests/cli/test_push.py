@@ -152,6 +152,7 @@ def test_a_bad_login_or_name_is_refused_before_the_work_begins(
 
     refuse("a/b/c", "'a/b/c'", "not a valid name", "OWNER/NAME")
     refuse("jane/.x", "not a valid name")
+    refuse("", "not a valid name")
     refuse("someone/model", "jane may not write to it", "choose the owner from jane, lab")
     refuse("club/model", "jane may not write to it")
     monkeypatch.setenv("HF_TOKEN", "hf_read")
