@@ -19,7 +19,7 @@ PLACES = {
     "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert generate glue linear merge packed_checkpoint",
-    "integrations": "peft_lora transformers_quantizer transformers_trainer",
+    "integrations": "peft_lora transformers_quantizer transformers_trainer vllm_config vllm_linear vllm_plugin",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
     "methods": "admm block_masks finetune finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap "
     "walk wanda",
@@ -77,6 +77,7 @@ OWNERS = {
     "plan/architecture.py integrations/transformers_trainer.py integrations/transformers_quantizer.py",
     "safetensors": "io/mask_files.py io/model_files.py methods/finished_blocks.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
+    "vllm": "integrations/vllm_",
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda", "proxsparse._C_cutlass"}
 MAX_LINES = 400

@@ -1,0 +1,75 @@
+"""The quantization_config of packed checkpoints in vLLM; `vllm_plugin` registers it.
+
+vLLM fuses projections along the rows: q, k, v into qkv_proj, gate and up into gate_up_proj. config.json lists the parts.
+"""
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_description
+
+
+class PackedConfig(QuantizationConfig):
+    """The quantization_config of a packed checkpoint. Raises ValueError if this version cannot read it."""
+
+    def __init__(self, entries: dict):
+        super().__init__()
+        check_description(entries)
+        self.layers = list(entries["layers"])
+
+    @classmethod
+    def from_config(cls, config: dict) -> "PackedConfig":
+        return cls(config)
+
+    def get_name(self) -> str:
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0  # the op selects a kernel for the GPU, the reference at least
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # config.json of the model has everything
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:
+        self.layers = hf_to_vllm_mapper.apply_list(self.layers)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The method of a linear layer: packed, or vLLM's dense one; None for other modules.
+
+        Raises:
+            ValueError: only a part of a fused layer is packed, or the layer is packed and is not a linear layer.
+        """
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+        from proxsparse.integrations.vllm_linear import PackedLinearMethod  # late: it is needed by packed models only
+
+        packed = self.is_packed(prefix)
+        if not isinstance(layer, LinearBase):
+            if packed:
+                raise ValueError(
+                    f"{prefix}: the layer is packed, but in vLLM it is a {type(layer).__name__}, which must be dense; "
+                    f"unpack the checkpoint and pack it again with --exclude {prefix.rpartition('.')[2]}"
+                )
+            return None
+        return PackedLinearMethod(prefix) if packed else UnquantizedLinearMethod()
+
+    def is_packed(self, prefix: str) -> bool:
+        """Whether the layer `prefix` of vLLM, all its parts if it is fused, is packed.
+
+        Raises ValueError if some parts are packed and others dense.
+        """
+        parent, _, name = prefix.rpartition(".")
+        parts = [f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(name, [name])]
+        packed = [part for part in parts if part in self.layers]
+        if dense := [part for part in parts if packed and part not in packed]:
+            raise ValueError(
+                f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but {', '.join(dense)} "
+                f"{'is' if len(dense) == 1 else 'are'} dense; pack all of them or none (proxsparse pack --exclude)"
+            )
+        return bool(packed)

@@ -1,0 +1,141 @@
+"""Packed models in vLLM's engine, in the process of the test."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import NEW_TOKENS, PROMPTS, generated_by_transformers, log_probabilities, save_packed
+from safetensors.torch import load_file, save_file
+
+vllm = pytest.importorskip("vllm")
+SMALL = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24}
+PROMPT_IDS = [{"prompt_token_ids": ids} for ids in PROMPTS]
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """start(folder, **options) -> vllm.LLM in this process; at the end of the test it is taken down."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in (environment | {"VLLM_NO_USAGE_STATS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "set_num_threads", torch.set_num_threads)  # vLLM replaces it
+    yield lambda folder, **options: vllm.LLM(
+        str(folder), **SMALL, distributed_executor_backend="uni", **{"dtype": "float32", **options}
+    )
+    gc.collect()
+    cleanup_dist_env_and_memory()
+
+
+def greedy(llm) -> list[list[int]]:
+    """The tokens that follow each of PROMPTS, all prompts at once."""
+    sampling = vllm.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    return [list(result.outputs[0].token_ids) for result in llm.generate(PROMPT_IDS, sampling, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dense_layers"),
+    [("llama", ()), ("qwen2", ("layers.1.self_attn",)), ("qwen2", ("layers.0.mlp", "o_proj")), ("phi3", ())],
+)
+def test_generates_the_same_tokens_as_transformers(tmp_path, start, name, dense_layers):
+    dense, packed = save_packed(tmp_path, name, ("lm_head", *dense_layers))
+    expected = generated_by_transformers(dense)
+    assert len({token for tokens in expected for token in tokens}) > 10
+    llm = start(packed, model_loader_extra_config={"enable_weights_track": True})  # an error for missing tensors
+    assert greedy(llm) == expected
+
+
+def test_dense_models_are_served_as_before(tmp_path, start):
+    dense, _packed = save_packed(tmp_path)
+    assert greedy(start(dense)) == generated_by_transformers(dense)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.05)])
+def test_log_probabilities(tmp_path, start, dtype, tolerance):
+    dense, packed = save_packed(tmp_path, "qwen2")
+    ids = PROMPTS[2]
+    sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (result,) = start(packed, dtype=dtype).generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
+    found = [entry[token].logprob for entry, token in zip(result.prompt_logprobs[1:], ids[1:], strict=True)]
+    assert found == pytest.approx(log_probabilities(dense, ids), abs=tolerance)
+
+
+def test_a_fused_group_of_which_a_part_is_dense_is_refused_by_name(tmp_path, start):
+    _dense, packed = save_packed(tmp_path, flags=["--exclude", "layers.1.mlp.up_proj"])
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.gate_up_proj: .* model\.layers\.1\.mlp\.up_proj is dense"):
+        start(packed)
+
+
+def test_a_packed_output_layer_is_refused_by_name(tmp_path, start):
+    _dense, packed = save_packed(tmp_path, but=())
+    with pytest.raises(ValueError, match="lm_head: the layer is packed, but in vLLM it is a ParallelLMHead"):
+        start(packed)
+
+
+def set_dense_weight(tensors, layer):
+    tensors[f"{layer}.weight"] = torch.zeros(128, 256)
+
+
+def set_zero(tensors, layer):
+    tensors[f"{layer}.indices"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors, layer: tensors.pop(f"{layer}.values"), "values: some are missing or NaN"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "indices out of order"),
+        (set_zero, "indices out of order"),
+        (set_dense_weight, "lists this layer as packed, but the files have a dense weight"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(tmp_path, start, damage, message):
+    _dense, packed = save_packed(tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    damage(tensors, "model.layers.1.mlp.down_proj")
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.down_proj: .*{message}"):
+        start(packed)
+
+
+def test_another_format_version_is_refused(tmp_path, start):
+    _dense, packed = save_packed(tmp_path)
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["format_version"] = 1
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="convert it with proxsparse pack"):
+        start(packed)
+
+
+def test_processes_whose_columns_are_not_a_multiple_of_8_are_refused_by_name():
+    from proxsparse.integrations.vllm_linear import PackedLinearMethod
+
+    method = PackedLinearMethod("model.layers.0.mlp.down_proj")
+    with pytest.raises(ValueError, match=r"down_proj: 2 tensor-parallel processes get 20 of 40 columns"):
+        method.create_weights(torch.nn.Module(), 20, [32], 40, 32, torch.float32, weight_loader=None)
+
+
+def test_register_twice_is_the_same_as_once():
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    from proxsparse.integrations.vllm_config import PackedConfig
+    from proxsparse.integrations.vllm_plugin import register
+
+    register()
+    register()
+    assert QUANTIZATION_METHODS.count("proxsparse") == 1
+    assert get_quantization_config("proxsparse") is PackedConfig
+
+
+def test_without_the_plug_in_a_packed_model_is_an_error(tmp_path):
+    _dense, packed = save_packed(tmp_path)
+    program = f"from vllm import LLM; LLM({str(packed)!r})"
+    environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Unknown quantization method: proxsparse" in result.stderr

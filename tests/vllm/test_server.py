@@ -1,0 +1,86 @@
+"""`vllm serve` with a packed model: the client of OpenAI on the loopback address, one process and two."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from models import NEW_TOKENS, PROMPTS, generated_by_transformers, save_packed
+
+pytest.importorskip("vllm")
+FLAGS = [
+    "--dtype",
+    "float32",
+    "--enforce-eager",
+    "--max-model-len",
+    "64",
+    "--max-num-seqs",
+    "4",
+    "--kv-cache-memory-bytes",
+    "16777216",
+]
+START_SECONDS = 400  # on two busy cores
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_healthy(server: subprocess.Popen, url: str) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"vllm serve did not start: exit code {server.poll()}")
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(folder, *flags) -> (process, URL) of a running server; at the end of the test all its processes are killed."""
+    servers = []
+
+    def start(folder: Path, *flags: str) -> tuple[subprocess.Popen, str]:
+        port = free_port()
+        command = [Path(sys.executable).with_name("vllm"), "serve", folder, "--host", "127.0.0.1", "--port", port]
+        environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+        command = [str(part) for part in (*command, *FLAGS, *flags)]
+        servers.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        wait_until_healthy(servers[-1], url := f"http://127.0.0.1:{port}")
+        return servers[-1], url
+
+    yield start
+    for server in servers:
+        try:
+            os.killpg(server.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_vllm_serve_answers_the_client_of_openai(tmp_path, serve, processes):
+    from openai import OpenAI
+
+    dense, packed = save_packed(tmp_path, "qwen2", ("lm_head", "layers.1.self_attn"))
+    server, url = serve(packed, "--tensor-parallel-size", str(processes), "--served-model-name", "tiny")
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+    options = {"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    answer = client.completions.create(prompt=PROMPTS, extra_body=extra, **options)
+    assert [choice.token_ids for choice in answer.choices] == generated_by_transformers(dense)
+    stream = client.completions.create(prompt=PROMPTS[0], extra_body=extra, stream=True, **options)
+    assert "".join(part.choices[0].text for part in stream) == answer.choices[0].text
+
+    server.send_signal(signal.SIGINT)
+    server.wait(60)
