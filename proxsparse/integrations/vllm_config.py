@@ -1,6 +1,6 @@
 """The quantization_config of packed checkpoints in vLLM; `vllm_plugin` registers it.
 
-vLLM fuses projections along the rows: q, k, v into qkv_proj, gate and up into gate_up_proj. config.json lists the parts.
+vLLM fuses projections: q, k, v into qkv_proj, gate and up into gate_up_proj. config.json lists the parts.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Packed linear layers in vLLM.
 
-The packed format has whole rows, and each byte of the indices belongs to 8 columns of the weight. So the parts of a fused
-layer and the parts of a tensor-parallel process are slices of `values` and `indices`.
+Rows are packed one by one, and each byte of the indices belongs to 8 columns of the weight. So the parts of a fused
+layer, and those of tensor-parallel processes, are slices of `values` and `indices`.
 """
 
 import torch

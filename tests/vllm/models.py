@@ -1,5 +1,7 @@
 """Tiny models with attention heads of a size that vLLM supports on CPUs, and what transformers generates with them."""
 
+from functools import partial
+
 import torch
 from pruned import prune_
 from tiny_models import byte_tokenizer, tiny_model
@@ -30,8 +32,9 @@ def generated_by_transformers(folder) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in PROMPTS]
+    model.generation_config.eos_token_id = None
+    generate = partial(model.generate, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return [generate(torch.tensor([ids]))[0, len(ids) :].tolist() for ids in PROMPTS]
 
 
 @torch.no_grad()
