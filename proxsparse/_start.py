@@ -18,6 +18,7 @@ COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
     "evaluate": "measure perplexity and zero-shot accuracy",
     "pack": "pack the 2:4 layers of a pruned model, or unpack them",
     "push": "upload a pruned model, or its masks alone, to the Hugging Face Hub",
+    "serve": "serve a packed model with an OpenAI-compatible API",
     "report": "regenerate the report and the plots of a run",
     "env": "print versions and the backend of each operation on this machine",
 }

@@ -14,12 +14,13 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 
 # Every module of the package; add a new one here.
 PLACES = {
-    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune push report train",
+    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune push report serve train",
     "allocations": "alphapruning budget owl registry uniform",
     "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert generate glue linear merge packed_checkpoint",
-    "integrations": "peft_lora transformers_quantizer transformers_trainer vllm_config vllm_linear vllm_plugin",
+    "integrations": "peft_lora transformers_quantizer transformers_server transformers_trainer vllm_config "
+    "vllm_linear vllm_plugin",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
     "methods": "admm block_masks finetune finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap "
     "walk wanda",
@@ -44,7 +45,7 @@ LAYERS = {
     "inference": "inference",
     "integrations": "integrations",
     "runs": "run plan",
-    "commands": "__main__ train prune finetune apply evaluate pack push report env",
+    "commands": "__main__ train prune finetune apply evaluate pack push serve report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",), "autoload": ("proxsparse_autoload",)}
@@ -61,7 +62,7 @@ SEES = {
     "integrations": ("base", "ops", "optim", "parts", "jobs", "inference", "autoload"),
     "public names": ("base", "ops", "optim", "inference", "integrations"),
     "runs": ("base", "ops", "optim", "parts", "jobs", "inference"),
-    "commands": ("base", "ops", "optim", "public names", "parts", "jobs", "inference", "runs"),
+    "commands": ("base", "ops", "optim", "public names", "parts", "jobs", "inference", "integrations", "runs"),
 }
 # What comes with `import proxsparse` has to do with torch alone.
 TORCH_ONLY = ("ops", "optim", "public names", "inference")

@@ -1,0 +1,104 @@
+"""The server of transformers, limited to one packed model.
+
+What differs from `transformers serve DIR`: /load_model loads no other model, /v1/models lists the model, a prompt is
+never longer than the positions of the model, and a request that cannot be answered is an error 400 in the form of the
+OpenAI API.
+"""
+
+import time
+
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
+from transformers.cli.serve import Serve
+from transformers.cli.serving.utils import GenerateManager
+
+import proxsparse.integrations.transformers_quantizer  # noqa: F401 (registers the packed format)
+
+# What a request can cause: a missing or wrong field, no chat template in the tokenizer, roles that it does not accept.
+BAD_REQUEST = (HTTPException, ValueError, KeyError, TypeError, TemplateError)
+
+
+class PackedServer(Serve):
+    """Loads the model and listens in a thread of its own.
+
+    Args:
+        name: the model's folder in the current directory; clients ask for it by this name.
+        settings: of transformers' `Serve`: host, port, device.
+    """
+
+    def __init__(self, name: str, **settings):
+        self.name = name
+        super().__init__(name, non_blocking=True, **settings)
+
+    def start_server(self) -> None:
+        """Called by transformers when the model is loaded: makes the changes and starts the thread."""
+        manager, pinned = self._model_manager, self._model_manager.process_model_name(self.name)
+        load, entry = manager.load_model_and_processor, {"id": self.name, "object": "model", "owned_by": ""}
+        entry["created"] = int(time.time())
+
+        def load_pinned(name: str, *arguments, **keywords):
+            if name != pinned:
+                raise ValueError(f"this server has only the model {self.name!r}")
+            return load(name, *arguments, **keywords)
+
+        manager.load_model_and_processor, manager.get_gen_models = load_pinned, lambda: [entry]
+        self._generation_state._generate_managers[pinned] = BoundedManager()
+        for kind in BAD_REQUEST:
+            self.server.config.app.add_exception_handler(kind, bad_request)
+        super().start_server()
+
+    def wait_until_listening(self) -> str | None:
+        """The address, http://HOST:PORT, when the server accepts requests; None if it cannot listen."""
+        while not self.server.started:
+            if not self._thread.is_alive():
+                return None
+            time.sleep(0.02)
+        host, port = self.server.servers[0].sockets[0].getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def wait(self) -> None:
+        """Returns when the server has stopped."""
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Stops the server without waiting for the requests in progress."""
+        self.server.should_exit = self.server.force_exit = True
+        self._thread.join(timeout=5)
+
+
+class BoundedManager(GenerateManager):
+    """Generates one answer after the other; refuses what does not fit into the positions of the model."""
+
+    def generate_streaming(self, model, processor, inputs, gen_config, **more):
+        """As in transformers, after `fit`."""
+        fit(model, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, **more)
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, **more):
+        """As in transformers, after `fit`."""
+        fit(model, inputs, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, **more)
+
+
+def fit(model, inputs, gen_config) -> None:
+    """Ends the answer at the last position of the model.
+
+    Raises ValueError if the prompt is empty or leaves no position for a new token.
+    """
+    tokens = inputs["input_ids"].shape[-1]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if tokens == 0:
+        raise ValueError("the prompt is empty")
+    if positions is not None:
+        if tokens >= positions:
+            raise ValueError(f"the prompt has {tokens} tokens, but the model has {positions} positions; shorten it")
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens or positions, positions - tokens)
+
+
+async def bad_request(_request: Request, error: Exception) -> JSONResponse:
+    """The answer to a request that raised `error`."""
+    text = error.detail if isinstance(error, HTTPException) else " ".join(str(error).split())
+    text = f"missing or unknown: {text}" if isinstance(error, KeyError) else text
+    code = getattr(error, "status_code", 400)
+    return JSONResponse({"error": {"message": text, "type": "invalid_request_error"}}, status_code=code)

@@ -1,0 +1,96 @@
+"""`proxsparse serve`: the server of transformers, which has an OpenAI-compatible API, for a packed checkpoint."""
+
+import argparse
+import atexit
+import os
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED, InputError, Terminated, run_command
+from proxsparse.inference import convert
+from proxsparse.inference import packed_checkpoint as disk
+from proxsparse.io.model_files import check_folder, headers, read_object, weight_files
+from proxsparse.models.loading import skeleton
+from proxsparse.runtime.command import Parser
+from proxsparse.runtime.device import choose_device
+
+DESCRIPTION = """\
+Serve a packed checkpoint with the server of transformers: /v1/chat/completions and /v1/completions of the OpenAI API,
+with streaming. Clients name the model as the folder is named; other models are refused. Ctrl-C stops the server."""
+PACKAGES = ("fastapi", "uvicorn", "openai", "accelerate")
+INSTALL = 'pip install "proxsparse[serve]"'
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Checks the folder and the address, loads the model, and serves it until Ctrl-C."""
+    options = parse(arguments)
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        raise InputError(f"serve needs {', '.join(missing)}; {INSTALL}")
+    folder = Path(os.path.abspath(options.model))
+    check_packed(folder)
+    check_address(options.host, options.port)
+    device = choose_device(options.device)
+    os.chdir(folder.parent)  # transformers' server answers only to the name that it loads
+    from proxsparse.integrations.transformers_server import PackedServer  # imports the optional packages
+
+    server = PackedServer(folder.name, host=options.host, port=options.port, device=str(device))
+    try:
+        address = server.wait_until_listening()
+        if address is None:
+            return FAILED  # uvicorn has printed the reason
+        print(f"serving {options.model} as the model {folder.name!r} at {address}/v1; Ctrl-C stops", flush=True)
+        server.wait()
+    except KeyboardInterrupt as stop:
+        server.stop()
+        # A thread of transformers may be inside `generate`; Python's own exit would abort with it.
+        atexit.register(os._exit, TERMINATED if isinstance(stop, Terminated) else INTERRUPTED)
+        raise
+    return 0
+
+
+def check_packed(folder: Path) -> None:
+    """Raises ValueError, with the remedy, unless the folder is a complete packed checkpoint."""
+    name = str(folder)
+    if not folder.is_dir():
+        raise InputError(f"{name!r}: no such folder; give the output folder of proxsparse pack")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{name!r}: config.json is missing; give the output folder of proxsparse pack")
+    if set(folder.name) & set("@:"):
+        raise InputError(f"{name!r}: a model name with @ or : means a revision or a file; rename the folder")
+    check_folder(folder)
+    found, model = headers(weight_files(folder)), skeleton(folder)
+    entry = read_object(folder / "config.json").get("quantization_config")
+    if entry is None:
+        convert.layers_to_pack(found, model)  # raises ValueError if the model is not 2:4
+        raise InputError(f"{name!r}: 2:4, but not packed; run proxsparse pack {folder.name} --output_dir NEW, serve NEW")
+    disk.check_description(entry)
+    convert.packed_layers(found, model, entry["layers"])
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises InputError if the server cannot listen there."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        raise InputError(f"--host {host} --port {port}: {error}; choose another --port or --host") from error
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("serve", description=DESCRIPTION)
+    add = parser.add_argument
+    add("model", metavar="DIR", help="output folder of `proxsparse pack`")
+    add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine only")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port; default: 8000")
+    add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
