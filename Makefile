@@ -11,7 +11,7 @@ CONSTRAINTS := constraints.txt
 BIN         := $(VENV)/bin
 PIP         := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PINNED      := $(VENV)/constraints.txt
-PACKAGES    := -c $(PINNED) -e '.[eval,gguf,report,test,lint]'
+PACKAGES    := -c $(PINNED) -e '.[eval,gguf,report,serve,test,lint]'
 VENVS       := .venv .venv-oldest .venv-vllm
 
 .PHONY: help prune test test-full test-oldest test-vllm lint docs setup clean

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED, InputError, Terminated, run_command
+from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED, InputError, Terminated, require, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.io.model_files import check_folder, headers, read_object, weight_files
@@ -65,7 +65,7 @@ def check_packed(folder: Path) -> None:
     entry = read_object(folder / "config.json").get("quantization_config")
     if entry is None:
         convert.layers_to_pack(found, model)  # raises ValueError if the model is not 2:4
-        raise InputError(f"{name!r}: 2:4, but not packed; run proxsparse pack {folder.name} --output_dir NEW, serve NEW")
+        raise InputError(f"{name!r}: 2:4, but not packed; run proxsparse pack FOLDER --output_dir NEW, serve NEW")
     disk.check_description(entry)
     convert.packed_layers(found, model, entry["layers"])
 
@@ -77,7 +77,7 @@ def check_address(host: str, port: int) -> None:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
             probe.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise InputError(f"--host {host} --port {port}: {error}; choose another --port or --host") from error
 
 
@@ -89,7 +89,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine only")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port; default: 8000")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    require("port", options.port, 0 <= options.port < 2**16, "from 0 to 65535")
+    return options
 
 
 if __name__ == "__main__":

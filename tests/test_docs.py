@@ -17,7 +17,7 @@ import torch
 from pruned import prune_
 from tiny_models import byte_tokenizer, tiny_model
 
-from proxsparse import NMPattern, apply, evaluate, pack, push, sparsify_
+from proxsparse import NMPattern, apply, evaluate, pack, push, serve, sparsify_
 from proxsparse._start import COMMANDS
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
@@ -174,6 +174,8 @@ def parse(command: str, *arguments: str) -> None:
             pack.parse(list(arguments))
         case "push":
             push.parse(list(arguments))
+        case "serve":
+            serve.parse(list(arguments))
         case "report":
             assert len(arguments) == 1
         case _:
@@ -199,7 +201,7 @@ def known_flags() -> set[str]:
     """The flags of all commands, benchmarks and tests."""
     options = {option for action in prune_parser()._actions for option in action.option_strings}
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
-    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "push")]
+    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "push", "serve")]
     sources = "\n".join(path.read_text() for path in files)
     flags = (
         {f"--{one.name}" for config in (TrainConfig, FinetuneConfig) for one in fields(config)}

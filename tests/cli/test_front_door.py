@@ -56,7 +56,7 @@ def test_help_lists_every_command_and_imports_no_torch():
             ["trian"],
             2,
             "",
-            f"error: trian: no such command; choose from {', '.join(_start.COMMANDS)}\n",
+            f"error: trian: no such command; choose from {', '.join(COMMANDS)}\n",
         ),
     ],
 )

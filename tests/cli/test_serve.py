@@ -1,0 +1,233 @@
+"""`proxsparse serve`: a live server on the loopback address, asked with the openai client; what it refuses; its end."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from commands import refused
+from pruned import packed_copy
+from tiny_models import byte_tokenizer, save_tiny_model
+
+from proxsparse import serve
+from proxsparse.errors import INTERRUPTED, TERMINATED, run_command
+from proxsparse.models.loading import load_model
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+TOKENS, POSITIONS = 8, 128  # of an answer; of the tiny model
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The dense and the packed folder of a tiny llama in fp32, with a chat template."""
+    folders = packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folders[1])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def expected(folders):
+    """expected(prompt) -> what greedy `generate` of the dense model answers."""
+    model, tokenizer = load_model(str(folders[0]))
+
+    def answer(prompt: str) -> str:
+        ids = tokenizer(prompt, return_tensors="pt")
+        new = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False)[0, ids["input_ids"].shape[-1] :]
+        return tokenizer.decode(new, skip_special_tokens=True)
+
+    return answer
+
+
+def address_in(log, is_alive, seconds=120) -> str:
+    """The address that the server prints when it listens."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and is_alive():
+        if found := re.search(r"\bserving .* at (http://127.0.0.1:\d+/v1); Ctrl-C stops\n", log.read_text()):
+            return found[1]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+def client_of(address: str):
+    return openai.OpenAI(base_url=address, api_key="any", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    """A client of a server in a forked process, which must end with exit code 130 when it is interrupted."""
+    log = tmp_path_factory.mktemp("log") / "log"
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+            with log.open("w", buffering=1) as file:
+                sys.stdout = sys.stderr = file
+                code = run_command(lambda: serve.main([str(folders[1]), "--port", "0"]))
+        finally:
+            os._exit(code)
+    yield client_of(address_in(log, lambda: os.waitpid(child, os.WNOHANG) == (0, 0)))
+    os.kill(child, signal.SIGINT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == INTERRUPTED
+    assert "interrupted" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def ask(client, prompt: str, **more) -> str:
+    """The answer to a prompt, greedy."""
+    settings = {"model": "packed", "max_tokens": TOKENS, "temperature": 0, **more}
+    return client.completions.create(prompt=prompt, **settings).choices[0].text
+
+
+def stream(client, prompt: str, **more):
+    """The parts of an answer."""
+    settings = {"model": "packed", "max_tokens": TOKENS, "temperature": 0, **more}
+    return (part.choices[0].text for part in client.completions.create(prompt=prompt, stream=True, **settings))
+
+
+def test_answers_are_those_of_generate(server, expected):
+    assert [model.id for model in server.models.list()] == ["packed"]
+    assert ask(server, "hello") == expected("hello")
+    assert "".join(stream(server, "hello")) == expected("hello")
+    chat = {"model": "packed", "max_tokens": TOKENS, "temperature": 0, "messages": [{"role": "user", "content": "hi"}]}
+    assert server.chat.completions.create(**chat).choices[0].message.content == expected("hi")
+    parts = [part.choices[0].delta.content for part in server.chat.completions.create(**chat, stream=True)]
+    assert "".join(filter(None, parts)) == expected("hi")
+
+
+def test_several_requests_at_a_time(server, expected):
+    prompts = [f"request {number}" for number in range(8)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda prompt: ask(server, prompt), prompts))
+    assert answers == [expected(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"prompt": "x" * POSITIONS}, "the prompt has 128 tokens, but the model has 128 positions"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"model": "gpt2"}, "pinned to 'packed'"),
+        ({"extra_body": {"temperature": "hot"}}, "'hot'"),
+        ({"extra_body": {"colour": "red"}}, "colour"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_a_clear_error(request_, words, streaming, server):
+    with pytest.raises(openai.APIStatusError, match=re.escape(words)) as raised:
+        list(stream(server, **{"prompt": "x"} | request_) if streaming else ask(server, **{"prompt": "x"} | request_))
+    assert raised.value.status_code in (400, 422)
+
+
+def post(server, path: str, **body) -> str:
+    """The answer to a request that the openai client does not send."""
+    return server.post(path, body=body, cast_to=str)
+
+
+def test_other_bad_requests(server):
+    with pytest.raises(openai.BadRequestError, match="no tools here"):  # from the model's chat template
+        server.chat.completions.create(model="packed", messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}])
+    with pytest.raises(openai.BadRequestError, match="missing or unknown: 'messages'"):
+        post(server, "/chat/completions", model="packed")
+    assert "only the model 'packed'" in post(server, "/../load_model", model="gpt2")
+    assert json.loads(post(server, "/../load_model", model="packed").removeprefix("data: "))["status"] == "ready"
+
+
+def test_an_answer_ends_at_the_last_position(server):
+    answer = server.completions.create(model="packed", prompt="x" * 125, temperature=0, max_tokens=TOKENS)
+    assert answer.usage.total_tokens == POSITIONS
+    assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_100_requests_at_once_while_a_client_leaves(server, expected):
+    prompts = [f"request {number % 5}" for number in range(100)]
+    leaving = client_of(str(server.base_url))
+    next(stream(leaving, "a long answer", max_tokens=100))
+    leaving.close()
+    impatient = client_of(str(server.base_url)).with_options(timeout=0.05)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = pool.map(lambda prompt: ask(server, prompt), prompts)
+        with contextlib.suppress(openai.APITimeoutError):
+            ask(impatient, "not waiting", max_tokens=100)
+        assert list(answers) == [expected(prompt) for prompt in prompts]
+    assert ask(server, "hello") == expected("hello")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
+def test_a_signal_ends_the_process_while_it_answers(number, code, folders, tmp_path):
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "proxsparse", "serve", str(folders[1]), "--port", "0"]
+        default = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        process = subprocess.Popen(command, stdout=log, stderr=log, **default)
+    try:
+        address = address_in(tmp_path / "log", lambda: process.poll() is None)
+        client = client_of(address)
+        failed = []
+
+        def ask_long() -> None:
+            try:
+                ask(client, "x", max_tokens=POSITIONS)
+            except openai.APIConnectionError as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=ask_long) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        next(stream(client, "x"))  # the server is answering
+        process.send_signal(number)
+        assert process.wait(timeout=20) == code
+        for thread in threads:
+            thread.join()
+    finally:
+        process.kill()
+        process.wait()
+    with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2].removesuffix("/v1")))):
+        pass  # the port is free
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):
+    dense, packed = folders
+    unpruned = save_tiny_model("llama", tmp_path / "unpruned")
+    cut, missing, odd = (shutil.copytree(packed, tmp_path / name) for name in ("cut", "missing", "a@b"))
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-10])
+    (missing / "model.safetensors").unlink()
+    for folder, words in {
+        dense: ["2:4, but not packed", "proxsparse pack"],
+        unpruned: ["nothing to pack", "proxsparse prune"],
+        cut: ["model.safetensors", "truncated", "download"],
+        missing: ["model.safetensors is missing"],
+        odd: ["a@b", "rename"],
+        tmp_path / "absent": ["no such folder", "proxsparse pack"],
+        tmp_path: ["config.json is missing", "proxsparse pack"],
+    }.items():
+        refused(capsys, serve.main, [folder, "--port", "0"], *words)
+
+
+def test_other_refusals(folders, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        refused(capsys, serve.main, [folders[1], "--port", port], f"--port {port}", "in use", "choose another --port")
+    refused(capsys, serve.main, [folders[1], "--port", "65536"], "--port 65536", "from 0 to 65535")
+    refused(capsys, serve.main, [folders[1], "--device", "sea"], "--device sea")
+    monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "no_such_package"))
+    refused(capsys, serve.main, [folders[1]], "needs no_such_package", 'pip install "proxsparse[serve]"')
