@@ -75,9 +75,10 @@ OWNERS = {
     "datasets": "data/sources.py",
     "lm_eval": "evaluation/zero_shot.py",
     "transformers": "models/loading.py models/unfold_linears.py inference/generate.py run/config.py "
-    "plan/architecture.py integrations/transformers_trainer.py integrations/transformers_quantizer.py",
+    "plan/architecture.py integrations/transformers_",
     "safetensors": "io/mask_files.py io/model_files.py methods/finished_blocks.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
+    "fastapi": "integrations/transformers_server.py",
     "vllm": "integrations/vllm_",
 }
 COMPILED = {"proxsparse._C", "proxsparse._C_cuda", "proxsparse._C_cutlass"}
