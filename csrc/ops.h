@@ -62,9 +62,9 @@ bool pack_n4(const at::Tensor& weight, int64_t n, const at::Tensor& values, cons
 // The inverse: overwrites weight. Places that are not in ascending order give wrong weights, but no invalid access.
 void unpack_n4(const at::Tensor& values, const at::Tensor& indices, int64_t n, const at::Tensor& weight);
 
-// y <- x W^T + bias with a packed 2:4 W [out_features, in_features], accumulated in float32. Numbers of x at weights
-// that are not kept have no effect, even if they are infinite or NaN. A CPU that multiplies pairs of bfloat16 treats
-// subnormal numbers as zero.
+// y <- x W^T + bias with a packed 2:4 W [out_features, in_features], accumulated in float32. For few rows, numbers of x
+// at weights that are not kept have no effect, even if they are infinite or NaN; many rows are multiplied by the
+// unpacked weight. A CPU that multiplies pairs of bfloat16 treats subnormal numbers as zero.
 //   x        [rows, in_features]; float32 or bfloat16
 //   values   [out_features, in_features / 2], dtype of x
 //   indices  uint8, [out_features, ceil(in_features / 8)]

@@ -29,7 +29,25 @@ struct SparseLinearCall {
 
 constexpr int kTile = 4;  // output features that are computed together
 
-// Each serves the chunks, blocks, rows of the weight, or tiles of output features from begin to end.
+// x [rows, units], in which a unit is 32 bits, in the order in which sparse_gemm reads it.
+struct RowPanelsCall {
+  const void* x;
+  uint32_t* panels;  // [panels, units, panel_rows]
+  int64_t rows, units;
+};
+
+constexpr int kDepth = 320;           // units of x that are multiplied by one group after the other: up to 40 KB
+constexpr int kGroupsTogether = 4;    // groups of output features that are unpacked together
+constexpr int kUnpackedUnits = 2048;  // of each of their output features: up to 384 KB in total, for the L2 cache
+
+struct SparseGemmCall {
+  SparseLinearCall linear, rest;  // all rows, and the rows after the panels
+  const uint32_t* x_panels;
+  int64_t panels;
+};
+
+// Each serves the chunks, blocks, rows of the weight, panels of x, or tiles or groups of output features from begin to
+// end.
 struct Kernels {
   void (*prox[kDtypes])(const ProxCall&, int64_t begin, int64_t end);
   void (*adamw_prox[kDtypes])(const AdamWProxCall&, int64_t begin, int64_t end);
@@ -39,7 +57,11 @@ struct Kernels {
   void (*masked_weight_float32_bfloat16)(const MaskedWeightCall&, int64_t begin, int64_t end);
   void (*unpack_24[kDtypes])(const PackCall&, int64_t begin, int64_t end);
   void (*sparse_linear[kDtypes])(const SparseLinearCall&, int64_t begin, int64_t end);
-  bool sparse_linear_reads_bfloat16;  // x may be bfloat16 if the values are
+  void (*row_panels)(const RowPanelsCall&, int64_t begin, int64_t end);
+  // The scratch has kGroupsTogether * group_features * (kUnpackedUnits + panels * panel_rows) units.
+  void (*sparse_gemm[kDtypes])(const SparseGemmCall&, uint32_t* scratch, int64_t begin, int64_t end);
+  int64_t panel_rows, group_features;  // rows of x in a panel, output features in a group
+  bool reads_bfloat16;                 // x may be bfloat16 if the values are
 };
 
 extern const Kernels kDefaultKernels, kAvx2Kernels, kAvx512Kernels, kAvx512Bf16Kernels;

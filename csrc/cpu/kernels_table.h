@@ -4,6 +4,7 @@
 #include "adamw_prox_chunks.h"
 #include "mask_blocks.h"
 #include "prox_chunks.h"
+#include "sparse_gemm.h"
 #include "sparse_linear_tiles.h"
 #include "unpack_rows.h"
 
@@ -22,6 +23,10 @@ constexpr Kernels kKernels = {
     masked_weight_chunks<Float32, BFloat16>,
     {unpack_24_rows<uint32_t>, unpack_24_rows<uint64_t>, unpack_24_rows<uint16_t>, unpack_24_rows<uint16_t>},
     {sparse_linear_tiles<Float32>, nullptr, sparse_linear_tiles<BFloat16>, nullptr},
+    row_panels,
+    {sparse_gemm_groups<Float32>, nullptr, sparse_gemm_groups<BFloat16>, nullptr},
+    kPanelRows,
+    kGroupFeatures,
     kReadsBFloat16,
 };
 

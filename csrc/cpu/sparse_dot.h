@@ -56,6 +56,8 @@ struct InFloat32 {
     }
   }
   static PROXSPARSE_INLINE Sums multiply_add(Sums sums, Numbers values, Numbers x) { return sums + values * x; }
+  static PROXSPARSE_INLINE Numbers load_units(const uint32_t* units) { return Numbers::load(units); }
+  static PROXSPARSE_INLINE Numbers broadcast_unit(uint32_t unit) { return Numbers(std::bit_cast<float>(unit)); }
 
 #if PROXSPARSE_VECTOR_BYTES == 64
   using Places = __m512i;
@@ -134,6 +136,8 @@ struct InBFloat16 {
     sums.lanes.raw = _mm512_dpbf16_ps(sums.lanes.raw, (__m512bh)values, (__m512bh)x);
     return sums;
   }
+  static PROXSPARSE_INLINE Numbers load_units(const uint32_t* units) { return _mm512_loadu_si512(units); }
+  static PROXSPARSE_INLINE Numbers broadcast_unit(uint32_t unit) { return _mm512_set1_epi32(unit); }
   using Places = __m512i;
   static PROXSPARSE_INLINE Places load_places(const uint8_t* indices) {
     const auto& table = kGatherTable<uint16_t, 32, 16>;

@@ -111,30 +111,33 @@ PROXSPARSE_INLINE void unpack_step(const Storage* values, const uint8_t* indices
 
 #endif
 
+// One row. Weight i is written to to(i); the next ones follow it, up to a multiple of 64 bytes.
+template <typename Storage, typename To>
+PROXSPARSE_INLINE void unpack_24_row(const Storage* values, const uint8_t* indices, int64_t in_features, To to) {
+  constexpr int step = kStep<Storage>;
+  KeptWeights kept;
+  for (int64_t first = 0; first < in_features; first += kSegment) {
+    const int count = in_features - first < kSegment ? in_features - first : kSegment;
+    kept.load(indices + first / 8, (count + 7) / 8);
+    int i = 0;
+    for (; i + step <= count; i += step) unpack_step(values + (first + i) / 2, kept.bytes + i / 8, to(first + i));
+    if (i < count) {
+      Storage last_values[step / 2] = {}, last[step];
+      std::memcpy(last_values, values + (first + i) / 2, (count - i) / 2 * sizeof(Storage));
+      unpack_step(last_values, kept.bytes + i / 8, last);
+      std::memcpy(to(first + i), last, (count - i) * sizeof(Storage));
+    }
+  }
+}
+
 // Rows `begin` to `end`.
 template <typename Storage>
 void unpack_24_rows(const PackCall& call, int64_t begin, int64_t end) {
-  constexpr int step = kStep<Storage>;
   const int64_t in_features = call.in_features, row_bytes = (in_features + 7) / 8;
   for (int64_t row = begin; row < end; ++row) {
-    const auto* values = static_cast<const Storage*>(call.values) + row * in_features / 2;
     auto* weight = static_cast<Storage*>(call.weight) + row * in_features;
-    const uint8_t* indices = call.indices + row * row_bytes;
-    KeptWeights kept;
-    for (int64_t first = 0; first < in_features; first += kSegment) {
-      const int count = in_features - first < kSegment ? in_features - first : kSegment;
-      kept.load(indices + first / 8, (count + 7) / 8);
-      int i = 0;
-      for (; i + step <= count; i += step) {
-        unpack_step(values + (first + i) / 2, kept.bytes + i / 8, weight + first + i);
-      }
-      if (i < count) {
-        Storage last_values[step / 2] = {}, last[step];
-        std::memcpy(last_values, values + (first + i) / 2, (count - i) / 2 * sizeof(Storage));
-        unpack_step(last_values, kept.bytes + i / 8, last);
-        std::memcpy(weight + first + i, last, (count - i) * sizeof(Storage));
-      }
-    }
+    unpack_24_row(static_cast<const Storage*>(call.values) + row * in_features / 2, call.indices + row * row_bytes,
+                  in_features, [=](int64_t i) { return weight + i; });
   }
 }
 

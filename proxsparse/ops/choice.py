@@ -28,7 +28,7 @@ from proxsparse.ops.tuning import device_kind, nearest
 MEASURED = Path(__file__).with_name("measured.json")
 REFERENCE, ORDER = "reference", " > "
 # Without measurements: (rows,) -> backends. Few rows are memory-bound, and every sparse kernel reads less memory. For
-# many rows cpp computes the same as the reference, one slab at a time.
+# many rows cpp unpacks into the cache, the reference into memory.
 UNMEASURED = {
     "cpu": {(1,): "cpp > reference"},
     "cuda": {(1,): "gemv > cutlass > reference", (16,): "gemv > cutlass > reference", (64,): "cutlass > reference"},

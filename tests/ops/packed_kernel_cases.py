@@ -19,6 +19,7 @@ from proxsparse.reference import pack
 
 IN_FEATURES = [*range(4, 140, 4), 252, 256, 260, 508, 512, 516, 576, 1028]
 OUT_AND_ROWS = [(1, 1), (4, 1), (9, 1), (5, 2), (3, 3), (8, 4), (7, 5), (2, 17)]
+MANY_ROWS = [(1, 29), (13, 33), (50, 32), (12, 61)]  # unpacked: parts of groups and panels, and rows after them
 
 
 def check_pack(dtype, in_features, at_end):
@@ -50,7 +51,7 @@ def main():
         for in_features in IN_FEATURES:
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                 check_pack(dtype, in_features, at_end)
-            for number, (out_features, rows) in enumerate(OUT_AND_ROWS):
+            for number, (out_features, rows) in enumerate(OUT_AND_ROWS + MANY_ROWS):
                 if number % 4 == in_features // 16 % 4 or in_features > 500:  # each pair meets every remainder of 16
                     check_linear(torch.float32, in_features, out_features, rows, at_end)
                     check_linear(torch.bfloat16, in_features, out_features, rows, at_end)

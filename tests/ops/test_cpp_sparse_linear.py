@@ -28,16 +28,13 @@ def test_exact_and_within_its_memory_with_every_instruction_set(capability, comp
         pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")
 
 
-@pytest.mark.parametrize("few_rows", [-1, 1000], ids=["slabs", "few rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_few_rows_and_slabs_of_any_strides(dtype, few_rows, compiled, monkeypatch):
-    monkeypatch.setattr(cpp, "FEW_ROWS", dict.fromkeys(DTYPES, few_rows))
-    monkeypatch.setattr(cpp, "SLAB_BYTES", 64)  # the least height, 64 rows
+def test_few_and_many_rows_of_any_strides(dtype, compiled):
     layer = pruned_linear(76, 133, dtype=dtype)
     weight, bias = layer.weight.detach(), layer.bias.detach()
     form = pack_nm(weight)
     strided = [torch.stack([part, part], -1)[..., 0][1::2] for part in form]
-    for rows in (0, 1, 2, 3, 7, 64):
+    for rows in (0, 1, 2, 3, 7, 64, 1025):
         x = torch.randn(rows, 76).to(dtype)
         for b in (None, bias):
             assert_as_good_as_dense(kernel.run(x, *form, b, None), x, weight, b)
@@ -46,14 +43,31 @@ def test_few_rows_and_slabs_of_any_strides(dtype, few_rows, compiled, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_change_nothing(dtype, compiled):
+def test_long_rows_that_are_unpacked_in_parts(dtype, compiled):
+    weight, x = pruned_weight((53, 4612), dtype), torch.randn(43, 4612).to(dtype)
+    assert_as_good_as_dense(kernel.run(x, *pack_nm(weight), None, None), x, weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_in_many_rows_stay_in_their_row(dtype, compiled):
+    weight, x = pruned_weight((40, 64), dtype), torch.ones(50, 64, dtype=dtype)
+    x[7, 3], x[49, 5] = torch.nan, torch.inf
+    y = kernel.run(x, *pack_nm(weight), None, None)
+    assert y[7].isnan().all()
+    others = torch.arange(50) % 42 != 7
+    assert_as_good_as_dense(y[others], x[others], weight)
+
+
+@pytest.mark.parametrize("rows", [6, 70])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_change_nothing(dtype, rows, compiled):
     """Every output is computed by one thread, in one order."""
-    weight, x = pruned_weight((301, 1024), dtype), torch.randn(6, 1024).to(dtype)
+    weight, x = pruned_weight((301, 1024), dtype), torch.randn(rows, 1024).to(dtype)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(cpp.few_rows(x, *pack_nm(weight), None))
+            results.append(kernel.run(x, *pack_nm(weight), None, None))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -67,7 +81,7 @@ def test_nan_and_infinity_meet_the_kept_weights_alone(dtype, compiled):
     weight[1, 0], weight[2, 0] = torch.nan, -torch.inf
     x = torch.ones(4, 8, dtype=dtype)
     x[1, 2], x[2, 7], x[3, 1] = torch.nan, torch.inf, torch.nan  # the first meets no weight
-    y = cpp.few_rows(x, *pack_nm(weight), None)
+    y = kernel.run(x, *pack_nm(weight), None, None)
     expected = [[10, "nan", "-inf"], [10, "nan", "-inf"], ["inf", "nan", "nan"], ["nan", "nan", "nan"]]
     assert [[str(number).removesuffix(".0") for number in row] for row in y.tolist()] == [
         [str(number) for number in row] for row in expected
@@ -77,7 +91,9 @@ def test_nan_and_infinity_meet_the_kept_weights_alone(dtype, compiled):
 def test_no_inputs_and_no_outputs(compiled):
     x, bias = torch.ones(3, 0), torch.arange(5.0)
     indices = torch.zeros(5, 0, dtype=torch.uint8)
-    assert torch.equal(cpp.few_rows(x, torch.zeros(5, 0), indices, bias), bias.expand(3, 5))
+    for rows in (3, 64):
+        y = kernel.run(x[:1].expand(rows, 0), torch.zeros(5, 0), indices, bias, None)
+        assert torch.equal(y, bias.expand(rows, 5))
     assert kernel.run(x[:, :0], torch.zeros(0, 0), indices[:0], None, None).shape == (3, 0)
 
 

@@ -4,7 +4,6 @@ import importlib
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
@@ -15,13 +14,6 @@ try:
 except ImportError as error:
     _C = None
     _missing = f"the extension is missing ({error}); remedy: apt install g++ python3-dev, then reinstall proxsparse"
-
-# Up to this number of rows the kernel for packed weights is faster than slabs. Measured on two cores of an EPYC 9005
-# (AVX-512 with BF16), torch 2.13, in_features 576 to 4096: both are equal between 32 and 64 rows in bf16, and between
-# 256 and 1024 in fp32. Results: the rows of "cpp" in benchmarks/results/linear_speed.jsonl
-# (benchmarks/linear_speed.py).
-FEW_ROWS = {torch.bfloat16: 48, torch.float32: 256}
-SLAB_BYTES = 4 << 20  # dense weights of this size stay in the cache
 
 
 def _supports(tensor: Tensor, n: int, m: int) -> str | None:
@@ -95,11 +87,7 @@ def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
 
 @register_kernel("unpack_nm", "cpp", supports=_supports_packed)
 def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
-    return unpack_into(values.new_empty((*values.shape[:-1], values.shape[-1] // n * m)), values, indices, n)
-
-
-def unpack_into(weight: Tensor, values: Tensor, indices: Tensor, n: int = 2) -> Tensor:
-    """Unpacks into `weight` [..., in_features] and returns it; for callers that reuse a buffer."""
+    weight = values.new_empty((*values.shape[:-1], values.shape[-1] // n * m))
     _C.unpack_n4(values, indices, n, weight)
     return weight
 
@@ -112,25 +100,7 @@ def _supports_sparse_linear(x: Tensor, values: Tensor) -> str | None:
 
 @register_kernel("sparse_linear", "cpp", supports=_supports_sparse_linear)
 def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
-    """For few rows the packed weight is read directly; for more rows it is unpacked in slabs."""
-    return (few_rows if len(x) <= FEW_ROWS[x.dtype] else by_slabs)(x, values, indices, bias)
-
-
-def few_rows(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    """y = x W^T + b, [rows, out_features]; see csrc/ops.h. Any strides."""
-    y = x.new_empty((x.shape[0], values.shape[0]))
+    y = x.new_empty((len(x), len(values)))
     bias = None if bias is None else bias.contiguous()
     _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
-    return y
-
-
-def by_slabs(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    """y = x W^T + b, one slab of output features at a time, whose dense weights fit in the cache."""
-    values, indices = values.contiguous(), indices.contiguous()
-    height = max(64, SLAB_BYTES // max(1, x.shape[1] * x.element_size()))
-    y, buffer = x.new_empty((len(x), len(values))), x.new_empty((min(height, len(values)), x.shape[1]))
-    for begin in range(0, len(values), height):
-        slab = slice(begin, min(begin + height, len(values)))
-        weight = unpack_into(buffer[: slab.stop - begin], values[slab], indices[slab])
-        y[:, slab] = functional.linear(x, weight, None if bias is None else bias[slab])
     return y

@@ -1,0 +1,225 @@
+// y = x W^T + bias with packed 2:4 weights, for many rows of x. The weights of a few output features are unpacked into
+// the cache and multiplied by all rows, so that the work of unpacking is divided by the number of rows.
+//
+// A unit is 32 bits, one float32 or two neighbouring bfloat16: what one lane of an instruction multiplies and adds. x
+// is transposed to panels: a vector holds the same unit of kPanelRows rows, and is multiplied by that unit of a weight
+// in all lanes. The sums of a group, kGroupFeatures output features by two panels, stay in registers for kDepth units.
+// Then the next of kGroupsTogether groups uses the same units of x, which are in the cache.
+#pragma once
+
+#include "kernels.h"
+#include "sparse_dot.h"
+#include "sparse_linear_tiles.h"
+#include "unpack_rows.h"
+
+namespace proxsparse {
+inline namespace PROXSPARSE_ISA {
+
+constexpr int kPanelRows = PROXSPARSE_VECTOR_BYTES / 4;
+constexpr int kGroupFeatures = PROXSPARSE_VECTOR_BYTES == 64 ? 12 : 4;  // a multiple of kTile; 24 or 8 vectors of sums
+constexpr int kChunkUnits = 16;  // units of an output feature that are stored together, 64 bytes
+
+using UnitVec = Vec<uint32_t, kPanelRows>;
+
+// A weight as it is multiplied.
+template <typename Format>
+struct Unit {
+  using Weight = std::conditional_t<sizeof(typename ArithmeticOf<Format>::Type::X) == 4, uint32_t, uint16_t>;
+};
+
+// vectors[i] lane j <- vectors[j] lane i. Each round moves the highest bit of the lane into the number of the vector.
+template <typename V, int N, int rounds = N>
+PROXSPARSE_INLINE void transpose(V (&vectors)[N]) {
+  if constexpr (rounds > 1) {
+    V next[N];
+    repeat<N / 2>([&](auto i) PROXSPARSE_INLINED {
+      V a = vectors[i], b = vectors[i + N / 2];
+      interleave2(a, b);
+      next[2 * i] = a;
+      next[2 * i + 1] = b;
+    });
+    repeat<N>([&](auto i) PROXSPARSE_INLINED { vectors[i] = next[i]; });
+    transpose<V, N, rounds / 2>(vectors);
+  }
+}
+
+// Panels `begin` to `end` of x [rows, units]: [panel, unit, kPanelRows]. Rows after the last one are copies of it.
+inline void row_panels(const RowPanelsCall& call, int64_t begin, int64_t end) {
+  const int64_t units = call.units;
+  for (int64_t panel = begin; panel < end; ++panel) {
+    const char* rows[kPanelRows];
+    for (int r = 0; r < kPanelRows; ++r) {
+      const int64_t row = panel * kPanelRows + r;
+      rows[r] = static_cast<const char*>(call.x) + 4 * units * (row < call.rows ? row : call.rows - 1);
+    }
+    uint32_t* to = call.panels + panel * units * kPanelRows;
+    int64_t unit = 0;
+    for (; unit + kPanelRows <= units; unit += kPanelRows) {
+      UnitVec vectors[kPanelRows];
+      repeat<kPanelRows>([&](auto r) PROXSPARSE_INLINED { vectors[r] = UnitVec::load(rows[r] + 4 * unit); });
+      transpose(vectors);
+      repeat<kPanelRows>([&](auto u) PROXSPARSE_INLINED { vectors[u].store(to + (unit + u) * kPanelRows); });
+    }
+    for (; unit < units; ++unit) {
+      for (int r = 0; r < kPanelRows; ++r) std::memcpy(to + unit * kPanelRows + r, rows[r] + 4 * unit, 4);
+    }
+  }
+}
+
+// The weights of a group, from `unit` on, in dense form: [chunk, feature, kChunkUnits units]. Features after the last
+// one are copies of it.
+template <typename Format>
+void unpack_group(const SparseLinearCall& call, int64_t group, int64_t unit, int64_t units, uint32_t* weight) {
+  using Storage = typename Format::Storage;
+  using Unpacked = Unit<Format>::Weight;
+  constexpr int64_t unit_weights = 4 / sizeof(Unpacked), chunk = kChunkUnits * unit_weights;
+  const int64_t begin = unit * unit_weights, count = units * unit_weights;
+  for (int f = 0; f < kGroupFeatures; ++f) {
+    const int64_t feature = smaller(group * kGroupFeatures + f, call.out_features - 1);
+    const auto* values = static_cast<const Storage*>(call.values) + (feature * call.in_features + begin) / 2;
+    const uint8_t* indices = call.indices + feature * ((call.in_features + 7) / 8) + begin / 8;
+    const auto to = [=](int64_t i) PROXSPARSE_INLINED {
+      return reinterpret_cast<Unpacked*>(weight) + (i / chunk * kGroupFeatures + f) * chunk + i % chunk;
+    };
+    if constexpr (sizeof(Storage) < sizeof(Unpacked)) {  // bfloat16 that is multiplied as float32
+      uint32_t wide[kUnpackedUnits / 2];
+      for (int64_t i = 0; i < count / 2; ++i) wide[i] = uint32_t{values[i]} << 16;
+      unpack_24_row(wide, indices, count, to);
+    } else {
+      unpack_24_row(reinterpret_cast<const Unpacked*>(values), indices, count, to);
+    }
+  }
+}
+
+// Prefetches the packed weights of a group that are unpacked next: 7 lines for each chunk that is multiplied.
+struct Ahead {
+  const char *values, *indices;      // of the first feature; null: nothing is prefetched
+  int64_t value_bytes, index_bytes;  // of a feature
+  int64_t chunk;
+
+  PROXSPARSE_INLINE void prefetch_chunk() {
+    // A chunk has 32 bytes of values and 2 or 4 of indices of each feature: half or a small part of a line.
+    for (int f = chunk % 2; f < kGroupFeatures; f += 2) {
+      __builtin_prefetch(values + f * value_bytes + chunk / 2 * 64, 0, 2);
+    }
+    if (chunk % 16 < kGroupFeatures) __builtin_prefetch(indices + chunk % 16 * index_bytes + chunk / 16 * 64, 0, 2);
+    ++chunk;
+  }
+};
+
+// total [panel, feature, kPanelRows] += the products of a group and kPanels panels, which are x_stride apart.
+template <typename Format, int kPanels>
+void multiply_group(const uint32_t* weight, const uint32_t* x, int64_t x_stride, int64_t units, bool is_first,
+                    float* total, Ahead ahead) {
+  using A = typename ArithmeticOf<Format>::Type;
+  struct {
+    typename A::Sums of[kGroupFeatures][kPanels];
+  } sums;
+  const auto each_sum = [](auto f) PROXSPARSE_INLINED {
+    repeat<kGroupFeatures>([&](auto feature) PROXSPARSE_INLINED {
+      repeat<kPanels>([&](auto panel) PROXSPARSE_INLINED { f(feature, panel); });
+    });
+  };
+  each_sum([&](auto f, auto p) PROXSPARSE_INLINED { sums.of[f][p] = 0; });
+  for (; units > 0; units -= kChunkUnits) {
+    if (ahead.values != nullptr) ahead.prefetch_chunk();
+    for (const uint32_t* end = weight + smaller(units, int64_t{kChunkUnits}); weight < end; ++weight, x += kPanelRows) {
+      typename A::Numbers xs[kPanels];
+      repeat<kPanels>([&](auto p) PROXSPARSE_INLINED { xs[p] = A::load_units(x + p * x_stride); });
+      repeat<kGroupFeatures>([&](auto f) PROXSPARSE_INLINED {
+        const auto w = A::broadcast_unit(weight[f * kChunkUnits]);
+        repeat<kPanels>([&](auto p) PROXSPARSE_INLINED { sums.of[f][p] = A::multiply_add(sums.of[f][p], w, xs[p]); });
+      });
+    }
+    weight += (kGroupFeatures - 1) * kChunkUnits;
+  }
+  each_sum([&](auto f, auto p) PROXSPARSE_INLINED {
+    float* to = total + (p * kGroupFeatures + f) * kPanelRows;
+    (is_first ? sums.of[f][p] : sums.of[f][p] + A::Sums::load(to)).store(to);
+  });
+}
+
+PROXSPARSE_INLINE void round_lanes(Vec<float, kPanelRows> outputs, float* rounded) { outputs.store(rounded); }
+PROXSPARSE_INLINE void round_lanes(Vec<float, kPanelRows> outputs, uint16_t* rounded) {  // to bfloat16
+  uint32_t lanes[kPanelRows];
+  const UnitVec bits = BFloat16::round(UnitVec(bits_as<uint32_t>(outputs)));
+  (select(outputs == outputs, bits, UnitVec(BFloat16::kNaN)) >> 16).store(lanes);
+  for (int i = 0; i < kPanelRows; ++i) rounded[i] = lanes[i];
+}
+
+// y <- total [feature, kPanelRows] + bias, for a group and a panel.
+template <typename Format>
+void store_group(const SparseLinearCall& call, int64_t group, int64_t panel, const float* total) {
+  using Storage = typename Format::Storage;
+  const int64_t first = group * kGroupFeatures, features = smaller(int64_t{kGroupFeatures}, call.out_features - first);
+  const int64_t row = panel * kPanelRows, rows = smaller(int64_t{kPanelRows}, call.rows - row);
+  float biases[kPanelRows] = {};
+  for (int f = 0; f < features && call.bias != nullptr; ++f) {
+    biases[f] = Format::load(static_cast<const Storage*>(call.bias)[first + f]);
+  }
+  Vec<float, kPanelRows> outputs[kPanelRows];
+  repeat<kPanelRows>([&](auto f) PROXSPARSE_INLINED {
+    outputs[f] = 0;
+    if constexpr (f < kGroupFeatures) outputs[f] = Vec<float, kPanelRows>::load(total + f * kPanelRows) + biases[f];
+  });
+  transpose(outputs);
+  auto* y = static_cast<Storage*>(call.y) + row * call.out_features + first;
+  for (int r = 0; r < rows; ++r, y += call.out_features) {
+    Storage rounded[kPanelRows];
+    round_lanes(outputs[r], rounded);
+    if (features == kGroupFeatures) {
+      std::memcpy(y, rounded, kGroupFeatures * sizeof(Storage));  // a constant size: no call
+    } else {
+      std::memcpy(y, rounded, features * sizeof(Storage));
+    }
+  }
+}
+
+// Groups `begin` to `end` for all rows. Rows after the last panel are computed as few rows.
+template <typename Format>
+void sparse_gemm_groups(const SparseGemmCall& gemm, uint32_t* scratch, int64_t begin, int64_t end) {
+  using Storage = typename Format::Storage;
+  constexpr int64_t unit_weights = 4 / sizeof(typename Unit<Format>::Weight);
+  const SparseLinearCall& call = gemm.linear;
+  const int64_t units = call.in_features / unit_weights, index_bytes = (call.in_features + 7) / 8;
+  const int64_t value_bytes = call.in_features / 2 * sizeof(Storage), unpacked = kGroupFeatures * kUnpackedUnits;
+  const int64_t panel_size = kPanelRows * kGroupFeatures;
+  const auto* values = static_cast<const char*>(call.values);
+  const auto* indices = reinterpret_cast<const char*>(call.indices);
+  float* totals = reinterpret_cast<float*>(scratch + kGroupsTogether * unpacked);
+  for (int64_t first = begin; first < end; first += kGroupsTogether) {
+    const int64_t groups = smaller(int64_t{kGroupsTogether}, end - first);
+    for (int64_t unit = 0; unit < units; unit += kUnpackedUnits) {
+      const int64_t count = smaller(int64_t{kUnpackedUnits}, units - unit);
+      for (int64_t g = 0; g < groups; ++g) unpack_group<Format>(call, first + g, unit, count, scratch + g * unpacked);
+      const bool is_last = unit + count == units;  // then the first units of the next groups follow
+      const int64_t next_weight = is_last ? 0 : (unit + count) * unit_weights;
+      for (int64_t panel = 0; panel < gemm.panels; panel += 2) {
+        const auto multiply = gemm.panels - panel == 1 ? multiply_group<Format, 1> : multiply_group<Format, 2>;
+        for (int64_t done = 0; done < count; done += kDepth) {
+          const uint32_t* x = gemm.x_panels + (panel * units + unit + done) * kPanelRows;
+          for (int64_t g = 0; g < groups; ++g) {
+            const int64_t next = (first + g + (is_last ? kGroupsTogether : 0)) * kGroupFeatures;
+            const Ahead ahead{panel > 0 ? nullptr : values + next * value_bytes + next_weight / 2 * sizeof(Storage),
+                              indices + next * index_bytes + next_weight / 8, value_bytes, index_bytes,
+                              done / kChunkUnits};
+            multiply(scratch + g * unpacked + done * kGroupFeatures, x, units * kPanelRows,
+                     smaller(int64_t{kDepth}, count - done), unit + done == 0,
+                     totals + (g * gemm.panels + panel) * panel_size, ahead);
+          }
+        }
+      }
+    }
+    for (int64_t part = 0; part < groups * gemm.panels; ++part) {
+      store_group<Format>(call, first + part / gemm.panels, part % gemm.panels, totals + part * panel_size);
+    }
+    if (gemm.rest.rows > 0) {
+      constexpr int64_t group_tiles = kGroupFeatures / kTile;
+      const int64_t tiles = (call.out_features + kTile - 1) / kTile;
+      sparse_linear_tiles<Format>(gemm.rest, first * group_tiles, smaller((first + groups) * group_tiles, tiles));
+    }
+  }
+}
+
+}  // namespace PROXSPARSE_ISA
+}  // namespace proxsparse
