@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -80,6 +81,7 @@ def server(folders, tmp_path_factory):
         code = 1
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+            logging.raiseExceptions = False  # handlers that earlier tests left write to files that are closed
             with log.open("w", buffering=1) as file:
                 sys.stdout = sys.stderr = file
                 code = run_command(lambda: serve.main([str(folders[1]), "--port", "0"]))
