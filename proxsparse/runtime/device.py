@@ -63,7 +63,8 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{torch.cpu.get_capabilities().get('cpu_name', platform.processor())}, {os.cpu_count()} cores"
+    # Not platform.processor(): it starts a process, which for a moment shares the lock of the output folder.
+    return f"{torch.cpu.get_capabilities().get('cpu_name', platform.machine())}, {os.cpu_count()} cores"
 
 
 def environment(device: torch.device) -> dict:
