@@ -31,7 +31,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES + DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
 ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the only new line\n"
 FLAGS_OF_OTHERS = {"--no-build-isolation", "--nproc-per-node", "--nnodes", "--port", "--help", "--private"}
-FLAGS_OF_OTHERS |= {"--enforce-eager", "--max-model-len", "--tensor-parallel-size"}
+FLAGS_OF_OTHERS |= {"--enforce-eager", "--max-model-len", "--model_args", "--tensor-parallel-size"}
 MADE_LATER = {ROOT / "proxsparse" / "ops" / "tuned.json"}  # on a machine with a GPU
 
 

@@ -84,16 +84,19 @@ class BoundedManager(GenerateManager):
 def fit(model, inputs, gen_config) -> None:
     """Ends the answer at the last position of the model.
 
-    Raises ValueError if the prompt is empty or leaves no position for a new token.
+    Raises ValueError if no token is asked for, or the prompt is empty or leaves no position for a new token.
     """
     tokens = inputs["input_ids"].shape[-1]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    wanted = gen_config.max_new_tokens
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {wanted}")
     if tokens == 0:
         raise ValueError("the prompt is empty")
     if positions is not None:
         if tokens >= positions:
             raise ValueError(f"the prompt has {tokens} tokens, but the model has {positions} positions; shorten it")
-        gen_config.max_new_tokens = min(gen_config.max_new_tokens or positions, positions - tokens)
+        gen_config.max_new_tokens = min(wanted or positions, positions - tokens)
 
 
 async def bad_request(_request: Request, error: Exception) -> JSONResponse:

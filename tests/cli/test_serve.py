@@ -132,6 +132,7 @@ def test_several_requests_at_a_time(server, expected):
     [
         ({"prompt": "x" * POSITIONS}, "the prompt has 128 tokens, but the model has 128 positions"),
         ({"prompt": ""}, "the prompt is empty"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
         ({"model": "gpt2"}, "pinned to 'packed'"),
         ({"extra_body": {"temperature": "hot"}}, "'hot'"),
         ({"extra_body": {"colour": "red"}}, "colour"),
