@@ -77,7 +77,7 @@ print(sum(type(module).__name__ == "SparseLinear" for module in model.modules())
 """
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [ORDERS[0], pytest.param(ORDERS[1], marks=pytest.mark.slow)])
 def test_a_program_that_does_not_import_proxsparse_loads_packed_models(order, folders):
     code, printed, error = in_another_program(AUTOLOADED.format(order=order), *reversed(folders))
     assert (code, printed.split()) == (0, ["14"]), error

@@ -19,8 +19,8 @@ QUICK += [("test_masked_weight.py", "-k", "triton and (sizes or (composed and Tr
 SLOW = [("triton_prox_cases.py",), ("test_prox_list.py",), ("test_prox.py",), ("test_prox_edges.py",)]
 SLOW += [("test_masked_weight.py",)]
 SLOW += [("test_adamw_prox.py",), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
-COMPILED = [("triton_compiled_prox.py", "-m", "not slow"), ("triton_rocm_cases.py", "-m", "not slow")]
-COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow"), ("triton_rocm_cases.py", "-m", "slow")]
+COMPILED = [("triton_compiled_prox.py", "-m", "not slow")]
+COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow"), ("triton_rocm_cases.py", "-m", "slow or not slow")]
 
 
 def quick_and_slow(quick, slow):
