@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import os
+import signal
 import socket
 import sys
 from importlib.util import find_spec
@@ -18,7 +19,8 @@ from proxsparse.runtime.device import choose_device
 
 DESCRIPTION = """\
 Serve a packed checkpoint with the server of transformers: /v1/chat/completions and /v1/completions of the OpenAI API,
-with streaming. Clients name the model as the folder is named; other models are refused. Ctrl-C stops the server."""
+with streaming and several requests at a time. Clients name the model as the folder is named; other models are refused.
+Ctrl-C stops the server."""
 PACKAGES = ("fastapi", "uvicorn", "openai", "accelerate")
 INSTALL = 'pip install "proxsparse[serve]"'
 
@@ -36,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.chdir(folder.parent)  # transformers' server answers only to the name that it loads
     from proxsparse.integrations.transformers_server import PackedServer  # imports the optional packages
 
-    server = PackedServer(folder.name, host=options.host, port=options.port, device=str(device))
+    server = PackedServer(folder.name, options.cache_tokens, host=options.host, port=options.port, device=str(device))
     try:
         address = server.wait_until_listening()
         if address is None:
@@ -44,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"serving {options.model} as the model {folder.name!r} at {address}/v1; Ctrl-C stops", flush=True)
         server.wait()
     except KeyboardInterrupt as stop:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
         server.stop()
         # A thread of transformers may be inside `generate`; Python's own exit would abort with it.
         atexit.register(os._exit, TERMINATED if isinstance(stop, Terminated) else INTERRUPTED)
@@ -89,7 +92,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine only")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port; default: 8000")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
+    cache = "largest number of tokens of the requests in progress together, prompts included; default: 8192"
+    add("--cache_tokens", type=int, default=8192, metavar="N", help=cache)
     options = parser.parse_args(arguments)
+    require("cache_tokens", options.cache_tokens, options.cache_tokens > 0, "at least 1")
     require("port", options.port, 0 <= options.port < 2**16, "from 0 to 65535")
     return options
 

@@ -1,8 +1,8 @@
 """The server of transformers, limited to one packed model.
 
-What differs from `transformers serve DIR`: /load_model loads no other model, /v1/models lists the model, a prompt is
-never longer than the positions of the model, and a request that cannot be answered is an error 400 in the form of the
-OpenAI API.
+What differs from `transformers serve DIR`: several requests are answered at a time, /load_model loads no other model,
+/v1/models lists the model, a prompt is never longer than the positions of the model, and a request that cannot be
+answered is an error 400 in the form of the OpenAI API.
 """
 
 import time
@@ -11,12 +11,13 @@ from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from transformers.cli.serve import Serve
-from transformers.cli.serving.utils import GenerateManager
 
 import proxsparse.integrations.transformers_quantizer  # noqa: F401 (registers the packed format)
+from proxsparse.integrations.transformers_batches import Batches
 
-# What a request can cause: a missing or wrong field, no chat template in the tokenizer, roles that it does not accept.
-BAD_REQUEST = (HTTPException, ValueError, KeyError, TypeError, TemplateError)
+# What a request can cause: a missing or wrong field, no chat template in the tokenizer, roles that it does not accept,
+# and, while the answer is generated, RuntimeError.
+BAD_REQUEST = (HTTPException, ValueError, KeyError, TypeError, TemplateError, RuntimeError)
 
 
 class PackedServer(Serve):
@@ -24,12 +25,13 @@ class PackedServer(Serve):
 
     Args:
         name: the model's folder in the current directory; clients ask for it by this name.
+        cache_tokens: as in `Batches`.
         settings: of transformers' `Serve`: host, port, device.
     """
 
-    def __init__(self, name: str, **settings):
-        self.name = name
-        super().__init__(name, non_blocking=True, **settings)
+    def __init__(self, name: str, cache_tokens: int, **settings):
+        self.name, self.batches = name, Batches(cache_tokens)
+        super().__init__(name, non_blocking=True, continuous_batching=True, **settings)
 
     def start_server(self) -> None:
         """Called by transformers when the model is loaded: makes the changes and starts the thread."""
@@ -43,7 +45,8 @@ class PackedServer(Serve):
             return load(name, *arguments, **keywords)
 
         manager.load_model_and_processor, manager.get_gen_models = load_pinned, lambda: [entry]
-        self._generation_state._generate_managers[pinned] = BoundedManager()
+        self.batches.init_cb(load(pinned)[0], None)
+        self._generation_state._cb_manager, self._generation_state._cb_model_id = self.batches, pinned
         for kind in BAD_REQUEST:
             self.server.config.app.add_exception_handler(kind, bad_request)
         super().start_server()
@@ -64,44 +67,13 @@ class PackedServer(Serve):
     def stop(self) -> None:
         """Stops the server without waiting for the requests in progress."""
         self.server.should_exit = self.server.force_exit = True
+        self.batches.stop()
         self._thread.join(timeout=5)
-
-
-class BoundedManager(GenerateManager):
-    """Generates one answer after the other; refuses what does not fit into the positions of the model."""
-
-    def generate_streaming(self, model, processor, inputs, gen_config, **more):
-        """As in transformers, after `fit`."""
-        fit(model, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, **more)
-
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, **more):
-        """As in transformers, after `fit`."""
-        fit(model, inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, **more)
-
-
-def fit(model, inputs, gen_config) -> None:
-    """Ends the answer at the last position of the model.
-
-    Raises ValueError if no token is asked for, or the prompt is empty or leaves no position for a new token.
-    """
-    tokens = inputs["input_ids"].shape[-1]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    wanted = gen_config.max_new_tokens
-    if wanted is not None and wanted < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {wanted}")
-    if tokens == 0:
-        raise ValueError("the prompt is empty")
-    if positions is not None:
-        if tokens >= positions:
-            raise ValueError(f"the prompt has {tokens} tokens, but the model has {positions} positions; shorten it")
-        gen_config.max_new_tokens = min(wanted or positions, positions - tokens)
 
 
 async def bad_request(_request: Request, error: Exception) -> JSONResponse:
     """The answer to a request that raised `error`."""
     text = error.detail if isinstance(error, HTTPException) else " ".join(str(error).split())
     text = f"missing or unknown: {text}" if isinstance(error, KeyError) else text
-    code = getattr(error, "status_code", 400)
+    code = getattr(error, "status_code", 500 if isinstance(error, RuntimeError) else 400)
     return JSONResponse({"error": {"message": text, "type": "invalid_request_error"}}, status_code=code)

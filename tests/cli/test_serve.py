@@ -18,7 +18,8 @@ import pytest
 import torch
 from commands import refused
 from pruned import packed_copy
-from tiny_models import byte_tokenizer, save_tiny_model
+from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
+from transformers import GenerationConfig
 
 from proxsparse import serve
 from proxsparse.errors import INTERRUPTED, TERMINATED, run_command
@@ -27,6 +28,8 @@ from proxsparse.models.loading import load_model
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
+from proxsparse.integrations.transformers_batches import fit  # noqa: E402 (needs the packages above)
+
 TOKENS, POSITIONS = 8, 128  # of an answer; of the tiny model
 MESSAGES = [{"role": "user", "content": "hello"}]  # an answer that is whole characters: a stream drops half of one
 TEMPLATE = (
@@ -120,10 +123,25 @@ def test_answers_are_those_of_generate(server, expected):
 
 
 def test_several_requests_at_a_time(server, expected):
-    prompts = [f"request {number}" for number in range(8)]
+    long = stream(server, "a long answer", max_tokens=100, temperature=2)
+    next(long)
+    prompts = [f"request {number}" for number in range(9)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda prompt: ask(server, prompt), prompts))
     assert answers == [expected(prompt) for prompt in prompts]
+    assert "".join(long)
+
+
+def test_settings_of_a_request(server, expected):
+    answer = expected("hello")
+    assert len({ask(server, "hello", temperature=2) for _ in range(5)}) > 1
+    assert len({ask(server, "hello", temperature=2, seed=3) for _ in range(3)}) == 1
+    assert {ask(server, "hello", temperature=2, top_p=1e-6) for _ in range(3)} == {answer}
+    assert ask(server, "hello", stop=answer[1:3]) == answer[: answer.index(answer[1:3]) + 2]
+    assert ask(server, "hello", frequency_penalty=1) != answer
+    with pytest.raises(openai.InternalServerError, match="vocabulary"):
+        ask(server, "hello", extra_body={"generation_config": '{"bad_words_ids": [[999999]], "max_new_tokens": 8}'})
+    assert ask(server, "hello") == answer
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -156,6 +174,14 @@ def test_other_bad_requests(server):
         post(server, "/chat/completions", model="packed")
     assert "only the model 'packed'" in post(server, "/../load_model", model="gpt2")
     assert json.loads(post(server, "/../load_model", model="packed").removeprefix("data: "))["status"] == "ready"
+
+
+def test_an_answer_fits_into_the_cache():
+    model, settings = tiny_model("llama"), GenerationConfig(max_new_tokens=50)
+    fit(model, 90, 100, settings)
+    assert settings.max_new_tokens == 10
+    with pytest.raises(ValueError, match="100 tokens, but the server has room for 100; raise --cache_tokens"):
+        fit(model, 100, 100, settings)
 
 
 def test_an_answer_ends_at_the_last_position(server):
@@ -194,7 +220,7 @@ def test_a_signal_ends_the_process_while_it_answers(number, code, folders, tmp_p
         def ask_long() -> None:
             try:
                 ask(client, "x", max_tokens=POSITIONS)
-            except openai.APIConnectionError as error:
+            except openai.APIError as error:
                 failed.append(error)
 
         threads = [threading.Thread(target=ask_long) for _ in range(8)]

@@ -1,0 +1,219 @@
+"""Measures tokens per second and time to first token of servers with a dense and a packed 2:4 model.
+
+    python benchmarks/serve_speed.py                                    # 4 blocks of Mistral-7B with random weights
+    python benchmarks/serve_speed.py --model runs/smollm2               # the output folder of train or prune
+    python benchmarks/serve_speed.py --program vllm --vllm_python ~/vllm/bin/python
+
+One server has the dense folder, the other the same weights packed. Both run all the time and are asked in turns, over
+HTTP and as a stream. A batch is that number of requests sent at once, each with another prompt of random words. Every
+answer has --new_tokens tokens. Rows are appended to results/serve_speed.jsonl. Needs the packages of
+proxsparse[serve], and for --program vllm an environment as in docs/serving.md.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+from lib.common import Results, devices, new_parser
+from lib.random_models import KINDS, random_model
+
+from proxsparse import pack
+from proxsparse.errors import InputError, run_command
+from proxsparse.models.loading import EMBEDDED_MODEL, load_tokenizer
+from proxsparse.runtime.device import choose_device
+
+START_SECONDS = 600
+# proxsparse serve, for dense folders too. Arguments: name of the folder, port, device, dtype.
+SERVER = """import sys
+from proxsparse.integrations.transformers_server import PackedServer
+name, port, device, dtype = sys.argv[1:]
+PackedServer(name, 16384, host="127.0.0.1", port=int(port), device=device, dtype=dtype).wait()"""
+HEADER = ["model", "program", "batch", "prompt", "form", "tokens/s", "x dense", "first token ms", "x dense"]
+
+
+def transformers_server(folder: Path, port: int, args: argparse.Namespace) -> list[str]:
+    """The command that serves a folder as `proxsparse serve` does."""
+    return [sys.executable, "-c", SERVER, folder.name, str(port), args.device, args.dtype]
+
+
+def vllm_server(folder: Path, port: int, args: argparse.Namespace) -> list[str]:
+    """The command that serves a folder with vLLM."""
+    command = [args.vllm_python, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", folder.name]
+    flags = {"host": "127.0.0.1", "port": port, "dtype": args.dtype, "max-model-len": 2048, "max-num-seqs": 16}
+    return [*command, "--enforce-eager", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def own_settings(new_tokens: int) -> dict:
+    """The fields of a request to transformers' server for a greedy answer of exactly that length."""
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+    return {"generation_config": json.dumps(settings)}
+
+
+def vllm_settings(new_tokens: int) -> dict:
+    """The fields of a request to vLLM for a greedy answer of exactly that length."""
+    return {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+
+
+PROGRAMS = {"transformers": (transformers_server, own_settings), "vllm": (vllm_server, vllm_settings)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures every batch and length of the prompt."""
+    args = parse_arguments(arguments)
+    results = Results("serve_speed", choose_device(args.device), not args.no_save, arguments)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
+        folders = save_models(args, Path(scratch))
+        choose, pool = random.Random(0), single_words(args)
+        asked = {form: running.enter_context(serving(folder, args)) for form, folder in folders.items()}
+        for batch, prompt in ((batch, prompt) for prompt in args.prompts for batch in args.batches):
+            found = {form: [] for form in asked}
+            for is_measured in [False] + [True] * args.repetitions:
+                for form, ask in asked.items():
+                    times = send(ask, [" ".join(choose.choices(pool, k=prompt)) for _ in range(batch)])
+                    found[form] += [times] * is_measured
+            case = {"model": Path(args.model).name, "layers": args.layers, "dtype": args.dtype, "program": args.program}
+            case |= {"batch": batch, "prompt": prompt, "new_tokens": args.new_tokens}
+            results.add(
+                [case | {"form": form} | row for form, row in summaries(found, batch * args.new_tokens).items()]
+            )
+            print(f"measured batch {batch} with prompts of {prompt} tokens", flush=True)
+    results.show(HEADER, cells, "x dense: the median of the ratios of the rounds; above 1 packed is faster")
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; None: that of this process."""
+    parser = new_parser(__doc__)
+    parser.add_argument(
+        "--model", default="mistral-7b-v0.1", help=f"folder of a 2:4 model, or one of {', '.join(KINDS)}"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="decoder blocks of a random model")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--program", default="transformers", choices=[*PROGRAMS])
+    parser.add_argument("--vllm_python", help="the Python of an environment with vLLM and proxsparse")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 512], help="tokens of a prompt")
+    parser.add_argument("--new_tokens", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--repetitions", type=int, default=3, help="rounds")
+    parser.add_argument("--device", default=devices()[0])
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args(arguments)
+    if args.program == "vllm" and not args.vllm_python:
+        raise InputError("--program vllm: give --vllm_python, the Python of its environment; see docs/serving.md")
+    if args.model not in KINDS and not Path(args.model, "config.json").is_file():
+        raise InputError(f"--model {args.model}: no config.json there; choose a folder or one of {', '.join(KINDS)}")
+    return args
+
+
+def save_models(args: argparse.Namespace, scratch: Path) -> dict[str, Path]:
+    """The folders of the dense and of the packed model."""
+    dense, packed = Path(args.model).absolute(), scratch / "packed"
+    if args.model in KINDS:
+        dense = scratch / "dense"
+        model = random_model(args.model, args.layers, getattr(torch, args.dtype), torch.device("cpu"), sparse=False)
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(dense)
+        load_tokenizer(EMBEDDED_MODEL).save_pretrained(dense)
+    pack.main([str(dense), "--output_dir", str(packed)])
+    return {"dense": dense, "packed": packed}
+
+
+def single_words(args: argparse.Namespace) -> list[str]:
+    """The words that are one token each."""
+    tokenizer = load_tokenizer(EMBEDDED_MODEL if args.model in KINDS else args.model)
+    size = KINDS[args.model][1] if args.model in KINDS else len(tokenizer)
+    found = {tokenizer.decode([number]).strip() for number in range(min(size, len(tokenizer)))}
+    found = sorted(word for word in found if word.isascii() and word.isalpha())
+    tokens = tokenizer([f" {word}" for word in found], add_special_tokens=False)["input_ids"]
+    return [word for word, ids in zip(found, tokens, strict=True) if len(ids) == 1 and ids[0] < size]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, args: argparse.Namespace) -> Iterator[Callable]:
+    """Yields ask(prompt) -> the times at which the parts of the answer arrived, while a server runs."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command, settings = PROGRAMS[args.program]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    here = os.pathsep.join(filter(None, [str(Path(pack.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(
+            command(folder, port, args),
+            cwd=folder.parent,
+            env=environment | os.environ | {"PYTHONPATH": here},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            wait_until_healthy(server, port, log)
+            yield partial(ask, f"http://127.0.0.1:{port}/v1/completions", folder.name, settings(args.new_tokens))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
+
+def wait_until_healthy(server: subprocess.Popen, port: int, log) -> None:
+    """Raises InputError with the end of the log if the server does not start."""
+    end = time.monotonic() + START_SECONDS
+    while server.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return
+        time.sleep(0.2)
+    log.seek(0)
+    raise InputError(f"the server did not start: {log.read()[-2000:]}")
+
+
+def ask(url: str, model: str, settings: dict, prompt: str) -> list[float]:
+    """The times at which the parts of a streamed answer arrived."""
+    body = json.dumps({"model": model, "prompt": prompt, "stream": True} | settings).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as answer:
+        return [time.perf_counter() for line in answer if line.startswith(b"data: ")]
+
+
+def send(ask: Callable, prompts: list[str]) -> tuple[float, float]:
+    """Sends requests at once: the seconds until all are answered, and the median of those to the first part."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        start = time.perf_counter()
+        arrivals = list(pool.map(ask, prompts))
+        seconds = time.perf_counter() - start
+    return seconds, statistics.median(times[0] - start for times in arrivals)
+
+
+def summaries(found: dict[str, list[tuple[float, float]]], tokens: int) -> dict[str, dict]:
+    """The fields of the row of each form, from the (seconds, seconds to the first part) of its rounds."""
+    dense = torch.tensor(found["dense"])
+    rows = {}
+    for form, rounds in found.items():
+        times = torch.tensor(rounds)
+        (seconds, first), (speed, sooner) = times.quantile(0.5, 0).tolist(), (dense / times).quantile(0.5, 0).tolist()
+        rows[form] = {"tokens_per_s": tokens / seconds, "speed_times_dense": speed, "first_token_s": first}
+        rows[form] |= {"first_token_times_dense": sooner, "rounds": len(rounds)}
+    return rows
+
+
+def cells(row: dict) -> list[str]:
+    """A row of the printed table."""
+    case = [row["model"], row["program"], str(row["batch"]), str(row["prompt"]), row["form"]]
+    speed = [f"{row['tokens_per_s']:.1f}", f"{row['speed_times_dense']:.2f}"]
+    return [*case, *speed, f"{1e3 * row['first_token_s']:.0f}", f"{row['first_token_times_dense']:.2f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

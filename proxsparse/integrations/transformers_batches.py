@@ -1,0 +1,147 @@
+"""Continuous batching in the server of transformers: the requests in progress share each pass through the model.
+
+transformers (5.23) applies the sampling settings of the first request to all of them, and ignores penalties and stop
+strings. Here each request has its own.
+"""
+
+import math
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.utils import CBGenerateManager
+
+REQUESTS = 8  # at a time. torch's attention on a CPU computes all queries times the cached tokens of all requests
+BATCH_TOKENS = 256  # in one pass. A longer prompt takes several, in which the answers to others go on
+PAGE_TOKENS = 32  # of the cache
+
+
+class Batches(CBGenerateManager):
+    """Generates the answers of one model.
+
+    Args:
+        cache_tokens: largest number of tokens that the requests in progress hold together, prompts included.
+    """
+
+    def __init__(self, cache_tokens: int):
+        pages = math.ceil(cache_tokens / PAGE_TOKENS)
+        super().__init__(
+            ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                num_blocks=pages,
+                max_batch_tokens=BATCH_TOKENS,
+                max_requests_per_batch=REQUESTS,
+                use_cuda_graph=False,  # `Choices` cannot be in a graph
+                use_async_batching=False,
+            )
+        )
+        self.cache_tokens = cache_tokens
+
+    def init_cb(self, model, _gen_config) -> None:
+        """Called before each request: starts the thread that generates."""
+        if self._cb is None:
+            self._cb = model.init_continuous_batching(GenerationConfig(do_sample=False), self._cb_config)
+            self._cb.logit_processor = Choices()
+            self._cb.start()
+
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, **more):
+        """As in transformers, with the settings of this request."""
+        own = self.request(model, processor, inputs, gen_config, request_id)
+        return super().generate_streaming(model, processor, inputs, gen_config, own, **more)
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        """As in transformers, with the settings of this request."""
+        own = self.request(model, processor, inputs, gen_config, request_id)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, own)
+
+    def stop(self) -> None:
+        """Stops after the pass in progress; the requests in progress fail."""
+        if self._cb is not None:
+            self._cb.stop(timeout=5, hard_stop=True)
+
+    def request(self, model, processor, inputs, gen_config, request_id) -> "Request":
+        """The request. Raises ValueError if it cannot be answered."""
+        fit(model, len(inputs["input_ids"]), self.cache_tokens, gen_config)
+        return Request(request_id, model, processor, len(inputs["input_ids"]), gen_config)
+
+
+class Request(str):
+    """The id of a request, which also chooses its tokens: transformers hands only the id on to `Choices`."""
+
+    def __new__(cls, request_id, *_settings):
+        return super().__new__(cls, request_id)
+
+    def __init__(self, _request_id, model, tokenizer, prompt_tokens, gen_config):
+        if gen_config.temperature is not None:
+            gen_config.do_sample = gen_config.temperature != 0
+        if not gen_config.do_sample:
+            gen_config.temperature = gen_config.top_p = gen_config.top_k = None
+        stop = gen_config.stop_strings or []
+        self.stop = [stop] if isinstance(stop, str) else stop
+        self.tokenizer, self.prompt_tokens, self.is_sampled = tokenizer, prompt_tokens, bool(gen_config.do_sample)
+        model._prepare_special_tokens(gen_config, kwargs_has_attention_mask=True, device=model.device)
+        self.processors = model._get_logits_processor(gen_config, prompt_tokens, device=model.device)
+
+    def choose(self, tokens: list[int], scores: torch.Tensor) -> tuple[int, bool]:
+        """The token after `tokens`, the prompt and the answer so far, and whether it completes a stop string.
+
+        scores is [1, vocabulary].
+        """
+        scores = self.processors(torch.tensor([tokens], device=scores.device), scores)
+        token = int(torch.multinomial(scores.softmax(-1), 1) if self.is_sampled else scores.argmax())
+        if not self.stop:
+            return token, False
+        answer = self.tokenizer.decode([*tokens[self.prompt_tokens :], token], skip_special_tokens=True)
+        return token, any(text in answer for text in self.stop)
+
+
+class Choices:
+    """What transformers calls for the logits of a batch, in place of `ContinuousBatchingLogitsProcessorList`.
+
+    It chooses the tokens, and gives them the largest score.
+    """
+
+    do_processing = True
+    tensors_required = 0
+
+    def check_kwargs(self, _keywords) -> None:
+        """All settings are in the `Request`."""
+
+    def fill_defaults(self, _tensor) -> None:
+        """There is nothing to fill."""
+
+    def prepare_tensor_args(self, requests_in_batch, arg_storage):
+        """Notes whose tokens are chosen in this pass, in the order of the rows."""
+        self.states = [request.state for request in requests_in_batch if request.has_new_token]
+        return arg_storage
+
+    def __call__(self, _input_ids, scores: torch.Tensor, _arguments) -> torch.Tensor:
+        """scores, [requests, vocabulary], after the choice."""
+        for row, state in zip(scores, self.states, strict=True):
+            try:
+                token, is_last = state.request_id.choose(state.initial_tokens + state.generated_tokens, row[None])
+            except Exception as error:  # would end the thread, and with it all requests
+                state.error, token, is_last = str(error), 0, True
+            if is_last:
+                state._eos_token_ids.add(token)
+            row[token] = torch.inf
+        return scores
+
+
+def fit(model, tokens: int, cache_tokens: int, gen_config) -> None:
+    """Ends the answer to a prompt of `tokens` tokens at the last position of the model or of the cache.
+
+    Raises ValueError if no token is asked for, or the prompt is empty or leaves no position for a new token.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    wanted = gen_config.max_new_tokens
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {wanted}")
+    if tokens == 0:
+        raise ValueError("the prompt is empty")
+    if positions is not None and tokens >= positions:
+        raise ValueError(f"the prompt has {tokens} tokens, but the model has {positions} positions; shorten it")
+    if tokens >= cache_tokens:
+        raise ValueError(
+            f"the prompt has {tokens} tokens, but the server has room for {cache_tokens}; raise --cache_tokens"
+        )
+    gen_config.max_new_tokens = min(wanted or cache_tokens, cache_tokens - tokens, (positions or cache_tokens) - tokens)
