@@ -22,23 +22,25 @@ Serve a packed checkpoint with the server of transformers: /v1/chat/completions 
 with streaming and several requests at a time. Clients name the model as the folder is named; other models are refused.
 Ctrl-C stops the server."""
 PACKAGES = ("fastapi", "uvicorn", "openai", "accelerate")
-INSTALL = 'pip install "proxsparse[serve]"'
+INSTALL = 'pip install "proxsparse[serve,lora]"'
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Checks the folder and the address, loads the model, and serves it until Ctrl-C."""
     options = parse(arguments)
-    missing = [name for name in PACKAGES if find_spec(name) is None]
+    missing = [name for name in (*PACKAGES, *["peft"] * bool(options.adapter)) if find_spec(name) is None]
     if missing:
         raise InputError(f"serve needs {', '.join(missing)}; {INSTALL}")
     folder = Path(os.path.abspath(options.model))
+    adapter = Path(os.path.abspath(options.adapter)) if options.adapter else None
     check_packed(folder)
     check_address(options.host, options.port)
     device = choose_device(options.device)
     os.chdir(folder.parent)  # transformers' server answers only to the name that it loads
     from proxsparse.integrations.transformers_server import PackedServer  # imports the optional packages
 
-    server = PackedServer(folder.name, options.cache_tokens, host=options.host, port=options.port, device=str(device))
+    where = {"host": options.host, "port": options.port, "device": str(device)}
+    server = PackedServer(folder.name, options.cache_tokens, adapter, **where)
     try:
         address = server.wait_until_listening()
         if address is None:
@@ -89,6 +91,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser("serve", description=DESCRIPTION)
     add = parser.add_argument
     add("model", metavar="DIR", help="output folder of `proxsparse pack`")
+    add("--adapter", metavar="DIR", help="folder of a LoRA adapter of this model, saved by peft")
     add("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine only")
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port; default: 8000")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")

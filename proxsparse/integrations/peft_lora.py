@@ -6,10 +6,12 @@ Source of the adapters: Hu et al. 2021, arXiv 2106.09685.
 """
 
 import functools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
+from proxsparse.errors import InputError
 from proxsparse.inference.linear import SparseLinear
 
 if TYPE_CHECKING:
@@ -30,6 +32,22 @@ def register_lora(config: "LoraConfig") -> "LoraConfig":
     """
     config._register_custom_module({SparseLinear: lora_sparse_linear()})
     return config
+
+
+def add_adapter_(model: nn.Module, folder: Path) -> None:
+    """Puts the LoRA adapter of a folder that peft has saved around the layers of a packed model.
+
+    Raises InputError, with the folder, if it cannot be loaded or does not fit the model.
+    """
+    import peft
+
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+        if not isinstance(config, peft.LoraConfig):
+            raise ValueError(f"{config.peft_type.value} is not LoRA")
+        peft.PeftModel.from_pretrained(model, str(folder), config=register_lora(config))
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError) as error:
+        raise InputError(f"adapter {str(folder)!r}: {error}; give a LoRA adapter of this model") from error
 
 
 @functools.cache

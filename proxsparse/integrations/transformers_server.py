@@ -6,6 +6,7 @@ answered is an error 400 in the form of the OpenAI API.
 """
 
 import time
+from pathlib import Path
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -13,6 +14,7 @@ from jinja2 import TemplateError
 from transformers.cli.serve import Serve
 
 import proxsparse.integrations.transformers_quantizer  # noqa: F401 (registers the packed format)
+from proxsparse.integrations.peft_lora import add_adapter_
 from proxsparse.integrations.transformers_batches import Batches
 
 # What a request can cause: a missing or wrong field, no chat template in the tokenizer, roles that it does not accept,
@@ -26,11 +28,12 @@ class PackedServer(Serve):
     Args:
         name: the model's folder in the current directory; clients ask for it by this name.
         cache_tokens: as in `Batches`.
+        adapter: folder of a LoRA adapter.
         settings: of transformers' `Serve`: host, port, device.
     """
 
-    def __init__(self, name: str, cache_tokens: int, **settings):
-        self.name, self.batches = name, Batches(cache_tokens)
+    def __init__(self, name: str, cache_tokens: int, adapter: Path | None = None, **settings):
+        self.name, self.batches, self.adapter = name, Batches(cache_tokens), adapter
         super().__init__(name, non_blocking=True, continuous_batching=True, **settings)
 
     def start_server(self) -> None:
@@ -45,7 +48,10 @@ class PackedServer(Serve):
             return load(name, *arguments, **keywords)
 
         manager.load_model_and_processor, manager.get_gen_models = load_pinned, lambda: [entry]
-        self.batches.init_cb(load(pinned)[0], None)
+        model, _tokenizer = load(pinned)
+        if self.adapter:
+            add_adapter_(model, self.adapter)
+        self.batches.init_cb(model, None)
         self._generation_state._cb_manager, self._generation_state._cb_model_id = self.batches, pinned
         for kind in BAD_REQUEST:
             self.server.config.app.add_exception_handler(kind, bad_request)

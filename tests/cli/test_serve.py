@@ -75,10 +75,9 @@ def client_of(address: str):
     return openai.OpenAI(base_url=address, api_key="any", max_retries=0, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def server(folders, tmp_path_factory):
+@contextlib.contextmanager
+def serving(log, *arguments):
     """A client of a server in a forked process, which must end with exit code 130 when it is interrupted."""
-    log = tmp_path_factory.mktemp("log") / "log"
     log.touch()
     if (child := os.fork()) == 0:
         code = 1
@@ -87,7 +86,7 @@ def server(folders, tmp_path_factory):
             logging.raiseExceptions = False  # handlers that earlier tests left write to files that are closed
             with log.open("w", buffering=1) as file:
                 sys.stdout = sys.stderr = file
-                code = run_command(lambda: serve.main([str(folders[1]), "--port", "0"]))
+                code = run_command(lambda: serve.main([*map(str, arguments), "--port", "0"]))
         finally:
             os._exit(code)
     try:
@@ -98,6 +97,13 @@ def server(folders, tmp_path_factory):
     assert os.waitstatus_to_exitcode(status) == INTERRUPTED
     assert "interrupted" in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    """A client of a server of the packed folder."""
+    with serving(tmp_path_factory.mktemp("log") / "log", folders[1]) as client:
+        yield client
 
 
 def ask(client, prompt: str, **more) -> str:
@@ -174,6 +180,26 @@ def test_other_bad_requests(server):
         post(server, "/chat/completions", model="packed")
     assert "only the model 'packed'" in post(server, "/../load_model", model="gpt2")
     assert json.loads(post(server, "/../load_model", model="packed").removeprefix("data: "))["status"] == "ready"
+
+
+@pytest.mark.slow
+def test_an_adapter_is_served(folders, expected, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    model, tokenizer = load_model(str(folders[0]))
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_alpha=500)
+    adapted = peft.get_peft_model(model, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = tokenizer("hello", return_tensors="pt")
+    answer = tokenizer.decode(adapted.generate(**ids, max_new_tokens=TOKENS, do_sample=False)[0, 5:])
+    assert answer != expected("hello")
+    with serving(tmp_path / "log", folders[1], "--adapter", tmp_path / "adapter") as client:
+        assert ask(client, "hello") == answer
+    peft.LoraConfig(target_modules=["no_such_layer"]).save_pretrained(tmp_path / "other")
+    peft.IA3Config().save_pretrained(tmp_path / "ia3")
+    for name, words in {"other": "no_such_layer", "ia3": "IA3 is not LoRA", "absent": "absent"}.items():
+        flags = ["--adapter", tmp_path / name, "--port", "0"]
+        refused(capsys, serve.main, [folders[1], *flags], words, "give a LoRA adapter of this model")
 
 
 def test_an_answer_fits_into_the_cache():
@@ -264,4 +290,4 @@ def test_other_refusals(folders, monkeypatch, capsys):
     refused(capsys, serve.main, [folders[1], "--port", "65536"], "--port 65536", "from 0 to 65535")
     refused(capsys, serve.main, [folders[1], "--device", "sea"], "--device sea")
     monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "no_such_package"))
-    refused(capsys, serve.main, [folders[1]], "needs no_such_package", 'pip install "proxsparse[serve]"')
+    refused(capsys, serve.main, [folders[1]], "needs no_such_package", 'pip install "proxsparse[serve,lora]"')
