@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -84,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             found = {form: [] for form in asked}
             for is_measured in [False] + [True] * args.repetitions:
                 for form, ask in asked.items():
-                    times = send(ask, [" ".join(choose.choices(pool, k=prompt)) for _ in range(batch)])
+                    times = send(ask, ["".join(choose.choices(pool, k=prompt)) for _ in range(batch)])
                     found[form] += [times] * is_measured
             case = {"model": Path(args.model).name, "layers": args.layers, "dtype": args.dtype, "program": args.program}
             case |= {"batch": batch, "prompt": prompt, "new_tokens": args.new_tokens}
@@ -133,12 +134,12 @@ def save_models(args: argparse.Namespace, scratch: Path) -> dict[str, Path]:
 
 
 def single_words(args: argparse.Namespace) -> list[str]:
-    """The words that are one token each."""
+    """The words, each after a space, that are one token."""
     tokenizer = load_tokenizer(EMBEDDED_MODEL if args.model in KINDS else args.model)
     size = KINDS[args.model][1] if args.model in KINDS else len(tokenizer)
     found = {tokenizer.decode([number]).strip() for number in range(min(size, len(tokenizer)))}
-    found = sorted(word for word in found if word.isascii() and word.isalpha())
-    tokens = tokenizer([f" {word}" for word in found], add_special_tokens=False)["input_ids"]
+    found = sorted(f" {word}" for word in found if word.isascii() and word.isalpha())
+    tokens = tokenizer(found, add_special_tokens=False)["input_ids"]
     return [word for word, ids in zip(found, tokens, strict=True) if len(ids) == 1 and ids[0] < size]
 
 
@@ -183,8 +184,11 @@ def wait_until_healthy(server: subprocess.Popen, port: int, log) -> None:
 def ask(url: str, model: str, settings: dict, prompt: str) -> list[float]:
     """The times at which the parts of a streamed answer arrived."""
     body = json.dumps({"model": model, "prompt": prompt, "stream": True} | settings).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as answer:
-        return [time.perf_counter() for line in answer if line.startswith(b"data: ")]
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as answer:
+            return [time.perf_counter() for line in answer if line.startswith(b"data: ")]
+    except urllib.error.HTTPError as error:
+        raise InputError(f"the server refused a request: {error.read().decode()}") from error
 
 
 def send(ask: Callable, prompts: list[str]) -> tuple[float, float]:

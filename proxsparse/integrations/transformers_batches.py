@@ -37,8 +37,8 @@ class Batches(CBGenerateManager):
         self.cache_tokens = cache_tokens
 
     def init_cb(self, model, _gen_config) -> None:
-        """Called before each request: starts the thread that generates."""
-        if self._cb is None:
+        """Called before each request: starts the thread that generates, again if an error has ended it."""
+        if self._cb is None or not self.is_alive():
             self._cb = model.init_continuous_batching(GenerationConfig(do_sample=False), self._cb_config)
             self._cb.logit_processor = Choices()
             self._cb.start()
@@ -60,8 +60,11 @@ class Batches(CBGenerateManager):
 
     def request(self, model, processor, inputs, gen_config, request_id) -> "Request":
         """The request. Raises ValueError if it cannot be answered."""
-        fit(model, len(inputs["input_ids"]), self.cache_tokens, gen_config)
-        return Request(request_id, model, processor, len(inputs["input_ids"]), gen_config)
+        tokens, known = inputs["input_ids"], model.get_input_embeddings().num_embeddings
+        fit(model, len(tokens), self.cache_tokens, gen_config)
+        if max(tokens) >= known:  # would end the thread, and with it all requests
+            raise ValueError(f"the tokenizer gives token {max(tokens)}, but the model has only {known} embeddings")
+        return Request(request_id, model, processor, len(tokens), gen_config)
 
 
 class Request(str):
@@ -115,8 +118,8 @@ class Choices:
         return arg_storage
 
     def __call__(self, _input_ids, scores: torch.Tensor, _arguments) -> torch.Tensor:
-        """scores, [requests, vocabulary], after the choice."""
-        for row, state in zip(scores, self.states, strict=True):
+        """scores, [at least one row per token, vocabulary], after the choice. The last rows may belong to no token."""
+        for row, state in zip(scores, self.states, strict=False):
             try:
                 token, is_last = state.request_id.choose(state.initial_tokens + state.generated_tokens, row[None])
             except Exception as error:  # would end the thread, and with it all requests

@@ -28,7 +28,7 @@ from proxsparse.models.loading import load_model
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-from proxsparse.integrations.transformers_batches import fit  # noqa: E402 (needs the packages above)
+from proxsparse.integrations import transformers_batches  # noqa: E402 (needs the packages above)
 
 TOKENS, POSITIONS = 8, 128  # of an answer; of the tiny model
 MESSAGES = [{"role": "user", "content": "hello"}]  # an answer that is whole characters: a stream drops half of one
@@ -101,9 +101,11 @@ def serving(log, *arguments):
 
 @pytest.fixture(scope="module")
 def server(folders, tmp_path_factory):
-    """A client of a server of the packed folder."""
-    with serving(tmp_path_factory.mktemp("log") / "log", folders[1]) as client:
-        yield client
+    """A client of a server of the packed folder; a pass has at most 32 tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers_batches, "BATCH_TOKENS", 32)
+        with serving(tmp_path_factory.mktemp("log") / "log", folders[1]) as client:
+            yield client
 
 
 def ask(client, prompt: str, **more) -> str:
@@ -131,7 +133,7 @@ def test_answers_are_those_of_generate(server, expected):
 def test_several_requests_at_a_time(server, expected):
     long = stream(server, "a long answer", max_tokens=100, temperature=2)
     next(long)
-    prompts = [f"request {number}" for number in range(9)]
+    prompts = [f"request {number} " * number for number in range(1, 10)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = list(pool.map(lambda prompt: ask(server, prompt), prompts))
     assert answers == [expected(prompt) for prompt in prompts]
@@ -203,11 +205,27 @@ def test_an_adapter_is_served(folders, expected, tmp_path, capsys):
 
 
 def test_an_answer_fits_into_the_cache():
-    model, settings = tiny_model("llama"), GenerationConfig(max_new_tokens=50)
-    fit(model, 90, 100, settings)
+    model, batches = tiny_model("llama"), transformers_batches.Batches(cache_tokens=100)
+    batches.request(model, None, {"input_ids": [5] * 90}, settings := GenerationConfig(max_new_tokens=50), "1")
     assert settings.max_new_tokens == 10
-    with pytest.raises(ValueError, match="100 tokens, but the server has room for 100; raise --cache_tokens"):
-        fit(model, 100, 100, settings)
+    for tokens, words in {
+        (5,) * 100: "100 tokens, but the server has room for 100; raise --cache_tokens",
+        (5, 260): "the tokenizer gives token 260, but the model has only 260 embeddings",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            batches.request(model, None, {"input_ids": list(tokens)}, settings, "2")
+
+
+def test_a_thread_that_an_error_has_ended_is_started_again():
+    model, batches = tiny_model("llama"), transformers_batches.Batches(cache_tokens=64)
+    for answer in range(2):
+        batches.init_cb(model, None)
+        request = batches.request(model, None, {"input_ids": [5]}, GenerationConfig(max_new_tokens=3), f"{answer}")
+        batches._cb.add_request([5], request_id=request, max_new_tokens=3)
+        assert len(batches._cb.get_result(timeout=20).generated_tokens) == 3
+        batches._cb.add_request([10**6], request_id="no such token")
+        batches._cb._generation_thread.join(timeout=20)
+        assert not batches.is_alive()
 
 
 def test_an_answer_ends_at_the_last_position(server):
