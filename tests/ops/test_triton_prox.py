@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
-# (file, options of pytest): what runs quickly; each call of the interpreter takes a quarter second
-QUICK = [("test_prox.py", "-k", "triton and one_strength and bfloat16")]
-QUICK += [("test_adamw_prox.py", "-k", "triton and (bfloat16 or float32) and plain")]
-QUICK += [("test_masked_weight.py", "-k", "triton and (sizes or (composed and True-2:4))")]
+# (files and options of pytest): what runs quickly; each call of the interpreter takes a quarter second
+QUICK_CASES = "test_prox.py and one_strength and bfloat16 or test_adamw_prox.py and (bfloat16 or float32) and plain"
+QUICK_CASES += " or test_masked_weight.py and (sizes or composed and True-2:4)"
+QUICK = [("test_prox.py", "test_adamw_prox.py", "test_masked_weight.py", "-k", f"triton and ({QUICK_CASES})")]
 SLOW = [("triton_prox_cases.py",), ("test_prox_list.py",), ("test_prox.py",), ("test_prox_edges.py",)]
 SLOW += [("test_masked_weight.py",)]
 SLOW += [("test_adamw_prox.py",), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
@@ -27,13 +27,13 @@ def quick_and_slow(quick, slow):
     return [*quick, *(pytest.param(command, marks=pytest.mark.slow) for command in slow)]
 
 
-def run_in_own_process(file: str, *options: str, **environment: str):
+def run_in_own_process(*options: str, **environment: str):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = [*options, "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, str(FOLDER / file)]
+    options = [str(FOLDER / option) if option.endswith(".py") else option for option in options]
+    command = [sys.executable, "-m", "pytest", *options, "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
     folder, both = FOLDER.parent.parent, {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.run(command, env=inherited | environment, cwd=folder, **both)
-    assert process.returncode == 0, f"{file} failed:\n{process.stdout[-6000:]}"
+    assert process.returncode == 0, f"{options} failed:\n{process.stdout[-6000:]}"
 
 
 @pytest.mark.parametrize("command", quick_and_slow(QUICK, SLOW))
