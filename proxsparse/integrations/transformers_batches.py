@@ -39,7 +39,9 @@ class Batches(CBGenerateManager):
     def init_cb(self, model, _gen_config) -> None:
         """Called before each request: starts the thread that generates, again if an error has ended it."""
         if self._cb is None or not self.is_alive():
-            self._cb = model.init_continuous_batching(GenerationConfig(do_sample=False), self._cb_config)
+            ends = model.generation_config.eos_token_id
+            settings = GenerationConfig(do_sample=False, eos_token_id=ends)  # `Request` has those of the requests
+            self._cb = model.init_continuous_batching(settings, self._cb_config)
             self._cb.logit_processor = Choices()
             self._cb.start()
 
