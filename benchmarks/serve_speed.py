@@ -87,7 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
                 for form, ask in asked.items():
                     times = send(ask, ["".join(choose.choices(pool, k=prompt)) for _ in range(batch)])
                     found[form] += [times] * is_measured
-            case = {"model": Path(args.model).name, "layers": args.layers, "dtype": args.dtype, "program": args.program}
+            layers = args.layers if args.model in KINDS else None
+            case = {"model": Path(args.model).name, "layers": layers, "dtype": args.dtype, "program": args.program}
             case |= {"batch": batch, "prompt": prompt, "new_tokens": args.new_tokens}
             results.add(
                 [case | {"form": form} | row for form, row in summaries(found, batch * args.new_tokens).items()]
