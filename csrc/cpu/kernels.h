@@ -37,13 +37,13 @@ struct RowPanelsCall {
 };
 
 constexpr int kDepth = 320;           // units of x that are multiplied by one group after the other: up to 40 KB
-constexpr int kGroupsTogether = 4;    // groups of output features that are unpacked together
-constexpr int kUnpackedUnits = 2048;  // of each of their output features: up to 384 KB in total, for the L2 cache
+constexpr int kUnpackedUnits = 8192;  // of each of the 12 output features of a group: 384 KB, for the L2 cache
 
 struct SparseGemmCall {
   SparseLinearCall linear, rest;  // all rows, and the rows after the panels
   const uint32_t* x_panels;
   int64_t panels;
+  int64_t units_together, groups_together;  // that are unpacked before they are multiplied: at most kUnpackedUnits
 };
 
 // Each serves the chunks, blocks, rows of the weight, panels of x, or tiles or groups of output features from begin to
@@ -58,7 +58,8 @@ struct Kernels {
   void (*unpack_24[kDtypes])(const PackCall&, int64_t begin, int64_t end);
   void (*sparse_linear[kDtypes])(const SparseLinearCall&, int64_t begin, int64_t end);
   void (*row_panels)(const RowPanelsCall&, int64_t begin, int64_t end);
-  // The scratch has kGroupsTogether * group_features * (kUnpackedUnits + panels * panel_rows) units.
+  // The scratch has group_features * (kUnpackedUnits + groups * panels * panel_rows) units; groups is end - begin, or
+  // groups_together if these are all units of a row.
   void (*sparse_gemm[kDtypes])(const SparseGemmCall&, uint32_t* scratch, int64_t begin, int64_t end);
   int64_t panel_rows, group_features;  // rows of x in a panel, output features in a group
   bool reads_bfloat16;                 // x may be bfloat16 if the values are

@@ -4,8 +4,10 @@
 // A unit is 32 bits, one float32 or two neighbouring bfloat16: what one lane of an instruction multiplies and adds. x
 // is transposed to panels: a vector holds the same unit of kPanelRows rows, and is multiplied by that unit of a weight
 // in all lanes. The sums of a group, kGroupFeatures output features by two panels, stay in registers for kDepth units.
-// Then the next of kGroupsTogether groups uses the same units of x, which are in the cache.
+// Then the next of groups_together groups uses the same units of x, which are in the cache.
 #pragma once
+
+#include <bit>
 
 #include "kernels.h"
 #include "sparse_dot.h"
@@ -28,6 +30,7 @@ struct Unit {
 };
 
 // vectors[i] lane j <- vectors[j] lane i. Each round moves the highest bit of the lane into the number of the vector.
+// If the vectors have k N lanes, the result has lanes j of the N vectors, then j + 1, ..., in the vector j / k.
 template <typename V, int N, int rounds = N>
 PROXSPARSE_INLINE void transpose(V (&vectors)[N]) {
   if constexpr (rounds > 1) {
@@ -139,85 +142,99 @@ void multiply_group(const uint32_t* weight, const uint32_t* x, int64_t x_stride,
   });
 }
 
-PROXSPARSE_INLINE void round_lanes(Vec<float, kPanelRows> outputs, float* rounded) { outputs.store(rounded); }
-PROXSPARSE_INLINE void round_lanes(Vec<float, kPanelRows> outputs, uint16_t* rounded) {  // to bfloat16
-  uint32_t lanes[kPanelRows];
+// bfloat16 in the upper halves, 0 in the lower ones.
+PROXSPARSE_INLINE UnitVec rounded_to_bfloat16(Vec<float, kPanelRows> outputs) {
   const UnitVec bits = BFloat16::round(UnitVec(bits_as<uint32_t>(outputs)));
-  (select(outputs == outputs, bits, UnitVec(BFloat16::kNaN)) >> 16).store(lanes);
-  for (int i = 0; i < kPanelRows; ++i) rounded[i] = lanes[i];
+  return select(outputs == outputs, bits, UnitVec(BFloat16::kNaN)) & UnitVec(0xffff0000);
 }
 
 // y <- total [feature, kPanelRows] + bias, for a group and a panel.
 template <typename Format>
 void store_group(const SparseLinearCall& call, int64_t group, int64_t panel, const float* total) {
   using Storage = typename Format::Storage;
+  constexpr int unit_outputs = 4 / sizeof(Storage), group_units = kGroupFeatures / unit_outputs;
+  constexpr int kUnits = std::bit_ceil(unsigned{group_units}), kRows = kPanelRows / kUnits;
   const int64_t first = group * kGroupFeatures, features = smaller(int64_t{kGroupFeatures}, call.out_features - first);
   const int64_t row = panel * kPanelRows, rows = smaller(int64_t{kPanelRows}, call.rows - row);
-  float biases[kPanelRows] = {};
+  float biases[kGroupFeatures] = {};
   for (int f = 0; f < features && call.bias != nullptr; ++f) {
     biases[f] = Format::load(static_cast<const Storage*>(call.bias)[first + f]);
   }
-  Vec<float, kPanelRows> outputs[kPanelRows];
-  repeat<kPanelRows>([&](auto f) PROXSPARSE_INLINED {
-    outputs[f] = 0;
-    if constexpr (f < kGroupFeatures) outputs[f] = Vec<float, kPanelRows>::load(total + f * kPanelRows) + biases[f];
+  const auto output = [&](int f) PROXSPARSE_INLINED {
+    return Vec<float, kPanelRows>::load(total + f * kPanelRows) + biases[f];
+  };
+  UnitVec outputs[kUnits];
+  repeat<kUnits>([&](auto u) PROXSPARSE_INLINED {
+    outputs[u] = UnitVec(0);
+    if constexpr (u < group_units && unit_outputs == 2) {
+      outputs[u] = rounded_to_bfloat16(output(2 * u)) >> 16 | rounded_to_bfloat16(output(2 * u + 1));
+    } else if constexpr (u < group_units) {
+      outputs[u] = bits_as<uint32_t>(output(u));
+    }
   });
-  transpose(outputs);
+  transpose(outputs);  // now a vector has kRows rows
   auto* y = static_cast<Storage*>(call.y) + row * call.out_features + first;
-  for (int r = 0; r < rows; ++r, y += call.out_features) {
-    Storage rounded[kPanelRows];
-    round_lanes(outputs[r], rounded);
-    if (features == kGroupFeatures) {
-      std::memcpy(y, rounded, kGroupFeatures * sizeof(Storage));  // a constant size: no call
-    } else {
-      std::memcpy(y, rounded, features * sizeof(Storage));
+  for (int r = 0; r < rows; r += kRows) {
+    uint32_t of_rows[kPanelRows];
+    outputs[r / kRows].store(of_rows);
+    for (int i = 0; i < kRows && r + i < rows; ++i, y += call.out_features) {
+      if (features == kGroupFeatures) {
+        std::memcpy(y, of_rows + i * kUnits, kGroupFeatures * sizeof(Storage));  // a constant size: no call
+      } else {
+        std::memcpy(y, of_rows + i * kUnits, features * sizeof(Storage));
+      }
     }
   }
 }
 
-// Groups `begin` to `end` for all rows. Rows after the last panel are computed as few rows.
+// Groups `begin` to `end` for all rows. Rows after the last panel are computed as few rows. The units of x that are
+// multiplied by all groups before the next ones stay in the L3 cache.
 template <typename Format>
 void sparse_gemm_groups(const SparseGemmCall& gemm, uint32_t* scratch, int64_t begin, int64_t end) {
   using Storage = typename Format::Storage;
   constexpr int64_t unit_weights = 4 / sizeof(typename Unit<Format>::Weight);
   const SparseLinearCall& call = gemm.linear;
   const int64_t units = call.in_features / unit_weights, index_bytes = (call.in_features + 7) / 8;
-  const int64_t value_bytes = call.in_features / 2 * sizeof(Storage), unpacked = kGroupFeatures * kUnpackedUnits;
+  const int64_t value_bytes = call.in_features / 2 * sizeof(Storage);
+  const int64_t chunks = (gemm.units_together + kChunkUnits - 1) / kChunkUnits;
+  const int64_t unpacked = chunks * kChunkUnits * kGroupFeatures;
   const int64_t panel_size = kPanelRows * kGroupFeatures;
   const auto* values = static_cast<const char*>(call.values);
   const auto* indices = reinterpret_cast<const char*>(call.indices);
-  float* totals = reinterpret_cast<float*>(scratch + kGroupsTogether * unpacked);
-  for (int64_t first = begin; first < end; first += kGroupsTogether) {
-    const int64_t groups = smaller(int64_t{kGroupsTogether}, end - first);
-    for (int64_t unit = 0; unit < units; unit += kUnpackedUnits) {
-      const int64_t count = smaller(int64_t{kUnpackedUnits}, units - unit);
+  float* totals = reinterpret_cast<float*>(scratch + kGroupFeatures * kUnpackedUnits);
+  for (int64_t unit = 0; unit < units; unit += gemm.units_together) {
+    const int64_t count = smaller(gemm.units_together, units - unit);
+    const bool is_last = unit + count == units;
+    for (int64_t first = begin; first < end; first += gemm.groups_together) {
+      const int64_t groups = smaller(gemm.groups_together, end - first);
+      float* of_groups = totals + (units > gemm.units_together ? first - begin : 0) * gemm.panels * panel_size;
       for (int64_t g = 0; g < groups; ++g) unpack_group<Format>(call, first + g, unit, count, scratch + g * unpacked);
-      const bool is_last = unit + count == units;  // then the first units of the next groups follow
-      const int64_t next_weight = is_last ? 0 : (unit + count) * unit_weights;
       for (int64_t panel = 0; panel < gemm.panels; panel += 2) {
-        const auto multiply = gemm.panels - panel == 1 ? multiply_group<Format, 1> : multiply_group<Format, 2>;
+        const int64_t after = smaller(panel + 2, gemm.panels);
+        const auto multiply = after - panel == 1 ? multiply_group<Format, 1> : multiply_group<Format, 2>;
         for (int64_t done = 0; done < count; done += kDepth) {
           const uint32_t* x = gemm.x_panels + (panel * units + unit + done) * kPanelRows;
           for (int64_t g = 0; g < groups; ++g) {
-            const int64_t next = (first + g + (is_last ? kGroupsTogether : 0)) * kGroupFeatures;
-            const Ahead ahead{panel > 0 ? nullptr : values + next * value_bytes + next_weight / 2 * sizeof(Storage),
-                              indices + next * index_bytes + next_weight / 8, value_bytes, index_bytes,
-                              done / kChunkUnits};
+            const int64_t next = (first + gemm.groups_together + g) * kGroupFeatures, weight = unit * unit_weights;
+            const Ahead ahead{panel > 0 ? nullptr : values + next * value_bytes + weight / 2 * sizeof(Storage),
+                              indices + next * index_bytes + weight / 8, value_bytes, index_bytes, done / kChunkUnits};
             multiply(scratch + g * unpacked + done * kGroupFeatures, x, units * kPanelRows,
                      smaller(int64_t{kDepth}, count - done), unit + done == 0,
-                     totals + (g * gemm.panels + panel) * panel_size, ahead);
+                     of_groups + (g * gemm.panels + panel) * panel_size, ahead);
+          }
+        }
+        for (int64_t part = panel; is_last && part < after; ++part) {
+          for (int64_t g = 0; g < groups; ++g) {
+            store_group<Format>(call, first + g, part, of_groups + (g * gemm.panels + part) * panel_size);
           }
         }
       }
     }
-    for (int64_t part = 0; part < groups * gemm.panels; ++part) {
-      store_group<Format>(call, first + part / gemm.panels, part % gemm.panels, totals + part * panel_size);
-    }
-    if (gemm.rest.rows > 0) {
-      constexpr int64_t group_tiles = kGroupFeatures / kTile;
-      const int64_t tiles = (call.out_features + kTile - 1) / kTile;
-      sparse_linear_tiles<Format>(gemm.rest, first * group_tiles, smaller((first + groups) * group_tiles, tiles));
-    }
+  }
+  if (gemm.rest.rows > 0) {
+    constexpr int64_t group_tiles = kGroupFeatures / kTile;
+    const int64_t tiles = (call.out_features + kTile - 1) / kTile;
+    sparse_linear_tiles<Format>(gemm.rest, begin * group_tiles, smaller(end * group_tiles, tiles));
   }
 }
 

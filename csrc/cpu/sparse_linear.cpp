@@ -1,9 +1,9 @@
 // x W^T + bias with a packed 2:4 W on the CPU: checks and threads.
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <memory>
+#include <new>
 
 #include "../ops.h"
 #include "kernels.h"
@@ -17,6 +17,46 @@ constexpr int64_t kProductsPerTask = 1 << 18;  // about 10 us of work: a few tim
 // with one core of an EPYC 9005 (AVX-512 BF16): both take the same time at 24 to 32 rows in bfloat16 and in float32.
 constexpr int64_t kFewRows = 28;
 constexpr int64_t kUnitsTogether = 1 << 21;  // of x are multiplied by all weights: 8 MB stay in the L3 cache
+
+// Many rows of x are multiplied part by part, so that few parts of x and of a weight stay in the caches. For fewer rows
+// reading the weight matters more, and whole rows of the weight are read faster. Measured with one core of an EPYC.
+constexpr int64_t kRowsForParts = 160, kPart = 2048;
+
+// Memory for a call, aligned as cache lines. Up to 4 MB stay with the thread: new memory costs page faults, which take
+// a fifth of the time of a small call.
+class Scratch {
+ public:
+  struct Free {
+    void operator()(uint32_t* memory) const { ::operator delete(memory, kLine); }
+  };
+  using Memory = std::unique_ptr<uint32_t, Free>;
+  struct Kept {
+    Memory memory;
+    int64_t units = 0;
+  };
+
+  Scratch(Kept& kept, int64_t units) {
+    if (units > kKeptUnits) {
+      own_ = allocate(units);
+    } else if (units > kept.units) {
+      kept = {nullptr, 0};
+      kept = {allocate(units), units};
+    }
+    memory = own_ ? own_.get() : kept.memory.get();
+  }
+
+  uint32_t* memory;
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  static constexpr int64_t kKeptUnits = 1 << 20;
+  static Memory allocate(int64_t units) {
+    return Memory(static_cast<uint32_t*>(::operator new(units * sizeof(uint32_t), kLine)));
+  }
+  Memory own_;
+};
+
+thread_local Scratch::Kept kept_panels, kept_sums;
 
 // f(begin, end) for parts of `features` output features each.
 template <typename F>
@@ -43,16 +83,19 @@ void many_rows(const SparseLinearCall& call, Dtype dtype, int64_t x_size, int64_
   const int64_t panel_rows = kernels().panel_rows, group_features = kernels().group_features;
   // Fewer rows than three quarters of a panel take less time as few rows than as a panel.
   const int64_t panels = (call.rows + panel_rows / 4) / panel_rows, units = call.in_features * x_size / 4;
-  const at::Tensor x_panels = at::empty({panels * panel_rows * units}, at::kInt);
-  auto* memory = static_cast<uint32_t*>(x_panels.mutable_data_ptr());
-  const RowPanelsCall transposed{call.x, memory, call.rows, units};
+  const Scratch x_panels(kept_panels, panels * panel_rows * units);
+  const RowPanelsCall transposed{call.x, x_panels.memory, call.rows, units};
   at::parallel_for(0, panels, kProductsPerTask / (panel_rows * units + 1) + 1,
                    [&](int64_t begin, int64_t end) { kernels().row_panels(transposed, begin, end); });
-  SparseGemmCall gemm{call, rows_from(call, panels * panel_rows, x_size, y_size), memory, panels};
+  const int64_t together = std::min<int64_t>(units, call.rows < kRowsForParts ? kUnpackedUnits : kPart);
+  SparseGemmCall gemm{call, rows_from(call, panels * panel_rows, x_size, y_size), x_panels.memory, panels};
+  gemm.units_together = together;
+  gemm.groups_together = std::min<int64_t>(kUnpackedUnits / together, kUnpackedUnits / kPart);
   parallel_features(call, group_features, [&](int64_t begin, int64_t end) {
-    const int64_t scratch_units = kGroupsTogether * group_features * (kUnpackedUnits + panels * panel_rows);
-    const auto scratch = std::make_unique_for_overwrite<uint32_t[]>(scratch_units);
-    kernels().sparse_gemm[dtype](gemm, scratch.get(), begin, end);
+    const int64_t groups = units > together ? end - begin : gemm.groups_together;
+    const int64_t scratch_units = group_features * (kUnpackedUnits + groups * panels * panel_rows);
+    const Scratch scratch(kept_sums, scratch_units);
+    kernels().sparse_gemm[dtype](gemm, scratch.memory, begin, end);
   });
 }
 
@@ -76,8 +119,8 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
                               values.size(0)};
   const Dtype dtype = dtype_of(x, "x");
   const int64_t x_size = readable.element_size(), y_size = y.element_size();
-  const int64_t units = call.in_features * x_size / 4;
-  const int64_t rows_together = std::max<int64_t>(64, kUnitsTogether / (units + 1) / 32 * 32);
+  const int64_t units = std::min<int64_t>(call.in_features * x_size / 4, kPart);
+  const int64_t rows_together = kUnitsTogether / std::max<int64_t>(units, 1) / 32 * 32;
   for (int64_t first = 0; first < call.rows; first += rows_together) {
     SparseLinearCall part = rows_from(call, first, x_size, y_size);
     part.rows = std::min(part.rows, rows_together);
