@@ -13,7 +13,7 @@ from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED, InputError, Termi
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.io.model_files import check_folder, headers, read_object, weight_files
-from proxsparse.models.loading import skeleton
+from proxsparse.models.loading import TOKENIZER_FILES, skeleton
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device
 
@@ -44,9 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         address = server.wait_until_listening()
         if address is None:
+            server.stop()
             return FAILED  # uvicorn has printed the reason
         print(f"serving {options.model} as the model {folder.name!r} at {address}/v1; Ctrl-C stops", flush=True)
         server.wait()
+        server.stop()
     except KeyboardInterrupt as stop:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
         server.stop()
@@ -65,12 +67,16 @@ def check_packed(folder: Path) -> None:
         raise InputError(f"{name!r}: config.json is missing; give the output folder of proxsparse pack")
     if set(folder.name) & set("@:"):
         raise InputError(f"{name!r}: a model name with @ or : means a revision or a file; rename the folder")
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise InputError(f"{name!r}: no tokenizer; copy the tokenizer files of the pretrained model into the folder")
     check_folder(folder)
     found, model = headers(weight_files(folder)), skeleton(folder)
     entry = read_object(folder / "config.json").get("quantization_config")
     if entry is None:
         convert.layers_to_pack(found, model)  # raises ValueError if the model is not 2:4
-        raise InputError(f"{name!r}: 2:4, but not packed; run proxsparse pack FOLDER --output_dir NEW, serve NEW")
+        raise InputError(
+            f"{name!r}: 2:4, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
+        )
     disk.check_description(entry)
     convert.packed_layers(found, model, entry["layers"])
 

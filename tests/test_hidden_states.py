@@ -66,7 +66,17 @@ def test_the_teacher_is_the_dense_model_without_dropout(teacher, masked):
     assert model.training
 
 
-def test_its_gradient_is_the_same_with_gradient_checkpointing_and_stays_in_the_blocks_before(masked):
+def test_the_error_of_a_block_trains_only_the_blocks_before(masked):
+    model, learned = masked
+    inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
+    states = model(**inputs, output_hidden_states=True).hidden_states[2:3]  # after the second block
+    hidden_error(states, [torch.randn_like(states[0])], PADDED["attention_mask"].bool()).backward()
+    for name, one in learned.items():
+        gradient = one.layer.weight.grad
+        assert gradient is None if "layers.2" in name else gradient.abs().sum() > 0, name
+
+
+def test_its_gradient_is_the_same_with_gradient_checkpointing(masked):
     gradients = []
     for checkpointing in (False, True):
         model, learned = copy.deepcopy(masked)

@@ -60,7 +60,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
         ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "start": "pretrained", "match_hidden": 0}),
         ("smollm2-135m", {"forward": "masked"}, {"match_hidden": 16}),
         ("smollm2-135m", {"forward": "dense"}, {"start": "pretrained", "average_runs": 1, "match_hidden": 0}),
-        ("smollm2-135m", {"update": "all"}, {"match_hidden": 0}),
+        ("smollm2-135m", {"update": "prunable"}, {"match_hidden": 16}),
     ],
 )
 def test_a_flag_takes_back_what_the_recipe_chose_for_another_one(recipe, changes, expected):

@@ -120,7 +120,7 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
   const Dtype dtype = dtype_of(x, "x");
   const int64_t x_size = readable.element_size(), y_size = y.element_size();
   const int64_t units = std::min<int64_t>(call.in_features * x_size / 4, kPart);
-  const int64_t rows_together = kUnitsTogether / std::max<int64_t>(units, 1) / 32 * 32;
+  const int64_t rows_together = std::min<int64_t>(kUnitsTogether / std::max<int64_t>(units, 1) / 32 * 32, 8192);
   for (int64_t first = 0; first < call.rows; first += rows_together) {
     SparseLinearCall part = rows_from(call, first, x_size, y_size);
     part.rows = std::min(part.rows, rows_together);

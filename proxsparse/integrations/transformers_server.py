@@ -71,7 +71,7 @@ class PackedServer(Serve):
         self._thread.join()
 
     def stop(self) -> None:
-        """Stops the server without waiting for the requests in progress."""
+        """Stops the server, and the thread that generates, without waiting for the requests in progress."""
         self.server.should_exit = self.server.force_exit = True
         self.batches.stop()
         self._thread.join(timeout=5)

@@ -16,7 +16,7 @@ class PackedConfig(QuantizationConfig):
     def __init__(self, entries: dict):
         super().__init__()
         check_description(entries)
-        self.layers = list(entries["layers"])
+        self.layers = set(entries["layers"])
 
     @classmethod
     def from_config(cls, config: dict) -> "PackedConfig":

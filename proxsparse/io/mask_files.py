@@ -111,6 +111,8 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
         named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
         patterns = {name: NMPattern.parse(named[name]) for name in packed}
         masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
+        if wrong := [name for name, mask in masks.items() if mask.shape[-1] % patterns[name].m]:
+            raise ValueError(f"{wrong[0]} has {columns[wrong[0]]} columns, not a multiple of {patterns[wrong[0]].m}")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
     for name, mask in masks.items():
@@ -137,6 +139,10 @@ def read_packed(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
     if metadata.get("format") != MASK_FORMAT or metadata.get("bitorder") != "little":
         raise InputError(
             f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r}); give a masks.safetensors file"
+        )
+    if "pattern" not in metadata or any(one.dtype != torch.uint8 or one.ndim != 2 for one in packed.values()):
+        raise InputError(
+            f"mask file {str(path)!r} is malformed (no pattern, or not uint8); give an undamaged mask file"
         )
     return packed, metadata
 

@@ -68,7 +68,7 @@ def check_repository(repo: str | None) -> str | None:
     if token.get("role") == "read":
         raise InputError(f"{what}: the token {token.get('displayName', '')!r} can only read; {LOGIN}")
     owner, name = repo.split("/") if "/" in repo else (user["name"], repo)
-    owners = [user["name"], *(org["name"] for org in user.get("orgs", ()) if org.get("roleInOrg") != "read")]
+    owners = [user["name"], *(org["name"] for org in user.get("orgs") or () if org.get("roleInOrg") != "read")]
     if owner.lower() not in map(str.lower, owners):
         raise InputError(f"{what}: {user['name']} may not write to it; choose the owner from {', '.join(owners)}")
     return f"{owner}/{name}"
@@ -107,12 +107,16 @@ def send(folder: Path, scratch: Path, repo: str, masks_only: bool) -> None:
     try:
         api = HfApi()
         api.create_repo(repo, exist_ok=True)
+        if masks_only and CONFIG in api.list_repo_files(repo):
+            raise InputError(f"Hub repository {repo!r}: has a model, whose card would be replaced; choose another one")
         api.upload_folder(
             repo_id=repo,
             folder_path=scratch,
             commit_message=f"Upload with proxsparse {__version__}",
             delete_patterns=None if masks_only else REPLACED,
         )
+    except InputError:
+        raise
     except KeyboardInterrupt as stop:
         stop.add_note(later)
         raise

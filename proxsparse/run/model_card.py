@@ -140,14 +140,14 @@ def masks_card_text(metadata: dict[str, str], layers: int, masks_sha256: str, re
         layers: their number.
         result: the content of result.json, or {}.
     """
-    base, pattern = shortened(metadata["base_model"]), metadata["pattern"]
+    base, pattern = shortened(metadata["base_model"]) or "BASE", metadata["pattern"]
     revision = f" (revision {metadata['base_revision']})" if metadata.get("base_revision") else ""
     figures = perplexity_text(result.get("perplexity"))
     if result.get("updated"):  # the figures are those of other weights
         figures = "Not measured: the run also changed the kept weights, and this model has the pretrained ones."
     made = f"{command_text(result)}{settings_text(result)}" if result else "By proxsparse."
     return f"""\
-{front_matter(base, pattern, MASKS_ALONE)}
+{front_matter(base if metadata.get("base_revision") else "", pattern, MASKS_ALONE)}
 # {pattern} masks for {Path(base).name}
 
 masks.safetensors has one bit per weight of {number(layers)} linear layers of {base}{revision}: 1 is a kept weight. It

@@ -30,7 +30,6 @@ CHOSEN_FOR = {
     "objective": ("scaling", "forward", "update", *SCALING_DEFAULTS["none"], *MASKED),
     "scaling": tuple(SCALING_DEFAULTS["none"]),
     "forward": ("update", *MASKED),
-    "update": ("match_hidden",),
 }
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))

@@ -48,10 +48,11 @@ def shortened(value: object) -> object:
 def shortened_command(command: str) -> str:
     """A command line with the file names of absolute paths only."""
     try:
-        words = [word.rpartition("=") for word in shlex.split(command)]
+        words = shlex.split(command)
     except ValueError:  # not a command line
         return ""
-    return shlex.join(f"{flag}{equals}{shortened(value)}" for flag, equals, value in words)
+    parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
+    return shlex.join(f"{flag}{equals}{shortened(value)}" for flag, equals, value in parts)
 
 
 def shareable(result: dict) -> dict:

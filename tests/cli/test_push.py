@@ -13,7 +13,7 @@ from hub_server import served
 from safetensors import safe_open
 
 from proxsparse import apply, finetune, pack, prune, push, train
-from proxsparse.errors import INTERRUPTED, run_command
+from proxsparse.errors import INTERRUPTED, InputError, run_command
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.loading import load_model
 
@@ -83,6 +83,9 @@ def test_only_the_model_is_uploaded_and_no_folder_of_this_machine_is_named(hub, 
         (folder / name).write_text("mine")
     for entry in ("checkpoint-100", "tensorboard"):
         (folder / entry / "state.json").write_text("{}")
+    result = json.loads((folder / "result.json").read_text())
+    result["command"] += f" --eval_data={tiny_llama.parent.parent}/a=b --include {tiny_llama.parent.parent}/c=d"
+    (folder / "result.json").write_text(json.dumps(result))
     pushed(folder, "jane/model")
     files = hub.repos["jane/model"]
     assert files.keys() == MODEL | {"result.json"}
@@ -127,8 +130,8 @@ def test_an_old_model_in_the_repository_is_replaced(hub, pruned_dir):
     hub.repos["jane/model"] = {".gitattributes": b"", **old}
     pushed(pruned_dir, "jane/model")
     assert hub.repos["jane/model"].keys() == MODEL | {"result.json", "video.mp4"}
-    pushed(pruned_dir, "jane/model", "--masks_only")
-    assert "model.safetensors" in hub.repos["jane/model"]
+    with pytest.raises(InputError, match="has a model, whose card would be replaced"):
+        push.main([str(pruned_dir), "jane/model", "--masks_only"])
 
 
 @one_hub

@@ -22,7 +22,7 @@ from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 from transformers import GenerationConfig
 
 from proxsparse import serve
-from proxsparse.errors import INTERRUPTED, TERMINATED, run_command
+from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED, run_command
 from proxsparse.models.loading import load_model
 
 openai = pytest.importorskip("openai")
@@ -250,6 +250,17 @@ def test_100_requests_at_once_while_a_client_leaves(server, expected):
 
 
 @pytest.mark.slow
+def test_a_port_that_is_taken_while_the_model_loads_ends_the_process(folders):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        program = "from proxsparse import serve; from proxsparse.errors import run_command; import sys\n"
+        program += "serve.check_address = lambda *_: None\nsys.exit(run_command(serve.main))"
+        flags = [str(folders[1]), "--port", str(busy.getsockname()[1])]
+        result = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, timeout=120)
+    assert result.returncode == FAILED
+    assert "address already in use" in result.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, INTERRUPTED), (signal.SIGTERM, TERMINATED)])
 def test_a_signal_ends_the_process_while_it_answers(number, code, folders, tmp_path):
     with (tmp_path / "log").open("w") as log:
@@ -286,7 +297,9 @@ def test_a_signal_ends_the_process_while_it_answers(number, code, folders, tmp_p
 def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):
     dense, packed = folders
     unpruned = save_tiny_model("llama", tmp_path / "unpruned")
-    cut, missing, odd = (shutil.copytree(packed, tmp_path / name) for name in ("cut", "missing", "a@b"))
+    cut, missing, odd, mute = (shutil.copytree(packed, tmp_path / name) for name in ("cut", "missing", "a@b", "mute"))
+    for file in mute.glob("token*"):
+        file.unlink()
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-10])
     (missing / "model.safetensors").unlink()
     for folder, words in {
@@ -295,6 +308,7 @@ def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):
         cut: ["model.safetensors", "truncated", "download"],
         missing: ["model.safetensors is missing"],
         odd: ["a@b", "rename"],
+        mute: ["no tokenizer", "copy the tokenizer files"],
         tmp_path / "absent": ["no such folder", "proxsparse pack"],
         tmp_path: ["config.json is missing", "proxsparse pack"],
     }.items():

@@ -42,7 +42,9 @@ def test_few_and_many_rows_of_any_strides(dtype, compiled):
         assert_as_good_as_dense(kernel.run(x, *strided, bias[1::2], None), x, weight[1::2], bias[1::2])
 
 
-@pytest.mark.parametrize(("out_features", "in_features", "rows"), [(53, 4612, 43), (53, 4612, 170), (13, 4108, 1090), (5, 65536, 70)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "rows"), [(53, 4612, 43), (53, 4612, 170), (13, 4108, 1090), (5, 65536, 70)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_long_rows_and_of_a_large_x(dtype, out_features, in_features, rows, compiled):
     weight, x = pruned_weight((out_features, in_features), dtype), torch.randn(rows, in_features).to(dtype)
