@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class EarlyStopping:
-    """Measures the held-out loss every `every` steps, keeps a copy of the best weights, and says when to stop.
+    """Measures the held-out loss at the start and every `every` steps, and keeps a copy of the best weights.
 
     Args:
         measure: the held-out loss of the current weights; None: no samples are held out, nothing is measured.
@@ -28,7 +28,7 @@ class EarlyStopping:
         self.losses: list[list[float]] = []  # [step, held-out loss]
 
     def observe(self, step: int) -> dict[str, float]:
-        """{"held_out_loss": loss} in a step that is measured, else {}."""
+        """{"held_out_loss": loss} after a step that is measured, else {}; step 0 is the start."""
         if not self.measure or (step % self.every and step != self.last):
             return {}
         loss = self.measure()

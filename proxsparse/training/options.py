@@ -207,8 +207,9 @@ class RecoveryOptions:
     )
     evals: int = flag(10, "number of measurements of the held-out loss")
     patience: int = flag(
-        5,
-        "stop after this number of measurements in a row without a new minimum; 0: never stop early",
+        0,
+        "stop after this number of measurements in a row without a new minimum; 0: never, as the loss may rise before "
+        "it falls with the learning rate",
     )
 
 

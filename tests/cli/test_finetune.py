@@ -170,7 +170,7 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     assert tuned["patterns"] == json.loads((tmp_path / "owl" / "result.json").read_text())["patterns"]
 
 
-def test_the_best_weights_are_kept_and_training_stops_early(tune, monkeypatch):
+def test_the_best_weights_are_kept_and_training_stops_early(tune, pruned, monkeypatch, tmp_path):
     weight, losses = torch.zeros(3), iter([3.0, 1.0, 2.0, 1.5, 0.5])
     stopping = EarlyStopping(lambda: next(losses), {"w": weight}, every=2, last=100, patience=2)
     for step in range(1, 9):
@@ -183,7 +183,8 @@ def test_the_best_weights_are_kept_and_training_stops_early(tune, monkeypatch):
     worse = iter(range(100))
     monkeypatch.setattr("proxsparse.methods.finetune.held_out_loss", lambda *_: float(next(worse)))
     result = tune("run", "--evals", "6", "--patience", "2")
-    assert (result["status"], result["steps"], result["held_out"]["best_step"]) == ("complete", 3, 1)
+    assert (result["status"], result["steps"], result["held_out"]["best_step"]) == ("complete", 2, 0)
+    assert not changed(tmp_path / "run", pruned)
 
 
 @pytest.mark.parametrize("flags", [[], ["--train", "lora"], ["--precision", "bf16"]], ids=["kept", "lora", "bf16"])
