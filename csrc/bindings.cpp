@@ -21,6 +21,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              without_gil);
   module.def("unpack_n4", &proxsparse::unpack_n4, py::arg("values"), py::arg("indices"), py::arg("n"),
              py::arg("weight"), without_gil);
+  module.def("quantize_nm", &proxsparse::quantize_nm, py::arg("values"), py::arg("codes"), py::arg("scales"),
+             without_gil);
+  module.def("dequantize_nm", &proxsparse::dequantize_nm, py::arg("codes"), py::arg("scales"), py::arg("values"),
+             without_gil);
   module.def("sparse_linear", &proxsparse::sparse_linear, py::arg("x"), py::arg("values"), py::arg("indices"),
-             py::arg("bias"), py::arg("y"), without_gil);
+             py::arg("scales"), py::arg("bias"), py::arg("y"), without_gil);
 }

@@ -176,16 +176,26 @@ inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, in
           .in_features = in_features};
 }
 
-// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W, all of one dtype.
+// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W. x, bias, y and the scales have one
+// dtype; so have the values, unless they are codes with scales: int8, or uint8 with two codes in each.
 inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, const at::Tensor& values,
-                                const at::Tensor& indices, const OptionalTensor& bias, const at::Tensor& y) {
+                                const at::Tensor& indices, const OptionalTensor& scales, const OptionalTensor& bias,
+                                const at::Tensor& y) {
   TORCH_CHECK_VALUE(x.dim() == 2 && values.dim() == 2 && x.size(1) % 4 == 0, "x of shape ", x.sizes(),
                     " and values of shape ", values.sizes(),
                     ": both must have two dimensions, and in_features must be a multiple of 4");
   const at::ScalarType dtype = x.scalar_type();
   const int64_t rows = x.size(0), in_features = x.size(1), out_features = values.size(0);
   check_tensor("x", x, device, {rows, in_features}, dtype);
-  check_tensor("values", values, device, {out_features, in_features / 2}, dtype);
+  if (!scales) {
+    check_tensor("values", values, device, {out_features, in_features / 2}, dtype);
+  } else if (values.scalar_type() == at::kChar) {
+    check_tensor("values", values, device, {out_features, in_features / 2}, at::kChar);
+    check_tensor("scales", *scales, device, {out_features, 1}, dtype);
+  } else {
+    check_tensor("values", values, device, {out_features, in_features / 4}, at::kByte);
+    check_tensor("scales", *scales, device, {out_features, (in_features + 63) / 64}, dtype);
+  }
   check_tensor("indices", indices, device, {out_features, (in_features + 7) / 8}, at::kByte);
   if (bias) check_tensor("bias", *bias, device, {out_features}, dtype);
   check_tensor("y", y, device, {rows, out_features}, dtype);

@@ -62,16 +62,27 @@ bool pack_n4(const at::Tensor& weight, int64_t n, const at::Tensor& values, cons
 // The inverse: overwrites weight. Places that are not in ascending order give wrong weights, but no invalid access.
 void unpack_n4(const at::Tensor& values, const at::Tensor& indices, int64_t n, const at::Tensor& weight);
 
+// The values of a packed weight -> codes of 8 or 4 bits and scales; proxsparse/reference/quantize.py has the equations.
+//   values  [..., k]; float32, float64, bfloat16 or float16
+//   codes   int8, [..., k], for 8 bits; uint8, [..., k / 2], for 4 bits; overwritten
+//   scales  dtype of values, [..., 1] for 8 bits, [..., ceil(k / 32)] for 4 bits; overwritten
+void quantize_nm(const at::Tensor& values, const at::Tensor& codes, const at::Tensor& scales);
+
+// The inverse, code * scale rounded to the dtype of the scales: overwrites values.
+void dequantize_nm(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values);
+
 // y <- x W^T + bias with a packed 2:4 W [out_features, in_features], accumulated in float32. For few rows, numbers of x
 // at weights that are not kept have no effect, even if they are infinite or NaN; many rows are multiplied by the
 // unpacked weight. A CPU that multiplies pairs of bfloat16 treats subnormal numbers as zero.
 //   x        [rows, in_features]; float32 or bfloat16
-//   values   [out_features, in_features / 2], dtype of x
+//   values   [out_features, in_features / 2], dtype of x or int8 codes; or uint8, [out_features, in_features / 4], with
+//            two codes of 4 bits in each; proxsparse/reference/quantize.py describes the codes
 //   indices  uint8, [out_features, ceil(in_features / 8)]
+//   scales   of codes, dtype of x: [out_features, 1] of int8, [out_features, ceil(in_features / 64)] of 4 bits; or none
 //   bias     [out_features], dtype of x, or none
 //   y        [rows, out_features], dtype of x; overwritten
-void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& bias,
-                   const at::Tensor& y);
+void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
+                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y);
 
 // The instruction set of the kernels: "default", "avx2", "avx512" or "avx512_bf16". The widest of this CPU, at most the
 // one named by the environment variable PROXSPARSE_CPU_CAPABILITY.

@@ -1,4 +1,4 @@
-"""`proxsparse pack`: packs the 2:4 layers of a pruned checkpoint to 9/16 of their bytes in bf16, or unpacks them.
+"""`proxsparse pack`: packs the 2:4 layers of a pruned checkpoint, with 16, 8 or 4 bits, or unpacks them.
 
 The result is a Hugging Face checkpoint: `from_pretrained` loads it wherever proxsparse is installed.
 """
@@ -14,6 +14,7 @@ from torch import nn
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
+from proxsparse.inference.linear import BITS
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, weight_files
@@ -24,7 +25,8 @@ from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
-Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16. Other tensors stay as they are.
+Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16, without any change of the weights;
+or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Other tensors stay as they are.
 AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed. A
 packed checkpoint of the old format, which other programs opened with random weights, is converted."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -47,19 +49,19 @@ def main(arguments: list[str] | None = None) -> int:
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of the model; choose another folder")
     plan = UNPACK if options.unpack else CONVERT if "quantization_config" in config else PACK
-    work, verb, done, note, growth, more_tensors = plan
+    work, verb, done = plan
     before, overwrite = file_bytes(source), options.overwrite_output_dir
     inputs = {"model": options.model}
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
-        require_space(folder.path, growth * before)
-        layers, stream = work(options, config, found, model)
+        require_space(folder.path, growth(config, options.unpack) * before)
+        layers, stream, count = work(options, config, found, model)
         with atomic_directory(folder.path) as scratch:
-            with phase(verb, len(found) + more_tensors * len(layers), "tensor") as current:
+            with phase(verb, count, "tensor") as current:
                 disk.write_shards(scratch, current.count(stream), shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
             require_unchanged(source, files)
-            disk.annotate(scratch / CARD, note)
+            disk.annotate(scratch / CARD, b"" if options.unpack else disk.note(options.bits))
             after, written = file_bytes(scratch), headers(weight_files(scratch))
             output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
         output_folder.publish(folder)
@@ -73,35 +75,51 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def packing(options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
-    """The layers to pack and the tensors of the result; `config` becomes that of the result."""
+Work = tuple[list[str], convert.Stream, int]  # the packed layers; the tensors of the result, and their number
+
+
+def packing(options, config: dict, found: dict, model: nn.Module) -> Work:
+    """Packs a dense checkpoint; `config` becomes that of the result."""
     layers = convert.layers_to_pack(found, model, options.include, options.exclude)
-    config |= {"quantization_config": disk.description(layers), WEIGHTS_NAME: INSTALL}
-    return layers, convert.pack_tensors(found, layers)
+    config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
+    more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
+    return layers, convert.pack_tensors(found, layers, options.bits), len(found) + more * len(layers)
 
 
-def converting(options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
+def converting(options, config: dict, found: dict, model: nn.Module) -> Work:
     """The same for a packed checkpoint of the old format."""
-    if options.include or options.exclude:
-        raise InputError(f"{options.model!r} is packed already; leave out --include and --exclude to convert it")
+    if options.include or options.exclude or options.bits != 16:
+        flags = "--include, --exclude and --bits"
+        raise InputError(f"{options.model!r} is packed already; leave out {flags} to convert it")
     listed = config["quantization_config"]["layers"]
-    config |= {"quantization_config": disk.description(listed), WEIGHTS_NAME: INSTALL}
-    layers = list(convert.packed_layers(found, model, listed))
-    return layers, convert.convert_tensors(found, layers)
+    config |= {"quantization_config": disk.description(dict.fromkeys(listed, 16)), WEIGHTS_NAME: INSTALL}
+    layers = list(convert.packed_layers(found, model, listed, {}))
+    return layers, convert.convert_tensors(found, layers), len(found) + len(layers)
 
 
-def unpacking(_options, config: dict, found: dict, model: nn.Module) -> tuple[list[str], convert.Stream]:
+def unpacking(_options, config: dict, found: dict, model: nn.Module) -> Work:
     """The same for --unpack."""
     config.pop(WEIGHTS_NAME, None)
-    layers = list(convert.packed_layers(found, model, config.pop("quantization_config")["layers"]))
-    return layers, convert.unpack_tensors(found, layers)
+    entry = config.pop("quantization_config")
+    layers = list(convert.packed_layers(found, model, entry["layers"], entry.get("bits", {})))
+    parts = [f"{layer}.{part}" for layer in layers for part in (*disk.PARTS, "weight")]
+    return (
+        layers,
+        convert.unpack_tensors(found, layers),
+        len(found) + len(layers) - sum(name in found for name in parts),
+    )
 
 
-# Function, its names for messages, note for the model card, largest size of the result relative to the source, more
-# tensors in each layer.
-PACK = packing, "packing", "packed", disk.NOTE, 1, 2
-CONVERT = converting, "converting", "converted", disk.NOTE, 1, 1
-UNPACK = unpacking, "unpacking", "unpacked", b"", 2, -2
+# Function and its names for messages.
+PACK = packing, "packing", "packed"
+CONVERT = converting, "converting", "converted"
+UNPACK = unpacking, "unpacking", "unpacked"
+
+
+def growth(config: dict, unpack: bool) -> int:
+    """The largest size of the result relative to the source: float32 weights with 16, 8 or 4 bits are unpacked."""
+    bits = config["quantization_config"].get("bits", {}).values() if unpack else ()
+    return {16: 2, 8: 7, 4: 10}[min(bits, default=16)] if unpack else 1
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -113,17 +131,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--unpack", action="store_true", help="make a dense checkpoint from a packed one")
     add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be 2:4")
     add("--exclude", nargs="+", metavar="REGEX", help="do not pack layers whose name matches one")
-    add(
-        "--max_shard_size",
-        default="5GB",
-        metavar="SIZE",
-        help="largest file, also limits memory; default: 5GB",
-    )
+    bits_help = "16 keeps the kept weights (default); 8 or 4 rounds them, with a scale per row or per 64 columns"
+    add("--bits", type=int, choices=BITS, default=16, help=bits_help)
+    limit_help = "largest file, also limits memory; default: 5GB"
+    add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     options = parser.parse_args(arguments)
-    if options.unpack and (options.include or options.exclude):
-        raise InputError("--unpack: unpacks every packed layer; leave out --include and --exclude")
+    if options.unpack and (options.include or options.exclude or options.bits != 16):
+        raise InputError("--unpack: unpacks every packed layer; leave out --include, --exclude and --bits")
     return options
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from proxsparse import NMPattern, nm_mask
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.pack import main as pack
 
 
@@ -22,13 +23,14 @@ def prune(weight):
 def assert_as_good_as_dense(y, x, weight, bias=None):
     """y = x W^T + b up to twice the error of torch's dense layer, an ulp of the largest output, and one of a sum.
 
-    The sum is the largest of |x| |W|^T, its precision that of x, at least float32.
+    The sum is the largest of |x| |W|^T, its precision that of x, at least float32. A weight in float64, such as that of
+    codes, is rounded to the dtype of x for torch.
     """
     exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert y.dtype == x.dtype
     assert y.shape == exact.shape
     if exact.numel():
-        allowed = 2 * (linear(x, weight, bias).double() - exact).abs().max()
+        allowed = 2 * (linear(x, weight.to(x.dtype), bias).double() - exact).abs().max()
         allowed += torch.finfo(x.dtype).eps * exact.abs().max()
         largest_sum = linear(x.double().abs(), weight.double().abs()).max()
         allowed += torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps * largest_sum
@@ -43,6 +45,13 @@ def prune_(module: nn.Module, but: tuple[str, ...] = ("lm_head",)) -> nn.Module:
         if isinstance(layer, nn.Linear) and not any(part in name for part in but):
             layer.weight.copy_(prune(layer.weight))
     return module
+
+
+def quantized(weight, bits):
+    """Codes, indices and scales of a 2:4 weight, and the weight that they stand for, in float64."""
+    values, indices = pack_nm(weight)
+    codes, scales = quantize_nm(values, bits)
+    return codes, indices, scales, unpack_nm(dequantize_nm(codes, scales.double()), indices)
 
 
 def pruned_linear(in_features=24, out_features=7, bias=True, dtype=torch.float32) -> nn.Linear:

@@ -25,11 +25,11 @@ PLACES = {
     "methods": "admm block_masks finetune finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap "
     "walk wanda",
     "models": "checks layers loading snap unfold_linears",
-    "ops": "adamw_prox choice mask masked_weight pack prox prox_list registry sparse_linear tuning",
+    "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear tuning",
     "ops/backends": "cpp cuda cusparselt cutlass gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
     "plan": "activations architecture cost memory page",
-    "reference": "adamw_prox mask pack paper_solvers prox regularizers",
+    "reference": "adamw_prox mask pack paper_solvers prox quantize regularizers",
     "run": "config flags folder hub job model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
     "training": "adapters checkpoint distillation early_stopping held_layer hidden_states initial_masks "

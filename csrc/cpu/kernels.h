@@ -18,12 +18,17 @@ struct MaskCall {
   int n;
 };
 
+// How the values of a packed weight are stored; proxsparse/reference/quantize.py describes the codes.
+enum Codes { kPlain, kInt8, kInt4, kCodes };
+constexpr int64_t kScaleColumns = 64;  // weights that share a scale of kInt4
+
 struct SparseLinearCall {
-  const void* x;       // [rows, in_features], as the values if those are bfloat16 and `Kernels` says so, else float32
-  const void* values;  // [out_features, in_features / 2]
+  const void* x;           // [rows, in_features], bfloat16 if that is the dtype and `Kernels` says so, else float32
+  const void* values;      // [out_features, in_features / 2] numbers of the dtype or codes
   const uint8_t* indices;  // [out_features, ceil(in_features / 8)]
-  const void* bias;        // [out_features] as the values, or null
-  void* y;                 // [rows, out_features] as the values
+  const void* scales;      // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4
+  const void* bias;        // [out_features] of the dtype, or null
+  void* y;                 // [rows, out_features] of the dtype
   int64_t rows, in_features, out_features;
 };
 
@@ -56,11 +61,11 @@ struct Kernels {
   void (*masked_weight[kDtypes])(const MaskedWeightCall&, int64_t begin, int64_t end);
   void (*masked_weight_float32_bfloat16)(const MaskedWeightCall&, int64_t begin, int64_t end);
   void (*unpack_24[kDtypes])(const PackCall&, int64_t begin, int64_t end);
-  void (*sparse_linear[kDtypes])(const SparseLinearCall&, int64_t begin, int64_t end);
+  void (*sparse_linear[kCodes][kDtypes])(const SparseLinearCall&, int64_t begin, int64_t end);
   void (*row_panels)(const RowPanelsCall&, int64_t begin, int64_t end);
   // The scratch has group_features * (kUnpackedUnits + groups * panels * panel_rows) units; groups is end - begin, or
   // groups_together if these are all units of a row.
-  void (*sparse_gemm[kDtypes])(const SparseGemmCall&, uint32_t* scratch, int64_t begin, int64_t end);
+  void (*sparse_gemm[kCodes][kDtypes])(const SparseGemmCall&, uint32_t* scratch, int64_t begin, int64_t end);
   int64_t panel_rows, group_features;  // rows of x in a panel, output features in a group
   bool reads_bfloat16;                 // x may be bfloat16 if the values are
 };

@@ -1,9 +1,11 @@
-// The arithmetic of a dot product with 2:4 weights. In each step, one vector of kept values is multiplied by the
+// The arithmetic of a dot product with 2:4 weights. Codes are multiplied by their scale and rounded to what the
+// arithmetic multiplies. In each step, one vector of kept values is multiplied by the
 // numbers of x at their places, which are gathered from two vectors of x. The other numbers of x have no effect, even
 // if they are infinite or NaN.
 #pragma once
 
 #include "../formats.h"
+#include "kernels.h"
 #include "vec.h"
 
 namespace proxsparse {
@@ -24,6 +26,8 @@ constexpr GatherTable<Lane, N> kGatherTable = [] {
   return table;
 }();
 
+#define PROXSPARSE_INLINED __attribute__((always_inline))
+
 template <typename Bits>
 PROXSPARSE_INLINE Bits load_bits(const uint8_t* indices) {
   Bits bits;
@@ -31,17 +35,60 @@ PROXSPARSE_INLINE Bits load_bits(const uint8_t* indices) {
   return bits;
 }
 
+// The number of a 4-bit code, whatever the other bits are.
+PROXSPARSE_INLINE constexpr int signed_code(uint32_t code) { return static_cast<int>((code & 15) ^ 8) - 8; }
+
+// The numbers of the 16 codes.
+struct NumberOfCode {
+  alignas(64) float of[16];
+};
+constexpr NumberOfCode kNumberOfCode = [] {
+  NumberOfCode numbers;
+  for (uint32_t code = 0; code < 16; ++code) numbers.of[code] = signed_code(code);
+  return numbers;
+}();
+
+// Bytes of `count` values of a packed weight.
+template <typename Format, Codes codes>
+constexpr int64_t value_bytes(int64_t count) {
+  return codes == kInt4 ? count / 2 : codes == kInt8 ? count : count * sizeof(typename Format::Storage);
+}
+
 // x in float32; values in float32, or converted to it.
-template <typename Format>
+template <typename Format, Codes codes>
 struct InFloat32 {
-  using Storage = typename Format::Storage;
   using X = float;
   static constexpr int kValues = PROXSPARSE_VECTOR_BYTES / 4;  // of a step, which reads twice as many numbers of x
   using Numbers = Vec<float, kValues>;
   using Sums = Numbers;
 
-  static PROXSPARSE_INLINE Numbers load_values(const Storage* values) {
-    if constexpr (sizeof(Storage) == 4) {
+  static PROXSPARSE_INLINE Numbers load_values(const uint8_t* values, Sums scale) {
+    if constexpr (codes == kInt8) {
+#if PROXSPARSE_VECTOR_BYTES == 64
+      return numbers(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(values)))) * scale;
+#elif PROXSPARSE_VECTOR_BYTES == 32
+      const auto bytes = _mm_cvtsi64_si128(load_bits<int64_t>(values));
+      return numbers(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))) * scale;
+#else
+      Numbers numbers;
+      for (int i = 0; i < kValues; ++i) numbers.lanes.raw[i] = static_cast<int8_t>(values[i]);
+      return numbers * scale;
+#endif
+    } else if constexpr (codes == kInt4) {
+#if PROXSPARSE_VECTOR_BYTES == 64
+      const auto pairs = _mm512_cvtepu8_epi64(_mm_cvtsi64_si128(load_bits<int64_t>(values)));
+      const auto each = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));  // a code in the low bits of each lane
+      return numbers(_mm512_permutexvar_ps(each, _mm512_load_ps(kNumberOfCode.of))) * scale;
+#elif PROXSPARSE_VECTOR_BYTES == 32
+      const auto pairs = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bits<int32_t>(values)));
+      const auto each = _mm256_or_si256(pairs, _mm256_slli_epi64(pairs, 28));
+      return numbers(_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(each, 28), 28))) * scale;
+#else
+      Numbers numbers;
+      for (int i = 0; i < kValues; ++i) numbers.lanes.raw[i] = signed_code(values[i / 2] >> i % 2 * 4);
+      return numbers * scale;
+#endif
+    } else if constexpr (sizeof(typename Format::Storage) == 4) {
       return Numbers::load(values);
     } else {
       Vec<uint32_t, kValues> bits;
@@ -50,7 +97,7 @@ struct InFloat32 {
 #elif PROXSPARSE_VECTOR_BYTES == 32
       bits.lanes.raw = as_raw(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values))));
 #else
-      for (int i = 0; i < kValues; ++i) bits.lanes.raw[i] = values[i];
+      for (int i = 0; i < kValues; ++i) bits.lanes.raw[i] = load_bits<uint16_t>(values + 2 * i);
 #endif
       return Format::template decode<Numbers>(bits << 16);
     }
@@ -116,22 +163,38 @@ struct InFloat32 {
   }
 };
 
-template <typename Format>
+template <typename Format, Codes codes = kPlain>
 struct ArithmeticOf {
-  using Type = InFloat32<Format>;
+  using Type = InFloat32<Format, codes>;
 };
 
 #ifdef PROXSPARSE_BF16
 
 // Values and x in bfloat16. Products of neighbours are summed in float32; subnormal numbers are treated as zero.
+template <Codes codes>
 struct InBFloat16 {
-  using Storage = uint16_t;
   using X = uint16_t;
   static constexpr int kValues = 32;
   using Numbers = __m512i;
   using Sums = Vec<float, 16>;
 
-  static PROXSPARSE_INLINE Numbers load_values(const Storage* values) { return _mm512_loadu_si512(values); }
+  static PROXSPARSE_INLINE Numbers load_values(const uint8_t* values, Sums scale) {
+    if constexpr (codes == kInt8) {
+      const auto half = [&](const uint8_t* half) PROXSPARSE_INLINED {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(half))) * scale.lanes.raw;
+      };
+      return (__m512i)_mm512_cvtne2ps_pbh(half(values + 16), half(values));
+    } else if constexpr (codes == kInt4) {
+      // The numbers of the 16 codes, twice, as a lookup uses five bits. The low bits of lane j are code j % 4 of the
+      // four codes in its 64 bits.
+      const auto scaled = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(kNumberOfCode.of) * scale.lanes.raw);
+      const auto fours = _mm512_cvtepu16_epi64(load_bits<__m128i>(values));
+      const auto each = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x000c000800040000), fours);
+      return _mm512_permutexvar_epi16(each, _mm512_broadcast_i64x4(scaled));
+    } else {
+      return _mm512_loadu_si512(values);
+    }
+  }
   static PROXSPARSE_INLINE Sums multiply_add(Sums sums, Numbers values, Numbers x) {
     sums.lanes.raw = _mm512_dpbf16_ps(sums.lanes.raw, (__m512bh)values, (__m512bh)x);
     return sums;
@@ -155,9 +218,9 @@ struct InBFloat16 {
   }
 };
 
-template <>
-struct ArithmeticOf<BFloat16> {
-  using Type = InBFloat16;
+template <Codes codes>
+struct ArithmeticOf<BFloat16, codes> {
+  using Type = InBFloat16<codes>;
 };
 constexpr bool kReadsBFloat16 = true;
 #else

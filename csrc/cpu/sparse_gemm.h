@@ -69,9 +69,31 @@ inline void row_panels(const RowPanelsCall& call, int64_t begin, int64_t end) {
   }
 }
 
+// Values `first` to `first + count` of an output feature as they are multiplied. Writes whole steps.
+template <typename Format, Codes codes, typename Unpacked>
+PROXSPARSE_INLINE void decode_values(const SparseLinearCall& call, int64_t feature, int64_t first, int64_t count,
+                                     Unpacked* to) {
+  using A = typename ArithmeticOf<Format, codes>::Type;
+  constexpr int64_t kGroup = kScaleColumns / 2, kStepBytes = value_bytes<Format, codes>(A::kValues);
+  const int64_t in_features = call.in_features, row_scales = (in_features + kScaleColumns - 1) / kScaleColumns;
+  const auto* scales = static_cast<const typename Format::Storage*>(call.scales);
+  const auto* values =
+      static_cast<const uint8_t*>(call.values) + value_bytes<Format, codes>(feature * (in_features / 2) + first);
+  typename A::Sums scale = 1;
+  if constexpr (codes == kInt8) scale = Format::load(scales[feature]);
+  if constexpr (codes == kInt4) scales += feature * row_scales + first / kGroup;
+  for (int64_t i = 0; i < count; i += A::kValues, values += kStepBytes) {
+    if constexpr (codes == kInt4) scale = Format::load(scales[i / kGroup]);
+    uint8_t last[kStepBytes] = {};
+    if (count - i < A::kValues) std::memcpy(last, values, value_bytes<Format, codes>(count - i));
+    const auto numbers = A::load_values(count - i < A::kValues ? last : values, scale);
+    std::memcpy(to + i, &numbers, sizeof(numbers));
+  }
+}
+
 // The weights of a group, from `unit` on, in dense form: [chunk, feature, kChunkUnits units]. Features after the last
 // one are copies of it.
-template <typename Format>
+template <typename Format, Codes codes>
 void unpack_group(const SparseLinearCall& call, int64_t group, int64_t unit, int64_t units, uint32_t* weight) {
   using Storage = typename Format::Storage;
   using Unpacked = Unit<Format>::Weight;
@@ -79,41 +101,42 @@ void unpack_group(const SparseLinearCall& call, int64_t group, int64_t unit, int
   const int64_t begin = unit * unit_weights, count = units * unit_weights;
   for (int f = 0; f < kGroupFeatures; ++f) {
     const int64_t feature = smaller(group * kGroupFeatures + f, call.out_features - 1);
-    const auto* values = static_cast<const Storage*>(call.values) + (feature * call.in_features + begin) / 2;
     const uint8_t* indices = call.indices + feature * ((call.in_features + 7) / 8) + begin / 8;
     const auto to = [=](int64_t i) PROXSPARSE_INLINED {
       return reinterpret_cast<Unpacked*>(weight) + (i / chunk * kGroupFeatures + f) * chunk + i % chunk;
     };
-    if constexpr (sizeof(Storage) < sizeof(Unpacked)) {  // bfloat16 that is multiplied as float32
-      uint32_t wide[kUnpackedUnits / 2];
-      for (int64_t i = 0; i < count / 2; ++i) wide[i] = uint32_t{values[i]} << 16;
-      unpack_24_row(wide, indices, count, to);
+    if constexpr (codes == kPlain && sizeof(Storage) == sizeof(Unpacked)) {
+      const auto* values = static_cast<const Unpacked*>(call.values) + (feature * call.in_features + begin) / 2;
+      unpack_24_row(values, indices, count, to);
     } else {
-      unpack_24_row(reinterpret_cast<const Unpacked*>(values), indices, count, to);
+      alignas(64) Unpacked values[kUnpackedUnits / 2 * unit_weights];
+      decode_values<Format, codes>(call, feature, begin / 2, count / 2, values);
+      unpack_24_row(values, indices, count, to);
     }
   }
 }
 
-// Prefetches the packed weights of a group that are unpacked next: 7 lines for each chunk that is multiplied.
+// Prefetches the packed weights of a group that are unpacked next: up to 7 lines for each chunk that is multiplied.
+template <int kLineChunks>  // chunks whose values are in a line of 64 bytes
 struct Ahead {
   const char *values, *indices;      // of the first feature; null: nothing is prefetched
   int64_t value_bytes, index_bytes;  // of a feature
   int64_t chunk;
 
   PROXSPARSE_INLINE void prefetch_chunk() {
-    // A chunk has 32 bytes of values and 2 or 4 of indices of each feature: half or a small part of a line.
-    for (int f = chunk % 2; f < kGroupFeatures; f += 2) {
-      __builtin_prefetch(values + f * value_bytes + chunk / 2 * 64, 0, 2);
+    for (int f = chunk % kLineChunks; f < kGroupFeatures; f += kLineChunks) {
+      __builtin_prefetch(values + f * value_bytes + chunk / kLineChunks * 64, 0, 2);
     }
+    // The indices of a chunk are 2 or 4 bytes of each feature.
     if (chunk % 16 < kGroupFeatures) __builtin_prefetch(indices + chunk % 16 * index_bytes + chunk / 16 * 64, 0, 2);
     ++chunk;
   }
 };
 
 // total [panel, feature, kPanelRows] += the products of a group and kPanels panels, which are x_stride apart.
-template <typename Format, int kPanels>
+template <typename Format, int kPanels, int kLineChunks>
 void multiply_group(const uint32_t* weight, const uint32_t* x, int64_t x_stride, int64_t units, bool is_first,
-                    float* total, Ahead ahead) {
+                    float* total, Ahead<kLineChunks> ahead) {
   using A = typename ArithmeticOf<Format>::Type;
   struct {
     typename A::Sums of[kGroupFeatures][kPanels];
@@ -189,13 +212,13 @@ void store_group(const SparseLinearCall& call, int64_t group, int64_t panel, con
 
 // Groups `begin` to `end` for all rows. Rows after the last panel are computed as few rows. The units of x that are
 // multiplied by all groups before the next ones stay in the L3 cache.
-template <typename Format>
+template <typename Format, Codes codes>
 void sparse_gemm_groups(const SparseGemmCall& gemm, uint32_t* scratch, int64_t begin, int64_t end) {
-  using Storage = typename Format::Storage;
   constexpr int64_t unit_weights = 4 / sizeof(typename Unit<Format>::Weight);
+  constexpr int kLineChunks = 64 / value_bytes<Format, codes>(kChunkUnits * unit_weights / 2);
   const SparseLinearCall& call = gemm.linear;
   const int64_t units = call.in_features / unit_weights, index_bytes = (call.in_features + 7) / 8;
-  const int64_t value_bytes = call.in_features / 2 * sizeof(Storage);
+  const int64_t row_value_bytes = value_bytes<Format, codes>(call.in_features / 2);
   const int64_t chunks = (gemm.units_together + kChunkUnits - 1) / kChunkUnits;
   const int64_t unpacked = chunks * kChunkUnits * kGroupFeatures;
   const int64_t panel_size = kPanelRows * kGroupFeatures;
@@ -208,16 +231,19 @@ void sparse_gemm_groups(const SparseGemmCall& gemm, uint32_t* scratch, int64_t b
     for (int64_t first = begin; first < end; first += gemm.groups_together) {
       const int64_t groups = smaller(gemm.groups_together, end - first);
       float* of_groups = totals + (units > gemm.units_together ? first - begin : 0) * gemm.panels * panel_size;
-      for (int64_t g = 0; g < groups; ++g) unpack_group<Format>(call, first + g, unit, count, scratch + g * unpacked);
+      for (int64_t g = 0; g < groups; ++g)
+        unpack_group<Format, codes>(call, first + g, unit, count, scratch + g * unpacked);
       for (int64_t panel = 0; panel < gemm.panels; panel += 2) {
         const int64_t after = smaller(panel + 2, gemm.panels);
-        const auto multiply = after - panel == 1 ? multiply_group<Format, 1> : multiply_group<Format, 2>;
+        const auto multiply =
+            after - panel == 1 ? multiply_group<Format, 1, kLineChunks> : multiply_group<Format, 2, kLineChunks>;
         for (int64_t done = 0; done < count; done += kDepth) {
           const uint32_t* x = gemm.x_panels + (panel * units + unit + done) * kPanelRows;
           for (int64_t g = 0; g < groups; ++g) {
             const int64_t next = (first + gemm.groups_together + g) * kGroupFeatures, weight = unit * unit_weights;
-            const Ahead ahead{panel > 0 ? nullptr : values + next * value_bytes + weight / 2 * sizeof(Storage),
-                              indices + next * index_bytes + weight / 8, value_bytes, index_bytes, done / kChunkUnits};
+            const char* next_values = values + next * row_value_bytes + value_bytes<Format, codes>(weight / 2);
+            const Ahead<kLineChunks> ahead{panel > 0 ? nullptr : next_values, indices + next * index_bytes + weight / 8,
+                                           row_value_bytes, index_bytes, done / kChunkUnits};
             multiply(scratch + g * unpacked + done * kGroupFeatures, x, units * kPanelRows,
                      smaller(int64_t{kDepth}, count - done), unit + done == 0,
                      of_groups + (g * gemm.panels + panel) * panel_size, ahead);
@@ -234,7 +260,7 @@ void sparse_gemm_groups(const SparseGemmCall& gemm, uint32_t* scratch, int64_t b
   if (gemm.rest.rows > 0) {
     constexpr int64_t group_tiles = kGroupFeatures / kTile;
     const int64_t tiles = (call.out_features + kTile - 1) / kTile;
-    sparse_linear_tiles<Format>(gemm.rest, begin * group_tiles, smaller(end * group_tiles, tiles));
+    sparse_linear_tiles<Format, codes>(gemm.rest, begin * group_tiles, smaller(end * group_tiles, tiles));
   }
 }
 

@@ -65,8 +65,8 @@ void parallel_features(const SparseLinearCall& call, int64_t features, F f) {
   at::parallel_for(0, (call.out_features + features - 1) / features, parts_per_task, f);
 }
 
-void few_rows(const SparseLinearCall& call, Dtype dtype) {
-  const auto sparse_linear_tiles = kernels().sparse_linear[dtype];
+void few_rows(const SparseLinearCall& call, Codes codes, Dtype dtype) {
+  const auto sparse_linear_tiles = kernels().sparse_linear[codes][dtype];
   parallel_features(call, kTile, [&](int64_t begin, int64_t end) { sparse_linear_tiles(call, begin, end); });
 }
 
@@ -79,7 +79,7 @@ SparseLinearCall rows_from(const SparseLinearCall& call, int64_t first, int64_t 
   return part;
 }
 
-void many_rows(const SparseLinearCall& call, Dtype dtype, int64_t x_size, int64_t y_size) {
+void many_rows(const SparseLinearCall& call, Codes codes, Dtype dtype, int64_t x_size, int64_t y_size) {
   const int64_t panel_rows = kernels().panel_rows, group_features = kernels().group_features;
   // Fewer rows than three quarters of a panel take less time as few rows than as a panel.
   const int64_t panels = (call.rows + panel_rows / 4) / panel_rows, units = call.in_features * x_size / 4;
@@ -95,29 +95,31 @@ void many_rows(const SparseLinearCall& call, Dtype dtype, int64_t x_size, int64_
     const int64_t groups = units > together ? end - begin : gemm.groups_together;
     const int64_t scratch_units = group_features * (kUnpackedUnits + groups * panels * panel_rows);
     const Scratch scratch(kept_sums, scratch_units);
-    kernels().sparse_gemm[dtype](gemm, scratch.memory, begin, end);
+    kernels().sparse_gemm[codes][dtype](gemm, scratch.memory, begin, end);
   });
 }
 
 }  // namespace
 
-void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& bias,
-                   const at::Tensor& y) {
+void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
+                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "x has dtype ", x.scalar_type(),
                     ": this kernel supports float32 and bfloat16; choose another backend");
-  check_sparse_linear(at::kCPU, x, values, indices, bias, y);
+  check_sparse_linear(at::kCPU, x, values, indices, scales, bias, y);
   if (y.numel() == 0) return;
   const bool reads_dtype = x.scalar_type() == at::kFloat || kernels().reads_bfloat16;
   const at::Tensor readable = reads_dtype ? x : x.to(at::kFloat);
   const SparseLinearCall call{readable.const_data_ptr(),
                               values.const_data_ptr(),
                               indices.const_data_ptr<uint8_t>(),
+                              data_or_null(scales),
                               data_or_null(bias),
                               y.mutable_data_ptr(),
                               x.size(0),
                               x.size(1),
                               values.size(0)};
   const Dtype dtype = dtype_of(x, "x");
+  const Codes codes = !scales ? kPlain : values.scalar_type() == at::kChar ? kInt8 : kInt4;
   const int64_t x_size = readable.element_size(), y_size = y.element_size();
   const int64_t units = std::min<int64_t>(call.in_features * x_size / 4, kPart);
   const int64_t rows_together = std::min<int64_t>(kUnitsTogether / std::max<int64_t>(units, 1) / 32 * 32, 8192);
@@ -125,9 +127,9 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
     SparseLinearCall part = rows_from(call, first, x_size, y_size);
     part.rows = std::min(part.rows, rows_together);
     if (part.rows <= kFewRows || part.in_features == 0) {
-      few_rows(part, dtype);
+      few_rows(part, codes, dtype);
     } else {
-      many_rows(part, dtype, x_size, y_size);
+      many_rows(part, codes, dtype, x_size, y_size);
     }
   }
 }

@@ -7,8 +7,6 @@
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-#define PROXSPARSE_INLINED __attribute__((always_inline))
-
 // f(0), ..., f(N - 1) with constants. No compiler keeps an array that a loop indexes in registers.
 template <int N, typename F>
 PROXSPARSE_INLINE void repeat(F f) {
@@ -19,9 +17,10 @@ PROXSPARSE_INLINE void repeat(F f) {
 // Pointers to what has not been multiplied yet: of each output feature of the tile, and of each row of x.
 template <typename A, int kRows>
 struct Position {
-  const typename A::Storage* values[kTile];
+  const uint8_t* values[kTile];
   const uint8_t* indices[kTile];
   const typename A::X* x[kRows];
+  typename A::Sums scales[kTile];  // of codes
 };
 
 template <typename A, int kRows>
@@ -35,7 +34,7 @@ PROXSPARSE_INLINE void add_step(const Position<A, kRows>& position, TileSums<A, 
   typename A::Numbers values[kTile];
   typename A::Places places[kTile];
   repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-    values[t] = A::load_values(position.values[t]);
+    values[t] = A::load_values(position.values[t], position.scales[t]);
     places[t] = A::load_places(position.indices[t]);
   });
   repeat<kRows>([&](auto r) PROXSPARSE_INLINED {
@@ -46,15 +45,14 @@ PROXSPARSE_INLINE void add_step(const Position<A, kRows>& position, TileSums<A, 
   });
 }
 
-// The last `left` in_features, less than a step, padded with zeros.
-template <typename A, int kRows>
+// The last `left` in_features, less than a step, padded with zeros. kBytes: of the values of a step.
+template <typename A, int kRows, int kBytes>
 PROXSPARSE_INLINE void add_last_step(const Position<A, kRows>& position, size_t left, TileSums<A, kRows>& sums) {
-  typename A::Storage values[kTile][A::kValues] = {};
-  uint8_t indices[kTile][A::kValues / 4] = {};
+  uint8_t values[kTile][kBytes] = {}, indices[kTile][A::kValues / 4] = {};
   typename A::X x[kRows][2 * A::kValues] = {};
-  Position<A, kRows> padded;
+  Position<A, kRows> padded = position;
   repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-    std::memcpy(values[t], position.values[t], left / 2 * sizeof(values[t][0]));
+    std::memcpy(values[t], position.values[t], left * kBytes / (2 * A::kValues));
     std::memcpy(indices[t], position.indices[t], (left + 7) / 8);
     padded.values[t] = values[t];
     padded.indices[t] = indices[t];
@@ -87,18 +85,22 @@ PROXSPARSE_INLINE void store_rounded(float value, uint16_t* stored) {  // bfloat
 }
 
 // One tile for kRows rows of x from `row` on. Features and rows after the last one are computed as the last one.
-template <typename Format, int kRows>
+template <typename Format, Codes codes, int kRows>
 void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row) {
-  using A = typename ArithmeticOf<Format>::Type;
-  using Storage = typename A::Storage;
-  constexpr int kStep = 2 * A::kValues;  // weights
+  using A = typename ArithmeticOf<Format, codes>::Type;
+  using Storage = typename Format::Storage;
+  constexpr int kStep = 2 * A::kValues,
+                kStepBytes = value_bytes<Format, codes>(A::kValues);  // weights, bytes of values
   const int64_t in_features = call.in_features, row_bytes = (in_features + 7) / 8;
+  const int64_t row_value_bytes = value_bytes<Format, codes>(in_features / 2);
+  const int64_t row_scales = codes == kInt4 ? (in_features + kScaleColumns - 1) / kScaleColumns : 1;
+  const auto* scales = static_cast<const Storage*>(call.scales);
   int64_t features[kTile], rows[kRows];
   Position<A, kRows> position;
   TileSums<A, kRows> sums;
   repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
     features[t] = smaller(kTile * tile + t, call.out_features - 1);
-    position.values[t] = static_cast<const Storage*>(call.values) + features[t] * in_features / 2;
+    position.values[t] = static_cast<const uint8_t*>(call.values) + features[t] * row_value_bytes;
     position.indices[t] = call.indices + features[t] * row_bytes;
     repeat<kRows>([&](auto r) PROXSPARSE_INLINED { sums.of[t][r] = 0; });
   });
@@ -106,20 +108,30 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
     rows[r] = smaller(row + r, call.rows - 1);
     position.x[r] = static_cast<const typename A::X*>(call.x) + rows[r] * in_features;
   });
+  const auto load_scales = [&](int64_t group) PROXSPARSE_INLINED {
+    repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
+      position.scales[t] = Format::load(scales[features[t] * row_scales + group]);
+    });
+  };
 
-  int64_t left = in_features;
-  for (; left >= kStep; left -= kStep) {
+  int64_t column = 0;
+  if constexpr (codes == kInt8) load_scales(0);
+  for (; column + kStep <= in_features; column += kStep) {
+    if constexpr (codes == kInt4) load_scales(column / kScaleColumns);
     add_step<A, kRows>(position, sums);
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
       // The next tile: it is too far away in memory for the CPU to prefetch it by itself.
-      __builtin_prefetch(position.values[t] + kTile * in_features / 2);
+      __builtin_prefetch(position.values[t] + kTile * row_value_bytes);
       __builtin_prefetch(position.indices[t] + kTile * row_bytes);
-      position.values[t] += A::kValues;
+      position.values[t] += kStepBytes;
       position.indices[t] += A::kValues / 4;
     });
     repeat<kRows>([&](auto r) PROXSPARSE_INLINED { position.x[r] += kStep; });
   }
-  if (left > 0) add_last_step<A, kRows>(position, left, sums);
+  if (column < in_features) {
+    if constexpr (codes == kInt4) load_scales(column / kScaleColumns);
+    add_last_step<A, kRows, kStepBytes>(position, in_features - column, sums);
+  }
 
   const auto* bias = static_cast<const Storage*>(call.bias);
   auto* y = static_cast<Storage*>(call.y);
@@ -132,13 +144,13 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
 }
 
 // Tiles `begin` to `end` for all rows of x. The weights of a tile stay in the cache for the next rows.
-template <typename Format>
+template <typename Format, Codes codes>
 void sparse_linear_tiles(const SparseLinearCall& call, int64_t begin, int64_t end) {
   for (int64_t tile = begin; tile < end; ++tile) {
     for (int64_t row = 0, left = call.rows; left > 0; row += 4, left -= 4) {
-      const auto linear_tile = left == 1   ? sparse_linear_tile<Format, 1>
-                               : left == 2 ? sparse_linear_tile<Format, 2>
-                                           : sparse_linear_tile<Format, 4>;
+      const auto linear_tile = left == 1   ? sparse_linear_tile<Format, codes, 1>
+                               : left == 2 ? sparse_linear_tile<Format, codes, 2>
+                                           : sparse_linear_tile<Format, codes, 4>;
       linear_tile(call, tile, row);
     }
   }

@@ -51,7 +51,7 @@ int checked_int(int64_t size) {
 // describes warps, splits, tiles and dependent.
 void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& bias,
           const at::Tensor& y, int warps, int splits, int tiles, bool dependent, int64_t stream) {
-  check_sparse_linear(at::kCUDA, x, values, indices, bias, y);
+  check_sparse_linear(at::kCUDA, x, values, indices, std::nullopt, bias, y);
   check_alignment("x", x, 8);
   const Dtype dtype = dtype_of(x, "x");
   TORCH_CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat16, "x has dtype ", x.scalar_type(),

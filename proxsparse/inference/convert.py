@@ -9,11 +9,18 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from proxsparse.inference.linear import SparseLinear, empty_weight
-from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_layer, check_layers, description, spellings
+from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
+from proxsparse.inference.packed_checkpoint import (
+    PARTS,
+    QUANT_METHOD,
+    check_layer,
+    check_layers,
+    description,
+    spellings,
+)
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import is_selected
-from proxsparse.ops import pack_nm, unpack_nm
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.patterns import FLOAT_DTYPES
@@ -24,7 +31,11 @@ Stream = Iterator[tuple[str, Tensor]]  # (name, tensor) of a checkpoint, one at 
 
 @torch.no_grad()
 def sparsify_(
-    model: nn.Module, backend: str = AUTO, include: list[str] | None = None, exclude: list[str] | None = None
+    model: nn.Module,
+    backend: str = AUTO,
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+    bits: int = 16,
 ) -> nn.Module:
     """Packs every nn.Linear of the model whose weight is 2:4, in place, and returns the model.
 
@@ -40,15 +51,17 @@ def sparsify_(
         backend: backend of the packed layers, see `SparseLinear`.
         include, exclude: regular expressions searched in the names of the layers, such as ["mlp"]; layers that match
             `include` must be 2:4.
+        bits: 16 keeps the values; 8 or 4 rounds them to codes, see `reference.quantize`.
     Raises:
         ValueError: no layer is 2:4; at least half of the blocks of a layer, but not all, are 2:4; a layer matches
-            `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose. The message
-            names the layer.
+            `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose; the bits are
+            unknown. The message names the layer.
     """
+    check_bits(bits)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
     for names in packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude):
-        packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend)
+        packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend, bits)
         for name in names:
             model.set_submodule(name, packed)
     declare_(model)
@@ -59,7 +72,8 @@ def sparsify_(
 def unsparsify_(model: nn.Module) -> nn.Module:
     """The inverse of `sparsify_`: replaces every SparseLinear with an nn.Linear, in place, and returns the model.
 
-    The weights are bit-identical, except that a -0.0 in a pruned place may become +0.0 (proxsparse writes +0.0 only).
+    With 16 bits the weights are bit-identical, except that a -0.0 in a pruned place may become +0.0 (proxsparse writes
+    +0.0 only).
     """
     for names in names_of_modules(model, SparseLinear):
         packed = model.get_submodule(names[0])
@@ -72,8 +86,8 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     return model
 
 
-def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
-    """Yields the tensors of a dense checkpoint, packed: three tensors for the weight of each of `layers`."""
+def pack_tensors(found: dict[str, Header], layers: list[str], bits: int = 16) -> Stream:
+    """Yields the tensors of a dense checkpoint, packed: three or four tensors for the weight of each of `layers`."""
     packed = set(layers)
     for name in found:
         layer, _, part = name.rpartition(".")
@@ -82,9 +96,12 @@ def pack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
             yield name, tensor
             continue
         values, indices = pack_nm(tensor)
+        if bits < 16:
+            values, scales = quantize_nm(values, bits)
+            yield f"{layer}.scales", scales
         yield f"{layer}.values", values
         yield f"{layer}.indices", indices
-        yield name, empty_weight(values)
+        yield name, empty_weight(tensor)
 
 
 def convert_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
@@ -110,11 +127,14 @@ def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
     packed = set(layers)
     for name, header in found.items():
         layer, _, part = name.rpartition(".")
-        if part not in ("values", "indices", "weight") or layer not in packed:
+        if part not in (*PARTS, "weight") or layer not in packed:
             yield name, read_tensor(found, name)
         elif part == "values":
+            values, scales = read_tensor(found, name), f"{layer}.scales"
             try:
-                yield f"{layer}.weight", unpack_nm(read_tensor(found, name), read_tensor(found, f"{layer}.indices"))
+                if scales in found:
+                    values = dequantize_nm(values, read_tensor(found, scales))
+                yield f"{layer}.weight", unpack_nm(values, read_tensor(found, f"{layer}.indices"))
             except ValueError as error:
                 raise ValueError(f"{header.file}: packed layer {layer}: {error}; download the file again") from error
 
@@ -161,20 +181,22 @@ def stored_weight(found: dict[str, Header], model: nn.Module, layer: str) -> Ten
     return read_tensor(found, name)
 
 
-def packed_layers(found: dict[str, Header], model: nn.Module, layers: list[str]) -> dict[str, str]:
+def packed_layers(
+    found: dict[str, Header], model: nn.Module, layers: list[str], bits: dict[str, int]
+) -> dict[str, str]:
     """Name in the files -> name in the model, for the packed layers of a checkpoint, after checking them.
 
     Args:
-        layers: the names in config.json; see `spellings`.
+        layers, bits: the names in config.json, see `spellings`, and the bits of those that have 8 or 4.
     Raises:
         ValueError: other layers are packed in the files; the model has no such nn.Linear; a tensor is missing or has
             a wrong shape or dtype.
     """
     there = [place_of(model, layer) for layer in layers]
-    places = dict(zip(check_layers(found, layers, model.base_model_prefix), there, strict=True))
-    for name, place in places.items():
-        check_layer(found, name, model.get_submodule(place))
-    return places
+    stored = check_layers(found, layers, model.base_model_prefix)
+    for name, layer, place in zip(stored, layers, there, strict=True):
+        check_layer(found, name, model.get_submodule(place), bits.get(layer, 16))
+    return dict(zip(stored, there, strict=True))
 
 
 def place_of(model: nn.Module, name: str) -> str:
@@ -288,7 +310,7 @@ def declare_(model: nn.Module) -> None:
     """Lists the packed layers in the config of a model of transformers, for `save_pretrained`."""
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return
-    layers = [name for names in names_of_modules(model, SparseLinear) for name in names]
+    layers = {name: model.get_submodule(name).bits for names in names_of_modules(model, SparseLinear) for name in names}
     if layers:
         model.config.quantization_config = description(layers)
     elif quant_method(model) == QUANT_METHOD:

@@ -1,13 +1,15 @@
-"""`SparseLinear`: an nn.Linear with a packed 2:4 weight."""
+"""`SparseLinear`: an nn.Linear with a packed 2:4 weight, in floating point or with codes of 8 or 4 bits."""
 
 import torch
 from torch import Tensor, nn
 
-from proxsparse.ops import pack_nm, sparse_linear, unpack_nm
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.registry import AUTO, get_kernel
 from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear
 from proxsparse.reference.pack import check_packed
+from proxsparse.reference.quantize import CODES, shape_of_scales
 
+BITS = (16, *CODES)  # 16: the dtype of the layer, whatever its size
 MANY_ROWS = 64  # a typical number of rows for backends with `prepare`
 # Device types without autocast, for which torch.is_autocast_enabled raises. Computed at import, because Dynamo of torch
 # 2.11 cannot trace is_autocast_available. All other device types have autocast, also a renamed PrivateUse1 ("npu").
@@ -20,12 +22,15 @@ def autocast_to(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
 
 
 class SparseLinear(nn.Module):
-    """y = x W^T + b with a packed 2:4 weight W [out_features, in_features], for inference. 9/16 of the memory in bf16.
+    """y = x W^T + b with a packed 2:4 weight W [out_features, in_features], for inference.
+
+    In bf16 the weight takes 9/16 of the memory of the dense one, with 8 bits 5/16, with 4 bits 0.2 of it.
 
     The state is `values` [out_features, in_features / 2] and `indices` uint8 [out_features, ceil(in_features / 8)], in
-    the format of `reference.pack`, and `weight` without elements, see `empty_weight`. x [..., in_features] must have
-    the dtype of `values` unless torch.autocast is on. The layer is frozen, but dL/dx is computed, so that adapters and
-    layers before it can be trained.
+    the format of `reference.pack`, and `weight` without elements, see `empty_weight`. With 8 or 4 bits `values` holds
+    codes, and `scales` is added, see `reference.quantize`. x [..., in_features] must have the dtype of the layer, which
+    is that of `values` or `scales`, unless torch.autocast is on. The layer is frozen, but dL/dx is computed, so that
+    adapters and layers before it can be trained.
 
     The backends "cusparselt" and "cutlass" convert the weight to their own format in the first call. The layer then
     holds both formats; the converted weight is not part of the state, and it is dropped when the layer is moved, cast
@@ -38,41 +43,63 @@ class SparseLinear(nn.Module):
         in_features, out_features, bias, device, dtype: as in nn.Linear; in_features is a multiple of 4.
         backend: one of `list_backends("sparse_linear")`, which runs every call or raises; or "auto": the fastest
             measured backend for the rows of each call, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
+        bits: 16, 8 or 4; 16 keeps the values in the dtype of the layer.
     Raises:
-        ValueError: in_features is not a multiple of 4, or the backend is unknown.
+        ValueError: in_features is not a multiple of 4, or the backend or the bits are unknown.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device=None, dtype=None, backend: str = AUTO
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        backend: str = AUTO,
+        bits: int = 16,
     ):
         super().__init__()
         PATTERN.check_blocks((out_features, in_features))
+        check_bits(bits)
         if backend != AUTO:
             get_kernel("sparse_linear", backend)
-        self.in_features, self.out_features, self.backend = in_features, out_features, backend
-        self.values = frozen(torch.empty(out_features, in_features // 2, device=device, dtype=dtype))
+        self.in_features, self.out_features, self.backend, self.bits = in_features, out_features, backend, bits
+        k = in_features // (4 if bits == 4 else 2)
+        self.values = frozen(torch.empty(out_features, k, device=device, dtype=CODES.get(bits, dtype)))
+        scales = bits in CODES and torch.empty(shape_of_scales(self.values), device=device, dtype=dtype)
+        self.scales = frozen(scales) if bits in CODES else None
         indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
         self.register_buffer("indices", indices)
-        self.register_buffer("weight", empty_weight(self.values))
+        self.register_buffer("weight", empty_weight(self.floats))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.prepared: tuple[str, torch.dtype, Tensor] | None = None  # backend, dtype of values, weight
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, backend: str = AUTO) -> "SparseLinear":
-        """Packs a 2:4 nn.Linear, on its device. Raises ValueError if the weight is not 2:4."""
-        layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend)
+    def from_linear(cls, linear: nn.Linear, backend: str = AUTO, bits: int = 16) -> "SparseLinear":
+        """Packs a 2:4 nn.Linear, on its device, and rounds it to `bits`. Raises ValueError if it is not 2:4."""
+        layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend, bits)
         values, layer.indices = pack_nm(linear.weight.detach(), PATTERN)
-        layer.values, layer.weight = frozen(values), empty_weight(values)
+        layer.weight = empty_weight(values)
+        if bits in CODES:
+            values, scales = quantize_nm(values, bits)
+            layer.scales = frozen(scales)
+        layer.values = frozen(values)
         layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
         return layer.train(linear.training)
 
+    @property
+    def floats(self) -> Tensor:
+        """The tensor that has the dtype of the layer: `values`, or `scales` if the values are codes."""
+        return self.values if self.scales is None else self.scales
+
     def forward(self, x: Tensor) -> Tensor:
-        values, bias, device = self.values, self.bias, x.device.type
+        values, scales, bias, device = self.values, self.scales, self.bias, x.device.type
         if device not in NO_AUTOCAST and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            x, values, bias = (autocast_to(dtype, tensor) for tensor in (x, values, bias))
+            x, scales, bias = (autocast_to(dtype, tensor) for tensor in (x, scales, bias))
+            values = autocast_to(dtype, values) if scales is None else values
         prepared = self.own_form(x, values)
-        return sparse_linear(x, values, self.indices, bias, prepared, self.backend)
+        return sparse_linear(x, values, self.indices, bias, prepared, self.backend, scales)
 
     def own_form(self, x: Tensor, values: Tensor) -> Tensor | None:
         """The weight in the format of the backend; None if it has none, converts it in the call, or refuses the call.
@@ -88,7 +115,7 @@ class SparseLinear(nn.Module):
         if kernel.prepare_is_optional and (compiling or capturing):
             return None
         if not compiling:
-            check_sparse_linear(x, values, self.indices, None)
+            check_sparse_linear(x, values, self.indices, None, self.scales)
             if kernel.supports(as_rows(x), values):
                 return None
         form = kernel.prepare(values.detach(), self.indices)
@@ -123,13 +150,14 @@ class SparseLinear(nn.Module):
         return self
 
     def dense_weight(self) -> Tensor:
-        """The unpacked weight, [out_features, in_features]."""
-        return unpack_nm(self.values, self.indices, PATTERN)
+        """The unpacked weight, [out_features, in_features], in the dtype of the layer."""
+        values = self.values if self.scales is None else dequantize_nm(self.values, self.scales)
+        return unpack_nm(values, self.indices, PATTERN)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={PATTERN}, backend={self.backend}"
+            f"pattern={PATTERN}, backend={self.backend}, bits={self.bits}"
         )
 
     def _apply(self, fn, recurse: bool = True) -> "SparseLinear":
@@ -139,18 +167,33 @@ class SparseLinear(nn.Module):
     def __getstate__(self) -> dict:
         return {**self.__dict__, "prepared": None}
 
+    def check_bits_of(self, values: Tensor, scales: Tensor | None) -> None:
+        """Raises ValueError for a state with other bits, which copying would convert to wrong weights."""
+        both_float = values.is_floating_point() and self.values.is_floating_point()
+        if values.dtype != self.values.dtype and not both_float:
+            raise ValueError(f"values are {values.dtype}, but a layer with {self.bits} bits needs {self.values.dtype}")
+        if (scales is None) != (self.scales is None):
+            raise ValueError(f"scales are {'missing' if scales is None else 'not expected'} with {self.bits} bits")
+
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *arguments) -> None:
         """Loads the state. If it is damaged, load_state_dict raises an error with the name of the layer."""
         self.prepared = None
         *_others, errors = arguments
-        values, indices = (state.get(prefix + name) for name in ("values", "indices"))
+        values, indices, scales = (state.get(prefix + name) for name in ("values", "indices", "scales"))
         if values is not None and indices is not None and not indices.is_meta and not values.is_meta:
             try:
-                check_packed(values, indices, PATTERN)
+                self.check_bits_of(values, scales)
+                check_packed(values, indices, PATTERN, scales)
             except ValueError as error:
                 errors.append(f"{prefix.removesuffix('.')}: {error}")
                 return
         super()._load_from_state_dict(state, prefix, *arguments)
+
+
+def check_bits(bits: int) -> None:
+    """Raises ValueError for a number of bits that no layer has."""
+    if bits not in BITS:
+        raise ValueError(f"bits={bits!r}: packed weights have {', '.join(map(str, BITS[:-1]))} or {BITS[-1]} bits")
 
 
 def empty_weight(values: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Packed checkpoints on disk: their config.json, their tensors, checks and writing.
 
 A packed checkpoint is a Hugging Face folder in which each layer of `quantization_config["layers"]` has `<layer>.values`
-and `<layer>.indices` in the format of `proxsparse.reference.pack`, and a `<layer>.weight` without elements.
+and `<layer>.indices` in the format of `proxsparse.reference.pack`, and a `<layer>.weight` without elements. A layer of
+`quantization_config["bits"]` has 8 or 4 bits: its values are codes, and it has `<layer>.scales`, in the format of
+`proxsparse.reference.quantize`.
 
 A program that does not know the format must fail, not run with random weights. In transformers without proxsparse, the
 WEIGHTS_NAME in config.json is an error that says what to install. `save_pretrained` drops it; then the empty weights,
@@ -17,38 +19,45 @@ from torch import Tensor, nn
 
 from proxsparse.io.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
 from proxsparse.ops.sparse_linear import PATTERN
+from proxsparse.reference.quantize import CODES, GROUP
 
 QUANT_METHOD = "proxsparse"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+ALL_16_BITS = 2  # what is written if all layers have 16 bits, without an entry `bits`
 UNGUARDED = 1  # a version without empty weights, which `proxsparse pack` converts
-NOTE = b"""
+PARTS = ("values", "indices", "scales")
+NOTE = """
 <!-- proxsparse.pack -->
 The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it after
 `pip install proxsparse`.
-`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint, bit for bit
-(except that a -0.0 in a pruned place may become +0.0; checkpoints of proxsparse have no -0.0 there).
+`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint{}.
 <!-- /proxsparse.pack -->
 """
+EXACT = """, bit for bit
+(except that a -0.0 in a pruned place may become +0.0; checkpoints of proxsparse have no -0.0 there)"""
+DTYPES = {16: SAFETENSORS_FLOATS, 8: ("I8",), 4: ("U8",)}  # of the values, by bits
 ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
 
 
-def description(layers: list[str]) -> dict:
-    """The quantization_config of config.json for these packed layers."""
-    return {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "pattern": str(PATTERN), "layers": layers}
+def description(layers: dict[str, int]) -> dict:
+    """The quantization_config of config.json for these packed layers, name -> bits."""
+    bits = {name: bits for name, bits in layers.items() if bits != 16}
+    entries = {"quant_method": QUANT_METHOD, "pattern": str(PATTERN), "layers": list(layers)}
+    return entries | ({"format_version": FORMAT_VERSION, "bits": bits} if bits else {"format_version": ALL_16_BITS})
 
 
-def check_description(config: dict, expected: int = FORMAT_VERSION) -> None:
+def check_description(config: dict, expected: tuple[int, ...] = (FORMAT_VERSION, ALL_16_BITS)) -> None:
     """Raises ValueError for a quantization_config that does not describe a packed checkpoint of this format version."""
     method = config.get("quant_method") if isinstance(config, dict) else config
     if not isinstance(config, dict) or method != QUANT_METHOD:
         raise ValueError(f"quantization_config has quant_method {method!r}: not a packed checkpoint of proxsparse")
     version, pattern, layers = (config.get(key) for key in ("format_version", "pattern", "layers"))
-    if version != expected:
+    if version not in expected:
         convert = "convert it with proxsparse pack FOLDER --output_dir NEW"
         remedy = convert if version == UNGUARDED else "update proxsparse, or pack the dense checkpoint again"
         raise ValueError(
-            f"packed checkpoint has format version {version!r}, but this proxsparse reads version {FORMAT_VERSION}; "
-            f"{remedy}"
+            f"packed checkpoint has format version {version!r}, but this proxsparse reads {ALL_16_BITS} and "
+            f"{FORMAT_VERSION}; {remedy}"
         )
     if pattern != str(PATTERN):
         raise ValueError(
@@ -57,6 +66,12 @@ def check_description(config: dict, expected: int = FORMAT_VERSION) -> None:
     if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
         raise ValueError(
             "packed checkpoint: `layers` in quantization_config of config.json must be a list of layer names; "
+            "pack the dense checkpoint again"
+        )
+    bits = config.get("bits", {})
+    if not isinstance(bits, dict) or not set(bits) <= set(layers) or any(n not in tuple(CODES) for n in bits.values()):
+        raise ValueError(
+            "packed checkpoint: `bits` in quantization_config of config.json must have 8 or 4 for some of `layers`; "
             "pack the dense checkpoint again"
         )
 
@@ -78,10 +93,15 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     if packed:
         check_description(entry)
     elif method == QUANT_METHOD and is_old:
-        check_description(entry, UNGUARDED)
+        check_description(entry, (UNGUARDED,))
     elif entry is not None:
         raise ValueError(f"{folder!r} is not dense (quant_method {method}); give the dense pruned checkpoint")
     return config
+
+
+def note(bits: int) -> bytes:
+    """The note about the packed layers in the model card."""
+    return NOTE.format(EXACT if bits == 16 else f",\nwith the weights rounded to {bits} bits").encode()
 
 
 def annotate(card: Path, note: bytes) -> None:
@@ -111,7 +131,7 @@ def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> li
     for tensor, header in found.items():
         layer, _, part = tensor.rpartition(".")
         dense = part == "weight" and header.shape != (0,)
-        if (part in ("values", "indices") and layer not in packed) or (dense and layer in packed):
+        if (part in PARTS and layer not in packed) or (dense and layer in packed):
             says = "lists this layer as packed" if layer in packed else "does not list this layer as packed"
             raise ValueError(
                 f"{header.file} contains {tensor}, but the quantization_config in config.json {says}; "
@@ -120,13 +140,16 @@ def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> li
     return stored
 
 
-def check_layer(found: dict[str, Header], name: str, linear: nn.Linear) -> None:
+def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: int) -> None:
     """Raises ValueError unless the files contain the tensors of a packed layer with the expected shapes and dtypes."""
     in_features, out_features = linear.in_features, linear.out_features
     needed = {
-        f"{name}.values": ((out_features, in_features // 2), SAFETENSORS_FLOATS),
+        f"{name}.values": ((out_features, in_features // (4 if bits == 4 else 2)), DTYPES[bits]),
         f"{name}.indices": ((out_features, -(-in_features // 8)), ("U8",)),
     }
+    if bits != 16:
+        groups = 1 if bits == 8 else -(-in_features // (2 * GROUP))
+        needed[f"{name}.scales"] = ((out_features, groups), SAFETENSORS_FLOATS)
     if linear.bias is not None:
         needed[f"{name}.bias"] = ((out_features,), SAFETENSORS_FLOATS)
     for tensor, (shape, dtypes) in needed.items():
@@ -144,7 +167,7 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear) -> None:
 
 def layer_bytes(layers: list[str], found: dict[str, Header]) -> int:
     """Bytes of the weights of these layers, dense or packed."""
-    tensors = (f"{layer}.{part}" for layer in layers for part in ("weight", "values", "indices"))
+    tensors = (f"{layer}.{part}" for layer in layers for part in ("weight", *PARTS))
     return sum(found[tensor].size for tensor in tensors if tensor in found)
 
 

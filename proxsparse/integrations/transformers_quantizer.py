@@ -12,9 +12,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from proxsparse.inference.convert import packed_layers, unsparsify_
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.inference.packed_checkpoint import FORMAT_VERSION, QUANT_METHOD, check_description
+from proxsparse.inference.packed_checkpoint import DTYPES, QUANT_METHOD, check_description, description
 from proxsparse.io.model_files import WEIGHTS_NAME, check_folder, check_weights, headers
-from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.reference.pack import check_packed
 from proxsparse_autoload import withdraw
 
@@ -28,9 +27,8 @@ class PackedConfig(QuantizationConfigMixin):
     def __init__(self, **entries):
         check_description(entries)
         self.quant_method = QUANT_METHOD
-        self.format_version = FORMAT_VERSION
-        self.pattern = str(PATTERN)
-        self.layers = entries["layers"]
+        bits = entries.get("bits", {})
+        vars(self).update(description({name: bits.get(name, 16) for name in entries["layers"]}))
 
 
 @register_quantizer(QUANT_METHOD)
@@ -57,11 +55,12 @@ class PackedQuantizer(HfQuantizer):
         if (folder := Path(model.name_or_path)).is_dir():
             check_folder(folder)
         found = headers([Path(file) for file in checkpoint_files])
-        for place in packed_layers(found, model, self.quantization_config.layers).values():
+        listed, bits = self.quantization_config.layers, getattr(self.quantization_config, "bits", {})
+        for name, place in packed_layers(found, model, listed, bits).items():
             linear = model.get_submodule(place)
-            bias = linear.bias is not None
-            packed = SparseLinear(linear.in_features, linear.out_features, bias, "meta", linear.weight.dtype)
-            model.set_submodule(place, packed)
+            sizes = linear.in_features, linear.out_features, linear.bias is not None
+            has = next(bits for bits, dtypes in DTYPES.items() if found[f"{name}.values"].dtype in dtypes)
+            model.set_submodule(place, SparseLinear(*sizes, "meta", linear.weight.dtype, bits=has))
         check_weights(found, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
@@ -92,6 +91,6 @@ class PackedQuantizer(HfQuantizer):
 def refuse_damaged(model: nn.Module, name: str, layer: SparseLinear) -> None:
     """Raises ValueError, with the name of the layer, for invalid indices."""
     try:
-        check_packed(layer.values, layer.indices)
+        check_packed(layer.values, layer.indices, scales=layer.scales)
     except ValueError as error:
         raise ValueError(f"{model.name_or_path}: packed layer {name}: {error}; download the model again") from error

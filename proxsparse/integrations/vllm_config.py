@@ -16,7 +16,8 @@ class PackedConfig(QuantizationConfig):
     def __init__(self, entries: dict):
         super().__init__()
         check_description(entries)
-        self.layers = set(entries["layers"])
+        bits = entries.get("bits", {})
+        self.layers = {name: bits.get(name, 16) for name in entries["layers"]}
 
     @classmethod
     def from_config(cls, config: dict) -> "PackedConfig":
@@ -37,39 +38,44 @@ class PackedConfig(QuantizationConfig):
         return []  # config.json of the model has everything
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper) -> None:
-        self.layers = hf_to_vllm_mapper.apply_list(self.layers)
+        self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a linear layer: packed, or vLLM's dense one; None for other modules.
 
         Raises:
-            ValueError: only a part of a fused layer is packed, or the layer is packed and is not a linear layer.
+            ValueError: the parts of a fused layer differ, or the layer is packed and is not a linear layer.
         """
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from proxsparse.integrations.vllm_linear import PackedLinearMethod  # late: it is needed by packed models only
 
-        packed = self.is_packed(prefix)
+        bits = self.bits_of(prefix)
         if not isinstance(layer, LinearBase):
-            if packed:
+            if bits:
                 raise ValueError(
                     f"{prefix}: the layer is packed, but in vLLM it is a {type(layer).__name__}, which must be dense; "
                     f"unpack the checkpoint and pack it again with --exclude {prefix.rpartition('.')[2]}"
                 )
             return None
-        return PackedLinearMethod(prefix) if packed else UnquantizedLinearMethod()
+        return PackedLinearMethod(prefix, bits) if bits else UnquantizedLinearMethod()
 
-    def is_packed(self, prefix: str) -> bool:
-        """Whether the layer `prefix` of vLLM, all its parts if it is fused, is packed.
+    def bits_of(self, prefix: str) -> int | None:
+        """The bits of the layer `prefix` of vLLM, of all its parts if it is fused; None if it is dense.
 
-        Raises ValueError if some parts are packed and others dense.
+        Raises ValueError if some parts are packed and others dense, or if their bits differ.
         """
         parent, _, name = prefix.rpartition(".")
         parts = [f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(name, [name])]
-        packed = [part for part in parts if part in self.layers]
+        packed = {part: self.layers[part] for part in parts if part in self.layers}
         if dense := [part for part in parts if packed and part not in packed]:
             raise ValueError(
                 f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but {', '.join(dense)} "
                 f"{'is' if len(dense) == 1 else 'are'} dense; pack all of them or none (proxsparse pack --exclude)"
             )
-        return bool(packed)
+        if len(set(packed.values())) > 1:
+            raise ValueError(
+                f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but they have "
+                f"{', '.join(map(str, packed.values()))} bits; pack all of them with the same --bits"
+            )
+        return next(iter(packed.values()), None)

@@ -1,18 +1,19 @@
 """Packed linear layers in vLLM.
 
-Rows are packed one by one, and each byte of the indices belongs to 8 columns of the weight. So the parts of a fused
-layer, and those of tensor-parallel processes, are slices of `values` and `indices`.
+Rows are packed one by one; each byte of the indices belongs to 8 columns of the weight, and each scale of 4 bits to 64.
+So the parts of a fused layer, and those of tensor-parallel processes, are slices of `values`, `indices` and `scales`.
 """
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
-from vllm.model_executor.parameter import BasevLLMParameter, ModelWeightParameter
+from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScaleParameter, ModelWeightParameter
 
 from proxsparse.ops import sparse_linear
 from proxsparse.reference.pack import check_packed
+from proxsparse.reference.quantize import CODES, GROUP, shape_of_scales
 
-COLUMNS = 8  # columns of the weight in one byte of indices
+COLUMNS = {16: 8, 8: 8, 4: 2 * GROUP}  # columns of the weight in one byte of indices, or with one scale
 
 
 @register_weight_loader_v2_supported_method
@@ -21,10 +22,11 @@ class PackedLinearMethod(LinearMethodBase):
 
     Args:
         name: the name of the layer, for messages.
+        bits: 16, 8 or 4.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, bits: int):
+        self.name, self.bits = name, bits
 
     def create_weights(
         self,
@@ -36,24 +38,32 @@ class PackedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
-        """Creates `values`, `indices` and the empty `weight`, filled with what `process_weights_after_loading` refuses.
+        """Creates the packed weight and the empty `weight`, filled with what `process_weights_after_loading` refuses.
 
-        Raises ValueError if the columns of this process do not begin and end between two bytes of the indices.
+        Raises ValueError if the columns of this process do not begin and end between two bytes of the indices, or two
+        scales.
         """
         columns, rows = input_size_per_partition, sum(output_partition_sizes)
-        if columns != input_size and columns % COLUMNS:
+        if columns != input_size and columns % COLUMNS[self.bits]:
             raise ValueError(
                 f"{self.name}: {input_size // columns} tensor-parallel processes get {columns} of {input_size} columns "
-                f"each, but the columns of a packed layer can only be divided into multiples of {COLUMNS}; use a "
-                "smaller --tensor-parallel-size"
+                f"each, but the columns of a layer packed with {self.bits} bits can only be divided into multiples of "
+                f"{COLUMNS[self.bits]}; use a smaller --tensor-parallel-size"
             )
-        values = torch.full((rows, columns // 2), torch.nan, dtype=params_dtype)
-        indices = torch.zeros(rows, -(-columns // COLUMNS), dtype=torch.uint8)
         load = extra_weight_attrs["weight_loader"]
-        for name, data in (("values", values), ("indices", indices)):
+        parts = {"indices": torch.zeros(rows, -(-columns // 8), dtype=torch.uint8)}
+        if self.bits in CODES:
+            parts["values"] = torch.zeros(rows, columns * self.bits // 16, dtype=CODES[self.bits])
+            parts["scales"] = torch.full(shape_of_scales(parts["values"]), torch.nan, dtype=params_dtype)
+        else:
+            parts["values"] = torch.full((rows, columns // 2), torch.nan, dtype=params_dtype)
+        for name, data in parts.items():
             parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
+            if name == "scales" and self.bits == 8:  # of a whole row, which is in every process
+                parameter = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=load)
             layer.register_parameter(name, parameter)
-        layer.register_parameter("weight", BasevLLMParameter(data=values.new_empty(0), weight_loader=self.load_weight))
+        empty = torch.empty(0, dtype=params_dtype)
+        layer.register_parameter("weight", BasevLLMParameter(data=empty, weight_loader=self.load_weight))
 
     def load_weight(self, parameter: nn.Parameter, loaded: Tensor, *_part) -> None:
         """Accepts the empty weight of a packed layer. Raises ValueError for a dense one."""
@@ -65,12 +75,15 @@ class PackedLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raises ValueError for tensors that are missing or damaged: kernels do not check the indices."""
+        name = "scales" if self.bits in CODES else "values"
+        scales = layer.scales.data if self.bits in CODES else None
         try:
-            if layer.values.isnan().any():
-                raise ValueError("values: some are missing or NaN")
-            check_packed(layer.values.data, layer.indices.data)
+            if getattr(layer, name).isnan().any():
+                raise ValueError(f"{name}: some are missing or NaN")
+            check_packed(layer.values.data, layer.indices.data, scales=scales)
         except ValueError as error:
             raise ValueError(f"packed layer {self.name}: {error}; download the model again") from error
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return sparse_linear(x, layer.values, layer.indices, bias)
+        scales = layer.scales if self.bits in CODES else None
+        return sparse_linear(x, layer.values, layer.indices, bias, scales=scales)

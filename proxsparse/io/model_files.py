@@ -198,7 +198,7 @@ def check_weights(found: dict[str, Header], model: nn.Module) -> None:
     half of the weights may be missing here: transformers reports missing tensors by name.
 
     Args:
-        found: the headers of a dense checkpoint.
+        found: the headers of the checkpoint.
         model: the model of its config.json, on the meta device.
     """
     parameters = dict(model.named_parameters())
@@ -209,7 +209,8 @@ def check_weights(found: dict[str, Header], model: nn.Module) -> None:
             f"config.json: {needed:.4g} weights are needed, but the files contain {held:.4g}; "
             "download the checkpoint again"
         )
-    for name in sorted(parameters.keys() & found.keys()):
+    floats = {name for name, parameter in parameters.items() if parameter.is_floating_point()}
+    for name in sorted(floats & found.keys()):
         if (header := found[name]).dtype not in SAFETENSORS_FLOATS:
             raise InputError(
                 f"{header.file}: {name} is {header.dtype}, but weights must be {', '.join(SAFETENSORS_FLOATS)}; "

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from proxsparse.ops.registry import Kernel, announce, get_kernel, list_backends
 from proxsparse.ops.tuning import device_kind, nearest
+from proxsparse.reference.quantize import columns
 
 MEASURED = Path(__file__).with_name("measured.json")
 REFERENCE, ORDER = "reference", " > "
@@ -39,7 +40,7 @@ _choices: dict[tuple, Kernel] = {}
 
 
 def choose(x: Tensor, values: Tensor) -> Kernel:
-    """The kernel for x [rows, in_features] and packed values [out_features, in_features / 2].
+    """The kernel for x [rows, in_features] and the values, or their codes, of a packed weight.
 
     The choice depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
     """
@@ -60,8 +61,8 @@ def forget() -> None:
 
 def first_that_serves(x: Tensor, values: Tensor) -> Kernel:
     """The first kernel in the order that is registered, does not require its own format and supports the call."""
-    rows, (out_features, k) = x.shape[0], values.shape
-    for backend in order(x.device, x.dtype, rows, (out_features, 2 * k)):
+    dtypes = x.dtype if values.dtype == x.dtype else f"{x.dtype} {values.dtype}"
+    for backend in order(x.device, dtypes, x.shape[0], (values.shape[0], columns(values))):
         if backend not in list_backends("sparse_linear"):
             continue
         kernel = get_kernel("sparse_linear", backend)
@@ -80,9 +81,12 @@ def why_never(kernel: Kernel, x: Tensor, values: Tensor) -> str | None:
     return kernel.supports(easy_x, values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2))
 
 
-def order(device: torch.device, dtype: torch.dtype, rows: int, shape: tuple[int, int]) -> list[str]:
-    """The backends, fastest first, for x with `rows` rows and a weight of shape [out_features, in_features]."""
-    fastest = measured(str(MEASURED)).get((device_kind(device), str(dtype).removeprefix("torch.")))
+def order(device: torch.device, dtype: torch.dtype | str, rows: int, shape: tuple[int, int]) -> list[str]:
+    """The backends, fastest first, for x with `rows` rows and a weight of shape [out_features, in_features].
+
+    dtype: that of x and the values, or both as text if the values are codes, which have no measurements yet.
+    """
+    fastest = measured(str(MEASURED)).get((device_kind(device), str(dtype).replace("torch.", "")))
     by_rows = fastest[nearest(fastest, shape)] if fastest else UNMEASURED.get(device.type, {(1,): REFERENCE})
     return by_rows[nearest(by_rows, (rows,))].split(ORDER)
 

@@ -9,6 +9,9 @@ a kernel, with rows = the product of the leading dimensions of x:
     run(x, values, indices, bias, prepared) -> y  [rows, out_features] in the dtype of x, summed at least in fp32; x is
                                                   contiguous; values, bias and x have the same dtype
     prepare(values, indices) -> prepared          the weight in the format of the backend, one tensor
+
+Values can be codes of 8 or 4 bits with scales (`reference.quantize`). A kernel that supports values of torch.int8 or
+torch.uint8 gets the scales, in the dtype of x, as another argument of `run`.
 """
 
 import math
@@ -20,20 +23,28 @@ from torch.nn import functional
 from proxsparse.ops import choice
 from proxsparse.ops.registry import AUTO, Kernel, explicit_kernel, register_kernel
 from proxsparse.patterns import NMPattern
+from proxsparse.reference.quantize import columns, shape_of_scales
 
 PATTERN = NMPattern(2, 4)
 
 torch.library.define(
     "proxsparse::sparse_linear",
-    "(Tensor x, Tensor values, Tensor indices, Tensor? bias, Tensor? prepared, str backend) -> Tensor",
+    "(Tensor x, Tensor values, Tensor indices, Tensor? bias, Tensor? prepared, str backend, "
+    "Tensor? scales=None) -> Tensor",
 )
 
 
 @torch.library.impl("proxsparse::sparse_linear", "CompositeExplicitAutograd")
 def _sparse_linear(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None, backend: str
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    bias: Tensor | None,
+    prepared: Tensor | None,
+    backend: str,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    check_sparse_linear(x, values, indices, bias)
+    check_sparse_linear(x, values, indices, bias, scales)
     rows = as_rows(x)
     kernel = select_kernel(rows, values, backend)
     if kernel.needs_prepared and (prepared is None or backend == AUTO):  # "auto": another backend's
@@ -41,48 +52,61 @@ def _sparse_linear(
             f"sparse_linear: backend {kernel.backend!r} needs its own format of the weight; pass prepare(values, "
             f"indices) of its kernel as `prepared`, or use a SparseLinear with backend={kernel.backend!r}"
         )
-    return kernel.run(rows, values, indices, bias, prepared).view(*x.shape[:-1], values.shape[0])
+    of_codes = () if scales is None else (scales,)
+    return kernel.run(rows, values, indices, bias, prepared, *of_codes).view(*x.shape[:-1], values.shape[0])
 
 
 @torch.library.register_fake("proxsparse::sparse_linear")
-def _sparse_linear_fake(x, values, indices, bias, prepared, backend):
-    check_sparse_linear(x, values, indices, bias)
+def _sparse_linear_fake(x, values, indices, bias, prepared, backend, scales=None):
+    check_sparse_linear(x, values, indices, bias, scales)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
 def _save_weight(ctx, inputs: tuple, output: Tensor) -> None:
-    _x, values, indices, *_others = inputs
+    _x, values, indices, _bias, _prepared, _backend, scales = inputs
     if values.is_inference():
         raise RuntimeError(
             "sparse_linear: no dL/dx for a weight that was packed or loaded under torch.inference_mode(); "
             "use torch.no_grad() instead"
         )
-    ctx.save_for_backward(values, indices)
+    ctx.save_for_backward(values, indices, scales)
 
 
 def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
     """dL/dx = dL/dy W, for training adapters and layers before a packed layer. The packed weight has no gradient."""
-    if any(ctx.needs_input_grad[1:4]):
+    if any(ctx.needs_input_grad[1:]):
         raise RuntimeError(
             "sparse_linear: packed weights and their biases have no gradient; freeze them with requires_grad_(False), "
             "or train the dense layer (proxsparse.inference.convert.unsparsify_)"
         )
-    values, indices = ctx.saved_tensors
-    grad_x = grad @ torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
-    return grad_x, None, None, None, None, None
+    return grad @ dense_weight(*ctx.saved_tensors), None, None, None, None, None, None
 
 
 torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_context=_save_weight)
 
 
 @register_kernel("sparse_linear", "reference", supports=lambda x, values: None)
-def _reference(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+def _reference(
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    bias: Tensor | None,
+    prepared: None,
+    scales: Tensor | None = None,
+) -> Tensor:
     """Unpacks the weight and calls torch's dense matmul: any device and dtype, often the fastest for many rows."""
-    return functional.linear(x, torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m), bias)
+    return functional.linear(x, dense_weight(values, indices, scales), bias)
+
+
+def dense_weight(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The weight [out_features, in_features] of a packed layer. The content of `indices` is not checked."""
+    if scales is not None:
+        values = torch.ops.proxsparse.dequantize_nm(values, scales)
+    return torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
 
 
 def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO) -> Kernel:
-    """The kernel for x [rows, in_features] and values [out_features, in_features / 2].
+    """The kernel for x [rows, in_features] and the values, or their codes, of a packed weight.
 
     The kernel of `backend`; for "auto" that of `use_backend` or PROXSPARSE_BACKEND, else the fastest measured
     (`choice`).
@@ -105,28 +129,38 @@ def pad_rows(x: Tensor, step: int) -> Tensor:
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
-def check_sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> None:
+def check_sparse_linear(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
+) -> None:
     """Raises ValueError unless shapes, dtypes and devices fit. The content of `indices` is not read."""
     if values.ndim != 2:
         raise ValueError(
             f"sparse_linear: values of shape {list(values.shape)} must be a matrix, [out_features, in_features / 2]"
         )
-    out_features, k = values.shape
-    if x.ndim == 0 or x.shape[-1] != 2 * k:
-        raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be in_features={2 * k}")
-    if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-k // 4)):
+    out_features, in_features = values.shape[0], columns(values)
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be in_features={in_features}"
+        )
+    if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-in_features // 8)):
         raise ValueError(
             f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}, but values of shape "
-            f"{list(values.shape)} need torch.uint8 {[out_features, -(-k // 4)]}; pack the weight again"
+            f"{list(values.shape)} need torch.uint8 {[out_features, -(-in_features // 8)]}; pack the weight again"
+        )
+    if scales is not None and tuple(scales.shape) != shape_of_scales(values):
+        raise ValueError(
+            f"sparse_linear: scales of shape {list(scales.shape)} do not belong to codes {values.dtype} of shape "
+            f"{list(values.shape)}, which need {list(shape_of_scales(values))}; quantize the weight again"
         )
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
-    for name, tensor in (("values", values), ("bias", bias)):
+    floats = ("values", values) if scales is None else ("scales", scales)
+    for name, tensor in (floats, ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise ValueError(
                 f"sparse_linear: x is {x.dtype}, {name} is {tensor.dtype}; convert one of them, or use torch.autocast"
             )
-    for name, tensor in (("values", values), ("indices", indices), ("bias", bias)):
+    for name, tensor in (("values", values), ("indices", indices), ("bias", bias), ("scales", scales)):
         if tensor is not None and tensor.device != x.device:
             raise ValueError(f"sparse_linear: x is on {x.device}, {name} is on {tensor.device}; move one of them")
 
@@ -138,6 +172,7 @@ def sparse_linear(
     bias: Tensor | None = None,
     prepared: Tensor | None = None,
     backend: str = AUTO,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """y = x W^T + b with a packed 2:4 weight W [out_features, in_features]; dL/dx = dL/dy W. W and b have no gradient.
 
@@ -146,7 +181,8 @@ def sparse_linear(
 
     Args:
         x: [..., in_features], floating point, any strides.
-        values: [out_features, in_features / 2], the kept weights from `pack_nm`, with the dtype and device of x.
+        values: [out_features, in_features / 2], the kept weights from `pack_nm`, with the dtype and device of x; or
+            their codes from `quantize_nm`, with `scales`.
         indices: uint8 [out_features, ceil(in_features / 8)], from `pack_nm`. Kernels do not check the content; use
             `reference.pack.check_packed` for indices from files.
         bias: b, [out_features], with the dtype and device of x; None means 0.
@@ -154,10 +190,12 @@ def sparse_linear(
             "cusparselt", optional for "cutlass", else None. `SparseLinear` holds it.
         backend: one of `list_backends("sparse_linear")`, which runs the call or raises; or "auto": the fastest
             measured backend that does not require `prepared`, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
+        scales: of codes, from `quantize_nm`, with the dtype and device of x. The weight that is multiplied is
+            `dequantize_nm` of both; for bfloat16 its rounding to bfloat16 depends on the CPU.
     Returns:
         y, [..., out_features], in the dtype of x; sums are at least in fp32.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend is unknown.
         RuntimeError: an explicitly chosen backend does not support the call, or `prepared` is missing.
     """
-    return torch.ops.proxsparse.sparse_linear(x, values, indices, bias, prepared, backend)
+    return torch.ops.proxsparse.sparse_linear(x, values, indices, bias, prepared, backend, scales)

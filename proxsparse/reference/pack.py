@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
+from proxsparse.reference.quantize import check_quantized, columns
 
 PLACES = 4  # places in a block, which two bits can encode
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize: moving floats could change the bits of a NaN
@@ -76,16 +77,17 @@ def refuse_infeasible(weight: Tensor, pattern: NMPattern) -> None:
         )
 
 
-def check_packed(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> None:
-    """Raises ValueError for tensors that `pack_nm` cannot have returned. Kernels do not check indices.
+def check_packed(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4", scales: Tensor | None = None) -> None:
+    """Raises ValueError for tensors that `pack_nm` and `quantize_nm` cannot have returned; kernels do not check them.
 
     Args:
         values, indices: tensors of any origin, such as a file; for the format see the top of this module.
         pattern: "1:4", "2:4" or "3:4".
+        scales: of values that are codes, see `reference.quantize`.
     """
     pattern = packable(pattern)
-    check_dtype(values, "values")
-    k = values.shape[-1] if values.ndim else 0
+    check_dtype(values, "values") if scales is None else check_quantized(values, scales)
+    k = columns(values) // 2 if values.ndim else 0
     expected = [*values.shape[:-1], -(-k // 4)]
     if not values.ndim or k % pattern.n:
         raise ValueError(f"values of shape {list(values.shape)}: the last dimension must be a multiple of {pattern.n}")

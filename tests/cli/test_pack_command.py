@@ -212,6 +212,8 @@ def test_a_packed_model_cannot_be_pruned(command, packed_dir, text_file, tmp_pat
         (["{run}", "--unpack"], ["not packed"]),
         (["{packed}"], ["not dense", "proxsparse"]),
         (["{packed}", "--unpack", "--include", "mlp"], ["--unpack", "--include"]),
+        (["{packed}", "--unpack", "--bits", "4"], ["--unpack", "--bits"]),
+        (["{run}", "--bits", "3"], ["--bits", "3", "16, 8, 4"]),
         (["{run}", "--include", "("], ["regular expression"]),
         (["{run}", "--exclude", "proj"], ["nothing to pack"]),
         (["{run}", "--include", "lm_head"], ["lm_head", "blocks are not 2:4"]),

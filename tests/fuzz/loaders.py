@@ -186,8 +186,11 @@ def valid_dense() -> list[Files]:
 def valid_packed() -> list[Files]:
     valid_dense()
     with redirect_stdout(StringIO()):
-        pack.main([str(scratch() / "dense"), "--output_dir", str(scratch() / "packed"), "--overwrite_output_dir"])
-    return [{path.name: path.read_bytes() for path in (scratch() / "packed").iterdir()}]
+        for bits in ("4", "8", "16"):
+            output = ["--output_dir", str(scratch() / f"packed{bits}"), "--overwrite_output_dir"]
+            pack.main([str(scratch() / "dense"), "--bits", bits, *output])
+    folders = [scratch() / f"packed{bits}" for bits in ("16", "8", "4")]
+    return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
 
 
 def add_traps(path: Path) -> None:
@@ -206,8 +209,8 @@ def load_headers(path: Path) -> None:
     check_folder(path)
     files = weight_files(path)
     assert all(file.parent == path and file.suffix == ".safetensors" and is_inside(file, path) for file in files)
-    found, layers = headers(files), config["quantization_config"]["layers"]
-    names = convert.packed_layers(found, valid_skeleton(), layers)
+    found, entry = headers(files), config["quantization_config"]
+    names = convert.packed_layers(found, valid_skeleton(), entry["layers"], entry.get("bits", {}))
     with torch.no_grad():
         tensors = dict(convert.unpack_tensors(found, list(names)))
     for name, place in names.items():
@@ -219,7 +222,7 @@ def load_headers(path: Path) -> None:
 @cache
 def valid_skeleton() -> nn.Module:
     valid_packed()
-    return skeleton(scratch() / "packed")
+    return skeleton(scratch() / "packed16")
 
 
 def load_folder(path: Path) -> None:
@@ -248,7 +251,7 @@ def load_packed(path: Path) -> None:
         raise ValueError from error
     for layer in model.modules():
         if isinstance(layer, proxsparse.SparseLinear):
-            proxsparse.reference.pack.check_packed(layer.values, layer.indices)
+            proxsparse.reference.pack.check_packed(layer.values, layer.indices, scales=layer.scales)
 
 
 def load_dense(path: Path) -> None:

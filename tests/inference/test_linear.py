@@ -48,9 +48,11 @@ def test_which_devices_have_no_autocast(kind):
 
 def test_repr_and_wrong_layers():
     text = repr(SparseLinear(24, 7, bias=False))
-    assert text == "SparseLinear(in_features=24, out_features=7, bias=False, pattern=2:4, backend=auto)"
+    assert text == "SparseLinear(in_features=24, out_features=7, bias=False, pattern=2:4, backend=auto, bits=16)"
     with pytest.raises(ValueError, match="multiple of 4"):
         SparseLinear(6, 8)
+    with pytest.raises(ValueError, match=r"bits=3: .* 16, 8 or 4"):
+        SparseLinear(8, 8, bits=3)
     with pytest.raises(ValueError, match="'fastest'"):
         SparseLinear(8, 8, backend="fastest")
     with pytest.raises(ValueError, match="blocks have more than 2"):
@@ -151,7 +153,7 @@ def test_copies_pickles_and_state_dicts():
         ("indices", lambda tensor: tensor[:, :2], "indices"),
         ("indices", lambda tensor: tensor.int(), "indices"),
         ("values", lambda tensor: tensor[:, :10], "indices"),
-        ("values", lambda tensor: tensor.int(), "dtype"),
+        ("values", lambda tensor: tensor.int(), "16 bits needs torch.float32"),
         ("indices", None, "missing"),
     ],
 )

@@ -213,10 +213,14 @@ def change(name, function):
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
-        ("config", set_entry("format_version", 3), ["format version 3", "update proxsparse"]),
+        ("config", set_entry("format_version", 4), ["format version 4", "update proxsparse"]),
         ("config", set_entry("format_version", 1), ["format version 1", "convert it with proxsparse pack"]),
         ("config", lambda config: config.pop("format_version"), ["format version None"]),
         ("config", set_entry("pattern", "1:4"), ["'1:4'", "2:4"]),
+        ("config", set_entry("bits", {LAYER: 8}), ["F32", "needs I8"]),
+        ("config", set_entry("bits", {LAYER: 3}), ["`bits`", "8 or 4"]),
+        ("config", set_entry("bits", {LAYER: [8]}), ["`bits`", "8 or 4"]),
+        ("config", set_entry("bits", {"lm_head": 8}), ["`bits`", "some of `layers`"]),
         ("config", set_entry("layers", []), ["layers", "config.json"]),
         ("config", set_entry("layers", "all"), ["layers", "config.json"]),
         ("config", set_entry("layers", ["model.layers.7.mlp.up_proj"]), ["model.layers.7.mlp.up_proj", "config.json"]),

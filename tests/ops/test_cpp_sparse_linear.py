@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
+from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 
 from proxsparse.ops import pack_nm
 from proxsparse.ops.backends import cpp
@@ -49,6 +49,18 @@ def test_few_and_many_rows_of_any_strides(dtype, compiled):
 def test_parts_of_long_rows_and_of_a_large_x(dtype, out_features, in_features, rows, compiled):
     weight, x = pruned_weight((out_features, in_features), dtype), torch.randn(rows, in_features).to(dtype)
     assert_as_good_as_dense(kernel.run(x, *pack_nm(weight), None, None), x, weight)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(7, 4), (13, 60), (53, 76), (40, 132), (9, 4612), (26, 128)])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_codes_of_any_number_of_rows(dtype, bits, out_features, in_features, compiled):
+    *packed, scales, weight = quantized(pruned_weight((out_features, in_features), dtype), bits)
+    bias = torch.randn(out_features).to(dtype)
+    for rows in (0, 1, 2, 3, 5, 33, 170):
+        x = torch.randn(rows, in_features).to(dtype)
+        for b in (None, bias):
+            assert_as_good_as_dense(kernel.run(x, *packed, b, None, scales), x, weight, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -107,6 +119,7 @@ def test_no_inputs_and_no_outputs(compiled):
         (torch.zeros(1, 8), torch.zeros(2, 4, dtype=torch.bfloat16), "not torch.float32 times torch.bfloat16"),
         (torch.zeros(1, 8, device="meta"), torch.zeros(2, 4), "the tensor is on meta"),
         (torch.zeros(1, 8), torch.zeros(2, 4, device="meta"), "the tensor is on meta"),
+        (torch.zeros(1, 8).half(), torch.zeros(2, 4, dtype=torch.int8), "not torch.float16 times torch.int8"),
     ],
 )
 def test_what_it_does_not_serve(x, values, reason, compiled, monkeypatch):
@@ -131,10 +144,14 @@ def test_what_it_does_not_serve(x, values, reason, compiled, monkeypatch):
         ({"indices": torch.zeros(3, 1, dtype=torch.int8)}, "indices .* contiguous Byte"),
         ({"bias": torch.zeros(2)}, r"bias of shape \[2\].*shape \[3\]"),
         ({"y": torch.zeros(2, 4)}, r"y of shape \[2, 4\].*shape \[2, 3\]"),
+        ({"values": torch.zeros(3, 4, dtype=torch.int8)}, "values .* must be a contiguous Float"),
+        ({"scales": torch.zeros(3, 1)}, "values .* must be a contiguous Byte"),
+        ({"values": torch.zeros(3, 4, dtype=torch.int8), "scales": torch.zeros(3)}, r"scales of .* shape \[3, 1\]"),
+        ({"values": torch.zeros(3, 2, dtype=torch.uint8), "scales": torch.zeros(3, 2)}, r"scales of .* shape \[3, 1\]"),
     ],
 )
 def test_the_kernel_refuses_what_does_not_fit(changed, message, compiled):
-    good = {"x": torch.zeros(2, 8), "values": torch.zeros(3, 4), "bias": None, "y": torch.ones(2, 3)}
+    good = {"x": torch.zeros(2, 8), "values": torch.zeros(3, 4), "bias": None, "y": torch.ones(2, 3), "scales": None}
     good["indices"] = torch.zeros(3, 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match=message):
         compiled.sparse_linear(**good | changed)

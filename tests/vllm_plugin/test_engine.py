@@ -50,6 +50,21 @@ def test_generates_the_same_tokens_as_transformers(tmp_path, start, name, dense_
     assert greedy(llm) == expected
 
 
+@pytest.mark.parametrize(("name", "bits"), [("llama", "4"), ("qwen2", "8")])
+def test_codes_give_the_tokens_of_transformers(tmp_path, start, name, bits):
+    _dense, packed = save_packed(tmp_path, name, flags=["--bits", bits])
+    assert greedy(start(packed)) == generated_by_transformers(packed)
+
+
+def test_a_fused_group_with_different_bits_is_refused_by_name(tmp_path, start):
+    _dense, packed = save_packed(tmp_path, flags=["--bits", "8"])
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["bits"]["model.layers.1.self_attn.v_proj"] = 4
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj: .* have 8, 8, 4 bits"):
+        start(packed)
+
+
 def test_dense_models_are_served_as_before(tmp_path, start):
     dense, _packed = save_packed(tmp_path)
     assert greedy(start(dense)) == generated_by_transformers(dense)
@@ -92,10 +107,11 @@ def set_zero(tensors, layer):
         (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "indices out of order"),
         (set_zero, "indices out of order"),
         (set_dense_weight, "lists this layer as packed, but the files have a dense weight"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.scales"), "scales: some are missing or NaN"),
     ],
 )
 def test_damaged_files_are_refused_by_name(tmp_path, start, damage, message):
-    _dense, packed = save_packed(tmp_path)
+    _dense, packed = save_packed(tmp_path, flags=["--bits", "4"] if message.startswith("scales") else [])
     tensors = load_file(packed / "model.safetensors")
     damage(tensors, "model.layers.1.mlp.down_proj")
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
@@ -112,12 +128,14 @@ def test_another_format_version_is_refused(tmp_path, start):
         start(packed)
 
 
-def test_processes_whose_columns_are_not_a_multiple_of_8_are_refused_by_name():
+@pytest.mark.parametrize(("bits", "columns"), [(16, 20), (8, 20), (4, 96)])
+def test_processes_whose_columns_cannot_be_divided_are_refused_by_name(bits, columns):
     from proxsparse.integrations.vllm_linear import PackedLinearMethod
 
-    method = PackedLinearMethod("model.layers.0.mlp.down_proj")
-    with pytest.raises(ValueError, match=r"down_proj: 2 tensor-parallel processes get 20 of 40 columns"):
-        method.create_weights(torch.nn.Module(), 20, [32], 40, 32, torch.float32, weight_loader=None)
+    method = PackedLinearMethod("model.layers.0.mlp.down_proj", bits)
+    message = rf"down_proj: 2 tensor-parallel processes get {columns} of {2 * columns} columns"
+    with pytest.raises(ValueError, match=message):
+        method.create_weights(torch.nn.Module(), columns, [32], 2 * columns, 32, torch.float32, weight_loader=None)
 
 
 def test_register_twice_is_the_same_as_once():

@@ -8,6 +8,7 @@ from torch import Tensor
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
+from proxsparse.reference.quantize import CODES, columns, shape_of_scales
 
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
@@ -92,15 +93,43 @@ def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
     return weight
 
 
+def _supports_codes(tensor: Tensor, *_arguments) -> str | None:
+    if _C is not None and not hasattr(_C, "quantize_nm"):
+        return "the compiled extension is older than 8 and 4 bits; remedy: reinstall proxsparse"
+    return _supports(tensor, 2, 4)
+
+
+@register_kernel("quantize_nm", "cpp", supports=_supports_codes)
+def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    codes = values.new_empty((*values.shape[:-1], values.shape[-1] * bits // 8), dtype=CODES[bits])
+    scales = values.new_empty(shape_of_scales(codes))
+    _C.quantize_nm(values, codes, scales)
+    return codes, scales
+
+
+@register_kernel("dequantize_nm", "cpp", supports=_supports_codes)
+def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
+    values = scales.new_empty((*codes.shape[:-1], columns(codes) // 2))
+    _C.dequantize_nm(codes, scales, values)
+    return values
+
+
 def _supports_sparse_linear(x: Tensor, values: Tensor) -> str | None:
-    if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype != x.dtype:
+    if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype not in (x.dtype, *CODES.values()):
         return f"supports float32 or bfloat16, not {x.dtype} times {values.dtype}"
-    return _supports_packed(x) or _supports_packed(values)
+    return _supports_codes(x) or _supports_codes(values)  # an older extension has no scales
 
 
 @register_kernel("sparse_linear", "cpp", supports=_supports_sparse_linear)
-def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
+def _sparse_linear(
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    bias: Tensor | None,
+    prepared: None,
+    scales: Tensor | None = None,
+) -> Tensor:
     y = x.new_empty((len(x), len(values)))
-    bias = None if bias is None else bias.contiguous()
-    _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), bias, y)
+    scales, bias = (None if tensor is None else tensor.contiguous() for tensor in (scales, bias))
+    _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), scales, bias, y)
     return y

@@ -1,0 +1,72 @@
+"""The ops `proxsparse::quantize_nm` and `proxsparse::dequantize_nm`: values of a packed weight <-> codes and scales."""
+
+import torch
+from torch import Tensor
+
+from proxsparse.ops.registry import register_kernel, select
+from proxsparse.reference import quantize
+
+torch.library.define("proxsparse::quantize_nm", "(Tensor values, int bits) -> (Tensor, Tensor)")
+torch.library.define("proxsparse::dequantize_nm", "(Tensor codes, Tensor scales) -> Tensor")
+
+
+@torch.library.impl("proxsparse::quantize_nm", "CompositeExplicitAutograd")
+def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    values = values.contiguous()
+    return select("quantize_nm", values, bits).run(values, bits)
+
+
+@torch.library.register_fake("proxsparse::quantize_nm")
+def _quantize_nm_fake(values, bits):
+    k = values.shape[-1]
+    codes = values.new_empty((*values.shape[:-1], k * bits // 8), dtype=quantize.CODES[bits])
+    return codes, values.new_empty(quantize.shape_of_scales(codes))
+
+
+@torch.library.impl("proxsparse::dequantize_nm", "CompositeExplicitAutograd")
+def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
+    codes, scales = codes.contiguous(), scales.contiguous()
+    return select("dequantize_nm", codes, scales).run(codes, scales)
+
+
+@torch.library.register_fake("proxsparse::dequantize_nm")
+def _dequantize_nm_fake(codes, scales):
+    return scales.new_empty((*codes.shape[:-1], quantize.columns(codes) // 2))
+
+
+@register_kernel("quantize_nm", "reference", supports=lambda *args: None)
+def _reference_quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    return quantize.quantize(values, bits)
+
+
+@register_kernel("dequantize_nm", "reference", supports=lambda *args: None)
+def _reference_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    return quantize.dequantize(codes, scales)
+
+
+@torch.no_grad()
+def quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Rounds the values of a packed weight to codes of 8 or 4 bits. `reference.quantize` describes the format.
+
+    Args:
+        values: [..., k], from `pack_nm`, floating point.
+        bits: 8 or 4.
+    Returns:
+        codes int8 [..., k] and scales [..., 1]; or codes uint8 [..., k / 2] and scales [..., ceil(k / 32)]. Scales have
+        the dtype of the values.
+    Raises:
+        ValueError: other bits, a dtype that is not floating point, an odd k with 4 bits, or a value is not finite.
+    """
+    quantize.check_values(values, bits)
+    return torch.ops.proxsparse.quantize_nm(values, bits)
+
+
+@torch.no_grad()
+def dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values [..., k] of codes and scales from `quantize_nm`: code * scale, rounded to the dtype of the scales.
+
+    Raises:
+        ValueError: dtypes or shapes that `quantize_nm` never returns, or a scale is not finite.
+    """
+    quantize.check_quantized(codes, scales)
+    return torch.ops.proxsparse.dequantize_nm(codes, scales)
