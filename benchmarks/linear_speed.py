@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 from lib import common, plots
+from lib.codes import Contender, contenders
 from lib.common import Results, dtype_name, error_note
 from lib.measure import COPY_BYTES, LinearWeights, copy_buffers, interleaved, percentiles
 from lib.shapes import PAPER, Shape, layer_shapes
@@ -44,6 +45,7 @@ OP, DENSE = "sparse_linear", "dense"
 PREPARED = ":prepared"  # after the name of a backend that also works without its own format
 DEFAULTS = {
     "cpu": {
+        "bits": [16, 8, 4],
         "shapes": [*layer_shapes(["smollm2-135m"]), (4096, 4096), (4096, 14336), (14336, 4096)],
         "dtypes": ["bfloat16", "float32"],
         "rows": [1, 2, 4, 8, 16, 32, 64, 128, 512],
@@ -51,6 +53,7 @@ DEFAULTS = {
         "seconds": 0.05,
     },
     "cuda": {
+        "bits": [16],
         "shapes": layer_shapes(PAPER),
         "dtypes": ["bfloat16"],
         "rows": [1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 4096, 8192],
@@ -98,6 +101,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
     backends_help = "default: all that support the call; no name: only dense"
     parser.add_argument("--backends", nargs="*", choices=list_backends(OP), metavar="NAME", help=backends_help)
+    bits_help = (
+        "8, 4: also codes of the CPU, as cpp:8 and cpp:4, and torch's dense layers with as many bits, torch:8, ..."
+    )
+    parser.add_argument("--bits", type=int, nargs="+", choices=[16, 8, 4], help=bits_help)
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
     parser.add_argument("--repetitions", type=int, help="minimum number of rounds")
     parser.add_argument("--seconds", type=float, help="minimum total time of each backend")
@@ -111,29 +118,36 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> list[dict]:
     """One row for dense and each backend, for every number of rows and state."""
     weights = LinearWeights.random(shape, dtype, device, args.sigma, args.rows)
+    others = contenders(weights, args.bits)
     source, target = copy_buffers(device)
     rows = []
     for count in args.rows:
         for state in args.states:
             case = {"weights": "{}x{}".format(*shape), "dtype": dtype_name(dtype)}
             case |= {"rows": count, "state": state, "sigma": args.sigma}
-            rows += [case | row for row in times(weights, count, state, lambda: target.copy_(source), args)]
+            rows += [case | row for row in times(weights, others, count, state, lambda: target.copy_(source), args)]
     return [row | shares(row, rows) for row in rows]
 
 
 def times(
-    weights: LinearWeights, rows: int, state: str, copy: Callable[[], object], args: argparse.Namespace
+    weights: LinearWeights,
+    others: dict[str, Contender],
+    rows: int,
+    state: str,
+    copy: Callable[[], object],
+    args: argparse.Namespace,
 ) -> list[dict]:
-    """The rows of dense and of every backend that supports the call; a backend that fails has only a note."""
+    """The rows of dense, of every backend that supports the call, and of the others; what fails has only a note."""
     x = weights.x[:rows]
     calls = {DENSE: lambda place: functional.linear(x, weights.dense[place])}
     for kernel in (get_kernel(OP, name) for name in (list_backends(OP) if args.backends is None else args.backends)):
         if kernel.supports(x, weights.packed[0][0]) is None:
             calls |= sparse_calls(kernel, weights, x)
+    calls |= {name: other.call(x) for name, other in others.items()}
     errors, numbers, runs, notes = {}, {}, {}, {}
     for name, call in calls.items():
         try:
-            errors[name] = weights.error_of(call, rows)
+            errors[name] = weights.error_of(call, rows, others[name].weight if name in others else None)
             numbers[name] = weights.visits(call)
             runs[name] = repeated_calls(call, numbers[name], state, x.device)
         except Exception as error:  # whatever a kernel does, the others are measured
@@ -154,7 +168,10 @@ def times(
     for name in runs:
         row = percentiles([ms / numbers[name] for ms in samples[name].ms])
         row |= {"calls_a_run": numbers[name], "copy_gb_per_s": copy_gb_per_s, "error": errors[name]}
-        found.append({"backend": name} | row | speeds(name, weights, x, row["p50_ms"]) | {"auto": name == auto})
+        weight_bytes = others[name].nbytes if name in others else bytes_of(name, weights)
+        found.append(
+            {"backend": name} | row | speeds(weight_bytes, weights.shape, x, row["p50_ms"]) | {"auto": name == auto}
+        )
     return found
 
 
@@ -184,11 +201,15 @@ def repeated_calls(
     return capture_graph(run) if device.type == "cuda" else run
 
 
-def speeds(name: str, weights: LinearWeights, x: Tensor, ms: float) -> dict[str, float]:
+def bytes_of(name: str, weights: LinearWeights) -> int:
+    """Bytes of the weight that a backend reads."""
+    return weights.dense[0].nbytes if name == DENSE else sum(part.nbytes for part in weights.packed[0])
+
+
+def speeds(weight_bytes: int, shape: Shape, x: Tensor, ms: float) -> dict[str, float]:
     """GB/s of weight, x and y, and TFLOP/s of the dense matmul."""
-    out_features, in_features = weights.shape
-    read = weights.dense[0].nbytes if name == DENSE else sum(part.nbytes for part in weights.packed[0])
-    moved = read + x.nbytes + x.shape[0] * out_features * x.element_size()
+    out_features, in_features = shape
+    moved = weight_bytes + x.nbytes + x.shape[0] * out_features * x.element_size()
     operations = 2 * x.shape[0] * out_features * in_features
     return {"bytes": moved, "gb_per_s": moved / ms / 1e6, "tflop_per_s": operations / ms / 1e9}
 
@@ -229,7 +250,7 @@ def summary(rows: list[dict]) -> str:
         for count in sorted({min(row["rows"] for row in rows), max(row["rows"] for row in rows)}):
             ratios = defaultdict(list)
             for row in rows:
-                is_sparse = row["backend"] != DENSE and not row["backend"].endswith(PREPARED)
+                is_sparse = row["backend"] != DENSE and ":" not in row["backend"]
                 if (row["dtype"], row["rows"]) == (dtype, count) and "times_dense" in row and is_sparse:
                     ratios[row["weights"], row["state"]].append(row["times_dense"])
             if best := [max(found) for found in ratios.values()]:

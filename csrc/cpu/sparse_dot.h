@@ -170,6 +170,16 @@ struct ArithmeticOf {
 
 #ifdef PROXSPARSE_BF16
 
+// For lane j: the shift to code j % 16 of 64 bits.
+struct CodeShifts {
+  alignas(64) uint16_t of[32];
+};
+constexpr CodeShifts kCodeShifts = [] {
+  CodeShifts shifts;
+  for (int j = 0; j < 32; ++j) shifts.of[j] = 4 * (j % 16);
+  return shifts;
+}();
+
 // Values and x in bfloat16. Products of neighbours are summed in float32; subnormal numbers are treated as zero.
 template <Codes codes>
 struct InBFloat16 {
@@ -185,12 +195,14 @@ struct InBFloat16 {
       };
       return (__m512i)_mm512_cvtne2ps_pbh(half(values + 16), half(values));
     } else if constexpr (codes == kInt4) {
-      // The numbers of the 16 codes, twice, as a lookup uses five bits. The low bits of lane j are code j % 4 of the
-      // four codes in its 64 bits.
-      const auto scaled = (__m256i)_mm512_cvtneps_pbh(_mm512_load_ps(kNumberOfCode.of) * scale.lanes.raw);
-      const auto fours = _mm512_cvtepu16_epi64(load_bits<__m128i>(values));
-      const auto each = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x000c000800040000), fours);
-      return _mm512_permutexvar_epi16(each, _mm512_broadcast_i64x4(scaled));
+      // The numbers of the 16 codes, twice, as a lookup uses five bits. Each half of the lanes has 16 of the codes in
+      // all its 64 bits; the low bits of lane j are code j % 16.
+      const auto scaled = _mm512_load_ps(kNumberOfCode.of) * scale.lanes.raw;
+      const auto numbers = (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled);
+      const auto low = _mm512_set1_epi64(load_bits<int64_t>(values));
+      const auto codes_of = _mm512_mask_set1_epi64(low, 0xf0, load_bits<int64_t>(values + 8));
+      const auto shift = _mm512_load_si512(kCodeShifts.of);
+      return _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(shift, codes_of), numbers);
     } else {
       return _mm512_loadu_si512(values);
     }

@@ -89,8 +89,8 @@ template <typename Format, Codes codes, int kRows>
 void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row) {
   using A = typename ArithmeticOf<Format, codes>::Type;
   using Storage = typename Format::Storage;
-  constexpr int kStep = 2 * A::kValues,
-                kStepBytes = value_bytes<Format, codes>(A::kValues);  // weights, bytes of values
+  constexpr int kStep = 2 * A::kValues;  // weights
+  constexpr int kStepBytes = value_bytes<Format, codes>(A::kValues);
   const int64_t in_features = call.in_features, row_bytes = (in_features + 7) / 8;
   const int64_t row_value_bytes = value_bytes<Format, codes>(in_features / 2);
   const int64_t row_scales = codes == kInt4 ? (in_features + kScaleColumns - 1) / kScaleColumns : 1;
@@ -108,16 +108,24 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
     rows[r] = smaller(row + r, call.rows - 1);
     position.x[r] = static_cast<const typename A::X*>(call.x) + rows[r] * in_features;
   });
-  const auto load_scales = [&](int64_t group) PROXSPARSE_INLINED {
+  // Scales in float32, for the next kScales groups: a vector with a float32 of memory in all lanes costs only a load.
+  constexpr int kScales = 64;
+  float next_scales[kTile][kScales];
+  const auto load_scales = [&](int64_t column) PROXSPARSE_INLINED {
+    const int64_t group = column / kScaleColumns, count = smaller(int64_t{kScales}, row_scales - group);
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-      position.scales[t] = Format::load(scales[features[t] * row_scales + group]);
+      if (column % (kScales * kScaleColumns) == 0) {
+        const Storage* stored = scales + features[t] * row_scales + group;
+        for (int i = 0; i < count; ++i) next_scales[t][i] = Format::load(stored[i]);
+      }
+      position.scales[t] = next_scales[t][group % kScales];
     });
   };
 
   int64_t column = 0;
   if constexpr (codes == kInt8) load_scales(0);
   for (; column + kStep <= in_features; column += kStep) {
-    if constexpr (codes == kInt4) load_scales(column / kScaleColumns);
+    if constexpr (codes == kInt4) load_scales(column);
     add_step<A, kRows>(position, sums);
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
       // The next tile: it is too far away in memory for the CPU to prefetch it by itself.
@@ -129,7 +137,7 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
     repeat<kRows>([&](auto r) PROXSPARSE_INLINED { position.x[r] += kStep; });
   }
   if (column < in_features) {
-    if constexpr (codes == kInt4) load_scales(column / kScaleColumns);
+    if constexpr (codes == kInt4) load_scales(column);
     add_last_step<A, kRows, kStepBytes>(position, in_features - column, sums);
   }
 

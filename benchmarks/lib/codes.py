@@ -1,0 +1,86 @@
+"""Linear layers with 8 and 4 bits: our packed codes, and torch's dense weight-only kernels for the CPU, its peers.
+
+A contender is named by its maker and bits, such as "cpp:8" or "torch:4". Each multiplies by its own rounded weight.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from lib.measure import LinearWeights
+from torch import Tensor
+
+from proxsparse.ops import dequantize_nm, quantize_nm, sparse_linear, unpack_nm
+from proxsparse.reference.quantize import CODES
+
+GROUP = 64  # columns with a common scale of torch's 4-bit weights, as in ours
+
+
+@dataclass
+class Contender:
+    """Equal copies of a weight in one form, how x is multiplied by it, and the weight that it stands for."""
+
+    copies: list[tuple]
+    multiply: Callable[..., Tensor]  # multiply(x, *copy)
+    weight: Tensor  # float64, [out_features, in_features]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one copy."""
+        return sum(part.nbytes for part in self.copies[0] if isinstance(part, Tensor))
+
+    def call(self, x: Tensor) -> Callable[[int], Tensor]:
+        """place -> x W^T by that copy."""
+        return lambda place: self.multiply(x, *self.copies[place])
+
+
+def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
+    """Name -> contender, on the CPU; torch has kernels for bfloat16 only, and for sizes that are multiples of 64."""
+    found, (values, indices), count = {}, weights.packed[0], len(weights.packed)
+    if values.device.type != "cpu":
+        return found
+    for number in (number for number in bits if number in CODES):
+        codes, scales = quantize_nm(values, number)
+        exact = unpack_nm(dequantize_nm(codes, scales.double()), indices)
+        found[f"cpp:{number}"] = Contender(copies((codes, indices, scales), count), multiply_codes, exact)
+        fits = values.dtype == torch.bfloat16 and all(size % 64 == 0 for size in weights.shape)
+        if fits:
+            form, multiply, exact = PEERS[number](weights.dense[0])
+            found[f"torch:{number}"] = Contender(copies(form, count), multiply, exact)
+    return found
+
+
+def copies(form: tuple, count: int) -> list[tuple]:
+    """The form and clones of it."""
+    return [tuple(part.clone() for part in form) for _ in range(count)]
+
+
+def multiply_codes(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
+    """With the packed codes."""
+    return sparse_linear(x, codes, indices, backend="cpp", scales=scales)
+
+
+def dense_8(weight: Tensor) -> tuple:
+    """int8 with a scale per row: torch._weight_int8pack_mm."""
+    scales = (weight.abs().amax(-1) / 127).to(weight.dtype)
+    codes = (weight.float() / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+    multiply = lambda x, codes, scales: torch._weight_int8pack_mm(x, codes, scales)  # noqa: E731
+    return (codes, scales), multiply, codes.double() * scales.double()[:, None]
+
+
+def dense_4(weight: Tensor) -> tuple:
+    """int4 with a scale per GROUP columns: torch._weight_int4pack_mm_for_cpu."""
+    groups = weight.float().unflatten(-1, (-1, GROUP))
+    scales = (groups.abs().amax(-1) / 7).to(weight.dtype)
+    codes = (groups / scales.float()[..., None]).round().clamp(-8, 7)
+    exact = (codes.double() * scales.double()[..., None]).flatten(-2)
+    packed = torch._convert_weight_to_int4pack_for_cpu((codes + 8).to(torch.int32).flatten(-2), 1)
+    scales_and_zeros = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1).contiguous()
+
+    def multiply(x: Tensor, packed: Tensor, scales_and_zeros: Tensor) -> Tensor:
+        return torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)
+
+    return (packed, scales_and_zeros), multiply, exact
+
+
+PEERS = {8: dense_8, 4: dense_4}
