@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from lib import plots
+from lib.codes import quantize_
 from lib.common import Results, command_line, dtype_name, error_note, with_defaults
 from lib.measure import held_bytes, peak_bytes, percentiles
 from lib.random_models import KINDS, random_model
@@ -45,7 +46,7 @@ from proxsparse.ops.backends.cuda import dependent_launch
 from proxsparse.runtime.device import choose_device
 
 MERGED = "+merged"
-PACKED = {"dense": False, "sparse": True}
+PACKED = {"dense": None, "sparse": 16, "sparse8": 8, "sparse4": 4}  # form -> bits of packed layers
 FORMS = (*PACKED, *(form + MERGED for form in PACKED))
 MODES = {  # mode -> (model -> the `faster` of GreedyDecoder)
     "eager": lambda model: None,
@@ -61,7 +62,7 @@ DEFAULTS = {
         "dtypes": ["bfloat16"],
         "layers": 4,
         "modes": ["eager", "compile"],
-        "forms": ["dense", "sparse"],
+        "forms": [*PACKED],
         "batches": [1, 4, 16],
         "prompt": 32,
         "new_tokens": 16,
@@ -70,7 +71,7 @@ DEFAULTS = {
         "models": ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", EMBEDDED_MODEL],
         "dtypes": ["bfloat16"],
         "modes": ["eager", "graph", "compiled_glue"],
-        "forms": [*FORMS],
+        "forms": ["dense", "sparse", "dense" + MERGED, "sparse" + MERGED],
         "batches": [1, 4, 16],
         "prompt": 512,
         "new_tokens": 64,
@@ -153,9 +154,10 @@ def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: 
     before = held_bytes(device)
     if name == EMBEDDED_MODEL:
         model = pruned_model(args.masks, dtype).to(device)
-        model = sparsify_(model) if PACKED[form] else model
+        model = sparsify_(model, bits=PACKED[form]) if PACKED[form] else model
     else:
-        model = random_model(name, args.layers, dtype, device, sparse=PACKED[form], sigma=args.sigma)
+        model = random_model(name, args.layers, dtype, device, sparse=bool(PACKED[form]), sigma=args.sigma)
+        quantize_(model, PACKED[form])
     if form + MERGED in args.forms:
         merge_projections_(model)
     layers = [layer for layer in decoder_blocks(model).modules() if isinstance(layer, nn.Linear | SparseLinear)]
@@ -180,7 +182,7 @@ def pruned_model(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
 
 def warm_up(device: torch.device) -> None:
     """Loads what libraries load at their first use, so that no form is charged for it."""
-    for sparse in PACKED.values():
+    for sparse in (False, True):
         model = random_model("tiny", None, torch.bfloat16, device, sparse=sparse)
         GreedyDecoder(model, 1, 4).prefill(torch.zeros(1, 2, dtype=torch.long, device=device))
 

@@ -45,7 +45,7 @@ def test_random_packed_weights_are_valid_and_use_every_pair_of_places():
 def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_call(rows_of, tmp_path, capsys):
     page = tmp_path / "page.md"
     flags = ["--shapes", "16x64", "64x24", "--rows", "1", "512", "--states", "cold", "warm", "--table", str(page)]
-    assert linear_speed.main([*QUICK, *flags]) == 0
+    assert linear_speed.main([*QUICK, "--bits", "16", *flags]) == 0
     rows = rows_of("linear_speed")
     x, values = torch.empty(1, 64), torch.empty(16, 32)
     served = {"dense", *(name for name, kernel in KERNELS.items() if kernel.supports(x, values) is None)}
@@ -71,6 +71,20 @@ def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_
     assert (tmp_path / "linear_speed_cpu.png").stat().st_size > 1000
     assert page.read_text().count("\n|") == len(rows) + 2
     assert "times dense" in capsys.readouterr().out
+
+
+def test_layers_with_8_and_4_bits_and_their_peers(rows_of):
+    pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
+    assert linear_speed.main([*QUICK, "--shapes", "64x128", "--rows", "3", "--backends"]) == 0
+    rows = {(row["dtype"], row["backend"]): row for row in rows_of("linear_speed")}
+    ours, peers = {"dense", "cpp:8", "cpp:4"}, {"torch:8", "torch:4"}
+    assert rows.keys() == {(dtype, name) for dtype in ("bfloat16", "float32") for name in ours} | {
+        ("bfloat16", name) for name in peers
+    }
+    x_and_y, scales, places = 2 * 3 * (64 + 128), 2 * 64, 64 * 16
+    sizes = {name: rows["bfloat16", name]["bytes"] - x_and_y for name in ours | peers}
+    assert (sizes["cpp:8"], sizes["cpp:4"]) == (64 * 64 + places + scales, 64 * 32 + places + 2 * scales)
+    assert (sizes["torch:8"], sizes["torch:4"]) == (64 * 128 + scales, 64 * 64 + 4 * scales)
 
 
 def right(x, values, indices, bias, prepared):
@@ -102,7 +116,9 @@ WRONG = {
 @pytest.mark.parametrize("note", WRONG)
 def test_a_wrong_backend_gets_a_note_and_no_time(note, rows_of, monkeypatch, capsys):
     only(monkeypatch, new(WRONG[note]))
-    assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32"]) == 1
+    assert (
+        linear_speed.main([*QUICK, "--bits", "16", "--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32"]) == 1
+    )
     rows = [row for row in rows_of("linear_speed") if row["backend"] == "new"]
     assert len(rows) == 2
     assert all(row["note"].startswith(note) and "p50_ms" not in row for row in rows)
@@ -118,7 +134,7 @@ def test_a_backend_with_its_own_form_is_measured_with_it(optional, rows_of, monk
         return right(x, values, indices, bias, prepared)
 
     only(monkeypatch, new(linear, prepare=unpack_nm, prepare_is_optional=optional))
-    assert linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "7", "--dtypes", "float32"]) == 0
+    assert linear_speed.main([*QUICK, "--bits", "16", "--shapes", "16x64", "--rows", "7", "--dtypes", "float32"]) == 0
     assert handed == ({False, True} if optional else {True})
     rows = {row["backend"]: row for row in rows_of("linear_speed")}
     assert rows.keys() == {"dense", "reference", "new", *(["new:prepared"] if optional else [])}
@@ -146,7 +162,7 @@ def test_what_was_measured_before_the_context_ended_is_kept(rows_of, monkeypatch
     monkeypatch.setattr(linear_speed, "interleaved", measured)
     only(monkeypatch, new(ends_the_context))
     flags = ["--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32", "--backends", "new"]
-    assert linear_speed.main([*QUICK, *flags]) == 1
+    assert linear_speed.main([*QUICK, "--bits", "16", *flags]) == 1
     rows = {(row["rows"], row["backend"]): row for row in rows_of("linear_speed")}
     assert {key for key, row in rows.items() if "p50_ms" in row} == {(1, "dense"), (1, "new")}
     assert all("illegal memory access" in rows[7, name]["note"] for name in ("dense", "new"))
@@ -157,7 +173,9 @@ def test_processes_of_one_time_share_a_picture(rows_of, monkeypatch):
     drawn = []
     monkeypatch.setattr(plots, "linear_speed", lambda rows: drawn.append([row["backend"] for row in rows]))
     for names in ([], ["reference"]):
-        linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "2", "--dtypes", "float32", "--backends", *names])
+        linear_speed.main(
+            [*QUICK, "--bits", "16", "--shapes", "16x64", "--rows", "2", "--dtypes", "float32", "--backends", *names]
+        )
     assert drawn == [["dense"], ["dense", "dense", "reference"]]
     assert {row["when"] for row in rows_of("linear_speed")} == {"2026-01-01T00:00:00+00:00"}
 
@@ -205,7 +223,7 @@ def test_update_choice_writes_what_auto_reads(rows_of, monkeypatch, tmp_path, ca
     monkeypatch.setattr(choice, "MEASURED", tmp_path / "measured.json")
     with pytest.raises(ValueError, match="measure first"):
         linear_speed.main(["--update_choice"])
-    linear_speed.main([*QUICK, "--shapes", "16x64", "--rows", "1", "64", "--dtypes", "float32"])
+    linear_speed.main([*QUICK, "--bits", "16", "--shapes", "16x64", "--rows", "1", "64", "--dtypes", "float32"])
     linear_speed.main(["--update_choice"])
     assert f"{choice.device_kind(CPU)}, float32: 1 shapes" in capsys.readouterr().out
     for rows in (1, 64):
@@ -239,7 +257,7 @@ def test_the_shapes_are_those_of_the_published_models(name, parameters, monkeypa
 def test_generate_speed_saves_a_row_for_each_form_mode_and_batch(rows_of, tmp_path, capsys):
     page = tmp_path / "page.md"
     flags = ["--batches", "1", "2", "--dtypes", "float32", "bfloat16", "--repetitions", "2", "--table", str(page)]
-    generate_speed.main([*TINY, *flags, "--layers", "2"])
+    generate_speed.main([*TINY, *flags, "--layers", "2", "--forms", "dense", "sparse"])
     rows = rows_of("generate_speed")
     cases = {(row["dtype"], row["batch"], row["mode"], row["form"]) for row in rows}
     assert len(cases) == len(rows) == 2 * 2 * 2
@@ -283,14 +301,14 @@ def test_a_case_that_fails_is_a_note_and_rows_name_the_backends(rows_of, capsys,
     found = {(row["mode"], row["form"]): row for row in rows_of("generate_speed")}
     assert {form for mode, form in found if mode == "eager"} == {*generate_speed.FORMS}
     notes = {form: row.get("note", "") for (mode, form), row in found.items() if mode == "compile"}
-    assert notes.keys() == {"dense", "sparse"}
+    assert notes.keys() == {*generate_speed.PACKED}
     assert all("RuntimeError: no such kernel" in note for note in notes.values())
     assert "failed: RuntimeError" in capsys.readouterr().out
     served = choice.choose(torch.empty(4, 64), torch.empty(64, 32)).backend
     for form in generate_speed.FORMS:
         row = found["eager", form]
         assert row["layer_bytes"] == found["eager", form.removesuffix("+merged")]["layer_bytes"]
-        assert row["same_tokens"] == 1
+        assert row["same_tokens"] == 1 or form.startswith(("sparse8", "sparse4"))
         assert row["prefill_backends"] == ([served] if form.startswith("sparse") else ["dense"])
 
 

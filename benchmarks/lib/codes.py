@@ -1,4 +1,4 @@
-"""Linear layers with 8 and 4 bits: our packed codes, and torch's dense weight-only kernels for the CPU, its peers.
+"""Layers with 8 and 4 bits: our packed codes, and torch's dense weight-only kernels for the CPU, their peers.
 
 A contender is named by its maker and bits, such as "cpp:8" or "torch:4". Each multiplies by its own rounded weight.
 """
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from lib.measure import LinearWeights
-from torch import Tensor
+from torch import Tensor, nn
 
+from proxsparse.inference.linear import SparseLinear, frozen
 from proxsparse.ops import dequantize_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.reference.quantize import CODES
 
@@ -81,6 +82,19 @@ def dense_4(weight: Tensor) -> tuple:
         return torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)
 
     return (packed, scales_and_zeros), multiply, exact
+
+
+def quantize_(model: nn.Module, bits: int) -> nn.Module:
+    """Rounds the packed layers of a model to codes, in place."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, SparseLinear) and bits in CODES:
+            sizes = layer.in_features, layer.out_features, False
+            packed = SparseLinear(*sizes, device="meta", dtype=layer.values.dtype, backend=layer.backend, bits=bits)
+            codes, scales = quantize_nm(layer.values, bits)
+            packed.values, packed.scales, packed.indices = frozen(codes), frozen(scales), layer.indices
+            packed.weight, packed.bias = layer.weight, layer.bias
+            model.set_submodule(name, packed)
+    return model
 
 
 PEERS = {8: dense_8, 4: dense_4}

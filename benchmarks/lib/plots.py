@@ -7,6 +7,7 @@ from pathlib import Path
 
 BLUE, ORANGE, GRAY, GRID = "#1b5e8c", "#d9822b", "#5f6670", "#dfe3e6"
 FORMS = {"dense": "silver", "dense+merged": "tab:gray", "sparse": "tab:blue", "sparse+merged": "tab:green"}
+FORMS |= {"sparse8": "tab:orange", "sparse4": "tab:red", "sparse8+merged": "gold", "sparse4+merged": "tab:pink"}
 MAPS = ("Blues", "Oranges", "Greens", "Purples")
 OUTSIDE = {"frameon": False, "fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1, 1)}
 FAR = 3  # times the largest perplexity of a run: what is larger is not drawn

@@ -39,8 +39,8 @@ def merge_projections_(model: nn.Module) -> nn.Module:
     is no longer merged after two such products.
 
     Dense and packed layers are merged, but not with each other. A group stays separate if its layers differ in type,
-    in_features, dtype, device, backend or presence of a bias, have hooks or their own forward, are subclasses, or share
-    a weight with another module. Names outside of GROUPS are never merged.
+    in_features, dtype, bits, device, backend or presence of a bias, have hooks or their own forward, are subclasses, or
+    share a weight with another module. Names outside of GROUPS are never merged.
 
     state_dict, save_pretrained, `unsparsify_` and load_state_dict see separate layers. Copies and pickles of a model
     have separate layers. After the model was moved or cast (`.to()`), call this function again. While a group is being
@@ -105,7 +105,7 @@ class Group:
         self.sizes = [part.out_features for part in parts]
         self.layer = kind(first.in_features, sum(self.sizes), first.bias is not None, device="meta")
         if kind is SparseLinear:
-            self.layer.backend = first.backend
+            self.layer.backend, self.layer.bits = first.backend, first.bits
         self.places = []  # (dict with the tensors of a part, name, expected address)
         for name, tensor in own_tensors(first).items():
             merged = torch.cat([getattr(part, name).detach() for part in parts])

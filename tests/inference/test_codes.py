@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference.convert import unsparsify_
+from proxsparse.inference.merge import is_merged, merge_projections_
 from proxsparse.pack import main as pack
 
 TOKENS, LAYER = torch.arange(3, 23).view(2, 10), "model.layers.1.mlp.up_proj"
@@ -99,6 +100,15 @@ def test_a_model_in_memory_and_its_folder(bits, tmp_path):
     assert 0 < difference.norm() < 0.12 * expected.get_submodule(LAYER).weight.norm()
     assert f"rounded to {bits} bits" in (packed / "README.md").read_text()
     assert load(packed, dtype=torch.bfloat16).get_submodule(LAYER).scales.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_merged_projections(bits):
+    model = sparsify_(pruned_model(), bits=bits)
+    expected, state = model(TOKENS).logits, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert is_merged([getattr(merge_projections_(model).model.layers[0].self_attn, f"{x}_proj") for x in "qkv"])
+    assert torch.equal(model(TOKENS).logits, expected)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 @torch.no_grad()
