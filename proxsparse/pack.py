@@ -91,17 +91,16 @@ def converting(options, config: dict, found: dict, model: nn.Module) -> Work:
     if options.include or options.exclude or options.bits != 16:
         flags = "--include, --exclude and --bits"
         raise InputError(f"{options.model!r} is packed already; leave out {flags} to convert it")
-    listed = config["quantization_config"]["layers"]
-    config |= {"quantization_config": disk.description(dict.fromkeys(listed, 16)), WEIGHTS_NAME: INSTALL}
-    layers = list(convert.packed_layers(found, model, listed, {}))
+    entry = disk.description(dict.fromkeys(config["quantization_config"]["layers"], 16))
+    config |= {"quantization_config": entry, WEIGHTS_NAME: INSTALL}
+    layers = list(convert.packed_layers(found, model, entry))
     return layers, convert.convert_tensors(found, layers), len(found) + len(layers)
 
 
 def unpacking(_options, config: dict, found: dict, model: nn.Module) -> Work:
     """The same for --unpack."""
     config.pop(WEIGHTS_NAME, None)
-    entry = config.pop("quantization_config")
-    layers = list(convert.packed_layers(found, model, entry["layers"], entry.get("bits", {})))
+    layers = list(convert.packed_layers(found, model, config.pop("quantization_config")))
     parts = [f"{layer}.{part}" for layer in layers for part in (*disk.PARTS, "weight")]
     return (
         layers,

@@ -78,7 +78,7 @@ def check_packed(folder: Path) -> None:
             f"{name!r}: 2:4, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
         )
     disk.check_description(entry)
-    convert.packed_layers(found, model, entry["layers"])
+    convert.packed_layers(found, model, entry)
 
 
 def check_address(host: str, port: int) -> None:

@@ -181,17 +181,16 @@ def stored_weight(found: dict[str, Header], model: nn.Module, layer: str) -> Ten
     return read_tensor(found, name)
 
 
-def packed_layers(
-    found: dict[str, Header], model: nn.Module, layers: list[str], bits: dict[str, int]
-) -> dict[str, str]:
+def packed_layers(found: dict[str, Header], model: nn.Module, config: dict) -> dict[str, str]:
     """Name in the files -> name in the model, for the packed layers of a checkpoint, after checking them.
 
     Args:
-        layers, bits: the names in config.json, see `spellings`, and the bits of those that have 8 or 4.
+        config: the quantization_config of config.json; for the names of its layers see `spellings`.
     Raises:
         ValueError: other layers are packed in the files; the model has no such nn.Linear; a tensor is missing or has
             a wrong shape or dtype.
     """
+    layers, bits = config["layers"], config.get("bits", {})
     there = [place_of(model, layer) for layer in layers]
     stored = check_layers(found, layers, model.base_model_prefix)
     for name, layer, place in zip(stored, layers, there, strict=True):

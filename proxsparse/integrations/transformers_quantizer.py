@@ -55,8 +55,7 @@ class PackedQuantizer(HfQuantizer):
         if (folder := Path(model.name_or_path)).is_dir():
             check_folder(folder)
         found = headers([Path(file) for file in checkpoint_files])
-        listed, bits = self.quantization_config.layers, getattr(self.quantization_config, "bits", {})
-        for name, place in packed_layers(found, model, listed, bits).items():
+        for name, place in packed_layers(found, model, vars(self.quantization_config)).items():
             linear = model.get_submodule(place)
             sizes = linear.in_features, linear.out_features, linear.bias is not None
             has = next(bits for bits, dtypes in DTYPES.items() if found[f"{name}.values"].dtype in dtypes)

@@ -210,7 +210,7 @@ def load_headers(path: Path) -> None:
     files = weight_files(path)
     assert all(file.parent == path and file.suffix == ".safetensors" and is_inside(file, path) for file in files)
     found, entry = headers(files), config["quantization_config"]
-    names = convert.packed_layers(found, valid_skeleton(), entry["layers"], entry.get("bits", {}))
+    names = convert.packed_layers(found, valid_skeleton(), entry)
     with torch.no_grad():
         tensors = dict(convert.unpack_tensors(found, list(names)))
     for name, place in names.items():
