@@ -11,6 +11,8 @@ from pathlib import Path
 
 from torch import nn
 
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import load_texts, read_limit
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
@@ -19,7 +21,9 @@ from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, weight_files
 from proxsparse.io.reading import files_to_read, require_unchanged
-from proxsparse.models.loading import skeleton
+from proxsparse.methods.gptq import quantize_layers_
+from proxsparse.models.checks import fit_window
+from proxsparse.models.loading import load_model, skeleton
 from proxsparse.run import hub
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
@@ -29,6 +33,7 @@ Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf
 or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Other tensors stay as they are.
 AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed. A
 packed checkpoint of the old format, which other programs opened with random weights, is converted."""
+SEQ_LEN = 512  # default of --seq_len, as in `proxsparse train`
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
 # Not copied: weights in any format, and the files that describe the run.
@@ -83,7 +88,17 @@ def packing(options, config: dict, found: dict, model: nn.Module) -> Work:
     layers = convert.layers_to_pack(found, model, options.include, options.exclude)
     config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
-    return layers, convert.pack_tensors(found, layers, options.bits), len(found) + more * len(layers)
+    rounded = calibrated(options, layers) if options.calibrate else {}
+    return layers, convert.pack_tensors(found, layers, options.bits, rounded), len(found) + more * len(layers)
+
+
+def calibrated(options, names: list[str]) -> dict:
+    """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate."""
+    model, tokenizer = load_model(options.model)
+    seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
+    texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
+    batches = calibration_batches(texts, tokenizer, options.num_samples, seq_len)
+    return quantize_layers_(model, {name: model.get_submodule(name) for name in names}, batches, options.bits)
 
 
 def converting(options, config: dict, found: dict, model: nn.Module) -> Work:
@@ -132,6 +147,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--exclude", nargs="+", metavar="REGEX", help="do not pack layers whose name matches one")
     bits_help = "16 keeps the kept weights (default); 8 or 4 rounds them, with a scale per row or per 64 columns"
     add("--bits", type=int, choices=BITS, default=16, help=bits_help)
+    calibrate_help = "text for rounding by GPTQ, which needs minutes: c4, a file or a Hub data set; without: to nearest"
+    add("--calibrate", metavar="SOURCE", help=calibrate_help)
+    add("--num_samples", type=int, default=128, metavar="N", help="documents of --calibrate; default: 128")
+    seq_len_help = f"largest number of tokens of a document; default: {SEQ_LEN}, at most the context of the model"
+    add("--seq_len", type=int, metavar="N", help=seq_len_help)
     limit_help = "largest file, also limits memory; default: 5GB"
     add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
@@ -139,6 +159,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.unpack and (options.include or options.exclude or options.bits != 16):
         raise InputError("--unpack: unpacks every packed layer; leave out --include, --exclude and --bits")
+    if options.calibrate and options.bits == 16:
+        raise InputError(f"--calibrate {options.calibrate}: only rounding uses text; add --bits 8 or --bits 4")
     return options
 
 

@@ -22,8 +22,8 @@ PLACES = {
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_server transformers_trainer "
     "vllm_config vllm_linear vllm_plugin",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
-    "methods": "admm block_masks finetune finished_blocks magnitude maskllm proxsparse registry sparsegpt store swap "
-    "walk wanda",
+    "methods": "admm block_masks finetune finished_blocks gptq magnitude maskllm proxsparse registry sparsegpt store "
+    "swap walk wanda",
     "models": "checks layers loading snap unfold_linears",
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear tuning",
     "ops/backends": "cpp cuda cusparselt cutlass gemv triton",

@@ -156,7 +156,7 @@ def generate_speed(rows: list[dict]):
             bars = [here.get((*group, form), {}) for group in groups]
             series[form] = [row.get("decode_tokens_per_s", math.nan) for row in bars]
             ratios = [row.get("decode_times_dense") if form.startswith("sparse") else None for row in bars]
-            labels[form] = ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
+            labels[form] = ["" if ratio is None else f"{ratio:.1f}x" for ratio in ratios]
         names = [f"{mode}\nbatch {batch}" for batch, mode in groups]
         grouped_bars(axes, names, series, labels, [FORMS[form] for form in series])
         axes.set_title(f"{case[0]}, {case[2]} blocks, {case[1]}", fontsize=9)

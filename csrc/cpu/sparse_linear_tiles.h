@@ -117,6 +117,9 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
       if (column % (kScales * kScaleColumns) == 0) {
         const Storage* stored = scales + features[t] * row_scales + group;
         for (int i = 0; i < count; ++i) next_scales[t][i] = Format::load(stored[i]);
+        for (int i = 0; i < count; i += 64 / sizeof(Storage)) {
+          __builtin_prefetch(stored + kTile * row_scales + i);  // of the next tile
+        }
       }
       position.scales[t] = next_scales[t][group % kScales];
     });

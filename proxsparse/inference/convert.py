@@ -86,8 +86,16 @@ def unsparsify_(model: nn.Module) -> nn.Module:
     return model
 
 
-def pack_tensors(found: dict[str, Header], layers: list[str], bits: int = 16) -> Stream:
-    """Yields the tensors of a dense checkpoint, packed: three or four tensors for the weight of each of `layers`."""
+def pack_tensors(
+    found: dict[str, Header],
+    layers: list[str],
+    bits: int = 16,
+    rounded: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None,
+) -> Stream:
+    """Yields the tensors of a dense checkpoint, packed: three or four tensors for the weight of each of `layers`.
+
+    rounded: codes, scales and indices of layers that are rounded already; the others are rounded to nearest.
+    """
     packed = set(layers)
     for name in found:
         layer, _, part = name.rpartition(".")
@@ -95,9 +103,12 @@ def pack_tensors(found: dict[str, Header], layers: list[str], bits: int = 16) ->
         if part != "weight" or layer not in packed:
             yield name, tensor
             continue
-        values, indices = pack_nm(tensor)
-        if bits < 16:
-            values, scales = quantize_nm(values, bits)
+        if rounded and layer in rounded:
+            values, scales, indices = rounded[layer]
+        else:
+            values, indices = pack_nm(tensor)
+            values, scales = (values, None) if bits == 16 else quantize_nm(values, bits)
+        if scales is not None:
             yield f"{layer}.scales", scales
         yield f"{layer}.values", values
         yield f"{layer}.indices", indices

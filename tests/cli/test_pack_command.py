@@ -98,6 +98,18 @@ def test_shards_and_one_shard_of_memory(pruned_dir, tmp_path, monkeypatch):
     assert model_tensors(packed(folder, tmp_path / "dense", "--unpack")).keys() == model_tensors(pruned_dir).keys()
 
 
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_calibration_changes_the_codes_alone(bits, pruned_dir, text_file, tmp_path):
+    flags = ["--bits", bits, "--calibrate", str(text_file), "--num_samples", "6", "--seq_len", "32"]
+    found = model_tensors(packed(pruned_dir, tmp_path / "gptq", *flags))
+    nearest = model_tensors(packed(pruned_dir, tmp_path / "nearest", *flags[:2]))
+    assert found.keys() == nearest.keys()
+    assert all((tensor.dtype, tensor.shape) == (nearest[n].dtype, nearest[n].shape) for n, tensor in found.items())
+    changed = {name.rpartition(".")[2] for name, tensor in found.items() if not torch.equal(tensor, nearest[name])}
+    assert "values" in changed
+    assert changed <= {"values", "scales"}
+
+
 @pytest.mark.parametrize("card", [b"---\nlicense: mit\n---\n# Tiny\n", b"\xff\xfe caf\xe9", None])
 def test_a_card_gets_a_note_and_loses_it_again(card, spoiled, tmp_path):
     readme = lambda folder: folder / "README.md"  # noqa: E731
@@ -214,6 +226,9 @@ def test_a_packed_model_cannot_be_pruned(command, packed_dir, text_file, tmp_pat
         (["{packed}", "--unpack", "--include", "mlp"], ["--unpack", "--include"]),
         (["{packed}", "--unpack", "--bits", "4"], ["--unpack", "--bits"]),
         (["{run}", "--bits", "3"], ["--bits", "3", "16, 8, 4"]),
+        (["{run}", "--calibrate", "builtin"], ["--calibrate", "--bits 8 or --bits 4"]),
+        (["{run}", "--bits", "4", "--calibrate", "/absent.txt"], ["/absent.txt"]),
+        (["{run}", "--bits", "4", "--calibrate", "builtin", "--seq_len", "9999"], ["--seq_len 9999", "context length"]),
         (["{run}", "--include", "("], ["regular expression"]),
         (["{run}", "--exclude", "proj"], ["nothing to pack"]),
         (["{run}", "--include", "lm_head"], ["lm_head", "blocks are not 2:4"]),

@@ -1,0 +1,45 @@
+"""GPTQ under a mask: the error of a layer's output is smaller than with rounding to nearest, and zeros stay zeros."""
+
+import pytest
+import torch
+from pruned import pruned_linear
+from torch.nn.functional import linear
+
+from proxsparse.methods.gptq import quantize_weight
+from proxsparse.methods.sparsegpt import InputGram
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
+
+BITS = pytest.mark.parametrize("bits", [8, 4])
+
+
+def correlated_inputs(tokens, features):
+    """Inputs with a few large common directions, as in language models."""
+    return torch.randn(tokens, 8) @ torch.randn(8, features) + 0.3 * torch.randn(tokens, features)
+
+
+@BITS
+@pytest.mark.parametrize("in_features", [64, 140, 264])
+def test_a_smaller_error_of_the_output_than_to_nearest(bits, in_features):
+    layer, inputs = pruned_linear(in_features, 32), correlated_inputs(600, in_features)
+    statistics = InputGram(layer)
+    statistics.add(inputs)
+    weight = layer.weight.detach()
+    codes, scales, indices = quantize_weight(weight, statistics, bits)
+    rounded = unpack_nm(dequantize_nm(codes, scales), indices)
+    assert torch.equal(indices, pack_nm(weight)[1])
+    assert (rounded[weight == 0] == 0).all()
+    nearest = unpack_nm(dequantize_nm(*quantize_nm(pack_nm(weight)[0], bits)), indices)
+    error, of_nearest = (linear(inputs, weight - other).square().sum() for other in (rounded, nearest))
+    assert error < 0.8 * of_nearest
+
+
+@BITS
+def test_features_without_input_and_unfinished_groups(bits):
+    """With the identity as the Hessian nothing is compensated: the result is that of rounding to nearest."""
+    layer = pruned_linear(36, 5)
+    statistics = InputGram(layer)
+    statistics.add(torch.eye(36))
+    found = quantize_weight(layer.weight.detach(), statistics, bits)
+    values, indices = pack_nm(layer.weight.detach())
+    for tensor, expected in zip(found, (*quantize_nm(values, bits), indices), strict=True):
+        assert torch.equal(tensor, expected)
