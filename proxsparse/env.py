@@ -31,6 +31,8 @@ TYPICAL_ARGUMENTS = {
     "masked_weight_": (None, None, None, 2, 4),
     "pack_nm": (2, 4),
     "unpack_nm": (None, 2, 4),
+    "quantize_nm": (4,),
+    "dequantize_nm": (None,),
 }
 
 

@@ -88,7 +88,8 @@ def test_whole_job(tune, pruned, tmp_path):
     assert {"dense", "pruned", "finetune"} <= result["perplexity"].keys()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == result["steps"] == 6  # 8 samples, 2 held out
-    assert [row["step"] for row in rows if "held_out_loss" in row] == [step for step, _ in result["held_out"]["losses"]]
+    assert [row["step"] for row in rows if "held_out_loss" in row] == list(range(1, 7))
+    assert [step for step, _ in result["held_out"]["losses"]] == list(range(7))
     assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss"]
     report, card = ((tmp_path / "run" / name).read_text() for name in ("report.md", "README.md"))
     assert "held_out_loss.png" in report
@@ -110,7 +111,7 @@ def test_whole_job(tune, pruned, tmp_path):
     ids=["norms", "lora", "bf16", "master", "distill", "backward", "decay"],
 )
 def test_options(flags, trains, tune, pruned, tmp_path):
-    tune("run", "--learning_rate", "0.01", *flags)
+    tune("run", "--learning_rate", "0.01", "--held_out", "0", *flags)  # the last weights, even if they are worse
     assert_held(pruned, tmp_path / "run")
     names = changed(pruned, tmp_path / "run")
     kinds = {kind for kind in ("norm", "proj", "embed", "lm_head") for name in names if kind in name}
@@ -221,7 +222,7 @@ def test_killed_and_resumed_bit_for_bit(flags, tune, pruned, text_file, tmp_path
         ("proxsparse.data.self_text.write_file", 2, "32 sampled documents in self_text.jsonl"),
         ("proxsparse.training.distillation.most_likely", 2, "40 sampled documents in self_text.jsonl"),
         ("proxsparse.training.loop.calibration_loss", 3, "checkpoint-3"),
-        ("proxsparse.methods.finetune.held_out_loss", 2, "checkpoint-8"),
+        ("proxsparse.methods.finetune.held_out_loss", 3, "checkpoint-8"),
         ("proxsparse.run.folder.save_masks", 1, "complete"),
     ],
     ids=["perplexity", "first sampling", "sampling", "teacher", "step", "held out", "saving"],
