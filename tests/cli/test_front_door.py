@@ -196,8 +196,8 @@ def test_env_says_what_to_do_for_a_faster_backend(monkeypatch, capsys):
     assert env.main([]) == 0
     if torch.cuda.is_available():
         return
-    *_, packed_and_ops, torch_build = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"  cpp for adamw_prox_, .*masked_weight_, .*, packed layers: apt install g\+\+", packed_and_ops)
+    *_, ops, torch_build = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"  cpp for adamw_prox_, .*masked_weight_, .*, packed layers: apt install g\+\+", ops)
     assert re.search("torch.*GPU|GPU.*torch", torch_build)
 
 
