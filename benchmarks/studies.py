@@ -38,6 +38,7 @@ from proxsparse.run.resume import NOT_SETTINGS
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.
 PROJECTION = 1e9
 QUICK = {"num_samples": 16, "seq_len": 64, "eval_seq_len": 64, "eval_max_windows": 2}
+WINDOW, FINETUNE_RATE = 1024, 1e-4  # of fine-tuning
 CURVE_POINTS = 100  # about the largest number of points of a curve in a row
 
 
@@ -57,7 +58,7 @@ class Study:
     """One table or figure.
 
     `curve`: what it shows over the steps (a key of `CURVES`); None: it shows the final perplexity. `finetunes`: every
-    run is followed by `proxsparse finetune` on the same documents.
+    run is followed by `proxsparse finetune` on as many tokens of the same text.
     """
 
     paper: str
@@ -227,7 +228,7 @@ def row_of(name: str, config: TrainConfig, settings: dict[str, float], args: arg
     folder = args.output_dir / "cells" / f"{label(config.model)}-{digest(identity | {'hard_frozen_weights': frozen})}"
     with hard_frozen_weights() if frozen else contextlib.nullcontext():
         provenance, result = run_once(config, folder, args.again, resumes=not frozen, keep_model=study.finetunes)
-    tuned = finetuned(config, folder, args.again) if study.finetunes else None
+    tuned = finetuned(config, folder, result["tokens"], args.again) if study.finetunes else None
     scores, curve = result["perplexity"], CURVES[study.curve](folder, result) if study.curve else []
     return provenance | {
         "study": name,
@@ -244,10 +245,16 @@ def row_of(name: str, config: TrainConfig, settings: dict[str, float], args: arg
     }
 
 
-def finetuned(config: TrainConfig, folder: Path, again: bool) -> dict:
-    """result.json of `proxsparse finetune` on the run in the folder: the same data, and otherwise its defaults."""
+def finetuned(config: TrainConfig, folder: Path, tokens: int, again: bool) -> dict:
+    """result.json of `proxsparse finetune` on the run in the folder, with as many tokens of the same text.
+
+    They are in windows as long as those of the evaluation, at most 1,024 tokens: with short documents the weights learn
+    for short contexts.
+    """
     shared = {name: getattr(config, name) for name in SHARED} | {"model": str(folder), "pattern": None}
-    tuned = FinetuneConfig(**shared).check()
+    window = min(WINDOW, config.eval_seq_len or WINDOW)
+    text = {"packing": True, "seq_len": window, "num_samples": max(1, tokens // window)}
+    tuned = FinetuneConfig(**shared | text, learning_rate=FINETUNE_RATE).check()
     finetune.complete_(tuned)
     return run_once(tuned, folder.with_name(f"{folder.name}-finetuned"), again, method=FINETUNE)[1]
 
