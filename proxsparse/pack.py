@@ -33,7 +33,7 @@ Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf
 or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Other tensors stay as they are.
 AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed. A
 packed checkpoint of the old format, which other programs opened with random weights, is converted."""
-SEQ_LEN = 512  # default of --seq_len, as in `proxsparse train`
+NUM_SAMPLES, SEQ_LEN = 128, 512  # of --calibrate; the latter as in `proxsparse train`
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
 # Not copied: weights in any format, and the files that describe the run.
@@ -97,14 +97,13 @@ def calibrated(options, names: list[str]) -> dict:
     model, tokenizer = load_model(options.model)
     seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
     texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
-    batches = calibration_batches(texts, tokenizer, options.num_samples, seq_len)
+    batches = calibration_batches(texts, tokenizer, options.num_samples or NUM_SAMPLES, seq_len)
     return quantize_layers_(model, {name: model.get_submodule(name) for name in names}, batches, options.bits)
 
 
 def converting(options, config: dict, found: dict, model: nn.Module) -> Work:
     """The same for a packed checkpoint of the old format."""
-    if options.include or options.exclude or options.bits != 16:
-        flags = "--include, --exclude and --bits"
+    if flags := flags_of_packing(options):
         raise InputError(f"{options.model!r} is packed already; leave out {flags} to convert it")
     entry = disk.description(dict.fromkeys(config["quantization_config"]["layers"], 16))
     config |= {"quantization_config": entry, WEIGHTS_NAME: INSTALL}
@@ -149,7 +148,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--bits", type=int, choices=BITS, default=16, help=bits_help)
     calibrate_help = "text for rounding by GPTQ, which needs minutes: c4, a file or a Hub data set; without: to nearest"
     add("--calibrate", metavar="SOURCE", help=calibrate_help)
-    add("--num_samples", type=int, default=128, metavar="N", help="documents of --calibrate; default: 128")
+    samples_help = f"documents of --calibrate; default: {NUM_SAMPLES}"
+    add("--num_samples", type=int, metavar="N", help=samples_help)
     seq_len_help = f"largest number of tokens of a document; default: {SEQ_LEN}, at most the context of the model"
     add("--seq_len", type=int, metavar="N", help=seq_len_help)
     limit_help = "largest file, also limits memory; default: 5GB"
@@ -157,11 +157,23 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     options = parser.parse_args(arguments)
-    if options.unpack and (options.include or options.exclude or options.bits != 16):
-        raise InputError("--unpack: unpacks every packed layer; leave out --include, --exclude and --bits")
+    flags = flags_of_packing(options)
+    if options.unpack and flags:
+        raise InputError(f"--unpack: unpacks every packed layer; leave out {flags}")
     if options.calibrate and options.bits == 16:
         raise InputError(f"--calibrate {options.calibrate}: only rounding uses text; add --bits 8 or --bits 4")
+    if not options.calibrate and (options.num_samples or options.seq_len):
+        raise InputError(
+            "--num_samples and --seq_len are for the text of --calibrate; add --calibrate, or leave them out"
+        )
     return options
+
+
+def flags_of_packing(options) -> str:
+    """The given flags that only packing a dense checkpoint uses, for messages."""
+    given = {"include": options.include, "exclude": options.exclude, "calibrate": options.calibrate}
+    given |= {"bits": options.bits != 16, "num_samples": options.num_samples, "seq_len": options.seq_len}
+    return ", ".join(f"--{name}" for name, value in given.items() if value)
 
 
 def parse_size(text: str) -> int:

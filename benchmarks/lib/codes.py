@@ -10,7 +10,7 @@ import torch
 from lib.measure import LinearWeights
 from torch import Tensor, nn
 
-from proxsparse.inference.linear import SparseLinear, frozen
+from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import dequantize_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.reference.quantize import CODES
 
@@ -87,13 +87,8 @@ def dense_4(weight: Tensor) -> tuple:
 def quantize_(model: nn.Module, bits: int) -> nn.Module:
     """Rounds the packed layers of a model to codes, in place."""
     for name, layer in list(model.named_modules()):
-        if isinstance(layer, SparseLinear) and bits in CODES:
-            sizes = layer.in_features, layer.out_features, False
-            packed = SparseLinear(*sizes, device="meta", dtype=layer.values.dtype, backend=layer.backend, bits=bits)
-            codes, scales = quantize_nm(layer.values, bits)
-            packed.values, packed.scales, packed.indices = frozen(codes), frozen(scales), layer.indices
-            packed.weight, packed.bias = layer.weight, layer.bias
-            model.set_submodule(name, packed)
+        if isinstance(layer, SparseLinear):
+            model.set_submodule(name, layer.quantized(bits))
     return model
 
 

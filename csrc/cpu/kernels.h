@@ -20,7 +20,6 @@ struct MaskCall {
 
 // How the values of a packed weight are stored; proxsparse/reference/quantize.py describes the codes.
 enum Codes { kPlain, kInt8, kInt4, kCodes };
-constexpr int64_t kScaleColumns = 64;  // weights that share a scale of kInt4
 
 struct SparseLinearCall {
   const void* x;           // [rows, in_features], bfloat16 if that is the dtype and `Kernels` says so, else float32

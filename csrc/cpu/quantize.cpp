@@ -5,16 +5,18 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <type_traits>
 
+#include "../codes.h"
 #include "../ops.h"
 
 namespace proxsparse {
 namespace {
 
-constexpr int64_t kGroup = 32;         // values with a common scale of 4 bits
-constexpr int64_t kPerTask = 1 << 12;  // values, about 100 us of work
+constexpr int64_t kGroup = kScaleColumns / 2;  // values with a common scale of 4 bits
+constexpr int64_t kPerTask = 1 << 12;          // values, about 100 us of work
 constexpr double kExtremes[] = {-8, -7, -6, -5, -4, -3, -2, -1, -9, -8.5, -7.5, -6.5};
 
 template <typename T>
@@ -28,12 +30,22 @@ A nearest_code(A value, A scale, A smallest, A largest) {
   return std::min(std::max(quotient, smallest), largest) + kInteger - kInteger;
 }
 
+// The smallest T that is at least `positive`: the next number has the next bit pattern.
+template <typename T, typename A>
+T rounded_up(A positive) {
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  T nearest = static_cast<T>(positive);
+  if (static_cast<A>(nearest) < positive)
+    nearest = std::bit_cast<T>(static_cast<Bits>(std::bit_cast<Bits>(nearest) + 1));
+  return nearest;
+}
+
 template <typename T>
 void quantize_row_8(const T* values, int64_t k, int8_t* codes, T* scale) {
   using A = ArithmeticOf<T>;
   A largest = 0;
   for (int64_t i = 0; i < k; ++i) largest = std::max(largest, std::abs(static_cast<A>(values[i])));
-  *scale = static_cast<T>(largest / 127);
+  *scale = rounded_up<T>(largest / 127);
   for (int64_t i = 0; i < k; ++i) {
     codes[i] = static_cast<int8_t>(nearest_code<A>(static_cast<A>(values[i]), static_cast<A>(*scale), -127, 127));
   }
@@ -49,6 +61,7 @@ void quantize_group_4(const T* values, int64_t count, uint8_t* packed, T* scale)
     if (std::abs(group[i]) > std::abs(extreme)) extreme = group[i];
   }
   double best = INFINITY;
+  *scale = 0;  // of values that are not finite, which the caller refuses
   for (const double code : kExtremes) {
     const T rounded = static_cast<T>(extreme / static_cast<A>(code));
     const A candidate = static_cast<A>(rounded);
@@ -75,8 +88,6 @@ T dequantized(int code, T scale) {
   using A = ArithmeticOf<T>;
   return static_cast<T>(static_cast<A>(code) * static_cast<A>(scale));
 }
-
-int signed_code(int code) { return ((code & 15) ^ 8) - 8; }
 
 // f(T{}) for the dtype of the scales.
 template <typename F>

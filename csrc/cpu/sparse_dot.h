@@ -1,9 +1,9 @@
-// The arithmetic of a dot product with 2:4 weights. Codes are multiplied by their scale and rounded to what the
-// arithmetic multiplies. In each step, one vector of kept values is multiplied by the
+// The arithmetic of a dot product with 2:4 weights. In each step, one vector of kept values is multiplied by the
 // numbers of x at their places, which are gathered from two vectors of x. The other numbers of x have no effect, even
-// if they are infinite or NaN.
+// if they are infinite or NaN. Codes are multiplied by their scale and rounded to what the arithmetic multiplies.
 #pragma once
 
+#include "../codes.h"
 #include "../formats.h"
 #include "kernels.h"
 #include "vec.h"
@@ -34,9 +34,6 @@ PROXSPARSE_INLINE Bits load_bits(const uint8_t* indices) {
   std::memcpy(&bits, indices, sizeof(bits));
   return bits;
 }
-
-// The number of a 4-bit code, whatever the other bits are.
-PROXSPARSE_INLINE constexpr int signed_code(uint32_t code) { return static_cast<int>((code & 15) ^ 8) - 8; }
 
 // The numbers of the 16 codes.
 struct NumberOfCode {

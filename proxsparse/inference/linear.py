@@ -29,8 +29,9 @@ class SparseLinear(nn.Module):
     The state is `values` [out_features, in_features / 2] and `indices` uint8 [out_features, ceil(in_features / 8)], in
     the format of `reference.pack`, and `weight` without elements, see `empty_weight`. With 8 or 4 bits `values` holds
     codes, and `scales` is added, see `reference.quantize`. x [..., in_features] must have the dtype of the layer, which
-    is that of `values` or `scales`, unless torch.autocast is on. The layer is frozen, but dL/dx is computed, so that
-    adapters and layers before it can be trained.
+    is that of `values` or `scales`, unless torch.autocast is on. (To float16, it also rounds scales, which loses
+    precision in rows whose weights are all below 1e-3.) The layer is frozen, but dL/dx is computed, so that adapters
+    and layers before it can be trained.
 
     The backends "cusparselt" and "cutlass" convert the weight to their own format in the first call. The layer then
     holds both formats; the converted weight is not part of the state, and it is dropped when the layer is moved, cast
@@ -66,8 +67,8 @@ class SparseLinear(nn.Module):
         self.in_features, self.out_features, self.backend, self.bits = in_features, out_features, backend, bits
         k = in_features // (4 if bits == 4 else 2)
         self.values = frozen(torch.empty(out_features, k, device=device, dtype=CODES.get(bits, dtype)))
-        scales = bits in CODES and torch.empty(shape_of_scales(self.values), device=device, dtype=dtype)
-        self.scales = frozen(scales) if bits in CODES else None
+        shape = shape_of_scales(self.values) if bits in CODES else None
+        self.scales = frozen(torch.empty(shape, device=device, dtype=dtype)) if shape else None
         indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
         self.register_buffer("indices", indices)
         self.register_buffer("weight", empty_weight(self.floats))
@@ -77,15 +78,22 @@ class SparseLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear: nn.Linear, backend: str = AUTO, bits: int = 16) -> "SparseLinear":
         """Packs a 2:4 nn.Linear, on its device, and rounds it to `bits`. Raises ValueError if it is not 2:4."""
-        layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend, bits)
+        layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend)
         values, layer.indices = pack_nm(linear.weight.detach(), PATTERN)
-        layer.weight = empty_weight(values)
-        if bits in CODES:
-            values, scales = quantize_nm(values, bits)
-            layer.scales = frozen(scales)
-        layer.values = frozen(values)
+        layer.values, layer.weight = frozen(values), empty_weight(values)
         layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
-        return layer.train(linear.training)
+        return layer.train(linear.training).quantized(bits)
+
+    def quantized(self, bits: int) -> "SparseLinear":
+        """This layer, of 16 bits, rounded to `bits`; it shares the tensors that stay the same."""
+        if bits == 16:
+            return self
+        sizes = self.in_features, self.out_features, False
+        layer = SparseLinear(*sizes, "meta", self.values.dtype, self.backend, bits)
+        codes, scales = quantize_nm(self.values, bits)
+        layer.values, layer.scales = frozen(codes), frozen(scales)
+        layer.indices, layer.weight, layer.bias = self.indices, self.weight, self.bias
+        return layer.train(self.training)
 
     @property
     def floats(self) -> Tensor:
@@ -179,8 +187,10 @@ class SparseLinear(nn.Module):
         """Loads the state. If it is damaged, load_state_dict raises an error with the name of the layer."""
         self.prepared = None
         *_others, errors = arguments
-        values, indices, scales = (state.get(prefix + name) for name in ("values", "indices", "scales"))
-        if values is not None and indices is not None and not indices.is_meta and not values.is_meta:
+        parts = "values", "indices", "scales"
+        values, indices, scales = (state.get(prefix + name, getattr(self, name)) for name in parts)
+        given = any(prefix + name in state for name in parts)
+        if given and not indices.is_meta and not values.is_meta:
             try:
                 self.check_bits_of(values, scales)
                 check_packed(values, indices, PATTERN, scales)

@@ -4,6 +4,8 @@ Rows are packed one by one; each byte of the indices belongs to 8 columns of the
 So the parts of a fused layer, and those of tensor-parallel processes, are slices of `values`, `indices` and `scales`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
@@ -27,6 +29,8 @@ class PackedLinearMethod(LinearMethodBase):
 
     def __init__(self, name: str, bits: int):
         self.name, self.bits = name, bits
+        self.parts = 1  # of the fused layer
+        self.loaded: dict[str, set[str]] = {}  # tensor -> its parts in the files; "" is all of them
 
     def create_weights(
         self,
@@ -38,7 +42,7 @@ class PackedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
-        """Creates the packed weight and the empty `weight`, filled with what `process_weights_after_loading` refuses.
+        """Creates the packed weight and the empty `weight`; `process_weights_after_loading` refuses what stays unset.
 
         Raises ValueError if the columns of this process do not begin and end between two bytes of the indices, or two
         scales.
@@ -50,20 +54,30 @@ class PackedLinearMethod(LinearMethodBase):
                 f"each, but the columns of a layer packed with {self.bits} bits can only be divided into multiples of "
                 f"{COLUMNS[self.bits]}; use a smaller --tensor-parallel-size"
             )
-        load = extra_weight_attrs["weight_loader"]
-        parts = {"indices": torch.zeros(rows, -(-columns // 8), dtype=torch.uint8)}
+        self.parts = len(output_partition_sizes)
+        dtype, k = CODES.get(self.bits, params_dtype), columns // (4 if self.bits == 4 else 2)
+        tensors = {"values": torch.empty(rows, k, dtype=dtype)}
+        tensors["indices"] = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
         if self.bits in CODES:
-            parts["values"] = torch.zeros(rows, columns * self.bits // 16, dtype=CODES[self.bits])
-            parts["scales"] = torch.full(shape_of_scales(parts["values"]), torch.nan, dtype=params_dtype)
-        else:
-            parts["values"] = torch.full((rows, columns // 2), torch.nan, dtype=params_dtype)
-        for name, data in parts.items():
+            tensors["scales"] = torch.empty(shape_of_scales(tensors["values"]), dtype=params_dtype)
+        for name, data in tensors.items():
+            load = self.recording(name, extra_weight_attrs["weight_loader"])
             parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
             if name == "scales" and self.bits == 8:  # of a whole row, which is in every process
                 parameter = ChannelQuantScaleParameter(data=data, output_dim=0, weight_loader=load)
             layer.register_parameter(name, parameter)
         empty = torch.empty(0, dtype=params_dtype)
         layer.register_parameter("weight", BasevLLMParameter(data=empty, weight_loader=self.load_weight))
+
+    def recording(self, name: str, load: Callable) -> Callable:
+        """The loader `load` of the tensor `name`, which also notes the part: vLLM accepts missing ones."""
+        loaded = self.loaded[name] = set()
+
+        def load_and_note(parameter: nn.Parameter, weight: Tensor, *part, **named_part) -> None:
+            load(parameter, weight, *part, **named_part)
+            loaded.add(str(*part, *named_part.values()))
+
+        return load_and_note
 
     def load_weight(self, parameter: nn.Parameter, loaded: Tensor, *_part) -> None:
         """Accepts the empty weight of a packed layer. Raises ValueError for a dense one."""
@@ -75,11 +89,11 @@ class PackedLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Raises ValueError for tensors that are missing or damaged: kernels do not check the indices."""
-        name = "scales" if self.bits in CODES else "values"
         scales = layer.scales.data if self.bits in CODES else None
         try:
-            if getattr(layer, name).isnan().any():
-                raise ValueError(f"{name}: some are missing or NaN")
+            for name, loaded in self.loaded.items():
+                if "" not in loaded and len(loaded) < self.parts:
+                    raise ValueError(f"{name}: {len(loaded)} of {self.parts} parts are in the files")
             check_packed(layer.values.data, layer.indices.data, scales=scales)
         except ValueError as error:
             raise ValueError(f"packed layer {self.name}: {error}; download the model again") from error

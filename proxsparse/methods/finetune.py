@@ -93,7 +93,8 @@ def finetune(
     measure = partial(held_out_loss, model, held_out, dtype, options.distill) if held_out else None
     state = start_state(model, layers, held, options, steps, measure)
     stopping, trained = state.monitor, weights_of(state.optimizer)
-    stopping.observe(0)  # a resumed run replaces this by what it had measured
+    if not store.checkpoint:  # a checkpoint has what was measured before it
+        stopping.observe(0)
     run_loop(state, store, batches, dtype, "training the kept weights")
     stopping.take_best_()
     store.figures |= {

@@ -29,7 +29,8 @@ def quantize_layers_(model: nn.Module, layers: dict[str, nn.Linear], batches: Ba
     Returns:
         Layer name -> codes, scales and indices, with scales in bfloat16 if that is the dtype of the weight, on the CPU.
     Raises:
-        InputError: the Hessian of a layer's inputs is not positive definite; names the layer.
+        InputError: the Hessian of a layer's inputs is not positive definite, or a weight overflows its dtype as it
+            compensates the rounding of others; names the layer.
     """
     found = {}
 
@@ -39,7 +40,7 @@ def quantize_layers_(model: nn.Module, layers: dict[str, nn.Linear], batches: Ba
             try:
                 with full_precision(layer.weight):
                     codes, scales, indices = quantize_weight(layer.weight, statistics, bits)
-            except InputError as error:
+            except ValueError as error:
                 raise InputError(f"{name}: {error}") from error
             values = torch.ops.proxsparse.dequantize_nm(codes, scales)
             layer.weight.copy_(torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m))

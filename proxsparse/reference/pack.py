@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
-from proxsparse.reference.quantize import check_quantized, columns
+from proxsparse.reference.quantize import INTEGERS, check_quantized, columns
 
 PLACES = 4  # places in a block, which two bits can encode
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize: moving floats could change the bits of a NaN
 
 
 def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
@@ -32,7 +31,8 @@ def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tenso
     refuse_infeasible(weight, pattern)
     rank = torch.where(blocks != 0, 0, torch.where(blocks.signbit(), 1, 2))
     places = rank.argsort(dim=-1, stable=True)[..., : pattern.n].sort(dim=-1).values
-    values = blocks.view(BITS[weight.itemsize]).gather(-1, places).view(weight.dtype)
+    # as integers: moving floats could change the bits of a NaN
+    values = blocks.view(INTEGERS[weight.itemsize]).gather(-1, places).view(weight.dtype)
     return values.flatten(-2), pack_places(places.flatten(-2))
 
 
@@ -40,7 +40,7 @@ def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> 
     """The inverse of `pack_nm`: [..., k] and [..., ceil(k / 4)] -> [..., in_features]. Shapes must fit."""
     pattern = packable(pattern)
     places = unpack_places(indices, values.shape[-1]).long().unflatten(-1, (-1, pattern.n))
-    kept = values.view(BITS[values.itemsize]).unflatten(-1, (-1, pattern.n))
+    kept = values.view(INTEGERS[values.itemsize]).unflatten(-1, (-1, pattern.n))
     blocks = kept.new_zeros((*kept.shape[:-1], PLACES)).scatter_(-1, places, kept)
     return blocks.flatten(-2).view(values.dtype)
 

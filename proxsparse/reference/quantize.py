@@ -2,7 +2,7 @@
 
 A row of k kept values (`reference.pack`) becomes codes and scales with value = code * scale, pruned weights staying 0:
 
-- 8 bits: int8 codes [..., k] from -127 to 127, and one scale for the row, [..., 1].
+- 8 bits: int8 codes [..., k] from -127 to 127, and one scale for the row, [..., 1], which is not negative.
 - 4 bits: codes from -8 to 7 in two's complement, uint8 [..., k / 2], of each pair the first in the lower bits, so that
   one byte is a block; and one scale for every 32 kept values, which are 64 columns, [..., ceil(k / 32)].
 
@@ -17,29 +17,31 @@ from torch.nn import functional
 from proxsparse.patterns import check_dtype
 
 CODES = {8: torch.int8, 4: torch.uint8}  # bits -> dtype of the codes
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 GROUP = 32  # kept values that share a scale of 4 bits
 LARGEST = 127  # code of 8 bits
 # Codes that the value of largest magnitude in a group may get; below -8 it is clipped. All are tried, and the one with
-# the least squared error is taken: 18% less than with -8 alone for SmolLM2-135M. With the integers, values that are
-# already codes times a scale are found again.
+# the least squared error is taken: 18% less than with -8 alone for SmolLM2-135M. Values that are exactly a code times a
+# scale of this dtype are found again, because one of the integers gives their scale.
 EXTREMES = (-8, -7, -6, -5, -4, -3, -2, -1, -9, -8.5, -7.5, -6.5)
 
 
 def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """values [..., k] -> codes and scales, with every value rounded to the nearest code.
 
-    8 bits: scale = max |value| / 127 of a row. 4 bits: scale = value / e for the value of largest magnitude of a group
-    and the e in `EXTREMES` with the least sum of (code * scale - value)^2.
+    8 bits: scale = max |value| / 127 of a row, rounded up, so that no code is clipped even where float16 scales are
+    subnormal. 4 bits: scale = value / e for the value of largest magnitude of a group and the e in `EXTREMES` with the
+    least sum of (code * scale - value)^2.
 
     Raises:
         ValueError: bits is neither 8 nor 4, the dtype is not floating point, k is odd with 4 bits, or a value is not
-            finite.
+            finite or above half of the largest number of its dtype, near which a code times its scale overflows.
     """
     check_values(values, bits)
     exact = values.double() if values.dtype == torch.float64 else values.float()
     if bits == 8:
         largest = functional.pad(exact.abs(), (0, 1)).amax(-1, keepdim=True)  # padded for k = 0
-        scales = (largest / LARGEST).to(values.dtype)
+        scales = rounded_up(largest / LARGEST, values.dtype)
         return rounded(exact, scales.to(exact.dtype), -LARGEST, LARGEST).to(torch.int8), scales
     groups = in_groups(exact)
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) if groups.numel() else groups[..., :1]
@@ -68,6 +70,12 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 def rounded(values: Tensor, scales: Tensor, smallest: int, largest: int) -> Tensor:
     """The codes nearest to values / scales; 0 where the scale is 0."""
     return (values / torch.where(scales == 0, torch.inf, scales)).round().clamp(smallest, largest)
+
+
+def rounded_up(positive: Tensor, dtype: torch.dtype) -> Tensor:
+    """The smallest numbers of `dtype` that are at least `positive`: the next one has the next bit pattern."""
+    nearest = positive.to(dtype)
+    return (nearest.view(INTEGERS[dtype.itemsize]) + (nearest.to(positive.dtype) < positive)).view(dtype)
 
 
 def in_groups(values: Tensor) -> Tensor:
@@ -112,12 +120,15 @@ def check_values(values: Tensor, bits: int) -> None:
     check_dtype(values, "values")
     if not values.ndim or (bits == 4 and values.shape[-1] % 2):
         raise ValueError(f"values of shape {list(values.shape)}: 4-bit codes need an even number of values in a row")
-    if not values.isfinite().all():
-        raise ValueError("values contain NaN or infinity, which have no code; load the weights again")
+    most = torch.finfo(values.dtype).max / 2
+    if not (values.abs() <= most).all():
+        raise ValueError(
+            f"values contain NaN, infinity or a magnitude above {most:.3g}, which have no code; load the weights again"
+        )
 
 
 def check_quantized(codes: Tensor, scales: Tensor) -> None:
-    """Raises ValueError for codes and scales that `quantize` cannot have returned, such as those of a damaged file."""
+    """Raises ValueError for codes and scales that `quantize` never returns, such as those of a damaged file."""
     check_dtype(scales, "scales")
     expected = shape_of_scales(codes) if codes.ndim else ()
     if not codes.ndim or tuple(scales.shape) != expected or scales.device != codes.device:
@@ -127,3 +138,7 @@ def check_quantized(codes: Tensor, scales: Tensor) -> None:
         )
     if not scales.isfinite().all():
         raise ValueError("scales contain NaN or infinity; the file is damaged")
+    if codes.dtype == torch.int8 and (codes < -LARGEST).any():
+        raise ValueError("codes contain -128, which no value gets; the file is damaged")
+    if not dequantize(codes, scales).isfinite().all():
+        raise ValueError("codes times scales overflow; the file is damaged")

@@ -45,6 +45,7 @@ def test_casts_compiles_exports_and_gives_gradients(bits):
         layer.to(dtype)
         assert layer.scales.dtype == layer.bias.dtype == dtype
         assert torch.equal(layer.values, codes)
+    torch._dynamo.reset()  # the recompilations of other tests count against its limit
     (gradient,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(gradient, layer.dense_weight().sum(0).expand(3, -1))
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -69,10 +70,13 @@ def test_states(bits):
     for damage, message in (
         ({"scales": layer.scales * torch.nan}, "scales contain NaN"),
         ({"scales": layer.scales[1:]}, "scales of shape"),
+        ({"scales": layer.scales * 0 + 3e38}, "codes times scales overflow"),
         ({"indices": layer.indices * 0}, "out of order"),
     ):
         with pytest.raises(RuntimeError, match=message):
             other.load_state_dict(layer.state_dict() | damage)
+        with pytest.raises(RuntimeError, match=message):  # the other tensors are those of the layer
+            other.load_state_dict(damage, strict=False)
 
 
 @torch.no_grad()
@@ -128,6 +132,7 @@ def test_layers_of_several_bits(bits, tmp_path):
         (lambda tensors: tensors.update({f"{LAYER}.scales": torch.ones(64)}), r"scales is F32 \[64\]"),
         (lambda tensors: tensors[f"{LAYER}.scales"].fill_(torch.inf), "up_proj: scales contain NaN or infinity"),
         (lambda tensors: tensors.update({f"{LAYER}.values": torch.ones(64, 16)}), "values is F32"),
+        (lambda tensors: tensors[f"{LAYER}.scales"].fill_(3e38), "up_proj: codes times scales overflow"),
         (lambda tensors: tensors[f"{LAYER}.indices"].zero_(), "out of order"),
     ],
 )
@@ -144,7 +149,7 @@ def test_damaged_folders_are_refused(bits, change, message, tmp_path):
 def test_numbers_without_a_code_are_refused(bits):
     layer = pruned_linear(8, 4)
     layer.weight.data[2, layer.weight[2].nonzero()[0]] = torch.nan
-    with pytest.raises(ValueError, match="values contain NaN or infinity"):
+    with pytest.raises(ValueError, match="values contain NaN, infinity or a magnitude above"):
         SparseLinear.from_linear(layer, bits=bits)
 
 

@@ -46,6 +46,23 @@ def test_every_value_gets_the_nearest_code(bits, dtype):
     assert (exact[values == 0] == 0).all()
 
 
+def test_no_code_is_clipped_where_the_scales_of_float16_are_subnormal(compiled):
+    values = (torch.rand(200, 64).half() * torch.logspace(-7, -2, 200)[:, None]).half()
+    codes, scales = quantize_nm(values, 8)
+    assert (scales < 6e-5).any()
+    error = (dequantize_nm(codes, scales.double()) - values.double()).abs()
+    assert (error <= scales.double() * 0.5001).all()
+
+
+def test_values_near_the_largest_number(compiled):
+    for dtype in DTYPES:
+        values = torch.full((1, 4), torch.finfo(dtype).max / 2, dtype=dtype)
+        for bits in (8, 4):
+            assert dequantize_nm(*quantize_nm(values, bits)).isfinite().all()
+    compiled.quantize_nm(bad := torch.full((1, 32), torch.nan), codes := torch.ones(1, 16).byte(), bad[:, :1].clone())
+    assert not codes.any()  # nothing is read from memory that was not written
+
+
 @pytest.mark.parametrize("largest", range(1, 9))
 def test_four_bits_find_a_grid_again(largest):
     codes = torch.randint(-largest + 1, largest, (40, 64)).float()
@@ -69,8 +86,9 @@ def test_the_bytes():
         (torch.ones(2, 4), 2, "bits=2: values can have 8 or 4 bits"),
         (torch.ones(2, 3), 4, r"\[2, 3\]: 4-bit codes need an even number"),
         (torch.ones(2, 4, dtype=torch.int8), 8, "values has dtype torch.int8"),
-        (torch.tensor([[1.0, torch.nan]]), 8, "NaN or infinity"),
-        (torch.tensor([[1.0, torch.inf]]), 4, "NaN or infinity"),
+        (torch.tensor([[1.0, torch.nan]]), 8, "NaN, infinity or a magnitude above 1.7e"),
+        (torch.tensor([[1.0, torch.inf]]), 4, "NaN, infinity or a magnitude"),
+        (torch.full((1, 2), 65504.0, dtype=torch.half), 8, "a magnitude above 3.28e"),
         (torch.tensor(1.0), 8, r"values of shape \[\]"),
     ],
 )
@@ -87,6 +105,8 @@ def test_values_without_codes_are_refused(values, bits, message):
         (torch.ones(2, 64), torch.ones(2, 1), "codes are torch.float32"),
         (torch.ones(2, 64, dtype=torch.int8), torch.ones(2, 1).int(), "scales has dtype torch.int32"),
         (torch.ones(2, 64, dtype=torch.int8), torch.full((2, 1), torch.nan), "NaN or infinity; the file is damaged"),
+        (torch.full((2, 64), -128, dtype=torch.int8), torch.ones(2, 1), "codes contain -128"),
+        (torch.full((2, 64), 99, dtype=torch.int8), torch.full((2, 1), 1e4).half(), "codes times scales overflow"),
     ],
 )
 def test_codes_that_are_damaged_are_refused(codes, scales, message):

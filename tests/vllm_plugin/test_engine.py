@@ -101,21 +101,31 @@ def set_zero(tensors, layer):
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "bits", "message"),
     [
-        (lambda tensors, layer: tensors.pop(f"{layer}.values"), "values: some are missing or NaN"),
-        (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "indices out of order"),
-        (set_zero, "indices out of order"),
-        (set_dense_weight, "lists this layer as packed, but the files have a dense weight"),
-        (lambda tensors, layer: tensors.pop(f"{layer}.scales"), "scales: some are missing or NaN"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.values"), "16", "values: 0 of 1 parts are in the files"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.values"), "4", "values: 0 of 1 parts are in the files"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.scales"), "8", "scales: 0 of 1 parts are in the files"),
+        (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "16", "indices: 0 of 1 parts are in the files"),
+        (set_zero, "16", "indices out of order"),
+        (set_dense_weight, "16", "lists this layer as packed, but the files have a dense weight"),
     ],
 )
-def test_damaged_files_are_refused_by_name(tmp_path, start, damage, message):
-    _dense, packed = save_packed(tmp_path, flags=["--bits", "4"] if message.startswith("scales") else [])
+def test_damaged_files_are_refused_by_name(tmp_path, start, damage, bits, message):
+    _dense, packed = save_packed(tmp_path, flags=["--bits", bits])
     tensors = load_file(packed / "model.safetensors")
     damage(tensors, "model.layers.1.mlp.down_proj")
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"model\.layers\.1\.mlp\.down_proj: .*{message}"):
+        start(packed)
+
+
+def test_a_missing_part_of_a_fused_layer_is_refused(tmp_path, start):
+    _dense, packed = save_packed(tmp_path, flags=["--bits", "8"])
+    tensors = load_file(packed / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.values"]
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj: values: 2 of 3 parts are in the files"):
         start(packed)
 
 
