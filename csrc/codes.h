@@ -7,7 +7,8 @@
 
 namespace proxsparse {
 
-constexpr int64_t kScaleColumns = 64;  // of the weight, with a common scale of 4 bits
+constexpr int64_t kScaleColumns = 64;  // of the weight, with a common symmetric scale of 4 bits
+constexpr int64_t kGridColumns = 32;   // of the weight, on the same grid
 
 // The number of a 4-bit code, whatever the other bits are.
 PROXSPARSE_INLINE constexpr int signed_code(uint32_t code) { return static_cast<int>((code & 15) ^ 8) - 8; }

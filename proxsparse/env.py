@@ -32,7 +32,7 @@ TYPICAL_ARGUMENTS = {
     "pack_nm": (2, 4),
     "unpack_nm": (None, 2, 4),
     "quantize_nm": (4,),
-    "dequantize_nm": (None,),
+    "dequantize_nm": (None, None),
 }
 
 

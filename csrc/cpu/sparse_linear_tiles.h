@@ -20,7 +20,7 @@ struct Position {
   const uint8_t* values[kTile];
   const uint8_t* indices[kTile];
   const typename A::X* x[kRows];
-  typename A::Sums scales[kTile];  // of codes
+  typename A::Scales scales[kTile];  // of codes
 };
 
 template <typename A, int kRows>
@@ -93,8 +93,9 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
   constexpr int kStepBytes = value_bytes<Format, codes>(A::kValues);
   const int64_t in_features = call.in_features, row_bytes = (in_features + 7) / 8;
   const int64_t row_value_bytes = value_bytes<Format, codes>(in_features / 2);
-  const int64_t row_scales = codes == kInt4 ? (in_features + kScaleColumns - 1) / kScaleColumns : 1;
-  const auto* scales = static_cast<const Storage*>(call.scales);
+  using Groups = ScalesOf<Format, codes>;
+  const int64_t row_groups = has_4_bits(codes) ? (in_features + Groups::kColumns - 1) / Groups::kColumns : 1;
+  const auto* scales = static_cast<const typename Groups::Stored::Storage*>(call.scales);
   int64_t features[kTile], rows[kRows];
   Position<A, kRows> position;
   TileSums<A, kRows> sums;
@@ -108,27 +109,30 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
     rows[r] = smaller(row + r, call.rows - 1);
     position.x[r] = static_cast<const typename A::X*>(call.x) + rows[r] * in_features;
   });
-  // Scales in float32, for the next kScales groups: a vector with a float32 of memory in all lanes costs only a load.
-  constexpr int kScales = 64;
-  float next_scales[kTile][kScales];
+  // Scales in float32, for the next kGroups groups: a vector with a float32 of memory in all lanes costs only a load. A
+  // step on a grid may read one group after the last.
+  constexpr int kGroups = 64, kNumbers = Groups::kNumbers;
+  float next_scales[kTile][(kGroups + 1) * kNumbers];
   const auto load_scales = [&](int64_t column) PROXSPARSE_INLINED {
-    const int64_t group = column / kScaleColumns, count = smaller(int64_t{kScales}, row_scales - group);
+    const int64_t group = column / Groups::kColumns, row_numbers = row_groups * kNumbers;
+    const int64_t count = smaller(int64_t{kGroups}, row_groups - group) * kNumbers;
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-      if (column % (kScales * kScaleColumns) == 0) {
-        const Storage* stored = scales + features[t] * row_scales + group;
-        for (int i = 0; i < count; ++i) next_scales[t][i] = Format::load(stored[i]);
-        for (int i = 0; i < count; i += 64 / sizeof(Storage)) {
-          __builtin_prefetch(stored + kTile * row_scales + i);  // of the next tile
+      if (column % (kGroups * Groups::kColumns) == 0) {
+        const auto* stored = scales + features[t] * row_numbers + group * kNumbers;
+        load_numbers<typename Groups::Stored>(stored, count, next_scales[t]);
+        for (int i = 0; i < count; i += 64 / sizeof(*stored)) {
+          __builtin_prefetch(stored + kTile * row_numbers + i);  // of the next tile
         }
+        if constexpr (codes == kGrid) next_scales[t][count] = next_scales[t][count + 1] = 0;
       }
-      position.scales[t] = next_scales[t][group % kScales];
+      position.scales[t].load(next_scales[t] + group % kGroups * kNumbers);
     });
   };
 
   int64_t column = 0;
   if constexpr (codes == kInt8) load_scales(0);
   for (; column + kStep <= in_features; column += kStep) {
-    if constexpr (codes == kInt4) load_scales(column);
+    if constexpr (has_4_bits(codes)) load_scales(column);
     add_step<A, kRows>(position, sums);
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
       // The next tile: it is too far away in memory for the CPU to prefetch it by itself.
@@ -140,7 +144,7 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
     repeat<kRows>([&](auto r) PROXSPARSE_INLINED { position.x[r] += kStep; });
   }
   if (column < in_features) {
-    if constexpr (codes == kInt4) load_scales(column);
+    if constexpr (has_4_bits(codes)) load_scales(column);
     add_last_step<A, kRows, kStepBytes>(position, in_features - column, sums);
   }
 

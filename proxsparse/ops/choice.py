@@ -39,17 +39,17 @@ MAX_CHOICES = 10_000  # limit of the cache: a server may see many different numb
 _choices: dict[tuple, Kernel] = {}
 
 
-def choose(x: Tensor, values: Tensor) -> Kernel:
-    """The kernel for x [rows, in_features] and the values, or their codes, of a packed weight.
+def choose(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
+    """The kernel for x [rows, in_features] and the values, or their codes and scales, of a packed weight.
 
     The choice depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
     """
-    key = (x.device, x.dtype, values.dtype, x.shape[0], values.shape)
+    key = (x.device, x.dtype, values.dtype, bool(scales) and scales[0].dtype, x.shape[0], values.shape)
     found = _choices.get(key)
     if found is None:
         if len(_choices) >= MAX_CHOICES:
             _choices.clear()
-        found = _choices[key] = first_that_serves(x, values)
+        found = _choices[key] = first_that_serves(x, values, *scales)
     return found
 
 
@@ -59,7 +59,7 @@ def forget() -> None:
     _choices.clear()
 
 
-def first_that_serves(x: Tensor, values: Tensor) -> Kernel:
+def first_that_serves(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
     """The first kernel in the order that is registered, does not require its own format and supports the call."""
     dtypes = x.dtype if values.dtype == x.dtype else f"{x.dtype} {values.dtype}"
     for backend in order(x.device, dtypes, x.shape[0], (values.shape[0], columns(values))):
@@ -68,17 +68,17 @@ def first_that_serves(x: Tensor, values: Tensor) -> Kernel:
         kernel = get_kernel("sparse_linear", backend)
         if kernel.needs_prepared:
             continue
-        if kernel.supports(x, values) is None:
+        if kernel.supports(x, values, *scales) is None:
             return kernel
-        if reason := why_never(kernel, x, values):
+        if reason := why_never(kernel, x, values, *scales):
             announce("sparse_linear", backend, reason)
     return get_kernel("sparse_linear", REFERENCE)
 
 
-def why_never(kernel: Kernel, x: Tensor, values: Tensor) -> str | None:
+def why_never(kernel: Kernel, x: Tensor, values: Tensor, *scales: Tensor) -> str | None:
     """Why the kernel does not even support an easy size; None if it only does not support this size."""
     easy_x = x.new_empty(1, 1).expand(EASY_ROWS, EASY_SIZE)
-    return kernel.supports(easy_x, values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2))
+    return kernel.supports(easy_x, values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2), *scales)
 
 
 def order(device: torch.device, dtype: torch.dtype | str, rows: int, shape: tuple[int, int]) -> list[str]:

@@ -10,8 +10,8 @@ a kernel, with rows = the product of the leading dimensions of x:
                                                   contiguous; values, bias and x have the same dtype
     prepare(values, indices) -> prepared          the weight in the format of the backend, one tensor
 
-Values can be codes of 8 or 4 bits with scales (`reference.quantize`). A kernel that supports values of torch.int8 or
-torch.uint8 gets the scales, in the dtype of x, as another argument of `run`.
+Values can be codes of 8 or 4 bits with scales (`reference.quantize`). The scales, in the dtype of x or of a grid, are
+then another argument of `run` and of `supports`, for which only their dtype counts.
 """
 
 import math
@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from proxsparse.ops import choice
 from proxsparse.ops.registry import AUTO, Kernel, explicit_kernel, register_kernel
-from proxsparse.patterns import NMPattern
-from proxsparse.reference.quantize import columns, shape_of_scales
+from proxsparse.patterns import FLOAT_DTYPES, NMPattern
+from proxsparse.reference.quantize import columns, is_grid, shape_of_scales
 
 PATTERN = NMPattern(2, 4)
 
@@ -46,7 +46,7 @@ def _sparse_linear(
 ) -> Tensor:
     check_sparse_linear(x, values, indices, bias, scales)
     rows = as_rows(x)
-    kernel = select_kernel(rows, values, backend)
+    kernel = select_kernel(rows, values, backend, scales)
     if kernel.needs_prepared and (prepared is None or backend == AUTO):  # "auto": another backend's
         raise RuntimeError(
             f"sparse_linear: backend {kernel.backend!r} needs its own format of the weight; pass prepare(values, "
@@ -79,13 +79,14 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             "sparse_linear: packed weights and their biases have no gradient; freeze them with requires_grad_(False), "
             "or train the dense layer (proxsparse.inference.convert.unsparsify_)"
         )
-    return grad @ dense_weight(*ctx.saved_tensors), None, None, None, None, None, None
+    values, indices, scales = ctx.saved_tensors
+    return grad @ dense_weight(values, indices, scales, grad.dtype), None, None, None, None, None, None
 
 
 torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_context=_save_weight)
 
 
-@register_kernel("sparse_linear", "reference", supports=lambda x, values: None)
+@register_kernel("sparse_linear", "reference", supports=lambda x, values, scales=None: None)
 def _reference(
     x: Tensor,
     values: Tensor,
@@ -95,18 +96,23 @@ def _reference(
     scales: Tensor | None = None,
 ) -> Tensor:
     """Unpacks the weight and calls torch's dense matmul: any device and dtype, often the fastest for many rows."""
-    return functional.linear(x, dense_weight(values, indices, scales), bias)
+    return functional.linear(x, dense_weight(values, indices, scales, x.dtype), bias)
 
 
-def dense_weight(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
-    """The weight [out_features, in_features] of a packed layer. The content of `indices` is not checked."""
+def dense_weight(
+    values: Tensor, indices: Tensor, scales: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The weight [out_features, in_features] of a packed layer. The content of `indices` is not checked.
+
+    dtype: see `dequantize_nm`.
+    """
     if scales is not None:
-        values = torch.ops.proxsparse.dequantize_nm(values, scales)
+        values = torch.ops.proxsparse.dequantize_nm(values, scales, dtype)
     return torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
 
 
-def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO) -> Kernel:
-    """The kernel for x [rows, in_features] and the values, or their codes, of a packed weight.
+def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO, scales: Tensor | None = None) -> Kernel:
+    """The kernel for x [rows, in_features] and the values, or their codes and scales, of a packed weight.
 
     The kernel of `backend`; for "auto" that of `use_backend` or PROXSPARSE_BACKEND, else the fastest measured
     (`choice`).
@@ -115,7 +121,8 @@ def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO) -> Kernel:
         ValueError: the backend is unknown.
         RuntimeError: an explicitly chosen backend does not support these tensors.
     """
-    return explicit_kernel("sparse_linear", x, values, backend=backend) or choice.choose(x, values)
+    tensors = (x, values) if scales is None else (x, values, scales)
+    return explicit_kernel("sparse_linear", *tensors, backend=backend) or choice.choose(*tensors)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -147,14 +154,17 @@ def check_sparse_linear(
             f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}, but values of shape "
             f"{list(values.shape)} need torch.uint8 {[out_features, -(-in_features // 8)]}; pack the weight again"
         )
-    if scales is not None and tuple(scales.shape) != shape_of_scales(values):
+    on_grid = is_grid(values, scales)
+    if scales is not None and tuple(scales.shape) != (expected := shape_of_scales(values, on_grid)):
         raise ValueError(
             f"sparse_linear: scales of shape {list(scales.shape)} do not belong to codes {values.dtype} of shape "
-            f"{list(values.shape)}, which need {list(shape_of_scales(values))}; quantize the weight again"
+            f"{list(values.shape)}, which need {list(expected)}; quantize the weight again"
         )
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
-    floats = ("values", values) if scales is None else ("scales", scales)
+    if on_grid and x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"sparse_linear: x is {x.dtype}, which must be floating point; convert it")
+    floats = ("values", values) if scales is None else ("scales", None if on_grid else scales)
     for name, tensor in (floats, ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise ValueError(
@@ -182,7 +192,7 @@ def sparse_linear(
     Args:
         x: [..., in_features], floating point, any strides.
         values: [out_features, in_features / 2], the kept weights from `pack_nm`, with the dtype and device of x; or
-            their codes from `quantize_nm`, with `scales`.
+            their codes from `quantize_nm` or `encode_nm`, with `scales`.
         indices: uint8 [out_features, ceil(in_features / 8)], from `pack_nm`. Kernels do not check the content; use
             `reference.pack.check_packed` for indices from files.
         bias: b, [out_features], with the dtype and device of x; None means 0.
@@ -190,8 +200,8 @@ def sparse_linear(
             "cusparselt", optional for "cutlass", else None. `SparseLinear` holds it.
         backend: one of `list_backends("sparse_linear")`, which runs the call or raises; or "auto": the fastest
             measured backend that does not require `prepared`, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
-        scales: of codes, from `quantize_nm`, with the dtype and device of x. The weight that is multiplied is
-            `dequantize_nm` of both; for bfloat16 its rounding to bfloat16 depends on the CPU.
+        scales: of codes, with the device of x, and with its dtype unless the values are on a grid. The weight that is
+            multiplied is `dequantize_nm` of both; for bfloat16 its rounding to bfloat16 depends on the CPU.
     Returns:
         y, [..., out_features], in the dtype of x; sums are at least in fp32.
     Raises:

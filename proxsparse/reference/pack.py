@@ -77,16 +77,23 @@ def refuse_infeasible(weight: Tensor, pattern: NMPattern) -> None:
         )
 
 
-def check_packed(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4", scales: Tensor | None = None) -> None:
-    """Raises ValueError for tensors that `pack_nm` and `quantize_nm` cannot have returned; kernels do not check them.
+def check_packed(
+    values: Tensor,
+    indices: Tensor,
+    pattern: PatternLike = "2:4",
+    scales: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raises ValueError for tensors that `pack_nm` and `encode_nm` cannot have returned; kernels do not check them.
 
     Args:
         values, indices: tensors of any origin, such as a file; for the format see the top of this module.
         pattern: "1:4", "2:4" or "3:4".
         scales: of values that are codes, see `reference.quantize`.
+        dtype: of values on a grid.
     """
     pattern = packable(pattern)
-    check_dtype(values, "values") if scales is None else check_quantized(values, scales)
+    check_dtype(values, "values") if scales is None else check_quantized(values, scales, dtype)
     k = columns(values) // 2 if values.ndim else 0
     expected = [*values.shape[:-1], -(-k // 4)]
     if not values.ndim or k % pattern.n:

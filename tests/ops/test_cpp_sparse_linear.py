@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
+from pruned import GRID, assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 
 from proxsparse.ops import pack_nm
 from proxsparse.ops.backends import cpp
@@ -52,7 +52,7 @@ def test_parts_of_long_rows_and_of_a_large_x(dtype, out_features, in_features, r
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(7, 4), (13, 60), (53, 76), (40, 132), (9, 4612), (26, 128)])
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, GRID])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_of_any_number_of_rows(dtype, bits, out_features, in_features, compiled):
     *packed, scales, weight = quantized(pruned_weight((out_features, in_features), dtype), bits)
@@ -148,6 +148,11 @@ def test_what_it_does_not_serve(x, values, reason, compiled, monkeypatch):
         ({"scales": torch.zeros(3, 1)}, "values .* must be a contiguous Byte"),
         ({"values": torch.zeros(3, 4, dtype=torch.int8), "scales": torch.zeros(3)}, r"scales of .* shape \[3, 1\]"),
         ({"values": torch.zeros(3, 2, dtype=torch.uint8), "scales": torch.zeros(3, 2)}, r"scales of .* shape \[3, 1\]"),
+        (
+            {"values": torch.zeros(3, 2).byte(), "scales": torch.zeros(3, 2).int()},
+            r"scales of .* Int.* shape \[3, 1\]",
+        ),
+        ({"values": torch.zeros(3, 4).char(), "scales": torch.zeros(3, 1).int()}, "scales of .* contiguous Float"),
     ],
 )
 def test_the_kernel_refuses_what_does_not_fit(changed, message, compiled):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
+from pruned import GRID, assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 
 from proxsparse import use_backend
 from proxsparse.ops import choice, pack_nm, registry, sparse_linear
@@ -71,6 +71,24 @@ def test_what_does_not_fit_is_refused_before_any_kernel(name, change, message, p
     monkeypatch.setattr(choice, "choose", lambda *_: pytest.fail("a kernel was chosen"))
     with pytest.raises(ValueError, match=f"sparse_linear: .*{message}"):
         sparse_linear(**packed | {name: change(packed[name])})
+
+
+@pytest.mark.filterwarnings("ignore:sparse_linear. not on the")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4, GRID])
+def test_codes(bits, dtype):
+    values, indices, scales, weight = quantized(pruned_weight((64, 160), dtype), bits)
+    x = torch.randn(5, 160, dtype=dtype, requires_grad=True)
+    for backend in (AUTO, "reference"):
+        y = sparse_linear(x, values, indices, backend=backend, scales=scales)
+        assert_as_good_as_dense(y, x, weight)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert gradient.dtype == dtype
+    torch.library.opcheck(torch.ops.proxsparse.sparse_linear.default, (x, values, indices, None, None, AUTO, scales))
+    with pytest.raises(ValueError, match=r"x is torch\.int64"):
+        sparse_linear(x.long(), values, indices, scales=scales)
+    with pytest.raises(ValueError, match=r"scales of shape .* do not belong to codes"):
+        sparse_linear(x, values, indices, scales=scales[:, :-1])
 
 
 @pytest.fixture

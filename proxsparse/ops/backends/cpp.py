@@ -108,13 +108,13 @@ def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel("dequantize_nm", "cpp", supports=_supports_codes)
-def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
-    values = scales.new_empty((*codes.shape[:-1], columns(codes) // 2))
+def _dequantize_nm(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    values = scales.new_empty((*codes.shape[:-1], columns(codes) // 2), dtype=dtype)
     _C.dequantize_nm(codes, scales, values)
     return values
 
 
-def _supports_sparse_linear(x: Tensor, values: Tensor) -> str | None:
+def _supports_sparse_linear(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
     if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype not in (x.dtype, *CODES.values()):
         return f"supports float32 or bfloat16, not {x.dtype} times {values.dtype}"
     return _supports_codes(x) or _supports_codes(values)  # an older extension has no scales

@@ -23,7 +23,7 @@ DEFAULT = {"alg_id": 0, "split_k": 1, "split_k_mode": -1}
 _algorithms: dict[tuple, dict[str, int]] = {}
 
 
-def _supports(x: Tensor, values: Tensor) -> str | None:
+def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
         return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
     if reason := cuda.rocm():

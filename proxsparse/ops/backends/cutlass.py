@@ -89,7 +89,7 @@ def built_tiles(device: torch.device) -> list[str]:
     return sorted(name for architecture, name in _C.tiles() if architecture == architecture_of(device)) if _C else []
 
 
-def _supports(x: Tensor, values: Tensor) -> str | None:
+def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
     if x.device.type != "cuda" or values.device != x.device:
         return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
     if reason := cuda.missing() or _missing:
