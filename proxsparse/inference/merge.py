@@ -39,8 +39,8 @@ def merge_projections_(model: nn.Module) -> nn.Module:
     is no longer merged after two such products.
 
     Dense and packed layers are merged, but not with each other. A group stays separate if its layers differ in type,
-    in_features, dtype, bits, device, backend or presence of a bias, have hooks or their own forward, are subclasses, or
-    share a weight with another module. Names outside of GROUPS are never merged.
+    in_features, dtype, bits, grid, device, backend or presence of a bias, have hooks or their own forward, are
+    subclasses, or share a weight with another module. Names outside of GROUPS are never merged.
 
     state_dict, save_pretrained, `unsparsify_` and load_state_dict see separate layers. Copies and pickles of a model
     have separate layers. After the model was moved or cast (`.to()`), call this function again. While a group is being
@@ -105,7 +105,8 @@ class Group:
         self.sizes = [part.out_features for part in parts]
         self.layer = kind(first.in_features, sum(self.sizes), first.bias is not None, device="meta")
         if kind is SparseLinear:
-            self.layer.backend, self.layer.bits = first.backend, first.bits
+            self.layer.backend, self.layer.bits, self.layer.grid = first.backend, first.bits, first.grid
+            self.layer.weight = first.weight
         self.places = []  # (dict with the tensors of a part, name, expected address)
         for name, tensor in own_tensors(first).items():
             merged = torch.cat([getattr(part, name).detach() for part in parts])
@@ -193,7 +194,7 @@ class MergedPart(nn.Module):
         if not self.group.is_intact():
             self.group.layer = None
         elif isinstance(self.group.layer, SparseLinear):
-            self.group.layer.prepared = None
+            self.group.layer.prepared, self.group.layer.weight = None, self.weight
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Copies and pickles are plain layers with their own tensors."""
@@ -251,9 +252,9 @@ def can_merge(layers: list[nn.Module], owners: Counter) -> bool:
 
 def description(layer: nn.Module) -> tuple:
     """The properties that all layers of a group must share."""
-    found = own_tensors(layer)
+    found, dtype = own_tensors(layer), getattr(getattr(layer, "weight", None), "dtype", None)
     of_tensors = tuple((name, tensor.dtype, type(tensor), tensor.requires_grad) for name, tensor in found.items())
-    return type(layer), getattr(layer, "in_features", None), getattr(layer, "backend", None), of_tensors
+    return type(layer), getattr(layer, "in_features", None), getattr(layer, "backend", None), dtype, of_tensors
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScalePa
 
 from proxsparse.ops import sparse_linear
 from proxsparse.reference.pack import check_packed
-from proxsparse.reference.quantize import CODES, GROUP, shape_of_scales
+from proxsparse.reference.quantize import CODES, GRID, GROUP, shape_of_scales
 
 COLUMNS = {16: 8, 8: 8, 4: 2 * GROUP}  # columns of the weight in one byte of indices, or with one scale
 
@@ -74,6 +74,11 @@ class PackedLinearMethod(LinearMethodBase):
         loaded = self.loaded[name] = set()
 
         def load_and_note(parameter: nn.Parameter, weight: Tensor, *part, **named_part) -> None:
+            if name == "scales" and weight.dtype == GRID:
+                raise ValueError(
+                    f"{self.name}: its 4-bit values are on a grid (GGUF Q4_0 or Q4_1), which is not supported in vLLM; "
+                    "unpack the checkpoint, and pack it again with --bits 8 or 16"
+                )
             load(parameter, weight, *part, **named_part)
             loaded.add(str(*part, *named_part.values()))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError
 from proxsparse.methods.sparsegpt import InputGram, inverse_factor
 from proxsparse.methods.walk import Batches, full_precision, walk
-from proxsparse.ops import pack_nm, quantize_nm
+from proxsparse.ops import encode_nm, pack_nm, quantize_nm
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.reference import quantize
 from proxsparse.reference.pack import unpack_places
@@ -42,7 +42,7 @@ def quantize_layers_(model: nn.Module, layers: dict[str, nn.Linear], batches: Ba
                     codes, scales, indices = quantize_weight(layer.weight, statistics, bits)
             except ValueError as error:
                 raise InputError(f"{name}: {error}") from error
-            values = torch.ops.proxsparse.dequantize_nm(codes, scales)
+            values = torch.ops.proxsparse.dequantize_nm(codes, scales, layer.weight.dtype)
             layer.weight.copy_(torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m))
             found[name] = codes.cpu(), scales.cpu(), indices.cpu()
 
@@ -56,13 +56,17 @@ def quantize_weight(weight: Tensor, statistics: InputGram, bits: int) -> Codes:
         e = (w_j - code_j s) / U_jj;   w_k <- w_k - e U_jk for all k > j
 
     The scale s of 8 bits is that of the row; that of 4 bits is selected when its first column is reached, for the kept
-    weights as updated so far (`reference.quantize`). Source: Frantar et al. 2022, GPTQ; the mask is ours.
+    weights as updated so far (`reference.quantize`). Weights that 4 bits store without loss (`encode_nm`) are not
+    rounded. Source: Frantar et al. 2022, GPTQ; the mask is ours.
 
     Args:
         weight: [out_features, in_features], 2:4.
         bits: 8 or 4.
     """
     values, indices = pack_nm(weight)
+    codes, scales = encode_nm(values, bits)
+    if quantize.is_grid(codes, scales):
+        return codes, scales, indices
     places = unpack_places(indices, values.shape[-1]).long().unflatten(-1, (-1, PATTERN.n))
     kept = (
         torch.zeros_like(weight, dtype=torch.bool).unflatten(-1, (-1, PATTERN.m)).scatter_(-1, places, True).flatten(-2)
@@ -70,7 +74,6 @@ def quantize_weight(weight: Tensor, statistics: InputGram, bits: int) -> Codes:
     hessian = statistics.hessian()
     hessian.diagonal()[hessian.diagonal() == 0] = 1  # features that are 0 in every token
     updated, factor = weight.to(hessian.dtype, copy=True), inverse_factor(hessian, DAMPING)
-    scales = quantize_nm(values, bits)[1]
     codes, scale = torch.zeros_like(updated), scales.to(updated.dtype)
     group, smallest = (weight.shape[1], -quantize.LARGEST) if bits == 8 else (2 * quantize.GROUP, -8)
     for start in range(0, weight.shape[1], CHUNK):

@@ -22,7 +22,7 @@ import torch
 import transformers
 import yaml
 from mutations import Files, as_json
-from pruned import prune_
+from pruned import move_to_grid_, prune_
 from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 
@@ -186,10 +186,12 @@ def valid_dense() -> list[Files]:
 def valid_packed() -> list[Files]:
     valid_dense()
     with redirect_stdout(StringIO()):
-        for bits in ("4", "8", "16"):
-            output = ["--output_dir", str(scratch() / f"packed{bits}"), "--overwrite_output_dir"]
-            pack.main([str(scratch() / "dense"), "--bits", bits, *output])
-    folders = [scratch() / f"packed{bits}" for bits in ("16", "8", "4")]
+        on_grid = shutil.copytree(scratch() / "dense", scratch() / "on_grid")
+        move_to_grid_(transformers.AutoModelForCausalLM.from_pretrained(on_grid)).save_pretrained(on_grid)
+        for source, bits in (("dense", "4"), ("dense", "8"), ("dense", "16"), ("on_grid", "4")):
+            output = ["--output_dir", str(scratch() / f"{source}{bits}"), "--overwrite_output_dir"]
+            pack.main([str(scratch() / source), "--bits", bits, *output])
+    folders = [scratch() / name for name in ("dense16", "dense8", "dense4", "on_grid4")]
     return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
 
 
@@ -222,7 +224,7 @@ def load_headers(path: Path) -> None:
 @cache
 def valid_skeleton() -> nn.Module:
     valid_packed()
-    return skeleton(scratch() / "packed16")
+    return skeleton(scratch() / "dense16")
 
 
 def load_folder(path: Path) -> None:
@@ -251,7 +253,9 @@ def load_packed(path: Path) -> None:
         raise ValueError from error
     for layer in model.modules():
         if isinstance(layer, proxsparse.SparseLinear):
-            proxsparse.reference.pack.check_packed(layer.values, layer.indices, scales=layer.scales)
+            proxsparse.reference.pack.check_packed(
+                layer.values, layer.indices, scales=layer.scales, dtype=layer.floats.dtype
+            )
 
 
 def load_dense(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pruned import pruned_linear
+from pruned import move_to_grid_, pruned_linear
 from torch.nn.functional import linear
 
 from proxsparse.methods.gptq import quantize_weight
@@ -43,3 +43,11 @@ def test_features_without_input_and_unfinished_groups(bits):
     values, indices = pack_nm(layer.weight.detach())
     for tensor, expected in zip(found, (*quantize_nm(values, bits), indices), strict=True):
         assert torch.equal(tensor, expected)
+
+
+def test_weights_that_4_bits_store_without_loss_are_not_rounded():
+    layer = move_to_grid_(pruned_linear(96, 5))
+    statistics = InputGram(layer)
+    statistics.add(correlated_inputs(200, 96))
+    codes, scales, indices = quantize_weight(layer.weight.detach(), statistics, 4)
+    assert torch.equal(unpack_nm(dequantize_nm(codes, scales), indices), layer.weight)

@@ -96,6 +96,10 @@ def set_dense_weight(tensors, layer):
     tensors[f"{layer}.weight"] = torch.zeros(128, 256)
 
 
+def set_grid(tensors, layer):
+    tensors[f"{layer}.scales"] = torch.zeros(128, 8, dtype=torch.int32)
+
+
 def set_zero(tensors, layer):
     tensors[f"{layer}.indices"].zero_()
 
@@ -108,6 +112,7 @@ def set_zero(tensors, layer):
         (lambda tensors, layer: tensors.pop(f"{layer}.scales"), "8", "scales: 0 of 1 parts are in the files"),
         (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "16", "indices: 0 of 1 parts are in the files"),
         (set_zero, "16", "indices out of order"),
+        (set_grid, "4", r"4-bit values are on a grid .*, which is not supported in vLLM; unpack"),
         (set_dense_weight, "16", "lists this layer as packed, but the files have a dense weight"),
     ],
 )
