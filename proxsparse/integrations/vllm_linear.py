@@ -30,7 +30,7 @@ class PackedLinearMethod(LinearMethodBase):
     def __init__(self, name: str, bits: int):
         self.name, self.bits = name, bits
         self.parts = 1  # of the fused layer
-        self.loaded: dict[str, set[str]] = {}  # tensor -> its parts in the files; "" is all of them
+        self.loaded: dict[str, set] = {}  # tensor -> its parts in the files
 
     def create_weights(
         self,
@@ -73,14 +73,15 @@ class PackedLinearMethod(LinearMethodBase):
         """The loader `load` of the tensor `name`, which also notes the part: vLLM accepts missing ones."""
         loaded = self.loaded[name] = set()
 
-        def load_and_note(parameter: nn.Parameter, weight: Tensor, *part, **named_part) -> None:
+        def load_and_note(parameter: nn.Parameter, weight: Tensor, part=None, **named_part) -> None:
             if name == "scales" and weight.dtype == GRID:
                 raise ValueError(
                     f"{self.name}: its 4-bit values are on a grid (GGUF Q4_0 or Q4_1), which is not supported in vLLM; "
                     "unpack the checkpoint, and pack it again with --bits 8 or 16"
                 )
-            load(parameter, weight, *part, **named_part)
-            loaded.add(str(*part, *named_part.values()))
+            load(parameter, weight, *(() if part is None else (part,)), **named_part)
+            part = next(iter(named_part.values()), part)
+            loaded.update(range(self.parts) if part is None else part if isinstance(part, tuple) else (part,))
 
         return load_and_note
 
@@ -97,7 +98,7 @@ class PackedLinearMethod(LinearMethodBase):
         scales = layer.scales.data if self.bits in CODES else None
         try:
             for name, loaded in self.loaded.items():
-                if "" not in loaded and len(loaded) < self.parts:
+                if len(loaded) < self.parts:
                     raise ValueError(f"{name}: {len(loaded)} of {self.parts} parts are in the files")
             check_packed(layer.values.data, layer.indices.data, scales=scales)
         except ValueError as error:

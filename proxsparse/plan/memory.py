@@ -7,7 +7,7 @@ import torch
 from proxsparse.models.checks import fit_window
 from proxsparse.plan.activations import count_passes
 from proxsparse.plan.architecture import Shape
-from proxsparse.run.config import WINDOWS, TrainConfig
+from proxsparse.run.config import EVAL_SEQ_LEN, TrainConfig
 from proxsparse.runtime.device import PRECISIONS, choose_precision
 from proxsparse.training.distillation import KEPT_TOKENS
 
@@ -35,9 +35,9 @@ class Plan:
     def __init__(self, config: TrainConfig, shape: Shape | None = None):
         self.shape = shape or Shape(config)
         model = self.shape.two_blocks
-        windows = {"seq_len": fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len")}
+        windows = {"seq_len": fit_window(model, config.seq_len, config.window, "seq_len")}
         if config.eval_data != "none":
-            windows["eval_seq_len"] = fit_window(model, config.eval_seq_len, WINDOWS["eval_seq_len"], "eval_seq_len")
+            windows["eval_seq_len"] = fit_window(model, config.eval_seq_len, EVAL_SEQ_LEN, "eval_seq_len")
         self.config = config = replace(config, **windows)
         self.on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
         if config.precision == "auto" and self.on_gpu:  # the GPU may be on another machine

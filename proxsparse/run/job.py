@@ -27,7 +27,7 @@ from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
 from proxsparse.run import hub
 from proxsparse.run import result as results
-from proxsparse.run.config import WINDOWS, RunConfig
+from proxsparse.run.config import RunConfig
 from proxsparse.run.resume import (
     MAY_DIFFER,
     check_digest,
@@ -100,7 +100,8 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
     batches, seq_len = [], None
     if needs_data:
-        seq_len = on_rank_zero(lambda: fit_window(model, config.seq_len, WINDOWS["seq_len"], "seq_len"))
+        window = getattr(config, "window", RunConfig.window)
+        seq_len = on_rank_zero(lambda: fit_window(model, config.seq_len, window, "seq_len"))
         batches = read_calibration(config, model, tokenizer, seq_len, run_dir, device)
     digest = digest_of(model, batches)
     if checkpoint:

@@ -18,7 +18,7 @@ from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perp
 from proxsparse.models.checks import fit_window
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import WINDOWS, RunConfig
+from proxsparse.run.config import EVAL_SEQ_LEN, RunConfig
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero
@@ -44,7 +44,7 @@ def perplexity_of(
     source = config.eval_data
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
     tokens = evaluation_tokens(text, tokenizer)
-    fit = functools.partial(fit_window, model, config.eval_seq_len, WINDOWS["eval_seq_len"], "eval_seq_len")
+    fit = functools.partial(fit_window, model, config.eval_seq_len, EVAL_SEQ_LEN, "eval_seq_len")
     how = on_rank_zero(lambda: fit(len(tokens))), config.eval_max_windows, autocast_dtype
     digest = hashlib.sha256(text.encode()).hexdigest()
 

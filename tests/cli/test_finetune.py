@@ -71,7 +71,7 @@ def test_text_of_the_dense_model(tune, pruned, tiny_llama, tmp_path):
     tune("teacher", *flags)
     tune("alone", *flags, "--distill", "0")
     dense = ["--method", "wanda", "--model", str(tiny_llama), "--output_dir", str(tmp_path / "dense")]
-    assert prune.main([*dense, *QUICK, *flags]) == 0
+    assert prune.main([*dense, *QUICK, *flags, "--packing"]) == 0
     texts = {(tmp_path / name / "self_text.jsonl").read_bytes() for name in ("teacher", "alone", "dense")}
     assert len(texts) == 1
 
