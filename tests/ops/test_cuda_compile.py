@@ -116,7 +116,8 @@ def check_gemv(kernels: list[Compiled]) -> None:
         else:  # the next kernel may start; weights; the previous kernel has ended; x
             before = code[: code.index("ACQBULK")]
             assert "PREEXIT" in before
-            assert sum(name.startswith("LDG.") for name in before) == (loads.values + loads.scales + 2) * tiles * aligned
+            of_a_tile = loads.values + loads.scales + 2  # 2 of places
+            assert sum(name.startswith("LDG.") for name in before) == of_a_tile * tiles * aligned
             assert not any(name.startswith(("LDGSTS", "ST")) for name in before)
             assert sum(name.startswith("MEMBAR") for name in code) == 1  # of the sums of a cluster
         if "BFloat16" in kernel.head and (groups, tiles) in ((1, 4), (4, 2)):

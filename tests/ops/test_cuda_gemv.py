@@ -179,7 +179,7 @@ def layer_of_codes(bits: int, rows: int, out_features: int, in_features: int, dt
 
     All codes are equally likely, among them -128. With 4 bits scales have both signs, and a weight is rounded.
     """
-    x, values, indices, _ = layer(rows, out_features, in_features, dtype)
+    x, _, indices, _ = layer(rows, out_features, in_features, dtype)
     codes = torch.randint(-128, 128, (out_features, in_features * bits // 16)).to(quantize.CODES[bits])
     scales = torch.empty(quantize.shape_of_scales(codes)).uniform_(0.01, 0.1).to(dtype)
     if bits == 4:

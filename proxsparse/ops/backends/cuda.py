@@ -136,9 +136,7 @@ def missing() -> str | None:
     return rocm() or _missing
 
 
-def gemv(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
-) -> Tensor:
+def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu.
 
     Values with scales are codes of 8 or 4 bits. Their launch parameters are those of 16 bits.
