@@ -147,7 +147,8 @@ def times(
     errors, numbers, runs, notes = {}, {}, {}, {}
     for name, call in calls.items():
         try:
-            errors[name] = weights.error_of(call, rows, others[name].weight if name in others else None)
+            exact = (others[name].weight, others[name].rounded_x) if name in others else ()
+            errors[name] = weights.error_of(call, rows, *exact)
             numbers[name] = weights.visits(call)
             runs[name] = repeated_calls(call, numbers[name], state, x.device)
         except Exception as error:  # whatever a kernel does, the others are measured

