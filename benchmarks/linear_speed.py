@@ -102,7 +102,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     backends_help = "default: all that support the call; no name: only dense"
     parser.add_argument("--backends", nargs="*", choices=list_backends(OP), metavar="NAME", help=backends_help)
     bits_help = (
-        "8, 4: also codes of the CPU, as cpp:8 and cpp:4, and torch's dense layers with as many bits, torch:8, ..."
+        "8, 4: also codes, as cpp:8 and cpp:4, on a GPU gemv:8 and gemv:4; on a CPU also torch's dense layers, torch:8"
     )
     parser.add_argument("--bits", type=int, nargs="+", choices=[16, 8, 4], help=bits_help)
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
@@ -143,11 +143,12 @@ def times(
     for kernel in (get_kernel(OP, name) for name in (list_backends(OP) if args.backends is None else args.backends)):
         if kernel.supports(x, weights.packed[0][0]) is None:
             calls |= sparse_calls(kernel, weights, x)
-    calls |= {name: other.call(x) for name, other in others.items()}
+    calls |= {name: other.call(x) for name, other in others.items() if other.serves(x)}
     errors, numbers, runs, notes = {}, {}, {}, {}
     for name, call in calls.items():
         try:
-            errors[name] = weights.error_of(call, rows, others[name].weight if name in others else None)
+            exact = (others[name].weight, others[name].rounded_x) if name in others else ()
+            errors[name] = weights.error_of(call, rows, *exact)
             numbers[name] = weights.visits(call)
             runs[name] = repeated_calls(call, numbers[name], state, x.device)
         except Exception as error:  # whatever a kernel does, the others are measured

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from proxsparse.ops import choice, registry, tuning
 from proxsparse.ops.backends import cpp, cuda, cusparselt
-from proxsparse.reference import pack
+from proxsparse.reference import pack, quantize
 
 __all__ = ["fake_gpu", "is_on_gpu"]
 
@@ -224,8 +224,17 @@ def in_place_of_a_kernel(run):
     return checked
 
 
-def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, y: Tensor, *_launch: int) -> None:
+def gemv(
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    y: Tensor,
+    *_launch: int,
+) -> None:
     """csrc/cuda/gemv.cu"""
+    values = values if scales is None else quantize.dequantize(values, scales)
     y.copy_(functional.linear(x, pack.unpack_nm(values, indices), bias))
 
 

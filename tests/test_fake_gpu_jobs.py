@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from fake_gpu import fake_gpu, is_on_gpu
-from pruned import pruned_model
+from pruned import pruned_linear, pruned_model
 from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
 
 from proxsparse import env, evaluate, prune, train
@@ -92,6 +92,19 @@ def test_the_choice_of_a_backend_on_the_gpu(capability, rows):
         assert choose(x, values).backend == CHOICES[capability, rows]
         for name in ("gemv", "cutlass", "cusparselt"):
             assert "on cpu" in kernels[name].supports(x, values.cpu())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_on_the_gpu(bits):
+    """Few rows by gemv, many by torch, as on the CPU."""
+    layer = SparseLinear.from_linear(pruned_linear(64, 32, dtype=torch.bfloat16), bits=bits)
+    x = torch.randn(20, 64).bfloat16()
+    expected = layer(x)
+    with fake_gpu():
+        layer, x = layer.to("cuda"), x.to("cuda")
+        for rows, backend in ((3, "gemv"), (20, "reference")):
+            assert choose(x[:rows], layer.values).backend == backend
+            torch.testing.assert_close(layer(x[:rows]).cpu(), expected[:rows], rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

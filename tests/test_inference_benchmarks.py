@@ -8,7 +8,9 @@ import linear_speed
 import pytest
 import torch
 import training_speed
+from fake_gpu import fake_gpu
 from lib import common, gpu_parts, measure, plots, random_models
+from lib.codes import contenders
 
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.merge import merge_projections_
@@ -71,6 +73,16 @@ def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_
     assert (tmp_path / "linear_speed_cpu.png").stat().st_size > 1000
     assert page.read_text().count("\n|") == len(rows) + 2
     assert "times dense" in capsys.readouterr().out
+
+
+def test_codes_on_a_gpu_serve_few_rows(monkeypatch):
+    monkeypatch.setitem(measure.COPY_BYTES, "cuda", 1)
+    with fake_gpu():
+        weights = measure.LinearWeights.random((96, 384), torch.bfloat16, torch.device("cuda"), 0.02, [4])
+        found = contenders(weights, [16, 8, 4])
+        assert [name for name, one in found.items() if one.serves(weights.x)] == ["gemv:8", "gemv:4"]
+        for one in (found["gemv:8"], found["gemv:4"]):
+            assert weights.error_of(one.call(weights.x), 4, one.weight, one.rounded_x) <= weights.tolerance(0)
 
 
 def test_layers_with_8_and_4_bits_and_their_peers(rows_of):

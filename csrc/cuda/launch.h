@@ -17,7 +17,7 @@ cudaError_t launch_masked_weight(const MaskedWeightCall& call, cudaStream_t stre
 // y = x W^T + bias with a packed 2:4 W [out_features, in_features] (proxsparse/reference/pack.py).
 struct GemvCall {
   const void* x;                        // [rows, in_features]; 8-byte aligned
-  const void* values;                   // [out_features, in_features / 2]
+  const void* values;                   // [out_features, in_features / 2] numbers or codes of `bits`
   const uint8_t* indices;               // [out_features, ceil(in_features / 8)]
   const void* bias;                     // [out_features]; null means 0
   void* y;                              // [rows, out_features]
@@ -29,8 +29,10 @@ struct GemvCall {
   int splits;  // of the columns of W, over the thread blocks of a cluster, 1 to 8; 1 below compute capability 9.0
   int tiles;   // of 8 rows of W in each warp: 1, 2 or 4
   // If true, the kernel may start, and load weights, before the previous kernel of the stream has ended. No kernel that
-  // may still be running may write values or indices. No effect below compute capability 9.0.
+  // may still be running may write values, indices or scales. No effect below compute capability 9.0.
   bool dependent;
+  int bits;            // of a value: 16, or 8 or 4 for codes (proxsparse/reference/quantize.py) with scales
+  const void* scales;  // 8 bits: [out_features]; 4 bits: [out_features, ceil(in_features / 64)]; 16 bits: not used
 };
 cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream);
 

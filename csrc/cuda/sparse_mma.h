@@ -41,6 +41,17 @@ __device__ inline Words2 load_once(const Words2* source) {
 #endif
 }
 
+// A scale, which the other lanes of a row and the next steps read as well, so that it stays in the L1 cache.
+__device__ inline uint32_t load_scale(const uint16_t* source) {
+#ifdef __CUDA_ARCH__
+  uint16_t got;
+  asm volatile("ld.global.u16 %0, [%1];" : "=h"(got) : "l"(source));
+  return got;
+#else
+  return *source;
+#endif
+}
+
 #ifdef __CUDACC__
 // D += A B by a warp: A [16, 32] 2:4, B [32, 8], D [16, 8] in fp32 (PTX ISA, "mma.sp", m16n8k32). Lane 4g+q holds
 //   a        the two values of block q of row g, of block q of row g+8, of block q+4 of each

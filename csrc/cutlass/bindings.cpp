@@ -10,8 +10,9 @@
 namespace proxsparse::gemm {
 namespace {
 
-const Tile& tile_named(int64_t architecture, const std::string& name) {
-  for (const Tile& tile : tiles()) {
+template <typename Call = gemm::Call>
+const TileOf<Call>& tile_named(int64_t architecture, const std::string& name) {
+  for (const TileOf<Call>& tile : tiles<Call>()) {
     if (tile.architecture == architecture && tile.name == name) return tile;
   }
   TORCH_CHECK_VALUE(false, "tile ", name, " for sm_", architecture, " was not built; install proxsparse again");
@@ -58,9 +59,36 @@ void gemm(int64_t architecture, const std::string& tile, const at::Tensor& value
   TORCH_CHECK(!error, "CUTLASS tile ", tile, " for sm_", architecture, ": ", error);
 }
 
+// y^T [out_features, rows] = (values of W as codes * scales) (x as codes * x_scales)^T + bias.
+void gemm_int8(const std::string& tile, const at::Tensor& values, const at::Tensor& metadata, const at::Tensor& scales,
+               const at::Tensor& x, const at::Tensor& x_scales, const OptionalTensor& bias, const at::Tensor& y,
+               int64_t stream) {
+  TORCH_CHECK_VALUE(values.dim() == 2 && x.dim() == 2, "values of shape ", values.sizes(), " and x of shape ",
+                    x.sizes(), " must have two dimensions");
+  const int64_t out_features = values.size(0), rows = x.size(0), in_features = 2 * values.size(1);
+  TORCH_CHECK_VALUE(out_features % 32 == 0 && in_features % 128 == 0 && rows % 8 == 0 && rows > 0,
+                    "out_features=", out_features, ", in_features=", in_features, ", rows=", rows,
+                    ": must be multiples of 32, 128 and 8");
+  Int8Call call{};
+  call.values = checked("values", values, {out_features, in_features / 2}, at::kChar);
+  call.metadata = checked("metadata", metadata, {out_features * in_features / 8}, at::kByte);
+  call.scales = checked("scales", scales, {out_features, 1}, at::kBFloat16);
+  call.x = checked("x", x, {rows, in_features}, at::kChar);
+  call.x_scales = static_cast<const float*>(checked("x_scales", x_scales, {rows}, at::kFloat));
+  if (bias) call.bias = checked("bias", *bias, {out_features}, at::kBFloat16);
+  checked("y", y, {out_features, rows}, at::kBFloat16);
+  call.y = y.mutable_data_ptr();
+  call.out_features = static_cast<int>(out_features);
+  call.rows = static_cast<int>(rows);
+  call.in_features = static_cast<int>(in_features);
+  const char* error = tile_named<Int8Call>(80, tile).run(call, reinterpret_cast<cudaStream_t>(stream));
+  TORCH_CHECK(!error, "CUTLASS tile ", tile, " for codes: ", error);
+}
+
+template <typename Call>
 std::vector<std::pair<int, std::string>> names() {
   std::vector<std::pair<int, std::string>> all;
-  for (const Tile& tile : tiles()) all.emplace_back(tile.architecture, tile.name);
+  for (const TileOf<Call>& tile : tiles<Call>()) all.emplace_back(tile.architecture, tile.name);
   return all;
 }
 
@@ -70,7 +98,9 @@ std::vector<std::pair<int, std::string>> names() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "CUTLASS's sparse matrix multiplications; csrc/cutlass/gemm.h documents them.";
   const auto without_gil = py::call_guard<py::gil_scoped_release>();
-  module.def("tiles", &proxsparse::gemm::names);
+  module.def("tiles", &proxsparse::gemm::names<proxsparse::gemm::Call>);
+  module.def("tiles_int8", &proxsparse::gemm::names<proxsparse::gemm::Int8Call>);
   module.def("workspace_bytes", &proxsparse::gemm::workspace_bytes, without_gil);
   module.def("gemm", &proxsparse::gemm::gemm, without_gil);
+  module.def("gemm_int8", &proxsparse::gemm::gemm_int8, without_gil);
 }

@@ -21,20 +21,40 @@ struct Call {
   void* workspace;
 };
 
-struct Tile {
+// The same for codes of 8 bits, of W and of x; y is [out_features, rows].
+struct Int8Call {
+  const void* values;     // int8 [out_features, in_features / 2]
+  const void* metadata;   // metadata_int8 in proxsparse/ops/backends/cutlass_int8.py
+  const void* x;          // int8 [rows, in_features]
+  const void* scales;     // bfloat16 [out_features]
+  const float* x_scales;  // [rows]
+  const void* bias;       // bfloat16 [out_features]; null means 0
+  void* y;                // bfloat16 [out_features, rows]
+  int out_features, rows, in_features;
+  void* workspace;
+};
+
+template <typename Call>
+struct TileOf {
   const char* name;
   int architecture;                                           // 80: 8.0 and newer; 90: only 9.0
   size_t (*workspace_bytes)(const Call& call);                // needed by `run`
   const char* (*run)(const Call& call, cudaStream_t stream);  // null, or the error
 };
 
-inline std::vector<Tile>& tiles() {
-  static std::vector<Tile> all;
+using Tile = TileOf<Call>;
+
+template <typename Call>
+std::vector<TileOf<Call>>& tiles() {
+  static std::vector<TileOf<Call>> all;
   return all;
 }
 
 struct Registered {
-  explicit Registered(const Tile& tile) { tiles().push_back(tile); }
+  template <typename Call>
+  explicit Registered(const TileOf<Call>& tile) {
+    tiles<Call>().push_back(tile);
+  }
 };
 
 }  // namespace proxsparse::gemm

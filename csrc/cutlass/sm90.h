@@ -17,6 +17,7 @@ namespace proxsparse::gemm {
 template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
           typename TileScheduler = void>
 struct Sm90 {
+  using Call = gemm::Call;
   static constexpr int kArchitecture = 90;
   using Element = cutlass::bfloat16_t;
   using Shape = cute::Shape<cute::Int<kOut>, cute::Int<kRows>, cute::_128>;

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda
+from proxsparse.reference import quantize
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc" / "cuda"
@@ -45,6 +46,11 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
 
+def bits_of(values: Tensor) -> int:
+    """Of a value of a packed weight."""
+    return quantize.bits_of(values) if values.dtype in quantize.CODES.values() else 16
+
+
 class Extension:
     """proxsparse._C_cuda (csrc/cuda/bindings.cpp) on tensors of the CPU."""
 
@@ -70,11 +76,11 @@ class Extension:
         formats = TYPES.index(weight.dtype), pretrained.dtype != weight.dtype
         assert self.library.masked_weight(*map(address, tensors), *map(ctypes.c_int64, sizes), *formats, n) == 0
 
-    def gemv(self, x, values, indices, bias, y, warps, splits, tiles, dependent, stream):
+    def gemv(self, x, values, indices, scales, bias, y, warps, splits, tiles, dependent, stream):
         assert x.data_ptr() % 8 == 0
         self.gemv_launches.append((warps, splits, tiles, dependent))
-        tensors = (address(tensor) for tensor in (x, values, indices, bias, y))
-        sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype))
+        tensors = (address(tensor) for tensor in (x, values, indices, scales, bias, y))
+        sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype), bits_of(values))
         assert self.library.gemv(*tensors, *sizes, warps, splits, tiles, dependent, 132, 9, 90) == 0
 
     def pack_24(self, weight, values, indices, infeasible, stream):

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from ops.on_cpu import address, fenced, survives
-from pruned import assert_as_good_as_dense, pruned_weight
+from pruned import assert_as_good_as_dense, pruned_weight, quantized
 from torch import Tensor
 
 from proxsparse.ops import tuning
@@ -79,6 +79,16 @@ def test_metadata_is_what_the_equations_say(architecture, shape, cuda_library):
 def test_gemv(rows, bias, cuda_on_cpu):
     weight, x = pruned_weight((33, 320), torch.float16), torch.randn(rows, 320).half()
     assert_as_good_as_dense(kernel("gemv").run(x, *pack.pack_nm(weight), bias, None), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_gemv_of_codes(bits, dtype, cuda_on_cpu):
+    """As good as torch with the dequantized weight, rounded to the dtype."""
+    for rows, shape in ((1, (33, 320)), (3, (20, 260)), (16, (64, 512))):
+        codes, indices, scales, weight = quantized(pruned_weight(shape, dtype), bits)
+        x, bias = torch.randn(rows, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype) if rows == 3 else None
+        assert_as_good_as_dense(kernel("gemv").run(x, codes, indices, bias, None, scales), x, weight, bias)
 
 
 def test_gemv_takes_x_at_any_address(cuda_on_cpu):

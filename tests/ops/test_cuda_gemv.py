@@ -1,15 +1,15 @@
-"""csrc/cuda/gemv.cu without a GPU: the kernel on the CPU, tensor cores after the PTX ISA; results against float64."""
+"""csrc/cuda/gemv.h without a GPU: the kernel on the CPU, tensor cores after the PTX ISA; results against float64."""
 
 import ctypes
 import itertools
 
 import pytest
 import torch
-from ops.on_cpu import TYPES, address, fenced, survives
+from ops.on_cpu import TYPES, address, bits_of, fenced, survives
 from torch import Tensor
 
 from proxsparse.ops.backends.cuda import GEMV_SPLITS, GEMV_TILES, GEMV_WARPS
-from proxsparse.reference import pack
+from proxsparse.reference import pack, quantize
 
 # (out_features, in_features): whole steps of 256 columns, parts of one, tiles that do not fill up, rows of W that no
 # 16-byte access fits, a single block.
@@ -18,16 +18,16 @@ SHAPES = [(64, 1024), (32, 320), (7, 64), (33, 576), (40, 260), (9, 12), (1, 4),
 
 @pytest.fixture
 def gemv(cuda_library):
-    """gemv(x, values, indices, bias, processors, generation, code, launch...) -> y, by csrc/cuda/gemv.cu."""
+    """gemv(x, values, indices, bias, processors, generation, code, launch..., scales) -> y, by csrc/cuda/gemv.h."""
 
     def run(
         x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None = None, processors=132, generation=9, code=90,
-        warps=0, splits=0, tiles=0, dependent=False,
+        warps=0, splits=0, tiles=0, dependent=False, scales: Tensor | None = None,
     ):  # fmt: skip
         y = torch.empty(len(x), len(values), dtype=x.dtype)
         status = cuda_library.gemv(
-            *(address(tensor) for tensor in (x, values, indices, bias, y)),
-            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype)),
+            *(address(tensor) for tensor in (x, values, indices, scales, bias, y)),
+            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), bits_of(values)),
             *(warps, splits, tiles, dependent, processors, generation, code),
         )
         assert status == 0
@@ -169,3 +169,95 @@ def test_any_alignment(offset, gemv):
         return memory[offset:].view(tensor.shape).copy_(tensor)
 
     check(gemv(x, moved(values), moved(indices)), x, weight)
+
+
+# ------------------------------------------------------------------------------------------ codes of 8 and 4 bits
+
+
+def layer_of_codes(bits: int, rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16):
+    """x, codes, indices and scales of a packed weight, and the weight that is multiplied, in float64.
+
+    All codes are equally likely, among them -128. With 4 bits scales have both signs, and a weight is rounded.
+    """
+    x, _, indices, _ = layer(rows, out_features, in_features, dtype)
+    codes = torch.randint(-128, 128, (out_features, in_features * bits // 16)).to(quantize.CODES[bits])
+    scales = torch.empty(quantize.shape_of_scales(codes)).uniform_(0.01, 0.1).to(dtype)
+    if bits == 4:
+        scales *= torch.randint(0, 2, scales.shape) * 2 - 1
+    kept = quantize.dequantize(codes, scales if bits == 4 else scales.double())
+    return x, codes, indices, scales, pack.unpack_nm(kept, indices).double()
+
+
+@pytest.mark.parametrize("bits", quantize.CODES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_of_every_shape(shape, bits, gemv):
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows in (1, 4, 7, 16):
+            x, codes, indices, scales, weight = layer_of_codes(bits, rows, *shape, dtype)
+            bias = torch.randn(shape[0]).to(dtype) if rows % 2 else None
+            check(gemv(x, codes, indices, bias, scales=scales), x, weight, bias)
+
+
+@pytest.mark.parametrize("bits", quantize.CODES)
+def test_codes_for_every_number_of_rows(bits, gemv):
+    for rows in range(1, 17):
+        x, codes, indices, scales, weight = layer_of_codes(bits, rows, 33, 576)
+        check(gemv(x, codes, indices, scales=scales), x, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bits", quantize.CODES)
+def test_every_code_alone_at_every_place(bits, dtype, gemv):
+    """Each code meets its own number of x and the scale of its own columns: y is their product, rounded once."""
+    columns, codes_of = 512, 2**bits
+    x, row = torch.arange(1, columns + 1).view(1, columns).to(dtype), torch.arange(256)
+    code = row % codes_of - codes_of // 2
+    for place in range(4):
+        column = 4 * ((row + 37 * place) % 128) + place
+        weight = torch.zeros(256, columns, dtype=torch.float64)
+        weight[row, column] = code.double()
+        values, indices = pack.pack_nm(weight)
+        codes = values.to(torch.int8) if bits == 8 else quantize.pack_codes(values)
+        scales = 2.0 ** torch.randint(-9, -3, quantize.shape_of_scales(codes))
+        expected = x[0, column].double() * code * scales[row, column // 64 if bits == 4 else 0]
+        y = gemv(x, codes, indices, scales=scales.to(dtype))
+        assert torch.equal(y[0], expected.to(dtype))
+
+
+@pytest.mark.parametrize("bits", quantize.CODES)
+def test_codes_with_every_launch_parameter(bits, gemv):
+    x, codes, indices, scales, weight = layer_of_codes(bits, 13, 150, 2 * 1024 + 320)
+    for rows, warps, splits, tiles in itertools.product((1, 8, 13), (4, 16), (1, 8), GEMV_TILES):
+        launch = {"warps": warps, "splits": splits, "tiles": tiles, "dependent": tiles == 2}
+        check(gemv(x[:rows], codes, indices, scales=scales, **launch), x[:rows], weight)
+
+
+@pytest.mark.parametrize("bits", quantize.CODES)
+def test_the_largest_codes_do_not_overflow(bits, gemv):
+    """A sum of codes times x exceeds float16; multiplied by the scales it does not."""
+    codes = torch.full((8, 1024 * bits // 16), 127 if bits == 8 else 0x77).to(quantize.CODES[bits])
+    _, indices = pack.pack_nm(torch.ones(8, 256, 4, dtype=torch.float16).mul_(torch.tensor([1, 1, 0, 0])).view(8, 1024))
+    scales = torch.full(quantize.shape_of_scales(codes), 2.0**-12).half()
+    x = torch.full((2, 1024), 16.0).half()
+    expected = 512 * 16 * (127 if bits == 8 else 7) / 4096
+    assert torch.equal(gemv(x, codes, indices, scales=scales), torch.full((2, 8), expected).half())
+
+
+@pytest.mark.parametrize("bits", quantize.CODES)
+@pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_nothing_beyond_the_codes_is_touched(shape, at_end, bits, gemv):
+    for rows in (1, 16):
+        x, codes, indices, scales, _ = layer_of_codes(bits, rows, *shape)
+        inputs = [fenced(tensor, at_end) for tensor in (x, codes, indices)]
+        of_codes = fenced(scales, at_end)
+        assert survives(lambda: gemv(*inputs, scales=of_codes))  # noqa: B023 it runs at once
+
+
+@pytest.mark.parametrize("bits", quantize.CODES)
+def test_codes_of_any_alignment(bits, gemv):
+    x, codes, indices, scales, weight = layer_of_codes(bits, 2, 24, 512)
+    for offset in (1, 4, 8):
+        memory = torch.empty(codes.numel() + offset, dtype=codes.dtype)
+        moved = memory[offset:].view(codes.shape).copy_(codes)
+        check(gemv(x, moved, indices, scales=scales), x, weight)

@@ -152,6 +152,14 @@ def test_the_limits(name, rows, in_features, out_features, dtype, reason, hopper
     assert re.fullmatch(reason, str(found))
 
 
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8])
+def test_gemv_serves_codes(codes, hopper):
+    values = OnGPU(7, 12 * 2 // (4 if codes == torch.uint8 else 2), codes)
+    assert kernel("gemv").supports(OnGPU(16, 24), values) is None
+    assert "supports 1 to 16 rows" in kernel("gemv").supports(OnGPU(17, 24), values)
+    assert "with a weight of torch.int16" in kernel("gemv").supports(OnGPU(1, 24), OnGPU(7, 12, torch.int16))
+
+
 def test_what_is_missing_is_named(hopper, monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: False)
     monkeypatch.setattr(cuda, "_missing", "no compiler")

@@ -5,12 +5,13 @@ import contextlib
 import pytest
 import torch
 from ops.on_each_backend import backends_of
-from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight
+from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 
 from proxsparse import SparseLinear
 from proxsparse.ops import pack_nm, sparse_linear
 from proxsparse.ops.backends import cuda
 from proxsparse.ops.registry import get_kernel
+from proxsparse.reference.quantize import CODES
 
 # Whole tiles, odd numbers of rows, columns that no 16-byte access fits, one block; then layers of a 7B model.
 SHAPES = [(1, 4), (7, 12), (33, 260), (65, 320), (129, 1088), (96, 576), (512, 1024)]
@@ -20,11 +21,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAY_DIFFER = ("cusparselt",)  # NVIDIA's kernels may add the parts of a sum in another order in each call
 
 
-def among_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with NaN before and after it: a kernel that reads further gets NaN."""
-    memory = torch.full((tensor.numel() + 1024,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+def among(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    """A copy with this number many times before and after it: a kernel that reads further gets it."""
+    memory = torch.full((tensor.numel() + 1024,), number, dtype=tensor.dtype, device=tensor.device)
     memory[512:-512] = tensor.flatten()
     return memory[512:-512].view(tensor.shape)
+
+
+def among_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with NaN before and after it."""
+    return among(tensor, torch.nan)
 
 
 def packed(shape: tuple[int, int], dtype: torch.dtype, device: str, backend: str):
@@ -57,6 +63,27 @@ def test_products(place, dtype):
                 count += 1
     if count == 0:
         pytest.skip(f"{backend} serves no {dtype} here")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("place", backends_of("sparse_linear"))
+def test_products_of_codes(place, bits):
+    backend, device = place
+    supports = get_kernel("sparse_linear", backend).supports
+    easy = torch.empty(16, 64, dtype=torch.bfloat16, device=device), torch.empty(32, 2 * bits, device=device)
+    if reason := supports(easy[0], easy[1].to(CODES[bits])):
+        pytest.skip(reason)
+    for shape in SHAPES + (LARGE if device == "cuda" else []):
+        weight = pruned_weight(shape, torch.bfloat16)
+        codes, indices, scales, weight = (part.to(device) for part in quantized(weight, bits))
+        codes, scales = among(codes, 119), among(scales, torch.nan)
+        for rows in ROWS:
+            x = among_nan(torch.randn(rows, shape[1]).to(device, torch.bfloat16))
+            bias = among_nan(torch.randn(shape[0]).to(device, torch.bfloat16))
+            if supports(x, codes) is None:
+                y = sparse_linear(x, codes, indices, bias, backend=backend, scales=scales)
+                assert_as_good_as_dense(y, x, weight, bias)
+                assert torch.equal(y, sparse_linear(x, codes, indices, bias, backend=backend, scales=scales))
 
 
 @pytest.mark.gpu

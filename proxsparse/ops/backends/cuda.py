@@ -16,7 +16,7 @@ from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
 
-GEMV_ARGUMENTS = 10  # of _C.gemv
+GEMV_ARGUMENTS = 11  # of _C.gemv
 
 
 def loaded(name: str) -> tuple[ModuleType | None, str | None]:
@@ -136,15 +136,18 @@ def missing() -> str | None:
     return rocm() or _missing
 
 
-def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None) -> Tensor:
-    """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu."""
+def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
+    """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu.
+
+    Values with scales are codes of 8 or 4 bits. Their launch parameters are those of 16 bits.
+    """
     (rows, in_features), out_features = x.shape, values.shape[0]
     if x.data_ptr() % 8:  # the kernel reads 8 bytes of x at a time; the copy of a few KB can be captured
         x = x.clone()
     y = x.new_empty(rows, out_features)
     chosen = tuning.launch_parameters("gemv", x.dtype, x.device, (out_features, in_features, rows))
     numbers = (chosen.get(name, 0) for name in ("warps", "splits", "tiles"))  # 0: the kernel chooses
-    _call("gemv", x, values, indices, bias, y, *numbers, _dependent.get())
+    _call("gemv", x, values, indices, scales, bias, y, *numbers, _dependent.get())
     return y
 
 
@@ -156,7 +159,7 @@ def dependent_launch() -> Iterator[None]:
     capability 9.0 or newer, without effect on older GPUs). Replays of a CUDA graph captured in the block do the same.
 
     The packed weights must not change meanwhile: before the block, and before replaying a graph that was captured in
-    it, wait for the kernels that write values or indices (torch.cuda.synchronize).
+    it, wait for the kernels that write values, indices or scales (torch.cuda.synchronize).
     """
     token = _dependent.set(True)
     try:

@@ -1,4 +1,4 @@
-"""`sparse_linear` for few rows on CUDA GPUs: csrc/cuda/gemv.cu.
+"""`sparse_linear` for few rows on CUDA GPUs, with values of 16 bits or codes of 8 and 4 bits: csrc/cuda/gemv.cu.
 
 It reads the packed weight once; the sparse instructions of the tensor cores select the elements of x.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from proxsparse.ops.backends import cuda
 from proxsparse.ops.registry import register_kernel
-from proxsparse.reference.quantize import is_grid
+from proxsparse.reference.quantize import CODES, is_grid
 
 MAX_ROWS = 16
 DTYPES = (torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | 
         return f"supports 1 to {MAX_ROWS} rows, not {len(x)}"
     if is_grid(values, scales):
         return "does not support 4-bit values on a grid"
-    if x.dtype not in DTYPES or values.dtype != x.dtype:
+    if x.dtype not in DTYPES or values.dtype not in (x.dtype, *CODES.values()):
         return f"supports bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
     if reason := cuda.missing():
         return reason
@@ -31,5 +31,12 @@ def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | 
 
 
 @register_kernel("sparse_linear", "gemv", supports=_supports)
-def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: None) -> Tensor:
-    return cuda.gemv(x, values, indices, bias)
+def _sparse_linear(
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    bias: Tensor | None,
+    prepared: None,
+    scales: Tensor | None = None,
+) -> Tensor:
+    return cuda.gemv(x, values, indices, bias, scales)

@@ -1,5 +1,5 @@
-// Reads architecture, out_features, in_features (text) and the indices (bytes); writes the metadata of CUTLASS's
-// kernels for them, by the functions and layouts of its headers, evaluated on this CPU.
+// Reads architecture (8: codes of 8 bits on sm_80), out_features, in_features (text) and the indices (bytes); writes
+// the metadata of CUTLASS's kernels for them, by the functions and layouts of its headers, evaluated on this CPU.
 #include "cutlass/cutlass.h"
 // keeps the order: the others need cutlass.h
 #include <cstdint>
@@ -14,14 +14,16 @@
 
 using Bytes = std::vector<uint8_t>;
 
+// Element: the metadata that a lane holds; uint16 for weights of 16 bits, uint32 for 8 bits.
+template <typename Element>
 static Bytes sm80(const Bytes& indices, int rows, int columns) {
-  const int elements = columns / 16;
+  const int elements = columns / 8 / static_cast<int>(sizeof(Element));
   Bytes metadata(indices.size());
   const auto layout = cutlass::layout::ColumnMajorInterleaved<2>::packed({rows, elements});
-  auto* from = reinterpret_cast<uint16_t*>(const_cast<uint8_t*>(indices.data()));
-  cutlass::TensorRef<uint16_t, cutlass::layout::RowMajor> source(from, {elements});
-  cutlass::TensorRef<uint16_t, cutlass::layout::ColumnMajorInterleaved<2>> target(
-      reinterpret_cast<uint16_t*>(metadata.data()), layout);
+  auto* from = reinterpret_cast<Element*>(const_cast<uint8_t*>(indices.data()));
+  cutlass::TensorRef<Element, cutlass::layout::RowMajor> source(from, {elements});
+  cutlass::TensorRef<Element, cutlass::layout::ColumnMajorInterleaved<2>> target(
+      reinterpret_cast<Element*>(metadata.data()), layout);
   cutlass::reorder_meta(target, source, {rows, 0, elements});
   return metadata;
 }
@@ -48,7 +50,9 @@ int main() {
   std::getchar();
   Bytes indices(static_cast<size_t>(rows) * columns / 8);
   if (std::fread(indices.data(), 1, indices.size(), stdin) != indices.size()) return 1;
-  const Bytes metadata = architecture == 80 ? sm80(indices, rows, columns) : sm90(indices, rows, columns);
+  const Bytes metadata = architecture == 80  ? sm80<uint16_t>(indices, rows, columns)
+                         : architecture == 8 ? sm80<uint32_t>(indices, rows, columns)
+                                             : sm90(indices, rows, columns);
   std::fwrite(metadata.data(), 1, metadata.size(), stdout);
   return 0;
 }
