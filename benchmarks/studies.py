@@ -38,7 +38,7 @@ from proxsparse.run.resume import NOT_SETTINGS
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.
 PROJECTION = 1e9
 QUICK = {"num_samples": 16, "seq_len": 64, "eval_seq_len": 64, "eval_max_windows": 2}
-WINDOW, FINETUNE_RATE = 1024, 1e-4  # of fine-tuning
+WINDOW = 1024  # of fine-tuning
 CURVE_POINTS = 100  # about the largest number of points of a curve in a row
 
 
@@ -254,7 +254,7 @@ def finetuned(config: TrainConfig, folder: Path, tokens: int, again: bool) -> di
     shared = {name: getattr(config, name) for name in SHARED} | {"model": str(folder), "pattern": None}
     window = min(WINDOW, config.eval_seq_len or WINDOW)
     text = {"packing": True, "seq_len": window, "num_samples": max(1, tokens // window)}
-    tuned = FinetuneConfig(**shared | text, learning_rate=FINETUNE_RATE).check()
+    tuned = FinetuneConfig(**shared | text).check()
     finetune.complete_(tuned)
     return run_once(tuned, folder.with_name(f"{folder.name}-finetuned"), again, method=FINETUNE)[1]
 
