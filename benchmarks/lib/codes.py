@@ -100,8 +100,7 @@ def dense_8(weight: Tensor) -> tuple:
     """int8 with a scale per row: torch._weight_int8pack_mm."""
     scales = (weight.abs().amax(-1) / 127).to(weight.dtype)
     codes = (weight.float() / scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
-    multiply = lambda x, codes, scales: torch._weight_int8pack_mm(x, codes, scales)  # noqa: E731
-    return (codes, scales), multiply, codes.double() * scales.double()[:, None]
+    return (codes, scales), torch._weight_int8pack_mm, codes.double() * scales.double()[:, None]
 
 
 def dense_4(weight: Tensor) -> tuple:

@@ -15,6 +15,7 @@ from lib.predictions import predictions_for
 from proxsparse.errors import InputError
 from proxsparse.io.text_table import text_table
 from proxsparse.patterns import FLOAT_DTYPES
+from proxsparse.run.sections import shortened
 from proxsparse.run.sections import table as markdown_table
 from proxsparse.runtime.device import environment, version
 
@@ -66,8 +67,9 @@ def devices() -> list[str]:
 
 
 def command(benchmark: str, arguments: list[str] | None) -> str:
-    """The command line that repeats a measurement; None: the arguments of this process."""
-    return " ".join([f"python3 benchmarks/{benchmark}.py", *(sys.argv[1:] if arguments is None else arguments)])
+    """The command line that repeats a measurement, without the folders of this machine; None: that of this process."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return " ".join([f"python3 benchmarks/{benchmark}.py", *(str(shortened(word)) for word in words)])
 
 
 def provenance(device: torch.device) -> dict[str, object]:
