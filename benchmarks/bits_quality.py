@@ -8,7 +8,8 @@ scale per 64 columns. 2:4 weights are those of `proxsparse pack --bits`, for a m
 those of `pack --bits 4 --calibrate`. Scales are bfloat16. Embeddings, norms and lm_head are not rounded. Bits are those
 of the decoder's linear layers, scales and places included.
 
-Rows are appended to results/bits_quality.jsonl; results/bits_quality_<model>.png shows those of this call.
+Rows are appended to results/bits_quality.jsonl; results/bits_quality_<model>.png shows the newest ones of the file for
+this model and text.
 """
 
 import argparse
@@ -51,7 +52,14 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(row_of(contender, form, bits, args, arguments))
             common.append_rows(args.results, rows[-1:])
     print(text_table(HEADER, [cells(row) for row in rows]))
-    plots.draw(args.results.with_name(f"bits_quality_{label(args.model)}.png"), partial(plots.bits_quality, rows))
+    picture = args.results.with_name(f"bits_quality_{label(args.model)}.png")
+    plots.draw(picture, partial(plots.bits_quality, newest(common.read_rows(args.results), rows[0])))
+
+
+def newest(rows: list[dict], like: dict) -> list[dict]:
+    """The last row of each form, of the model and text of the row `like`."""
+    same = [row for row in rows if all(row[name] == like[name] for name in ("model", "data", "seq_len", "windows"))]
+    return list({(row["name"], row["form"], row["bits"]): row for row in same}.values())
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -14,11 +14,12 @@ PROXSPARSE_INLINE void repeat(F f) {
       PROXSPARSE_INLINED { (f(std::integral_constant<int, i>{}), ...); }(std::make_integer_sequence<int, N>{});
 }
 
-// Pointers to what has not been multiplied yet: of each output feature of the tile, and of each row of x.
+// What has not been multiplied yet, of the first output feature of the tile and of each row of x. The other features
+// are addressed by their distance: pointers to all of them would not fit into the registers.
 template <typename A, int kRows>
 struct Position {
-  const uint8_t* values[kTile];
-  const uint8_t* indices[kTile];
+  const uint8_t *values, *indices;
+  int64_t value_bytes, index_bytes;  // from one feature to the next
   const typename A::X* x[kRows];
   typename A::Scales scales[kTile];  // of codes
 };
@@ -34,8 +35,8 @@ PROXSPARSE_INLINE void add_step(const Position<A, kRows>& position, TileSums<A, 
   typename A::Numbers values[kTile];
   typename A::Places places[kTile];
   repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-    values[t] = A::load_values(position.values[t], position.scales[t]);
-    places[t] = A::load_places(position.indices[t]);
+    values[t] = A::load_values(position.values + t * position.value_bytes, position.scales[t]);
+    places[t] = A::load_places(position.indices + t * position.index_bytes);
   });
   repeat<kRows>([&](auto r) PROXSPARSE_INLINED {
     const auto x = A::load_x(position.x[r]);
@@ -51,11 +52,13 @@ PROXSPARSE_INLINE void add_last_step(const Position<A, kRows>& position, size_t 
   uint8_t values[kTile][kBytes] = {}, indices[kTile][A::kValues / 4] = {};
   typename A::X x[kRows][2 * A::kValues] = {};
   Position<A, kRows> padded = position;
+  padded.values = values[0];
+  padded.indices = indices[0];
+  padded.value_bytes = sizeof(values[0]);
+  padded.index_bytes = sizeof(indices[0]);
   repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-    std::memcpy(values[t], position.values[t], left * kBytes / (2 * A::kValues));
-    std::memcpy(indices[t], position.indices[t], (left + 7) / 8);
-    padded.values[t] = values[t];
-    padded.indices[t] = indices[t];
+    std::memcpy(values[t], position.values + t * position.value_bytes, left * kBytes / (2 * A::kValues));
+    std::memcpy(indices[t], position.indices + t * position.index_bytes, (left + 7) / 8);
   });
   repeat<kRows>([&](auto r) PROXSPARSE_INLINED {
     std::memcpy(x[r], position.x[r], left * sizeof(x[r][0]));
@@ -84,9 +87,10 @@ PROXSPARSE_INLINE void store_rounded(float value, uint16_t* stored) {  // bfloat
   *stored = (value == value ? BFloat16::round(std::bit_cast<uint32_t>(value)) : BFloat16::kNaN) >> 16;
 }
 
-// One tile for kRows rows of x from `row` on. Features and rows after the last one are computed as the last one.
+// The output features `first`, `first` + `distance`, ... of a tile for kRows rows of x from `row` on. Rows after the
+// last one are computed as the last one.
 template <typename Format, Codes codes, int kRows>
-void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row) {
+void sparse_linear_tile(const SparseLinearCall& call, int64_t first, int64_t distance, int64_t row) {
   using A = typename ArithmeticOf<Format, codes>::Type;
   using Storage = typename Format::Storage;
   constexpr int kStep = 2 * A::kValues;  // weights
@@ -96,64 +100,79 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
   using Groups = ScalesOf<Format, codes>;
   const int64_t row_groups = has_4_bits(codes) ? (in_features + Groups::kColumns - 1) / Groups::kColumns : 1;
   const auto* scales = static_cast<const typename Groups::Stored::Storage*>(call.scales);
-  int64_t features[kTile], rows[kRows];
+  int64_t rows[kRows];
   Position<A, kRows> position;
+  position.values = static_cast<const uint8_t*>(call.values) + first * row_value_bytes;
+  position.indices = call.indices + first * row_bytes;
+  position.value_bytes = distance * row_value_bytes;
+  position.index_bytes = distance * row_bytes;
   TileSums<A, kRows> sums;
-  repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-    features[t] = smaller(kTile * tile + t, call.out_features - 1);
-    position.values[t] = static_cast<const uint8_t*>(call.values) + features[t] * row_value_bytes;
-    position.indices[t] = call.indices + features[t] * row_bytes;
-    repeat<kRows>([&](auto r) PROXSPARSE_INLINED { sums.of[t][r] = 0; });
-  });
   repeat<kRows>([&](auto r) PROXSPARSE_INLINED {
     rows[r] = smaller(row + r, call.rows - 1);
     position.x[r] = static_cast<const typename A::X*>(call.x) + rows[r] * in_features;
+    repeat<kTile>([&](auto t) PROXSPARSE_INLINED { sums.of[t][r] = 0; });
   });
+
   // Scales in float32, for the next kGroups groups: a vector with a float32 of memory in all lanes costs only a load. A
   // step on a grid may read one group after the last.
   constexpr int kGroups = 64, kNumbers = Groups::kNumbers;
+  constexpr int64_t kColumns = kGroups * Groups::kColumns;
   float next_scales[kTile][(kGroups + 1) * kNumbers];
-  const auto load_scales = [&](int64_t column) PROXSPARSE_INLINED {
+  const auto load_next_scales = [&](int64_t column) PROXSPARSE_INLINED {
     const int64_t group = column / Groups::kColumns, row_numbers = row_groups * kNumbers;
     const int64_t count = smaller(int64_t{kGroups}, row_groups - group) * kNumbers;
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-      if (column % (kGroups * Groups::kColumns) == 0) {
-        const auto* stored = scales + features[t] * row_numbers + group * kNumbers;
-        load_numbers<typename Groups::Stored>(stored, count, next_scales[t]);
-        for (int i = 0; i < count; i += 64 / sizeof(*stored)) {
-          __builtin_prefetch(stored + kTile * row_numbers + i);  // of the next tile
-        }
-        if constexpr (codes == kGrid) next_scales[t][count] = next_scales[t][count + 1] = 0;
+      const auto* stored = scales + (first + t * distance) * row_numbers + group * kNumbers;
+      load_numbers<typename Groups::Stored>(stored, count, next_scales[t]);
+      for (int i = 0; i < count; i += 64 / sizeof(*stored)) {
+        __builtin_prefetch(stored + kTile * row_numbers + i);  // of the next tile
       }
-      position.scales[t].load(next_scales[t] + group % kGroups * kNumbers);
+      if constexpr (codes == kGrid) next_scales[t][count] = next_scales[t][count + 1] = 0;
+    });
+  };
+  const auto choose_scales = [&](int64_t column) PROXSPARSE_INLINED {
+    repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
+      position.scales[t].load(next_scales[t] + column % kColumns / Groups::kColumns * kNumbers);
     });
   };
 
   int64_t column = 0;
-  if constexpr (codes == kInt8) load_scales(0);
-  for (; column + kStep <= in_features; column += kStep) {
-    if constexpr (has_4_bits(codes)) load_scales(column);
-    add_step<A, kRows>(position, sums);
-    repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-      // The next tile: it is too far away in memory for the CPU to prefetch it by itself.
-      __builtin_prefetch(position.values[t] + kTile * row_value_bytes);
-      __builtin_prefetch(position.indices[t] + kTile * row_bytes);
-      position.values[t] += kStepBytes;
-      position.indices[t] += A::kValues / 4;
-    });
-    repeat<kRows>([&](auto r) PROXSPARSE_INLINED { position.x[r] += kStep; });
+  if constexpr (codes == kInt8) {
+    load_next_scales(0);
+    choose_scales(0);
+  }
+  const int64_t whole = in_features / kStep * kStep;
+  while (column < whole) {
+    if constexpr (has_4_bits(codes)) load_next_scales(column);
+    const int64_t end = has_4_bits(codes) ? smaller(whole, column + kColumns) : whole;
+    for (; column < end; column += kStep) {
+      if constexpr (has_4_bits(codes)) choose_scales(column);
+      add_step<A, kRows>(position, sums);
+      repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
+        // The next tile: it is too far away in memory for the CPU to prefetch it by itself.
+        __builtin_prefetch(position.values + (kTile + t) * position.value_bytes);
+        __builtin_prefetch(position.indices + (kTile + t) * position.index_bytes);
+      });
+      position.values += kStepBytes;
+      position.indices += A::kValues / 4;
+      repeat<kRows>([&](auto r) PROXSPARSE_INLINED { position.x[r] += kStep; });
+    }
   }
   if (column < in_features) {
-    if constexpr (has_4_bits(codes)) load_scales(column);
+    if constexpr (has_4_bits(codes)) {
+      if (column % kColumns == 0) load_next_scales(column);
+      choose_scales(column);
+    }
     add_last_step<A, kRows, kStepBytes>(position, in_features - column, sums);
   }
 
   const auto* bias = static_cast<const Storage*>(call.bias);
   auto* y = static_cast<Storage*>(call.y);
   repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-    const float bias_t = bias == nullptr ? 0 : Format::load(bias[features[t]]);
+    const int64_t feature = first + t * distance;
+    const float bias_t = bias == nullptr ? 0 : Format::load(bias[feature]);
     repeat<kRows>([&](auto r) PROXSPARSE_INLINED {
-      store_rounded(lane_sum(sums.of[t][r]) + bias_t, y + rows[r] * call.out_features + features[t]);
+      store_rounded(lane_sum(sums.of[t][r]) + bias_t, y + rows[r] * call.out_features + feature);
     });
   });
 }
@@ -161,14 +180,18 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t tile, int64_t row)
 // Tiles `begin` to `end` for all rows of x. The weights of a tile stay in the cache for the next rows.
 template <typename Format, Codes codes>
 void sparse_linear_tiles(const SparseLinearCall& call, int64_t begin, int64_t end) {
-  for (int64_t tile = begin; tile < end; ++tile) {
+  const auto all_rows = [&](int64_t first, int64_t distance) {
     for (int64_t row = 0, left = call.rows; left > 0; row += 4, left -= 4) {
       const auto linear_tile = left == 1   ? sparse_linear_tile<Format, codes, 1>
                                : left == 2 ? sparse_linear_tile<Format, codes, 2>
                                            : sparse_linear_tile<Format, codes, 4>;
-      linear_tile(call, tile, row);
+      linear_tile(call, first, distance, row);
     }
-  }
+  };
+  int64_t feature = kTile * begin;
+  const int64_t last = smaller(kTile * end, call.out_features);
+  for (; feature + kTile <= last; feature += kTile) all_rows(feature, 1);
+  for (; feature < last; ++feature) all_rows(feature, 0);  // a tile that is not full: one feature, kTile times
 }
 
 }  // namespace PROXSPARSE_ISA

@@ -106,3 +106,13 @@ def test_bad_input():
         with pytest.raises(ValueError, match=rf"{shape[1]}\]: the decoder was created for batch=2 and length=8 tokens"):
             decoder.prefill(prompts(*shape))
     assert torch.equal(torch.cat([input_ids, first, decoder.step()], 1), expected(model, input_ids, 2))
+
+
+def test_only_steps_of_one_token_run_without_onednn():
+    """Its product of one bfloat16 row is slower, that of several rows faster, than torch's own."""
+    model, seen = tiny_model("llama"), []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch._C._get_mkldnn_enabled()))
+    for batch in (1, 2):
+        generate(model, prompts(batch), 2)
+    assert seen == [True, False, True, True]
+    assert torch._C._get_mkldnn_enabled()
