@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 BLUE, ORANGE, GRAY, GRID = "#1b5e8c", "#d9822b", "#5f6670", "#dfe3e6"
@@ -190,10 +191,11 @@ def bits_quality(rows: list[dict]):
     for name, form in distinct(rows, "name", "form"):
         points = [row for row in rows if (row["name"], row["form"]) == (name, form)]
         x, y = ([row[field] for row in points] for field in ("bits_a_weight", "perplexity"))
-        axes.plot(x, y, marker="o", markersize=4, label=name if form == "dense" else f"{form}, {name}")
-        for row in points:
-            note = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 7}
-            axes.annotate(f"{row['bits']} bits", (row["bits_a_weight"], row["perplexity"]), **note)
+        label = name if form == "dense" else f"{form}, {name}"
+        axes.plot(x, y, marker="o", markersize=4, label=label + ", updated weights" * points[0]["updated"])
+    top = {(row["bits"], row["bits_a_weight"]): row["perplexity"] for row in sorted(rows, key=itemgetter("perplexity"))}
+    for (bits, size), value in top.items():
+        axes.annotate(f"{bits} bits", (size, value), xytext=(4, 5), textcoords="offset points", fontsize=7)
     axes.set(yscale=scale_of([row["perplexity"] for row in rows]))
     axes.set_xlabel("bits a weight, with scales and places")
     axes.set_ylabel("perplexity")
