@@ -98,8 +98,8 @@ def cutlass_kernels(toolkit: str, headers: list[str]) -> cpp_extension.CppExtens
     capabilities = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     names = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(f"{major}.{minor}" for major, minor in capabilities)
     hopper = [name.startswith("9") for name in names.replace(";", " ").split()]
-    sources = ["csrc/cutlass/bindings.cpp", *glob.glob("csrc/cutlass/int8_*.cu")]  # for all of these GPUs
-    # without NDEBUG wgmma is serialized (C7510); the epilogue of int8.h calls constexpr functions of the host
+    sources = ["csrc/cutlass/bindings.cpp"]
+    # without NDEBUG wgmma is serialized (C7510); the epilogue of sm80_int8.h calls constexpr functions of the host
     flags = ["-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-diag-suppress=2908"]
     if any(hopper):
         sources += glob.glob("csrc/cutlass/sm90_*.cu")

@@ -102,7 +102,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     backends_help = "default: all that support the call; no name: only dense"
     parser.add_argument("--backends", nargs="*", choices=list_backends(OP), metavar="NAME", help=backends_help)
     bits_help = (
-        "8, 4: also codes, as cpp:8 and cpp:4, on a GPU gemv:8 and gemv:4; on a CPU also torch's dense layers, torch:8"
+        "8, 4: also codes, as cpp:8 and cpp:4, on a GPU gemv:8, gemv:4, cutlass_int8:8 and cutlass_fp8:8; also torch's "
+        "dense layers, such as torch:8"
     )
     parser.add_argument("--bits", type=int, nargs="+", choices=[16, 8, 4], help=bits_help)
     parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])

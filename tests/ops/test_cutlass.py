@@ -1,6 +1,5 @@
-"""The backend `cutlass` without a GPU: its metadata against CUTLASS's own layouts, and what it refuses."""
+"""The backend `cutlass` without a GPU: its metadata and that of codes against CUTLASS's layouts, its tiles."""
 
-import contextlib
 import importlib.util
 import itertools
 import shutil
@@ -10,23 +9,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.on_each_backend import OnGPU
-from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
+from pruned import assert_as_good_as_dense, pruned_linear
 
 from proxsparse import SparseLinear
 from proxsparse.ops import tuning
-from proxsparse.ops.backends import cuda, cutlass, cutlass_int8
+from proxsparse.ops.backends import cuda, cutlass, cutlass_codes
 from proxsparse.ops.registry import get_kernel
-from proxsparse.reference.pack import unpack_nm
 
 CHECKOUT = Path(__file__).parents[2]
 PROGRAM = CHECKOUT / "tests" / "ops" / "cuda_on_cpu" / "cutlass_layouts.cu"
 EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
-INT8 = 8  # of architectures: codes of 8 bits on sm_80
+OF_CODES = {80: cutlass_codes.metadata_sm80, 90: cutlass_codes.metadata_sm90}
+# bits of a weight and architecture -> shapes
 SHAPES = {
-    INT8: [(32, 128), (96, 384)],
-    80: [(32, 64), (96, 320), (256, 1024)],
-    90: [(64, 128), (128, 384), (8, 16), (72, 144), (200, 1600)],
+    (16, 80): [(32, 64), (96, 320), (256, 1024)],
+    (16, 90): [(64, 128), (128, 384), (8, 16), (72, 144), (200, 1600)],
+    (8, 80): [(32, 128), (96, 384)],
+    (8, 90): [(64, 128), (128, 384), (8, 32), (72, 160), (200, 1600)],
 }
 
 
@@ -43,21 +42,21 @@ def layouts(tmp_path_factory):
     return program
 
 
-@pytest.mark.parametrize(("architecture", "shape"), [(a, shape) for a in SHAPES for shape in SHAPES[a]], ids=str)
-def test_metadata_is_that_of_the_headers(architecture, shape, layouts):
-    out_features, in_features = shape
+@pytest.mark.parametrize(("form", "shape"), [(form, shape) for form in SHAPES for shape in SHAPES[form]], ids=str)
+def test_metadata_is_that_of_the_headers(form, shape, layouts):
+    (bits, architecture), (out_features, in_features) = form, shape
     indices = torch.randint(0, 256, (out_features, in_features // 8), dtype=torch.uint8)
-    head = f"{architecture} {out_features} {in_features}\n".encode()
+    head = f"{bits} {architecture} {out_features} {in_features}\n".encode()
     process = subprocess.run([layouts], input=head + bytes(indices.flatten().tolist()), capture_output=True, check=True)
-    metadata = (cutlass_int8.metadata_int8 if architecture == INT8 else EQUATIONS[architecture])(indices)
+    metadata = (OF_CODES if bits == 8 else EQUATIONS)[architecture](indices)
     assert process.stdout == bytes(metadata.tolist())
-    if architecture != INT8:
-        assert len(metadata) == cutlass.metadata_bytes(out_features, in_features, architecture)
+    assert len(metadata) == cutlass.metadata_bytes(out_features, in_features, architecture)
 
 
-def test_padding_is_places_that_exist():
-    indices = torch.zeros(8, 2, dtype=torch.uint8)
-    metadata = cutlass.metadata_sm90(indices)
+@pytest.mark.parametrize("equation", [cutlass.metadata_sm90, cutlass_codes.metadata_sm90], ids=["16", "8"])
+def test_padding_is_places_that_exist(equation):
+    indices = torch.zeros(8, 4, dtype=torch.uint8)
+    metadata = equation(indices)
     assert metadata.bincount().nonzero().flatten().tolist() == [0, cutlass.ANY_PLACES]
     assert (metadata == 0).sum() == indices.numel()
 
@@ -89,7 +88,7 @@ def test_what_begins_anywhere_is_copied():
 @pytest.fixture
 def gpus(monkeypatch, tmp_path):
     """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built, none was measured."""
-    built = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm*_*.cu")]
+    built = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm[89]0_[0-9]*.cu")]
     tiles = [(int(architecture.removeprefix("sm")), name) for architecture, _, name in built]
     monkeypatch.setattr(cutlass, "_C", SimpleNamespace(tiles=lambda: tiles))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (device.index, 0))
@@ -123,79 +122,7 @@ def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus, tuned):
         assert tiles_for(9, 100, 5000) == ["64x32", "64x32"]
 
 
-# ------------------------------------------------------------------------------------------ codes of 8 bits
-
-
-def exact_int8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """With x rounded to codes, in float64."""
-    codes, scales = cutlass_int8.quantize_rows(x)
-    return torch.nn.functional.linear(codes.double() * scales.double()[:, None], weight, bias)
-
-
-def test_rows_are_rounded_to_the_nearest_code():
-    x = torch.cat([torch.randn(5, 64), torch.zeros(1, 64)]).bfloat16()
-    codes, scales = cutlass_int8.quantize_rows(x)
-    assert codes.abs().amax(-1).tolist() == [127] * 5 + [0]
-    assert ((codes * scales[:, None] - x.float()).abs() <= 0.5001 * scales[:, None]).all()
-
-
-@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-def test_what_int8_hands_to_the_kernel(with_bias, monkeypatch):
-    """Rows are padded to 8, and y^T is turned; the metadata are those of the indices."""
-    codes, indices, scales, weight = quantized(pruned_weight((96, 384), torch.bfloat16), 8)
-    tiles = []
-
-    def gemm_int8(tile, values, metadata, w_scales, x, x_scales, bias, y, stream):
-        tiles.append((tile, len(x)))
-        assert torch.equal(metadata, cutlass_int8.metadata_int8(indices))
-        product = (x.double() @ unpack_nm(values.double(), indices).T) * x_scales[:, None] * w_scales.double().T
-        y.copy_((product if bias is None else product + bias).T)
-
-    monkeypatch.setattr(cutlass, "_C", SimpleNamespace(gemm_int8=gemm_int8))
-    monkeypatch.setattr(cutlass_int8, "missing", lambda x, values: None)
-    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
-    bias = torch.randn(96).bfloat16() if with_bias else None
-    for rows in (1, 13, 200):
-        x = torch.randn(rows, 384).bfloat16()
-        y = cutlass_int8.sparse_linear_int8(x, codes, indices, scales, bias)
-        exact = exact_int8(x, weight, None if bias is None else bias.double())
-        assert y.is_contiguous()
-        torch.testing.assert_close(y.double(), exact, rtol=4e-3, atol=1e-4)
-    assert tiles == [("64x64", 8), ("64x64", 16), ("128x128", 200)]
-
-
-def test_what_int8_does_not_support_is_named(monkeypatch):
-    monkeypatch.setattr(cutlass, "missing", lambda: None)
-    monkeypatch.setattr(cutlass, "_C", SimpleNamespace())
-    assert "another version" in cutlass_int8.missing(OnGPU(17, 384), OnGPU(96, 192, torch.int8))
-    monkeypatch.setattr(cutlass, "_C", SimpleNamespace(gemm_int8=None))
-    serves = lambda x, codes: cutlass_int8.missing(OnGPU(*x), OnGPU(*codes))  # noqa: E731
-    assert serves((17, 384), (96, 192, torch.int8)) is None
-    assert "codes of torch.int8" in serves((17, 384), (96, 192, torch.bfloat16))
-    for x, out_features in (((17, 320), 96), ((17, 384), 100), ((0, 384), 96)):
-        assert "multiples of 32 output features and 128" in serves(x, (out_features, x[1] // 2, torch.int8))
-    with pytest.raises(RuntimeError, match="supports only CUDA GPUs"):
-        cutlass_int8.sparse_linear_int8(torch.ones(1, 128), torch.ones(32, 64), None, None)
-
-
 # ------------------------------------------------------------------------------------------ on a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(96, 384), (160, 1152), (4096, 4096)], ids=str)
-def test_products_of_codes_of_8_bits(shape):
-    """Sums of codes are exact, so the error is that of scales in fp32 and of one rounding."""
-    codes, indices, scales, weight = (part.cuda() for part in quantized(pruned_weight(shape, torch.bfloat16), 8))
-    bias = torch.randn(shape[0], device="cuda").bfloat16()
-    for rows in (1, 17, 100, 129, 600):
-        x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-        if reason := cutlass_int8.missing(x, codes):
-            pytest.skip(reason)
-        for added in (None, bias):
-            y = cutlass_int8.sparse_linear_int8(x, codes, indices, scales, added)
-            exact = exact_int8(x, weight, None if added is None else added.double())
-            torch.testing.assert_close(y.double(), exact, rtol=4e-3, atol=1e-4)
 
 
 @pytest.fixture

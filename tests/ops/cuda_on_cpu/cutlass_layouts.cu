@@ -1,5 +1,5 @@
-// Reads architecture (8: codes of 8 bits on sm_80), out_features, in_features (text) and the indices (bytes); writes
-// the metadata of CUTLASS's kernels for them, by the functions and layouts of its headers, evaluated on this CPU.
+// Reads bits of a weight, architecture, out_features, in_features (text) and the indices (bytes); writes the metadata
+// of CUTLASS's kernels for them, by the functions and layouts of its headers, evaluated on this CPU.
 #include "cutlass/cutlass.h"
 // keeps the order: the others need cutlass.h
 #include <cstdint>
@@ -28,8 +28,10 @@ static Bytes sm80(const Bytes& indices, int rows, int columns) {
   return metadata;
 }
 
+// Weight: bfloat16, or codes.
+template <typename Weight>
 static Bytes sm90(const Bytes& indices, int rows, int columns) {
-  using Config = cutlass::Sm90GemmSparseConfig<cute::sparse_elem<2, cutlass::bfloat16_t>, cute::SM90::GMMA::Major::K,
+  using Config = cutlass::Sm90GemmSparseConfig<cute::sparse_elem<2, Weight>, cute::SM90::GMMA::Major::K,
                                                cute::sparse_elem<8, uint8_t>, cute::_128>;
   const auto layout = Config::fill_layoutE(cute::make_shape(rows, 1, columns, 1));
   Bytes metadata(cute::cosize(layout) / 8, 0x44);
@@ -45,14 +47,15 @@ static Bytes sm90(const Bytes& indices, int rows, int columns) {
 }
 
 int main() {
-  int architecture = 0, rows = 0, columns = 0;
-  if (std::scanf("%d %d %d", &architecture, &rows, &columns) != 3) return 1;
+  int bits = 0, architecture = 0, rows = 0, columns = 0;
+  if (std::scanf("%d %d %d %d", &bits, &architecture, &rows, &columns) != 4) return 1;
   std::getchar();
   Bytes indices(static_cast<size_t>(rows) * columns / 8);
   if (std::fread(indices.data(), 1, indices.size(), stdin) != indices.size()) return 1;
-  const Bytes metadata = architecture == 80  ? sm80<uint16_t>(indices, rows, columns)
-                         : architecture == 8 ? sm80<uint32_t>(indices, rows, columns)
-                                             : sm90(indices, rows, columns);
+  const auto order = architecture == 80 ? (bits == 8 ? sm80<uint32_t> : sm80<uint16_t>)
+                                        : (bits == 8 ? sm90<int8_t> : sm90<cutlass::bfloat16_t>);
+  const Bytes metadata = order(indices, rows, columns);
+  if (bits == 8 && architecture == 90 && metadata != sm90<cutlass::float_e4m3_t>(indices, rows, columns)) return 1;
   std::fwrite(metadata.data(), 1, metadata.size(), stdout);
   return 0;
 }

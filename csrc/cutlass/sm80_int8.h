@@ -1,4 +1,4 @@
-// A tile for products of 8-bit codes, on all GPUs since Ampere: mma.sp with sums in int32. It writes y^T and needs a
+// A tile for products of codes of int8, on all GPUs since Ampere: mma.sp with sums in int32. It writes y^T and needs a
 // multiple of 8 rows.
 #pragma once
 
@@ -15,8 +15,8 @@ namespace proxsparse::gemm {
 // y^T = scale of a row of W * scale of a row of x * sum + bias, in fp32, rounded once. A thread block computes kOut by
 // kRows of y, each of its warps kWarpOut by kWarpRows.
 template <int kOut, int kRows, int kWarpOut, int kWarpRows, int kStages>
-struct Int8 {
-  using Call = Int8Call;
+struct Sm80Int8 {
+  using Call = CodesCall;
   static constexpr int kArchitecture = 80;
   using Element = cutlass::bfloat16_t;
   using RowMajor = cutlass::layout::RowMajor;
