@@ -113,7 +113,9 @@ class GreedyDecoder:
 
     def choose(self, input_ids: Tensor) -> None:
         """Appends input_ids to the cache; tokens <- the most likely next tokens."""
-        logits = self.model(input_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        # Not 1, which makes a view: on CPUs torch copies the weight of the output layer for it (pytorch issue 151934).
+        last = torch.arange(input_ids.shape[1] - 1, input_ids.shape[1], device=input_ids.device)
+        logits = self.model(input_ids, past_key_values=self.cache, use_cache=True, logits_to_keep=last).logits
         self.tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
         self.position.add_(input_ids.shape[1])
 

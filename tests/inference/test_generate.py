@@ -43,6 +43,15 @@ def test_a_sparse_model_generates_as_its_dense_form_does_also_compiled_as_a_whol
     assert torch.equal(decode(decoder, input_ids, 8), dense)
 
 
+def test_the_output_layer_gets_rows_without_gaps():
+    """Otherwise torch multiplies copies of its weight, even if `is_contiguous` is true for a batch of one prompt."""
+    model, strides = tiny_model("llama"), []
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: strides.append(inputs[0].stride()))
+    for batch in (1, 2):
+        generate(model, prompts(batch), 2)
+    assert {(stride[0] // stride[1], *stride[1:]) for stride in strides} == {(1, model.config.hidden_size, 1)}
+
+
 def test_a_decoder_starts_again_and_keeps_its_memory():
     model, first, second = tiny_model("mistral"), prompts(), prompts()
     decoder = GreedyDecoder(model, 2, 16)
