@@ -1,7 +1,8 @@
 """Packed linear layers in vLLM.
 
-Rows are packed one by one; each byte of the indices belongs to 8 columns of the weight, and each scale of 4 bits to 64.
-So the parts of a fused layer, and those of tensor-parallel processes, are slices of `values`, `indices` and `scales`.
+Rows are packed one by one; each byte of the indices belongs to 8 columns of the weight, and each scale of 4 bits to 64,
+or to 32 on a grid. So the parts of a fused layer, and those of tensor-parallel processes, are slices of `values`,
+`indices` and `scales`. Only the files tell whether 4 bits are on a grid: their scales are then integers.
 """
 
 from collections.abc import Callable
@@ -56,10 +57,11 @@ class PackedLinearMethod(LinearMethodBase):
             )
         self.parts = len(output_partition_sizes)
         dtype, k = CODES.get(self.bits, params_dtype), columns // (4 if self.bits == 4 else 2)
-        tensors = {"values": torch.empty(rows, k, dtype=dtype)}
-        tensors["indices"] = torch.empty(rows, -(-columns // 8), dtype=torch.uint8)
+        values = torch.empty(rows, k, dtype=dtype)
+        tensors = {"values": values, "indices": torch.empty(rows, -(-columns // 8), dtype=torch.uint8)}
         if self.bits in CODES:
-            tensors["scales"] = torch.empty(shape_of_scales(tensors["values"]), dtype=params_dtype)
+            tensors["scales"] = torch.empty(shape_of_scales(values), dtype=params_dtype)
+            self.shape_on_grid = shape_of_scales(values, grid=True)
         for name, data in tensors.items():
             load = self.recording(name, extra_weight_attrs["weight_loader"])
             parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
@@ -74,16 +76,25 @@ class PackedLinearMethod(LinearMethodBase):
         loaded = self.loaded[name] = set()
 
         def load_and_note(parameter: nn.Parameter, weight: Tensor, part=None, **named_part) -> None:
-            if name == "scales" and weight.dtype == GRID:
-                raise ValueError(
-                    f"{self.name}: its 4-bit values are on a grid (GGUF Q4_0 or Q4_1), which is not supported in vLLM; "
-                    "unpack the checkpoint, and pack it again with --bits 8 or 16"
-                )
+            if name == "scales" and GRID in (weight.dtype, parameter.dtype):
+                self.put_on_grid_(parameter, weight.dtype)
             load(parameter, weight, *(() if part is None else (part,)), **named_part)
             part = next(iter(named_part.values()), part)
             loaded.update(range(self.parts) if part is None else part if isinstance(part, tuple) else (part,))
 
         return load_and_note
+
+    def put_on_grid_(self, scales: nn.Parameter, dtype: torch.dtype) -> None:
+        """Gives the empty scales the dtype and shape of a grid. Raises ValueError if not all scales are of a grid."""
+        if self.bits != 4:
+            raise ValueError(f"{self.name}: scales of {self.bits} bits are {dtype}; download the model again")
+        if dtype != GRID or (scales.dtype != GRID and self.loaded["scales"]):
+            raise ValueError(
+                f"{self.name}: vLLM fuses parts with 4-bit values on a grid (GGUF Q4_0 or Q4_1) and parts without; "
+                "unpack the checkpoint, and pack it again with --bits 8 or 16"
+            )
+        if scales.dtype != GRID:
+            scales.data = scales.new_empty(self.shape_on_grid, dtype=GRID)
 
     def load_weight(self, parameter: nn.Parameter, loaded: Tensor, *_part) -> None:
         """Accepts the empty weight of a packed layer. Raises ValueError for a dense one."""
@@ -100,7 +111,7 @@ class PackedLinearMethod(LinearMethodBase):
             for name, loaded in self.loaded.items():
                 if len(loaded) < self.parts:
                     raise ValueError(f"{name}: {len(loaded)} of {self.parts} parts are in the files")
-            check_packed(layer.values.data, layer.indices.data, scales=scales)
+            check_packed(layer.values.data, layer.indices.data, scales=scales, dtype=layer.weight.dtype)
         except ValueError as error:
             raise ValueError(f"packed layer {self.name}: {error}; download the model again") from error
 

@@ -50,10 +50,15 @@ def test_generates_the_same_tokens_as_transformers(tmp_path, start, name, dense_
     assert greedy(llm) == expected
 
 
-@pytest.mark.parametrize(("name", "bits"), [("llama", "4"), ("qwen2", "8")])
-def test_codes_give_the_tokens_of_transformers(tmp_path, start, name, bits):
-    _dense, packed = save_packed(tmp_path, name, flags=["--bits", bits])
-    assert greedy(start(packed)) == generated_by_transformers(packed)
+@pytest.mark.parametrize(
+    ("name", "bits", "on_grid"),
+    [("llama", "4", False), ("qwen2", "8", False), ("llama", "4", True), ("phi3", "4", True)],
+)
+def test_codes_give_the_tokens_of_transformers(tmp_path, start, name, bits, on_grid):
+    dense, packed = save_packed(tmp_path, name, flags=["--bits", bits], on_grid=on_grid)
+    scales = load_file(packed / "model.safetensors")["model.layers.1.mlp.down_proj.scales"]
+    assert (scales.dtype == torch.int32) == on_grid
+    assert greedy(start(packed)) == generated_by_transformers(dense if on_grid else packed)
 
 
 def test_a_fused_group_with_different_bits_is_refused_by_name(tmp_path, start):
@@ -96,8 +101,8 @@ def set_dense_weight(tensors, layer):
     tensors[f"{layer}.weight"] = torch.zeros(128, 256)
 
 
-def set_grid(tensors, layer):
-    tensors[f"{layer}.scales"] = torch.zeros(128, 8, dtype=torch.int32)
+def set_integers(tensors, layer):
+    tensors[f"{layer}.scales"] = tensors[f"{layer}.scales"].int()
 
 
 def set_zero(tensors, layer):
@@ -112,7 +117,7 @@ def set_zero(tensors, layer):
         (lambda tensors, layer: tensors.pop(f"{layer}.scales"), "8", "scales: 0 of 1 parts are in the files"),
         (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "16", "indices: 0 of 1 parts are in the files"),
         (set_zero, "16", "indices out of order"),
-        (set_grid, "4", r"4-bit values are on a grid .*, which is not supported in vLLM; unpack"),
+        (set_integers, "8", "scales of 8 bits are torch.int32"),
         (set_dense_weight, "16", "lists this layer as packed, but the files have a dense weight"),
     ],
 )
@@ -131,6 +136,17 @@ def test_a_missing_part_of_a_fused_layer_is_refused(tmp_path, start):
     del tensors["model.layers.1.self_attn.k_proj.values"]
     save_file(tensors, packed / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj: values: 2 of 3 parts are in the files"):
+        start(packed)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj"])
+def test_a_fused_group_of_which_a_part_is_on_a_grid_is_refused_by_name(tmp_path, start, part):
+    _dense, packed = save_packed(tmp_path, flags=["--bits", "4"], on_grid=True)
+    tensors = load_file(packed / "model.safetensors")
+    scales = tensors[f"model.layers.1.self_attn.{part}.scales"]
+    tensors[f"model.layers.1.self_attn.{part}.scales"] = torch.ones(len(scales), scales.shape[1] // 2)
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj: vLLM fuses parts with 4-bit values on"):
         start(packed)
 
 

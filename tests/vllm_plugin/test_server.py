@@ -64,11 +64,14 @@ def serve(tmp_path):
             continue
 
 
-@pytest.mark.parametrize(("command", "processes"), [(COMMAND, 1), pytest.param(MODULE, 2, marks=pytest.mark.slow)])
-def test_the_server_answers_the_client_of_openai(tmp_path, serve, command, processes):
+@pytest.mark.parametrize(
+    ("command", "processes", "bits"), [(COMMAND, 1, 16), pytest.param(MODULE, 2, 4, marks=pytest.mark.slow)]
+)
+def test_the_server_answers_the_client_of_openai(tmp_path, serve, command, processes, bits):
     from openai import OpenAI
 
-    dense, packed = save_packed(tmp_path, "qwen2", ("lm_head", "layers.1.self_attn"))
+    dense_layers, flags = ("lm_head", "layers.1.self_attn"), ["--bits", str(bits)]
+    dense, packed = save_packed(tmp_path, "qwen2", dense_layers, flags, on_grid=bits == 4)
     server, url = serve(command, packed, f"--tensor-parallel-size={processes}", "--served-model-name=tiny")
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
