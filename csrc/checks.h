@@ -177,6 +177,13 @@ inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, in
           .in_features = in_features};
 }
 
+// How values with these scales are stored.
+inline Codes codes_of(const at::Tensor& values, const OptionalTensor& scales) {
+  if (!scales) return kPlain;
+  if (values.scalar_type() == at::kChar) return kInt8;
+  return scales->scalar_type() == at::kInt ? kGrid : kInt4;
+}
+
 // y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W. x, bias, y and the scales have one
 // dtype; so have the values, unless they are codes with scales: int8, or uint8 with two codes in each. Scales of a grid
 // are int32.

@@ -7,6 +7,9 @@
 
 namespace proxsparse {
 
+// How the values of a packed weight are stored: as numbers, or as codes; kInt4 are symmetric.
+enum Codes { kPlain, kInt8, kInt4, kGrid, kCodes };
+
 constexpr int64_t kScaleColumns = 64;  // of the weight, with a common symmetric scale of 4 bits
 constexpr int64_t kGridColumns = 32;   // of the weight, on the same grid
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../calls.h"
+#include "../codes.h"
 
 namespace proxsparse {
 
@@ -17,9 +18,6 @@ struct MaskCall {
   bool* mask;
   int n;
 };
-
-// How the values of a packed weight are stored; proxsparse/reference/quantize.py describes the codes.
-enum Codes { kPlain, kInt8, kInt4, kGrid, kCodes };  // kInt4: symmetric
 
 struct SparseLinearCall {
   const void* x;           // [rows, in_features], bfloat16 if that is the dtype and `Kernels` says so, else float32

@@ -119,10 +119,7 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
                               x.size(1),
                               values.size(0)};
   const Dtype dtype = dtype_of(x, "x");
-  const Codes codes = !scales                             ? kPlain
-                      : values.scalar_type() == at::kChar ? kInt8
-                      : scales->scalar_type() == at::kInt ? kGrid
-                                                          : kInt4;
+  const Codes codes = codes_of(values, scales);
   const int64_t x_size = readable.element_size(), y_size = y.element_size();
   const int64_t units = std::min<int64_t>(call.in_features * x_size / 4, kPart);
   const int64_t rows_together = std::min<int64_t>(kUnitsTogether / std::max<int64_t>(units, 1) / 32 * 32, 8192);

@@ -71,9 +71,7 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
                       .splits = splits,
                       .tiles = tiles,
                       .dependent = dependent,
-                      .bits = !scales                             ? 16
-                              : values.scalar_type() == at::kChar ? 8
-                                                                  : 4,
+                      .codes = codes_of(values, scales),
                       .scales = data_or_null(scales)};
   if (call.out_features == 0 || call.in_features == 0) return;
   check(launch_gemv(call, reinterpret_cast<cudaStream_t>(stream)));

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../calls.h"
+#include "../codes.h"
 
 namespace proxsparse::gpu {
 
@@ -17,7 +18,7 @@ cudaError_t launch_masked_weight(const MaskedWeightCall& call, cudaStream_t stre
 // y = x W^T + bias with a packed 2:4 W [out_features, in_features] (proxsparse/reference/pack.py).
 struct GemvCall {
   const void* x;                        // [rows, in_features]; 8-byte aligned
-  const void* values;                   // [out_features, in_features / 2] numbers or codes of `bits`
+  const void* values;                   // [out_features, in_features / 2] numbers or codes
   const uint8_t* indices;               // [out_features, ceil(in_features / 8)]
   const void* bias;                     // [out_features]; null means 0
   void* y;                              // [rows, out_features]
@@ -31,8 +32,9 @@ struct GemvCall {
   // If true, the kernel may start, and load weights, before the previous kernel of the stream has ended. No kernel that
   // may still be running may write values, indices or scales. No effect below compute capability 9.0.
   bool dependent;
-  int bits;            // of a value: 16, or 8 or 4 for codes (proxsparse/reference/quantize.py) with scales
-  const void* scales;  // 8 bits: [out_features]; 4 bits: [out_features, ceil(in_features / 64)]; 16 bits: not used
+  Codes codes;         // how values are stored (proxsparse/reference/quantize.py)
+  const void* scales;  // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4; for
+                       // kGrid 2 float16 in every place of [out_features, ceil(in_features / 32)]
 };
 cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream);
 

@@ -25,7 +25,7 @@ template <typename Bits, int kTiles>
 struct PackedTiles {
   const typename Bits::Stored* values;
   const uint8_t* indices;
-  const uint16_t* scales;  // one for every chunk, or not used
+  const typename Bits::Scale* scales;  // one for every kColumnsOfScale columns, or not used
   uint32_t columns, row[kTiles];
 
   __device__ PackedTiles(const GemvCall& call, int first) : columns(static_cast<uint32_t>(call.in_features)) {
@@ -33,7 +33,10 @@ struct PackedTiles {
     constexpr int kColumns = Bits::kColumns;
     values = static_cast<const typename Bits::Stored*>(call.values) + int64_t{first} * (call.in_features / kColumns);
     indices = call.indices + int64_t{first} * ((call.in_features + 7) / 8);
-    scales = static_cast<const uint16_t*>(call.scales) + int64_t{first} * ((call.in_features + 63) / 64);
+    if constexpr (constexpr int kGroup = Bits::kColumnsOfScale; kGroup > 0) {
+      const auto* start = static_cast<const typename Bits::Scale*>(call.scales);
+      scales = start + int64_t{first} * ((call.in_features + kGroup - 1) / kGroup);
+    }
     PROXSPARSE_UNROLL
     for (int i = 0; i < kTiles; ++i) {
       row[i] = static_cast<uint32_t>(std::min(i * kTile + lane() / 4, call.out_features - first - 1));
@@ -42,9 +45,9 @@ struct PackedTiles {
 
   // That of this lane's columns in a piece of the step that begins at `column`.
   __device__ uint32_t scale(int tile, uint32_t column, uint32_t piece) const {
-    constexpr uint32_t kChunks = Bits::kPieceColumns / kChunk;
-    const uint32_t first = column / kChunk + lane_of_row() * kChunks / 4;
-    return load_scale(scales + (row[tile] * ((columns + kChunk - 1) / kChunk) + first) + piece * kChunks);
+    constexpr uint32_t kGroup = Bits::kColumnsOfScale, kScales = Bits::kPieceColumns / kGroup;
+    const uint32_t first = column / kGroup + lane_of_row() * kScales / 4;
+    return load_scale(scales + (row[tile] * ((columns + kGroup - 1) / kGroup) + first) + piece * kScales);
   }
 };
 
@@ -76,7 +79,7 @@ struct Aligned {
     if (!kWhole && place + in_piece / kChunk * kChunk >= packed.columns) return {};
     const auto* values = packed.values + (start / Bits::kColumns + lane_of_row() * Bits::kStoredOfLane);
     typename Bits::Values got{load_once(reinterpret_cast<const Words*>(values) + piece * 4)};
-    if constexpr (Bits::kScaleOfChunk) got.scale = packed.scale(tile, column, piece);
+    if constexpr (Bits::kColumnsOfScale > 0) got.scale = packed.scale(tile, column, piece);
     return got;
   }
 
@@ -125,7 +128,7 @@ struct Unaligned {
       constexpr uint32_t kStored = 4 / sizeof(typename Bits::Stored);
       got.words.word[i] = word(values + i * kStored, first + i * kStored, size);
     }
-    if constexpr (Bits::kScaleOfChunk) {
+    if constexpr (Bits::kColumnsOfScale > 0) {
       if (first < size) got.scale = packed.scale(tile, column, piece);
     }
     return got;

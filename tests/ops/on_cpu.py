@@ -46,9 +46,11 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr())
 
 
-def bits_of(values: Tensor) -> int:
-    """Of a value of a packed weight."""
-    return quantize.bits_of(values) if values.dtype in quantize.CODES.values() else 16
+def codes_of(values: Tensor, scales: Tensor | None) -> int:
+    """How values are stored: an element of Codes (csrc/codes.h)."""
+    if scales is None:
+        return 0
+    return 1 if values.dtype == torch.int8 else 3 if scales.dtype == quantize.GRID else 2
 
 
 class Extension:
@@ -80,7 +82,7 @@ class Extension:
         assert x.data_ptr() % 8 == 0
         self.gemv_launches.append((warps, splits, tiles, dependent))
         tensors = (address(tensor) for tensor in (x, values, indices, scales, bias, y))
-        sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype), bits_of(values))
+        sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype), codes_of(values, scales))
         assert self.library.gemv(*tensors, *sizes, warps, splits, tiles, dependent, 132, 9, 90) == 0
 
     def pack_24(self, weight, values, indices, infeasible, stream):

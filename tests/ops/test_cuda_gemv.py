@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 import torch
-from ops.on_cpu import TYPES, address, bits_of, fenced, survives
+from ops.on_cpu import TYPES, address, codes_of, fenced, survives
+from pruned import GRID
 from torch import Tensor
 
 from proxsparse.ops.backends.cuda import GEMV_SPLITS, GEMV_TILES, GEMV_WARPS
@@ -27,7 +28,7 @@ def gemv(cuda_library):
         y = torch.empty(len(x), len(values), dtype=x.dtype)
         status = cuda_library.gemv(
             *(address(tensor) for tensor in (x, values, indices, scales, bias, y)),
-            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), bits_of(values)),
+            *(len(x), len(values), x.shape[1], TYPES.index(x.dtype), codes_of(values, scales)),
             *(warps, splits, tiles, dependent, processors, generation, code),
         )
         assert status == 0
@@ -174,21 +175,28 @@ def test_any_alignment(offset, gemv):
 # ------------------------------------------------------------------------------------------ codes of 8 and 4 bits
 
 
-def layer_of_codes(bits: int, rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16):
+BITS = [8, 4, GRID]
+
+
+def layer_of_codes(bits, rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16):
     """x, codes, indices and scales of a packed weight, and the weight that is multiplied, in float64.
 
     All codes are equally likely, among them -128. With 4 bits scales have both signs, and a weight is rounded.
     """
     x, _, indices, _ = layer(rows, out_features, in_features, dtype)
-    codes = torch.randint(-128, 128, (out_features, in_features * bits // 16)).to(quantize.CODES[bits])
-    scales = torch.empty(quantize.shape_of_scales(codes)).uniform_(0.01, 0.1).to(dtype)
-    if bits == 4:
+    dtype_of_codes, size = quantize.CODES[8 if bits == 8 else 4], in_features // (2 if bits == 8 else 4)
+    codes = torch.randint(-128, 128, (out_features, size)).to(dtype_of_codes)
+    shape = quantize.shape_of_scales(codes, grid=bits == GRID)
+    scales, other = (torch.empty(shape).uniform_(0.01, 0.1).to(dtype) for _ in range(2))
+    if bits != 8:
         scales *= torch.randint(0, 2, scales.shape) * 2 - 1
-    kept = quantize.dequantize(codes, scales if bits == 4 else scales.double())
+    if bits == GRID:
+        scales = quantize.grid_scales(scales, -8 * other)
+    kept = quantize.dequantize(codes, scales.double() if bits == 8 else scales, dtype)
     return x, codes, indices, scales, pack.unpack_nm(kept, indices).double()
 
 
-@pytest.mark.parametrize("bits", quantize.CODES)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_codes_of_every_shape(shape, bits, gemv):
     for dtype in (torch.bfloat16, torch.float16):
@@ -198,7 +206,7 @@ def test_codes_of_every_shape(shape, bits, gemv):
             check(gemv(x, codes, indices, bias, scales=scales), x, weight, bias)
 
 
-@pytest.mark.parametrize("bits", quantize.CODES)
+@pytest.mark.parametrize("bits", BITS)
 def test_codes_for_every_number_of_rows(bits, gemv):
     for rows in range(1, 17):
         x, codes, indices, scales, weight = layer_of_codes(bits, rows, 33, 576)
@@ -224,12 +232,21 @@ def test_every_code_alone_at_every_place(bits, dtype, gemv):
         assert torch.equal(y[0], expected.to(dtype))
 
 
-@pytest.mark.parametrize("bits", quantize.CODES)
+@pytest.mark.parametrize("bits", BITS)
 def test_codes_with_every_launch_parameter(bits, gemv):
     x, codes, indices, scales, weight = layer_of_codes(bits, 13, 150, 2 * 1024 + 320)
     for rows, warps, splits, tiles in itertools.product((1, 8, 13), (4, 16), (1, 8), GEMV_TILES):
         launch = {"warps": warps, "splits": splits, "tiles": tiles, "dependent": tiles == 2}
         check(gemv(x[:rows], codes, indices, scales=scales, **launch), x[:rows], weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_on_a_grid_are_rounded_as_dequantize_nm_rounds_them(dtype, gemv):
+    """A row of x that is 0 except for a 1 gives a column of the weight."""
+    _, codes, indices, scales, weight = layer_of_codes(GRID, 1, 50, 512, dtype)
+    for columns in torch.arange(512).split(16):
+        x = torch.nn.functional.one_hot(columns, 512).to(dtype)
+        assert torch.equal(gemv(x, codes, indices, scales=scales).double(), weight[:, columns].T)
 
 
 @pytest.mark.parametrize("bits", quantize.CODES)
@@ -243,7 +260,7 @@ def test_the_largest_codes_do_not_overflow(bits, gemv):
     assert torch.equal(gemv(x, codes, indices, scales=scales), torch.full((2, 8), expected).half())
 
 
-@pytest.mark.parametrize("bits", quantize.CODES)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("at_end", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_nothing_beyond_the_codes_is_touched(shape, at_end, bits, gemv):
@@ -254,7 +271,7 @@ def test_nothing_beyond_the_codes_is_touched(shape, at_end, bits, gemv):
         assert survives(lambda: gemv(*inputs, scales=of_codes))  # noqa: B023 it runs at once
 
 
-@pytest.mark.parametrize("bits", quantize.CODES)
+@pytest.mark.parametrize("bits", BITS)
 def test_codes_of_any_alignment(bits, gemv):
     x, codes, indices, scales, weight = layer_of_codes(bits, 2, 24, 512)
     for offset in (1, 4, 8):

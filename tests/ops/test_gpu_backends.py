@@ -113,11 +113,6 @@ def test_it_serves_gpus(device, name):
     assert kernel(name).supports(x, values) == reason
 
 
-def test_gemv_refuses_values_on_a_grid():
-    x, codes, scales = OnGPU(1, 128, BF16), OnGPU(48, 32, torch.uint8), torch.zeros(48, 4, dtype=torch.int32)
-    assert kernel("gemv").supports(x, codes, scales) == "does not support 4-bit values on a grid"
-
-
 @pytest.fixture
 def hopper(monkeypatch):
     """A GPU with everything that the backends need, but no compiled kernel."""

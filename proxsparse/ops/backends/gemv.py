@@ -8,7 +8,7 @@ from torch import Tensor
 
 from proxsparse.ops.backends import cuda
 from proxsparse.ops.registry import register_kernel
-from proxsparse.reference.quantize import CODES, is_grid
+from proxsparse.reference.quantize import CODES
 
 MAX_ROWS = 16
 DTYPES = (torch.bfloat16, torch.float16)
@@ -19,8 +19,6 @@ def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | 
         return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
     if not 1 <= len(x) <= MAX_ROWS:
         return f"supports 1 to {MAX_ROWS} rows, not {len(x)}"
-    if is_grid(values, scales):
-        return "does not support 4-bit values on a grid"
     if x.dtype not in DTYPES or values.dtype not in (x.dtype, *CODES.values()):
         return f"supports bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
     if reason := cuda.missing():

@@ -37,12 +37,13 @@ extern "C" int masked_weight(void* out, const void* weight, const void* pretrain
 }
 
 extern "C" int gemv(const void* x, const void* values, const uint8_t* indices, const void* scales, const void* bias,
-                    void* y, int rows, int out_features, int in_features, int dtype, int bits, int warps, int splits,
+                    void* y, int rows, int out_features, int in_features, int dtype, int codes, int warps, int splits,
                     int tiles, bool dependent, int processors, int generation, int code) {
   emulated::processors = processors, emulated::generation = generation, emulated::code = code;
-  return launch_gemv({x, values, indices, bias, y, rows, out_features, in_features,
-                      static_cast<proxsparse::Dtype>(dtype), warps, splits, tiles, dependent, bits, scales},
-                     nullptr);
+  return launch_gemv(
+      {x, values, indices, bias, y, rows, out_features, in_features, static_cast<proxsparse::Dtype>(dtype), warps,
+       splits, tiles, dependent, static_cast<proxsparse::Codes>(codes), scales},
+      nullptr);
 }
 
 // threads of a thread block, thread blocks, thread blocks of a cluster, programmatic dependence: of the latest launch
