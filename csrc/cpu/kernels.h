@@ -41,12 +41,13 @@ struct RowPanelsCall {
 
 constexpr int kDepth = 320;           // units of x that are multiplied by one group after the other: up to 40 KB
 constexpr int kUnpackedUnits = 8192;  // of each of the 12 output features of a group: 384 KB, for the L2 cache
+constexpr int kChunkUnits = 16;       // units of an output feature that are stored together, 64 bytes
 
 struct SparseGemmCall {
   SparseLinearCall linear, rest;  // all rows, and the rows after the panels
   const uint32_t* x_panels;
   int64_t panels;
-  int64_t units_together, groups_together;  // that are unpacked before they are multiplied: at most kUnpackedUnits
+  int64_t units_together, groups_together;  // unpacked before they are multiplied: whole chunks in kUnpackedUnits
 };
 
 // Each serves the chunks, blocks, rows of the weight, panels of x, or tiles or groups of output features from begin to

@@ -19,7 +19,6 @@ inline namespace PROXSPARSE_ISA {
 
 constexpr int kPanelRows = PROXSPARSE_VECTOR_BYTES / 4;
 constexpr int kGroupFeatures = PROXSPARSE_VECTOR_BYTES == 64 ? 12 : 4;  // a multiple of kTile; 24 or 8 vectors of sums
-constexpr int kChunkUnits = 16;  // units of an output feature that are stored together, 64 bytes
 
 using UnitVec = Vec<uint32_t, kPanelRows>;
 

@@ -90,7 +90,8 @@ void many_rows(const SparseLinearCall& call, Codes codes, Dtype dtype, int64_t x
   const int64_t together = std::min<int64_t>(units, call.rows < kRowsForParts ? kUnpackedUnits : kPart);
   SparseGemmCall gemm{call, rows_from(call, panels * panel_rows, x_size, y_size), x_panels.memory, panels};
   gemm.units_together = together;
-  gemm.groups_together = std::min<int64_t>(kUnpackedUnits / together, kUnpackedUnits / kPart);
+  const int64_t unpacked = (together + kChunkUnits - 1) / kChunkUnits * kChunkUnits;
+  gemm.groups_together = std::min<int64_t>(kUnpackedUnits / unpacked, kUnpackedUnits / kPart);
   parallel_features(call, group_features, [&](int64_t begin, int64_t end) {
     const int64_t groups = units > together ? end - begin : gemm.groups_together;
     const int64_t scratch_units = group_features * (kUnpackedUnits + groups * panels * panel_rows);

@@ -43,7 +43,8 @@ def test_few_and_many_rows_of_any_strides(dtype, compiled):
 
 
 @pytest.mark.parametrize(
-    ("out_features", "in_features", "rows"), [(53, 4612, 43), (53, 4612, 170), (13, 4108, 1090), (5, 65536, 70)]
+    ("out_features", "in_features", "rows"),
+    [(53, 4612, 43), (53, 4612, 170), (13, 4108, 1090), (5, 65536, 70), (53, 2728, 64), (53, 5444, 64), (53, 5460, 64)],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_long_rows_and_of_a_large_x(dtype, out_features, in_features, rows, compiled):
