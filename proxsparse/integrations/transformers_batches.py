@@ -26,7 +26,7 @@ class Batches(CBGenerateManager):
         pages = math.ceil(cache_tokens / PAGE_TOKENS)
         super().__init__(
             ContinuousBatchingConfig(
-                page_size=PAGE_TOKENS,
+                PAGE_TOKENS,  # page_size, called block_size in transformers 5.17
                 num_blocks=pages,
                 max_batch_tokens=BATCH_TOKENS,
                 max_requests_per_batch=REQUESTS,

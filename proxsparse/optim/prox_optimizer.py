@@ -193,5 +193,6 @@ class ProxOptimizer(Optimizer):
     def _base_step(self, closure: Callable[[], float] | None) -> float | None:
         """The step of the base without the hooks that torch adds: they run around our step, after the prox."""
         step = type(self.base_optimizer).step
-        self.base_optimizer._opt_called = True  # read by schedulers that were created on the base before wrapping
+        if not torch.compiler.is_compiling():  # Dynamo of torch 2.11 cannot set it
+            self.base_optimizer._opt_called = True  # read by schedulers that were created on the base before wrapping
         return (step.__wrapped__ if getattr(step, "hooked", False) else step)(self.base_optimizer, closure)
