@@ -4,22 +4,24 @@ The result is a Hugging Face checkpoint: `from_pretrained` loads it wherever pro
 """
 
 import argparse
+import functools
 import json
 import re
 import sys
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import load_texts, read_limit
-from proxsparse.errors import InputError, run_command
+from proxsparse.errors import InputError, require, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.inference.linear import BITS
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
-from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, weight_files
+from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, read_tensor, weight_files
 from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.checks import fit_window
@@ -75,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         output_folder.publish(folder)
     linears = convert.names_of_modules(model, nn.Linear)
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
-    if options.bits == 4:
+    if on_grid:
         print(f"{on_grid} of these layers already had values of 4 bits and are stored without loss")
     print(change("these layers", disk.layer_bytes(layers, found), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
@@ -90,20 +92,28 @@ Work = tuple[list[str], convert.Stream, int]  # the packed layers; the tensors o
 
 def packing(options, config: dict, found: dict, model: nn.Module) -> Work:
     """Packs a dense checkpoint; `config` becomes that of the result."""
-    layers = convert.layers_to_pack(found, model, options.include, options.exclude)
+    layers = convert.layers_to_pack(found, model, options.include, options.exclude, options.bits)
     config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
-    rounded = calibrated(options, layers) if options.calibrate else {}
+    rounded = calibrated(options, found, layers) if options.calibrate else {}
     return layers, convert.pack_tensors(found, layers, options.bits, rounded), len(found) + more * len(layers)
 
 
-def calibrated(options, names: list[str]) -> dict:
-    """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate."""
-    model, tokenizer = load_model(options.model)
-    seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
+def calibrated(options, found: dict, names: list[str]) -> dict:
+    """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate.
+
+    The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
+    """
     texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
-    batches = calibration_batches(texts, tokenizer, options.num_samples or NUM_SAMPLES, seq_len)
-    return quantize_layers_(model, {name: model.get_submodule(name) for name in names}, batches, options.bits)
+    dtypes = [read_tensor(found, f"{name}.weight").dtype for name in names]
+    model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes))
+    seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
+    count = NUM_SAMPLES if options.num_samples is None else options.num_samples
+    batches = calibration_batches(texts, tokenizer, count, seq_len)
+    rounded = quantize_layers_(model, {name: model.get_submodule(name) for name in names}, batches, options.bits)
+    if others := [name for name in names if name not in rounded]:
+        print(f"not in a decoder block, so rounded to nearest: {', '.join(others)}")
+    return rounded
 
 
 def converting(options, config: dict, found: dict, model: nn.Module) -> Work:
@@ -144,7 +154,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
-    add("model", metavar="MODEL_DIR", help="output folder of `proxsparse train` or `proxsparse prune`")
+    add("model", metavar="MODEL_DIR", help="2:4 checkpoint, such as the --output_dir of train, prune or finetune")
     add("--output_dir", required=True, metavar="DIR", help="the folder to write")
     add("--unpack", action="store_true", help="make a dense checkpoint from a packed one")
     add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be 2:4")
@@ -167,10 +177,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         raise InputError(f"--unpack: unpacks every packed layer; leave out {flags}")
     if options.calibrate and options.bits == 16:
         raise InputError(f"--calibrate {options.calibrate}: only rounding uses text; add --bits 8 or --bits 4")
-    if not options.calibrate and (options.num_samples or options.seq_len):
+    if not options.calibrate and (options.num_samples, options.seq_len) != (None, None):
         raise InputError(
             "--num_samples and --seq_len are for the text of --calibrate; add --calibrate, or leave them out"
         )
+    if options.num_samples is not None:
+        require("num_samples", options.num_samples, options.num_samples >= 1, "at least 1")
     return options
 
 
@@ -178,7 +190,7 @@ def flags_of_packing(options) -> str:
     """The given flags that only packing a dense checkpoint uses, for messages."""
     given = {"include": options.include, "exclude": options.exclude, "calibrate": options.calibrate}
     given |= {"bits": options.bits != 16, "num_samples": options.num_samples, "seq_len": options.seq_len}
-    return ", ".join(f"--{name}" for name, value in given.items() if value)
+    return ", ".join(f"--{name}" for name, value in given.items() if value not in (None, False))
 
 
 def parse_size(text: str) -> int:

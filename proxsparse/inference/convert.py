@@ -24,6 +24,7 @@ from proxsparse.ops import dequantize_nm, encode_nm, pack_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.patterns import FLOAT_DTYPES
+from proxsparse.reference.quantize import CODES, check_values
 from proxsparse.runtime.progress import phase
 
 Stream = Iterator[tuple[str, Tensor]]  # (name, tensor) of a checkpoint, one at a time
@@ -55,13 +56,13 @@ def sparsify_(
             4 bits need no rounding.
     Raises:
         ValueError: no layer is 2:4; at least half of the blocks of a layer, but not all, are 2:4; a layer matches
-            `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose; the bits are
-            unknown. The message names the layer.
+            `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose; a weight has
+            no code, see `quantize_nm`; the bits are unknown. The message names the layer.
     """
     check_bits(bits)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
-    for names in packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude):
+    for names in packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude, bits):
         packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend, bits)
         for name in names:
             model.set_submodule(name, packed)
@@ -153,19 +154,23 @@ def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
 
 
 def layers_to_pack(
-    found: dict[str, Header], model: nn.Module, include: list[str] | None = None, exclude: list[str] | None = None
+    found: dict[str, Header],
+    model: nn.Module,
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+    bits: int = 16,
 ) -> list[str]:
     """The layers of a checkpoint that `sparsify_` would pack.
 
     Args:
         found: the headers of the dense checkpoint.
         model: the model of its config.json, which may be on the meta device.
-        include, exclude: see `sparsify_`.
+        include, exclude, bits: see `sparsify_`.
     Raises:
         ValueError: as `sparsify_`; or a weight does not have the shape, or the files not the names, of the model.
     """
     refuse_other_names(found, model)
-    chosen = packable_layers(model, lambda name: stored_weight(found, model, name), include, exclude)
+    chosen = packable_layers(model, lambda name: stored_weight(found, model, name), include, exclude, bits)
     return [names[0] for names in chosen if len(names) == 1]  # skips modules with two names
 
 
@@ -230,19 +235,22 @@ def packable_layers(
     weight_of: Callable[[str], Tensor | None],
     include: list[str] | None,
     exclude: list[str] | None,
+    bits: int,
 ) -> list[list[str]]:
     """The layers to pack, each as the list of its names; `weight_of` returns a weight. Raises as `sparsify_` does."""
     linears, tied, chosen = names_of_modules(model, nn.Linear), tied_weights(model), []
     with phase(f"looking for {PATTERN} layers", unit="layer") as current:
         for names in current.count(linears):
             name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
-            if is_selected(name, include, exclude) and is_packable(name, weight_of(name), bool(include), is_tied):
+            selected = is_selected(name, include, exclude)
+            if selected and is_packable(name, weight_of(name), bool(include), is_tied, bits):
                 refuse_altered(model, name)
                 chosen.append(names)
         current.result = f"{len(chosen)} found"
     if not chosen:
-        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERN} and selected (include={include}, "
-        reason += f"exclude={exclude}; Conv1D and fused experts stay dense)"
+        flags = ", ".join(f"{name}={value}" for name, value in (("include", include), ("exclude", exclude)) if value)
+        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERN}{flags and f' and selected by {flags}'} "
+        reason += "(Conv1D and fused experts stay dense)"
         packed = names_of_modules(model, SparseLinear)
         remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
         if any(type(module).__name__ == "Conv1D" for module in model.modules()):
@@ -251,13 +259,14 @@ def packable_layers(
     return chosen
 
 
-def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: bool = False) -> bool:
+def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: bool = False, bits: int = 16) -> bool:
     """Whether to pack the layer `name`: its weight is 2:4 and not tied.
 
     Raises:
-        ValueError: at least half of its blocks, but not all, are 2:4; or `include` names it and it cannot be packed.
+        ValueError: at least half of its blocks, but not all, are 2:4; or `include` names it and it cannot be packed; or
+            a weight is NaN, or has no code of 8 or 4 bits.
     """
-    reason, alarming = obstacle(weight, tied)
+    reason, alarming = obstacle(weight, tied, bits)
     if reason is None:
         return True
     if alarming or named:
@@ -265,7 +274,7 @@ def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: boo
     return False
 
 
-def obstacle(weight: Tensor | None, tied: bool) -> tuple[str | None, bool]:
+def obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[str | None, bool]:
     """Why a weight cannot be packed (None if it can), and whether this is an error even if `include` is not given."""
     if tied:
         return "its weight is tied to that of another module, which needs it dense", False
@@ -277,8 +286,15 @@ def obstacle(weight: Tensor | None, tied: bool) -> tuple[str | None, bool]:
         return f"its weight is {weight.dtype} {list(weight.shape)}, which has no blocks of {PATTERN.m}", False
     feasible = PATTERN.feasible_blocks(weight)
     blocks, wrong = feasible.numel(), feasible.numel() - int(feasible.sum())
+    if wrong and not weight.isfinite().all():
+        return "its weight contains NaN or infinity; load it again", True
     if wrong:
         return f"{wrong} of {blocks} blocks are not {PATTERN}; prune it to {PATTERN} first", 2 * wrong <= blocks
+    if bits in CODES:
+        try:
+            check_values(weight, bits)
+        except ValueError as error:
+            return str(error), True
     return None, False
 
 

@@ -219,7 +219,7 @@ class SparseLinear(nn.Module):
                 self.check_bits_of(values, scales)
                 check_packed(values, indices, PATTERN, scales, self.floats.dtype)
             except ValueError as error:
-                errors.append(f"{prefix.removesuffix('.')}: {error}")
+                errors.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
                 return
         super()._load_from_state_dict(state, prefix, *arguments)
 

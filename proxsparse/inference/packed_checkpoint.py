@@ -84,6 +84,8 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     Raises ValueError if it is missing or describes another checkpoint.
     """
     folder = str(path.parent)
+    if not path.parent.is_dir():
+        raise ValueError(f"{folder!r}: no such folder; check the path")
     if not path.is_file():
         raise ValueError(f"{folder!r}: {path.name} is missing; give the folder of a pruned checkpoint")
     config = read_object(path)

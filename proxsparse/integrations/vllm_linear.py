@@ -78,6 +78,11 @@ class PackedLinearMethod(LinearMethodBase):
         def load_and_note(parameter: nn.Parameter, weight: Tensor, part=None, **named_part) -> None:
             if name == "scales" and GRID in (weight.dtype, parameter.dtype):
                 self.put_on_grid_(parameter, weight.dtype)
+            if name == "values" and weight.is_floating_point() != parameter.is_floating_point():
+                raise ValueError(
+                    f"{self.name}: its values are {weight.dtype}, but config.json lists it with {self.bits} bits; "
+                    "download the model again"
+                )
             load(parameter, weight, *(() if part is None else (part,)), **named_part)
             part = next(iter(named_part.values()), part)
             loaded.update(range(self.parts) if part is None else part if isinstance(part, tuple) else (part,))

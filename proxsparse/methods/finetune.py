@@ -83,6 +83,8 @@ def finetune(
     batches, held_out = split(batches, options)
     steps = step_count(len(batches), options)
     if options.distill:
+        if not options.teacher:
+            raise InputError(f"teacher=None: distill={options.distill} needs the dense model; give its name or folder")
         teacher = load_teacher(options.teacher, model, store)
         targets = teacher_targets(teacher, [*batches, *held_out])
         batches, held_out = targets[: len(batches)], targets[len(batches) :]

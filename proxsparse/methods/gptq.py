@@ -73,7 +73,7 @@ def quantize_weight(weight: Tensor, statistics: InputGram, bits: int) -> Codes:
     )
     hessian = statistics.hessian()
     hessian.diagonal()[hessian.diagonal() == 0] = 1  # features that are 0 in every token
-    updated, factor = weight.to(hessian.dtype, copy=True), inverse_factor(hessian, DAMPING)
+    updated, factor = weight.to(hessian.dtype, copy=True), inverse_factor(hessian, DAMPING, "raise --num_samples")
     codes, scale = torch.zeros_like(updated), scales.to(updated.dtype)
     group, smallest = (weight.shape[1], -quantize.LARGEST) if bits == 8 else (2 * quantize.GROUP, -8)
     for start in range(0, weight.shape[1], CHUNK):

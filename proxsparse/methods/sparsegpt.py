@@ -72,7 +72,7 @@ def prune_sparsegpt(
     dead = hessian.diagonal() == 0  # features that are 0 in every token
     updated[:, dead] = 0
     hessian.diagonal()[dead] = 1
-    factor = inverse_factor(hessian, damping)
+    factor = inverse_factor(hessian, damping, "use more calibration samples or increase damping")
     mask = torch.zeros_like(updated, dtype=torch.bool)
     chunk = max(chunk - chunk % pattern.m, pattern.m)  # whole blocks
     for start in range(0, updated.shape[1], chunk):
@@ -82,16 +82,18 @@ def prune_sparsegpt(
     return mask, updated if update_weights else None
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """U, upper triangular with U^T U = (H + damping * mean(diag H) * I)^-1."""
+def inverse_factor(hessian: Tensor, damping: float, remedy: str) -> Tensor:
+    """U, upper triangular with U^T U = (H + damping * mean(diag H) * I)^-1.
+
+    Raises InputError, with the remedy, if this matrix is not positive definite.
+    """
     hessian.diagonal().add_(damping * hessian.diagonal().mean())
     try:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
         return torch.linalg.cholesky(inverse, upper=True)
     except torch.linalg.LinAlgError as error:
         raise InputError(
-            f"the Hessian of the inputs is not positive definite with damping={damping}; "
-            "use more calibration samples or increase damping"
+            f"the Hessian of the inputs is not positive definite with damping={damping}; {remedy}"
         ) from error
 
 

@@ -162,7 +162,7 @@ def check_sparse_linear(
         )
     if bias is not None and tuple(bias.shape) != (out_features,):
         raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
-    if on_grid and x.dtype not in FLOAT_DTYPES:
+    if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"sparse_linear: x is {x.dtype}, which must be floating point; convert it")
     floats = ("values", values) if scales is None else ("scales", None if on_grid else scales)
     for name, tensor in (floats, ("bias", bias)):

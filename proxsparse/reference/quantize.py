@@ -157,7 +157,9 @@ def check_values(values: Tensor, bits: int) -> None:
     if bits not in CODES:
         raise ValueError(f"bits={bits!r}: values can have 8 or 4 bits; 16 keeps them as they are")
     check_dtype(values, "values")
-    if not values.ndim or (bits == 4 and values.shape[-1] % 2):
+    if not values.ndim:
+        raise ValueError("values are a scalar; they must have at least one dimension")
+    if bits == 4 and values.shape[-1] % 2:
         raise ValueError(f"values of shape {list(values.shape)}: 4-bit codes need an even number of values in a row")
     most = torch.finfo(values.dtype).max / 2
     if not (values.abs() <= most).all():

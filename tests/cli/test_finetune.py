@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from proxsparse import NMPattern, evaluate, pack, prune
+from proxsparse.errors import InputError
 from proxsparse.finetune import main
 from proxsparse.io.mask_files import load_masks
 from proxsparse.methods.finetune import finetune
@@ -339,6 +340,9 @@ def test_from_python(pruned):
     layers = prunable_layers(model)
     ids = torch.arange(80).view(4, 20)
     batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in ids]
-    masks = finetune(model, layers, batches, dict.fromkeys(layers, NMPattern(2, 4)), distill=0.0, held_out=1)
+    patterns = dict.fromkeys(layers, NMPattern(2, 4))
+    with pytest.raises(InputError, match=r"teacher=None: distill=0\.67 needs the dense model"):
+        finetune(model, layers, batches, patterns)
+    masks = finetune(model, layers, batches, patterns, distill=0.0, held_out=1)
     for name, layer in layers.items():
         assert not layer.weight[~masks[name]].any()

@@ -217,7 +217,7 @@ def test_a_packed_model_cannot_be_pruned(command, packed_dir, text_file, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["absent"], ["absent", "config.json"]),
+        (["absent"], ["absent", "no such folder"]),
         (["{run}", "--max_shard_size", "0"], ["--max_shard_size 0"]),
         (["{run}", "--max_shard_size", "5 boxes"], ["--max_shard_size 5 boxes", "5GB"]),
         (["{run}", "--output_dir", "{run}"], ["folder of the model"]),
@@ -229,6 +229,8 @@ def test_a_packed_model_cannot_be_pruned(command, packed_dir, text_file, tmp_pat
         (["{run}", "--calibrate", "builtin"], ["--calibrate", "--bits 8 or --bits 4"]),
         (["{run}", "--bits", "4", "--calibrate", "/absent.txt"], ["/absent.txt"]),
         (["{run}", "--bits", "4", "--calibrate", "builtin", "--seq_len", "9999"], ["--seq_len 9999", "context length"]),
+        (["{run}", "--bits", "4", "--calibrate", "builtin", "--num_samples", "0"], ["--num_samples 0: must be"]),
+        (["{run}", "--num_samples", "7"], ["--num_samples", "add --calibrate"]),
         (["{run}", "--include", "("], ["regular expression"]),
         (["{run}", "--exclude", "proj"], ["nothing to pack"]),
         (["{run}", "--include", "lm_head"], ["lm_head", "blocks are not 2:4"]),

@@ -1,5 +1,7 @@
 """Models whose kept weights had 4 bits before (GGUF Q4_0, Q4_1): packed with 4 bits, nothing is lost."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -34,6 +36,20 @@ def test_there_and_back_bit_for_bit(tmp_path, capsys):
     before, after = tensors_of(dense), tensors_of(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)) for name, tensor in before.items())
+
+
+def test_calibration_reads_the_dtype_of_the_files(tmp_path, capsys):
+    """config.json may have another one, to which transformers would round the weights."""
+    dense, packed = packed_copy(tmp_path, dtype=torch.float32, flags=["--bits", "4"], on_grid=True)
+    config = json.loads((dense / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    flags = ["--bits", "4", "--calibrate", "builtin", "--num_samples", "2", "--seq_len", "16"]
+    capsys.readouterr()
+    assert pack([str(dense), *flags, "--output_dir", str(tmp_path / "calibrated")]) == 0
+    assert "\n14 of these layers already had values of 4 bits" in capsys.readouterr().out
+    found, expected = tensors_of(tmp_path / "calibrated"), tensors_of(packed)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
 def test_a_layer_beside_its_grid_is_rounded_alone(tmp_path, capsys):

@@ -99,6 +99,19 @@ def test_an_almost_24_layer_is_refused_and_one_mostly_dense_stays_so_unless_it_i
     assert UP not in packed_names(model)
 
 
+@pytest.mark.parametrize(
+    ("value", "bits", "message"),
+    [(torch.nan, 16, "NaN or infinity"), (torch.inf, 8, "which have no code"), (2e38, 4, "which have no code")],
+)
+def test_a_weight_without_a_code_is_refused_by_name_before_any_layer_is_packed(value, bits, message):
+    model = pruned_model()
+    weight = model.get_submodule(UP).weight.data
+    weight[0] = torch.where(weight[0] != 0, value, 0.0) if bits != 16 else value
+    with pytest.raises(ValueError, match=rf"{UP}: .*{message}"):
+        sparsify_(model, bits=bits)
+    assert packed_names(model) == set()
+
+
 def quantised_model():
     model = pruned_model()
     model.config.quantization_config = {"quant_method": "gptq"}

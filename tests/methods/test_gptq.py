@@ -5,6 +5,7 @@ import torch
 from pruned import move_to_grid_, pruned_linear
 from torch.nn.functional import linear
 
+from proxsparse.errors import InputError
 from proxsparse.methods.gptq import quantize_weight
 from proxsparse.methods.sparsegpt import InputGram
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
@@ -43,6 +44,14 @@ def test_features_without_input_and_unfinished_groups(bits):
     values, indices = pack_nm(layer.weight.detach())
     for tensor, expected in zip(found, (*quantize_nm(values, bits), indices), strict=True):
         assert torch.equal(tensor, expected)
+
+
+def test_the_remedy_for_an_indefinite_hessian_is_a_flag_of_pack():
+    layer = pruned_linear(64, 8)
+    statistics = InputGram(layer)
+    statistics.tokens, statistics.sums = 1, -torch.eye(64)
+    with pytest.raises(InputError, match=r"positive definite .*; raise --num_samples"):
+        quantize_weight(layer.weight.detach(), statistics, 8)
 
 
 def test_weights_that_4_bits_store_without_loss_are_not_rounded():

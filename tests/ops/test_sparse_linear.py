@@ -58,7 +58,7 @@ def packed():
         ("x", lambda x: x[:, :20], r"x of shape \[2, 20\].* in_features=24"),
         ("x", lambda x: x[0, 0], "in_features=24"),
         ("x", lambda x: x.bfloat16(), r"torch.bfloat16, values is torch.float32.* torch.autocast"),
-        ("x", lambda x: x.long(), "torch.int64"),
+        ("x", lambda x: x.long(), "torch.int64, which must be floating point"),
         ("x", lambda x: x.to("meta"), "x is on meta, values is on cpu"),
         ("values", lambda values: values[0], "values of shape .* must be a matrix"),
         ("indices", lambda indices: indices[:, :2], "indices"),

@@ -105,6 +105,10 @@ def set_integers(tensors, layer):
     tensors[f"{layer}.scales"] = tensors[f"{layer}.scales"].int()
 
 
+def set_codes(tensors, layer):
+    tensors[f"{layer}.values"] = tensors[f"{layer}.values"].to(torch.int8)
+
+
 def set_zero(tensors, layer):
     tensors[f"{layer}.indices"].zero_()
 
@@ -117,6 +121,7 @@ def set_zero(tensors, layer):
         (lambda tensors, layer: tensors.pop(f"{layer}.scales"), "8", "scales: 0 of 1 parts are in the files"),
         (lambda tensors, layer: tensors.pop(f"{layer}.indices"), "16", "indices: 0 of 1 parts are in the files"),
         (set_zero, "16", "indices out of order"),
+        (set_codes, "16", "values are torch.int8, but config.json lists it with 16 bits"),
         (set_integers, "8", "scales of 8 bits are torch.int32"),
         (set_dense_weight, "16", "lists this layer as packed, but the files have a dense weight"),
     ],

@@ -19,6 +19,8 @@ def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | 
         return f"supports only CUDA GPUs, but x is on {x.device} and the weight on {values.device}"
     if not 1 <= len(x) <= MAX_ROWS:
         return f"supports 1 to {MAX_ROWS} rows, not {len(x)}"
+    if not x.shape[1]:
+        return "needs at least 4 input features"
     if x.dtype not in DTYPES or values.dtype not in (x.dtype, *CODES.values()):
         return f"supports bfloat16 and float16, not x of {x.dtype} with a weight of {values.dtype}"
     if reason := cuda.missing():
