@@ -7,7 +7,7 @@ from proxsparse.ops import dequantize_nm, encode_nm, pack_nm, sparse_linear, unp
 from proxsparse.ops.registry import AUTO, get_kernel
 from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear
 from proxsparse.reference.pack import check_packed
-from proxsparse.reference.quantize import CODES, GRID, is_grid, shape_of_scales
+from proxsparse.reference.quantize import CODES, GRID, is_grid, shape_of_scales, width_of_values
 
 BITS = (16, *CODES)  # 16: the dtype of the layer, whatever its size
 MANY_ROWS = 64  # a typical number of rows for backends with `prepare`
@@ -71,8 +71,8 @@ class SparseLinear(nn.Module):
             get_kernel("sparse_linear", backend)
         self.in_features, self.out_features, self.backend, self.bits = in_features, out_features, backend, bits
         self.grid = grid
-        k = in_features // (4 if bits == 4 else 2)
-        self.values = frozen(torch.empty(out_features, k, device=device, dtype=CODES.get(bits, dtype)))
+        width = width_of_values(in_features, bits)
+        self.values = frozen(torch.empty(out_features, width, device=device, dtype=CODES.get(bits, dtype)))
         shape = shape_of_scales(self.values, grid) if bits in CODES else None
         self.scales = frozen(torch.empty(shape, device=device, dtype=GRID if grid else dtype)) if shape else None
         indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
@@ -105,9 +105,9 @@ class SparseLinear(nn.Module):
         return layer.train(self.training)
 
     @property
-    def floats(self) -> Tensor:
-        """The tensor that has the dtype of the layer: `values`, `scales` if these are codes, `weight` on a grid."""
-        return self.weight if self.grid else self.values if self.scales is None else self.scales
+    def dtype(self) -> torch.dtype:
+        """That of x: of `values`, of `scales` if these are codes, of `weight` on a grid."""
+        return (self.weight if self.grid else self.values if self.scales is None else self.scales).dtype
 
     @property
     def of_codes(self) -> tuple[Tensor, ...]:
@@ -125,10 +125,10 @@ class SparseLinear(nn.Module):
                 f"sparse_linear: x is {x.dtype}, the layer is {self.weight.dtype}; convert one of them, or use "
                 "torch.autocast"
             )
-        prepared = self.own_form(x, values)
+        prepared = self.prepared_weight(x, values)
         return sparse_linear(x, values, self.indices, bias, prepared, self.backend, scales)
 
-    def own_form(self, x: Tensor, values: Tensor) -> Tensor | None:
+    def prepared_weight(self, x: Tensor, values: Tensor) -> Tensor | None:
         """The weight in the format of the backend; None if it has none, converts it in the call, or refuses the call.
 
         Converted once for each dtype of `values`. A weight converted in a capture is not kept, because its memory
@@ -180,7 +180,7 @@ class SparseLinear(nn.Module):
     def dense_weight(self) -> Tensor:
         """The unpacked weight, [out_features, in_features], in the dtype of the layer."""
         values, scales = self.values, self.scales
-        values = values if scales is None else dequantize_nm(values, scales, self.floats.dtype)
+        values = values if scales is None else dequantize_nm(values, scales, self.dtype)
         return unpack_nm(values, self.indices, PATTERN)
 
     def extra_repr(self) -> str:
@@ -217,7 +217,7 @@ class SparseLinear(nn.Module):
         if given and not indices.is_meta and not values.is_meta:
             try:
                 self.check_bits_of(values, scales)
-                check_packed(values, indices, PATTERN, scales, self.floats.dtype)
+                check_packed(values, indices, PATTERN, scales, self.dtype)
             except ValueError as error:
                 errors.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
                 return

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from proxsparse.io.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
 from proxsparse.ops.sparse_linear import PATTERN
-from proxsparse.reference.quantize import CODES, GRID_GROUP, GROUP
+from proxsparse.reference.quantize import CODES, scales_of_row, width_of_values
 
 QUANT_METHOD = "proxsparse"
 FORMAT_VERSION = 3
@@ -37,7 +37,7 @@ The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrai
 EXACT = """, bit for bit
 (except that a -0.0 may become +0.0; with 16 bits only in a pruned place, where checkpoints of proxsparse have none)"""
 DTYPES = {16: SAFETENSORS_FLOATS, 8: ("I8",), 4: ("U8",)}  # of the values, by bits
-GRID = "I32"  # dtype of the scales of a grid
+GRID_DTYPE = "I32"  # of the scales of a grid
 ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
 
 
@@ -148,13 +148,13 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: in
     """Raises ValueError unless the files contain the tensors of a packed layer with the expected shapes and dtypes."""
     in_features, out_features = linear.in_features, linear.out_features
     needed = {
-        f"{name}.values": ((out_features, in_features // (4 if bits == 4 else 2)), DTYPES[bits]),
+        f"{name}.values": ((out_features, width_of_values(in_features, bits)), DTYPES[bits]),
         f"{name}.indices": ((out_features, -(-in_features // 8)), ("U8",)),
     }
     if bits != 16:
         on_grid = bits == 4 and is_on_grid(found, name)
-        groups = 1 if bits == 8 else -(-in_features // (2 * (GRID_GROUP if on_grid else GROUP)))
-        needed[f"{name}.scales"] = ((out_features, groups), (GRID,) if on_grid else SAFETENSORS_FLOATS)
+        scales = out_features, scales_of_row(in_features, bits, on_grid)
+        needed[f"{name}.scales"] = (scales, (GRID_DTYPE,) if on_grid else SAFETENSORS_FLOATS)
         if on_grid:
             needed[f"{name}.weight"] = ((0,), SAFETENSORS_FLOATS)
     if linear.bias is not None:
@@ -175,7 +175,7 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: in
 def is_on_grid(found: dict[str, Header], layer: str) -> bool:
     """Whether the 4-bit values of a packed layer are on a grid."""
     header = found.get(f"{layer}.scales")
-    return header is not None and header.dtype == GRID
+    return header is not None and header.dtype == GRID_DTYPE
 
 
 def layer_bytes(layers: list[str], found: dict[str, Header]) -> int:

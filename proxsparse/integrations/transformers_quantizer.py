@@ -91,6 +91,6 @@ class PackedQuantizer(HfQuantizer):
 def refuse_damaged(model: nn.Module, name: str, layer: SparseLinear) -> None:
     """Raises ValueError, with the name of the layer, for invalid indices."""
     try:
-        check_packed(layer.values, layer.indices, scales=layer.scales, dtype=layer.floats.dtype)
+        check_packed(layer.values, layer.indices, scales=layer.scales, dtype=layer.dtype)
     except ValueError as error:
         raise ValueError(f"{model.name_or_path}: packed layer {name}: {error}; download the model again") from error

@@ -14,7 +14,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScalePa
 
 from proxsparse.ops import sparse_linear
 from proxsparse.reference.pack import check_packed
-from proxsparse.reference.quantize import CODES, GRID, GROUP, shape_of_scales
+from proxsparse.reference.quantize import CODES, GRID, GROUP, shape_of_scales, width_of_values
 
 COLUMNS = {16: 8, 8: 8, 4: 2 * GROUP}  # columns of the weight in one byte of indices, or with one scale
 
@@ -56,8 +56,8 @@ class PackedLinearMethod(LinearMethodBase):
                 f"{COLUMNS[self.bits]}; use a smaller --tensor-parallel-size"
             )
         self.parts = len(output_partition_sizes)
-        dtype, k = CODES.get(self.bits, params_dtype), columns // (4 if self.bits == 4 else 2)
-        values = torch.empty(rows, k, dtype=dtype)
+        width = width_of_values(columns, self.bits)
+        values = torch.empty(rows, width, dtype=CODES.get(self.bits, params_dtype))
         tensors = {"values": values, "indices": torch.empty(rows, -(-columns // 8), dtype=torch.uint8)}
         if self.bits in CODES:
             tensors["scales"] = torch.empty(shape_of_scales(values), dtype=params_dtype)

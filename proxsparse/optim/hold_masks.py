@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 from proxsparse.ops import nm_mask
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.reference.quantize import INTEGERS
 from proxsparse.runtime.sharding import local
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a weight -> integers of that size
 REMEDY = "flat parameters, as in DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard"
 
 
@@ -130,7 +130,7 @@ def clear_(tensor: Tensor, kept: Tensor) -> None:
     tensor = local(tensor)
     if kept.device != tensor.device:  # the model was moved
         kept.data = kept.to(tensor.device)
-    tensor.view(BITS[tensor.element_size()]).mul_(kept)  # exact, also for NaN; four times as fast as masked_fill_
+    tensor.view(INTEGERS[tensor.element_size()]).mul_(kept)  # exact, also for NaN; four times as fast as masked_fill_
 
 
 def find_mask(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None:

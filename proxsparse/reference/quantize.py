@@ -140,6 +140,16 @@ def columns(values: Tensor) -> int:
     return values.shape[-1] * (4 if values.dtype == CODES[4] else 2)
 
 
+def width_of_values(in_features: int, bits: int) -> int:
+    """The inverse of `columns`: the values in a row of a packed 2:4 weight with 16 bits, or the bytes of its codes."""
+    return in_features // (4 if bits == 4 else 2)
+
+
+def scales_of_row(in_features: int, bits: int, grid: bool = False) -> int:
+    """The number of scales in a row of a packed 2:4 weight with codes of 8 or 4 bits."""
+    return 1 if bits == 8 else -(-in_features // (2 * (GRID_GROUP if grid else GROUP)))
+
+
 def is_grid(codes: Tensor, scales: Tensor | None) -> bool:
     """Whether the 4-bit values are on a grid, not symmetric."""
     return scales is not None and scales.dtype == GRID and codes.dtype == CODES[4]
@@ -147,9 +157,7 @@ def is_grid(codes: Tensor, scales: Tensor | None) -> bool:
 
 def shape_of_scales(codes: Tensor, grid: bool = False) -> tuple[int, ...]:
     """The shape of the scales that belong to these codes, which are symmetric or on a grid."""
-    if bits_of(codes) == 8:
-        return (*codes.shape[:-1], 1)
-    return (*codes.shape[:-1], -(-2 * codes.shape[-1] // (GRID_GROUP if grid else GROUP)))
+    return (*codes.shape[:-1], scales_of_row(columns(codes), bits_of(codes), grid))
 
 
 def check_values(values: Tensor, bits: int) -> None:
@@ -158,7 +166,7 @@ def check_values(values: Tensor, bits: int) -> None:
         raise ValueError(f"bits={bits!r}: values can have 8 or 4 bits; 16 keeps them as they are")
     check_dtype(values, "values")
     if not values.ndim:
-        raise ValueError("values are a scalar; they must have at least one dimension")
+        raise ValueError("values of shape []: they must have at least one dimension")
     if bits == 4 and values.shape[-1] % 2:
         raise ValueError(f"values of shape {list(values.shape)}: 4-bit codes need an even number of values in a row")
     most = torch.finfo(values.dtype).max / 2

@@ -253,9 +253,7 @@ def load_packed(path: Path) -> None:
         raise ValueError from error
     for layer in model.modules():
         if isinstance(layer, proxsparse.SparseLinear):
-            proxsparse.reference.pack.check_packed(
-                layer.values, layer.indices, scales=layer.scales, dtype=layer.floats.dtype
-            )
+            proxsparse.reference.pack.check_packed(layer.values, layer.indices, scales=layer.scales, dtype=layer.dtype)
 
 
 def load_dense(path: Path) -> None:

@@ -57,7 +57,7 @@ def test_casts_compiles_exports_and_gives_gradients(bits):
     codes = layer.values.clone()
     for dtype in (torch.half, torch.double, torch.bfloat16, torch.float):
         layer.to(dtype)
-        assert layer.floats.dtype == layer.weight.dtype == layer.bias.dtype == dtype
+        assert layer.dtype == layer.weight.dtype == layer.bias.dtype == dtype
         assert torch.equal(layer.values, codes)
     torch._dynamo.reset()  # the recompilations of other tests count against its limit
     (gradient,) = torch.autograd.grad(layer(x).sum(), x)
@@ -128,7 +128,7 @@ def test_a_model_in_memory_and_its_folder(bits, tmp_path):
         assert 0 < difference.norm() < 0.12 * expected.get_submodule(LAYER).weight.norm()
         assert f"rounded to {bits} bits" in note
     layer = load(packed, dtype=torch.bfloat16).get_submodule(LAYER)
-    assert layer.floats.dtype == layer.dense_weight().dtype == torch.bfloat16
+    assert layer.dtype == layer.dense_weight().dtype == torch.bfloat16
 
 
 @torch.no_grad()
