@@ -7,8 +7,16 @@ from operator import itemgetter
 from pathlib import Path
 
 BLUE, ORANGE, GRAY, GRID = "#1b5e8c", "#d9822b", "#5f6670", "#dfe3e6"
-FORMS = {"dense": "silver", "dense+merged": "tab:gray", "sparse": "tab:blue", "sparse+merged": "tab:green"}
-FORMS |= {"sparse8": "tab:orange", "sparse4": "tab:red", "sparse8+merged": "gold", "sparse4+merged": "tab:pink"}
+FORMS = {  # form of a model -> its name and color
+    "dense": ("dense", "silver"),
+    "dense+merged": ("dense, merged", "tab:gray"),
+    "sparse": ("2:4", "tab:blue"),
+    "sparse+merged": ("2:4, merged", "tab:green"),
+    "sparse8": ("2:4, 8 bits", "tab:orange"),
+    "sparse4": ("2:4, 4 bits", "tab:red"),
+    "sparse8+merged": ("2:4, 8 bits, merged", "gold"),
+    "sparse4+merged": ("2:4, 4 bits, merged", "tab:pink"),
+}
 MAPS = ("Blues", "Oranges", "Greens", "Purples")
 OUTSIDE = {"frameon": False, "fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1, 1)}
 FAR = 3  # times the largest perplexity of a run: what is larger is not drawn
@@ -140,7 +148,10 @@ def linear_speed(rows: list[dict]):
 
 
 def generate_speed(rows: list[dict]):
-    """A panel for each model and dtype, a bar for each form in each batch and mode; sparse bars show the speedup."""
+    """A panel for each model and dtype, a bar for each form in each batch and mode.
+
+    Sparse bars show the speed relative to the fastest dense form in the same mode.
+    """
     if not rows:
         return None
     cases = distinct(rows, "model", "dtype", "layers")
@@ -153,13 +164,15 @@ def generate_speed(rows: list[dict]):
         }
         groups = list(dict.fromkeys((batch, mode) for batch, mode, _ in here))
         series, labels = {}, {}
-        for form in (form for form in FORMS if any(row["form"] == form for row in rows)):
+        for form, (name, _) in FORMS.items():
+            if not any(row["form"] == form for row in rows):
+                continue
             bars = [here.get((*group, form), {}) for group in groups]
-            series[form] = [row.get("decode_tokens_per_s", math.nan) for row in bars]
-            ratios = [row.get("decode_times_dense") if form.startswith("sparse") else None for row in bars]
-            labels[form] = ["" if ratio is None else f"{ratio:.1f}x" for ratio in ratios]
+            series[name] = [row.get("decode_tokens_per_s", math.nan) for row in bars]
+            ratios = [row.get("decode_times_dense_of_mode") if form.startswith("sparse") else None for row in bars]
+            labels[name] = ["" if ratio is None else f"{ratio:.1f}x" for ratio in ratios]
         names = [f"{mode}\nbatch {batch}" for batch, mode in groups]
-        grouped_bars(axes, names, series, labels, [FORMS[form] for form in series])
+        grouped_bars(axes, names, series, labels, [color for name, color in FORMS.values() if name in series])
         axes.set_title(f"{case[0]}, {case[2]} blocks, {case[1]}", fontsize=9)
     grid[0].set_ylabel("decode tokens/s")
     grid[-1].legend(**OUTSIDE)
@@ -197,6 +210,8 @@ def bits_quality(rows: list[dict]):
     for (bits, size), value in top.items():
         axes.annotate(f"{bits} bits", (size, value), xytext=(4, 5), textcoords="offset points", fontsize=7)
     axes.set(yscale=scale_of([row["perplexity"] for row in rows]))
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("bits a weight, with scales and places")
     axes.set_ylabel("perplexity")
     axes.legend(frameon=False, fontsize=8)
@@ -242,7 +257,7 @@ def perplexities(rows: list[dict], title: str):
     annotate(axes, values)
     if "finetuned" in rows[0]:
         tuned = [row["finetuned"] for row in rows]
-        axes.plot(range(len(rows)), tuned, color=ORANGE, linewidth=2, marker="o", label="then fine-tuned")
+        axes.plot(range(len(rows)), tuned, color=ORANGE, linewidth=2, marker="o", label="then fine-tuned: updated weights")
         annotate(axes, tuned, above=False)
     most = FAR * max((value for value in values if math.isfinite(value)), default=math.inf)
     lines = {"dense": rows[0]["perplexity"]["dense"], "magnitude mask": rows[0]["perplexity"]["magnitude"]}
