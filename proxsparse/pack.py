@@ -34,8 +34,7 @@ DESCRIPTION = """\
 Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16, without any change of the weights;
 or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights, except that --bits 4 keeps those of a layer that come
 from GGUF's Q4_0 or Q4_1, in 1/4 of the bytes. Other tensors stay as they are.
-AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed. A
-packed checkpoint of the old format, which other programs opened with random weights, is converted."""
+AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed."""
 NUM_SAMPLES, SEQ_LEN = 128, 512  # of --calibrate; the latter as in `proxsparse train`
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
@@ -56,8 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of the model; choose another folder")
-    plan = UNPACK if options.unpack else CONVERT if "quantization_config" in config else PACK
-    work, verb, done = plan
+    work, verb, done = UNPACK if options.unpack else PACK
     before, overwrite = file_bytes(source), options.overwrite_output_dir
     inputs = {"model": options.model}
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
@@ -116,16 +114,6 @@ def calibrated(options, found: dict, names: list[str]) -> dict:
     return rounded
 
 
-def converting(options, config: dict, found: dict, model: nn.Module) -> Work:
-    """The same for a packed checkpoint of the old format."""
-    if flags := flags_of_packing(options):
-        raise InputError(f"{options.model!r} is packed already; leave out {flags} to convert it")
-    entry = disk.description(dict.fromkeys(config["quantization_config"]["layers"], 16))
-    config |= {"quantization_config": entry, WEIGHTS_NAME: INSTALL}
-    layers = list(convert.packed_layers(found, model, entry))
-    return layers, convert.convert_tensors(found, layers), len(found) + len(layers)
-
-
 def unpacking(_options, config: dict, found: dict, model: nn.Module) -> Work:
     """The same for --unpack."""
     config.pop(WEIGHTS_NAME, None)
@@ -138,9 +126,8 @@ def unpacking(_options, config: dict, found: dict, model: nn.Module) -> Work:
     )
 
 
-# Function and its names for messages.
+# Function, and its names for messages.
 PACK = packing, "packing", "packed"
-CONVERT = converting, "converting", "converted"
 UNPACK = unpacking, "unpacking", "unpacked"
 
 

@@ -257,7 +257,7 @@ def perplexities(rows: list[dict], title: str):
     annotate(axes, values)
     if "finetuned" in rows[0]:
         tuned = [row["finetuned"] for row in rows]
-        axes.plot(range(len(rows)), tuned, color=ORANGE, linewidth=2, marker="o", label="then fine-tuned: updated weights")
+        axes.plot(range(len(rows)), tuned, color=ORANGE, linewidth=2, marker="o", label="fine-tuned: updated weights")
         annotate(axes, tuned, above=False)
     most = FAR * max((value for value in values if math.isfinite(value)), default=math.inf)
     lines = {"dense": rows[0]["perplexity"]["dense"], "magnitude mask": rows[0]["perplexity"]["magnitude"]}

@@ -117,16 +117,6 @@ def pack_tensors(
         yield name, empty_weight(tensor)
 
 
-def convert_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
-    """Yields the tensors of a packed checkpoint of the format UNGUARDED in the current format."""
-    packed = set(layers)
-    for name in found:
-        yield name, (tensor := read_tensor(found, name))
-        layer, _, part = name.rpartition(".")
-        if part == "values" and layer in packed:
-            yield f"{layer}.weight", empty_weight(tensor)
-
-
 def finite(found: dict[str, Header], name: str) -> Tensor:
     """Reads a tensor. Raises ValueError if it contains NaN or infinity."""
     tensor = read_tensor(found, name)

@@ -25,7 +25,6 @@ from proxsparse.reference.quantize import CODES, scales_of_row, width_of_values
 QUANT_METHOD = "proxsparse"
 FORMAT_VERSION = 3
 ALL_16_BITS = 2  # what is written if all layers have 16 bits, without an entry `bits`
-UNGUARDED = 1  # a version without empty weights, which `proxsparse pack` converts
 PARTS = ("values", "indices", "scales")
 NOTE = """
 <!-- proxsparse.pack -->
@@ -48,18 +47,16 @@ def description(layers: dict[str, int]) -> dict:
     return entries | ({"format_version": FORMAT_VERSION, "bits": bits} if bits else {"format_version": ALL_16_BITS})
 
 
-def check_description(config: dict, expected: tuple[int, ...] = (FORMAT_VERSION, ALL_16_BITS)) -> None:
+def check_description(config: dict) -> None:
     """Raises ValueError for a quantization_config that does not describe a packed checkpoint of this format version."""
     method = config.get("quant_method") if isinstance(config, dict) else config
     if not isinstance(config, dict) or method != QUANT_METHOD:
         raise ValueError(f"quantization_config has quant_method {method!r}: not a packed checkpoint of proxsparse")
     version, pattern, layers = (config.get(key) for key in ("format_version", "pattern", "layers"))
-    if version not in expected:
-        convert = "convert it with proxsparse pack FOLDER --output_dir NEW"
-        remedy = convert if version == UNGUARDED else "update proxsparse, or pack the dense checkpoint again"
+    if version not in (FORMAT_VERSION, ALL_16_BITS):
         raise ValueError(
             f"packed checkpoint has format version {version!r}, but this proxsparse reads {ALL_16_BITS} and "
-            f"{FORMAT_VERSION}; {remedy}"
+            f"{FORMAT_VERSION}; update proxsparse, or pack the dense checkpoint again"
         )
     if pattern != str(PATTERN):
         raise ValueError(
@@ -79,10 +76,7 @@ def check_description(config: dict, expected: tuple[int, ...] = (FORMAT_VERSION,
 
 
 def read_packed_config(path: Path, packed: bool) -> dict:
-    """Reads the config.json of a checkpoint that is packed, or can be: it is dense or has the format UNGUARDED.
-
-    Raises ValueError if it is missing or describes another checkpoint.
-    """
+    """Reads the config.json of a packed or a dense checkpoint. Raises ValueError if it is missing or of another one."""
     folder = str(path.parent)
     if not path.parent.is_dir():
         raise ValueError(f"{folder!r}: no such folder; check the path")
@@ -92,13 +86,10 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     entry = config.get("quantization_config")
     if packed and entry is None:
         raise ValueError(f"{folder!r} is not packed; give a packed checkpoint")
-    says = entry if isinstance(entry, dict) else {"quant_method": entry}
-    method, is_old = says.get("quant_method"), says.get("format_version") == UNGUARDED
     if packed:
         check_description(entry)
-    elif method == QUANT_METHOD and is_old:
-        check_description(entry, (UNGUARDED,))
     elif entry is not None:
+        method = entry.get("quant_method") if isinstance(entry, dict) else entry
         raise ValueError(f"{folder!r} is not dense (quant_method {method}); give the dense pruned checkpoint")
     return config
 

@@ -214,7 +214,7 @@ def change(name, function):
     ("part", "change", "words"),
     [
         ("config", set_entry("format_version", 4), ["format version 4", "update proxsparse"]),
-        ("config", set_entry("format_version", 1), ["format version 1", "convert it with proxsparse pack"]),
+        ("config", set_entry("format_version", 1), ["format version 1", "pack the dense checkpoint again"]),
         ("config", lambda config: config.pop("format_version"), ["format version None"]),
         ("config", set_entry("pattern", "1:4"), ["'1:4'", "2:4"]),
         ("config", set_entry("bits", {LAYER: 8}), ["F32", "needs I8"]),
@@ -249,31 +249,6 @@ def test_packing_while_loading_is_refused(folders):
     entry = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
     with pytest.raises(ValueError, match="pre-quantized"):
         load(folders[0], quantization_config=transformers_quantizer.PackedConfig(**entry))
-
-
-@pytest.fixture
-def old(damaged):
-    """A packed folder as proxsparse wrote it before it guarded against random weights."""
-
-    def as_before(tensors):
-        for name in [name for name in tensors if name.endswith("proj.weight")]:
-            del tensors[name]
-
-    folder = damaged(set_entry("format_version", 1), as_before)
-    config = json.loads((folder / "config.json").read_text())
-    del config["transformers_weights"]
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_an_old_folder_is_converted(old, folders, tmp_path, capsys):
-    refused(old, "format version 1", "convert it with proxsparse pack")
-    assert pack([str(old), "--output_dir", str(tmp_path / "new")]) == 0
-    assert "converted 14 of 15 nn.Linear layers" in capsys.readouterr().out
-    assert_same_files(tmp_path / "new", folders[1])
-    assert "transformers_weights" in json.loads((tmp_path / "new" / "config.json").read_text())
-    with pytest.raises(ValueError, match="is packed already; leave out --include"):
-        pack([str(old), "--include", "mlp", "--output_dir", str(tmp_path / "other")])
 
 
 def test_the_format_of_the_files(folders):

@@ -160,7 +160,7 @@ def test_another_format_version_is_refused(tmp_path, start):
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["format_version"] = 1
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="convert it with proxsparse pack"):
+    with pytest.raises(ValueError, match="pack the dense checkpoint again"):
         start(packed)
 
 
