@@ -61,7 +61,13 @@ def quantize_weight(weight: Tensor, statistics: InputGram, bits: int) -> Codes:
 
     Args:
         weight: [out_features, in_features], 2:4.
+        statistics: of the layer's inputs.
         bits: 8 or 4.
+    Returns:
+        codes [out_features, in_features / 2] of 8 bits or half as many bytes of 4 bits, their scales, the indices.
+    Raises:
+        InputError: the Hessian is not positive definite.
+        ValueError: the weight is not 2:4, or a weight has no code, see `quantize_nm`.
     """
     values, indices = pack_nm(weight)
     codes, scales = encode_nm(values, bits)

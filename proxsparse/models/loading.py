@@ -29,7 +29,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     safetensors and GGUF files are read, never pickles; code in a model's repository is not executed.
 
     Args:
-        dtype: of the weights; "auto": that of the files.
+        dtype: of the weights; "auto": that of config.json, or of the files if it names none.
     Raises:
         InputError: no such model, or files that cannot be read; the message names the model.
     """

@@ -62,7 +62,8 @@ def quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         codes int8 [..., k] and scales [..., 1]; or codes uint8 [..., k / 2] and scales [..., ceil(k / 32)]. Scales have
         the dtype of the values.
     Raises:
-        ValueError: other bits, a dtype that is not floating point, an odd k with 4 bits, or a value is not finite.
+        ValueError: other bits, a dtype that is not floating point, an odd k with 4 bits, or a value that is not finite
+            or above half of the largest number of its dtype.
     """
     quantize.check_values(values, bits)
     return torch.ops.proxsparse.quantize_nm(values, bits)

@@ -11,7 +11,7 @@ from torch import Tensor
 from proxsparse.reference.quantize import GRID_GROUP, LARGEST_OF_GRID, grid_scales, pack_codes
 
 TOGETHER = 1 << 13  # groups that are searched together, so that their values stay in the cache
-TOLERANCE = 2.0**-21  # of multiples of d before they are compared exactly, relative to the largest value
+TOLERANCE = 2.0**-21  # of |w - min(w) - q d| / max |w| in a group; larger errors exclude it before the exact comparison
 Grid = tuple[Tensor, Tensor, Tensor]  # codes [n, 16], d [n, 1], m [n, 1], in float32
 
 

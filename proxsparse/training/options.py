@@ -208,8 +208,8 @@ class RecoveryOptions:
     evals: int = flag(10, "number of measurements of the held-out loss")
     patience: int = flag(
         0,
-        "stop after this number of measurements in a row without a new minimum; 0: never, as the loss may rise before "
-        "it falls with the learning rate",
+        "stop after this number of measurements in a row without a new minimum; 0: never, because the loss may rise "
+        "first, and fall only when the learning rate does",
     )
 
 
