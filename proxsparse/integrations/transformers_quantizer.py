@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from proxsparse.inference.convert import packed_layers, unsparsify_
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import DTYPES, QUANT_METHOD, check_description, description, is_on_grid
-from proxsparse.io.model_files import WEIGHTS_NAME, check_folder, check_weights, headers
+from proxsparse.io.model_files import WEIGHTS_NAME, check_counts, check_folder, check_weights, headers
 from proxsparse.reference.pack import check_packed
 from proxsparse_autoload import withdraw
 
@@ -38,7 +38,11 @@ class PackedQuantizer(HfQuantizer):
     requires_calibration = True  # dense weights cannot be packed while loading: they must be pruned first
 
     def update_attn_implementation(self, config):
-        """Removes what stops programs without proxsparse. transformers calls it before it looks for the weights."""
+        """Removes what stops programs without proxsparse, and refuses a model of too many layers.
+
+        transformers calls it before it looks for the weights and creates the layers.
+        """
+        check_counts(config.to_dict(), f"{config.name_or_path}/config.json")
         if hasattr(config, WEIGHTS_NAME):
             delattr(config, WEIGHTS_NAME)
         return config

@@ -7,7 +7,7 @@ a tensor are checked before it is read. safetensors is imported late, so a refus
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,19 +74,36 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def check_config(path: Path) -> None:
     """Raises InputError for a config.json that names other files or code, or more than `MOST_MODULES` modules."""
-    entries = [read_object(path)]
-    while entries:
-        for key, value in entries.pop().items():
+    config = read_object(path)
+    check_counts(config, str(path))
+    for key, value in entries_of(config):
+        if key == WEIGHTS_NAME and not str(value).startswith(PACKED):
+            raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
+        if key.endswith("_implementation") and "/" in str(value):
+            raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
+
+
+def check_counts(config: dict, name: str) -> None:
+    """Raises InputError for the entries of a config.json that ask for more than `MOST_MODULES` modules.
+
+    Args:
+        name: of the file or model, for the message.
+    """
+    for key, value in entries_of(config):
+        if COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_MODULES:
+            raise InputError(
+                f"{name}: {key} is {value:.4g}, but at most {MOST_MODULES} is allowed; download the file again"
+            )
+
+
+def entries_of(config: dict) -> Iterator[tuple[str, object]]:
+    """All entries of a JSON object and of the objects in it. Integer keys, which a loaded config may have, become text."""
+    left = [config]
+    while left:
+        for key, value in left.pop().items():
             if isinstance(value, dict):
-                entries.append(value)
-            if key == WEIGHTS_NAME and not str(value).startswith(PACKED):
-                raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
-            if key.endswith("_implementation") and "/" in str(value):
-                raise InputError(f"{path}: {key} {value!r:.60} is code on the Hub, which is never run; remove the key")
-            if COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_MODULES:
-                raise InputError(
-                    f"{path}: {key} is {value:.4g}, but at most {MOST_MODULES} is allowed; download the file again"
-                )
+                left.append(value)
+            yield str(key), value
 
 
 def read_object(path: Path) -> dict:

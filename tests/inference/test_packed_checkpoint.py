@@ -1,6 +1,7 @@
 """Packed checkpoints in transformers: loaded straight into SparseLinear, saved bit for bit, refused when damaged."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -243,6 +244,13 @@ def change(name, function):
 )
 def test_a_damaged_folder_is_refused(part, change, words, damaged):
     refused(damaged(**{f"change_{part}": change}), *words)
+
+
+def test_too_many_layers_are_refused_before_transformers_creates_them(folders, tmp_path):
+    folder = shutil.copytree(folders[1], tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2**31 - 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    refused(folder, f"{folder}/config.json", "num_hidden_layers is 2.147e+09", "at most 2048")
 
 
 def test_packing_while_loading_is_refused(folders):
