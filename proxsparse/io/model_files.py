@@ -97,7 +97,7 @@ def check_counts(config: dict, name: str) -> None:
 
 
 def entries_of(config: dict) -> Iterator[tuple[str, object]]:
-    """All entries of a JSON object and of the objects in it. Integer keys, which a loaded config may have, become text."""
+    """All entries of a JSON object and of the objects in it, keys as text (a loaded config may have integers)."""
     left = [config]
     while left:
         for key, value in left.pop().items():
