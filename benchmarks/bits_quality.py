@@ -5,8 +5,9 @@
 
 Dense weights are rounded to nearest by torchao (pip install torchao): 8 bits with a scale per row, 4 and 3 bits with a
 scale per 64 columns. 2:4 weights are those of `proxsparse pack --bits`, for a model in bfloat16; with --calibrate also
-those of `pack --bits 4 --calibrate`. Scales are bfloat16. Embeddings, norms and lm_head are not rounded. Bits are those
-of the decoder's linear layers, scales and places included.
+those of `pack --bits 4 --calibrate`. Scales are bfloat16. With 16 bits the bits are those of bfloat16, but the weights
+keep their float32 values. Embeddings, norms and lm_head are not rounded. Bits are those of the decoder's linear layers,
+scales and places included.
 
 Rows are appended to results/bits_quality.jsonl; results/bits_quality_<model>.png shows the newest ones of the file for
 this model and text.
@@ -141,11 +142,10 @@ def round_sparse_(model: nn.Module, bits: int) -> float:
 
 def round_by_gptq_(model: nn.Module, tokenizer, bits: int, source: str) -> float:
     """As `round_sparse_`, for `pack --calibrate`."""
-    model.bfloat16()
     layers = prunable_layers(model)
     texts = load_texts(source, "train", limit=read_limit(source))
-    codes = quantize_layers_(model, layers, calibration_batches(texts, tokenizer, NUM_SAMPLES, SEQ_LEN), bits)
-    model.float()
+    batches = calibration_batches(texts, tokenizer, NUM_SAMPLES, SEQ_LEN)
+    codes = quantize_layers_(model, layers, batches, bits, dict.fromkeys(layers, torch.bfloat16))
     total = 8 * sum(part.nbytes for parts in codes.values() for part in parts)
     return total / sum(weight.numel() for weight in weights_of(layers))
 

@@ -12,6 +12,7 @@ rows to results/llama_cpp_speed.jsonl.
 import argparse
 import json
 import statistics
+import subprocess
 import tempfile
 import time
 from importlib.metadata import version
@@ -43,11 +44,24 @@ def main() -> None:
             layer_bytes = write_model(path, args.blocks, getattr(gguf.GGMLQuantizationType, name))
             prompt_ms, step_ms = measure(path, args.threads, args.repetitions)
         row = {"program": f"llama-cpp-python {version('llama-cpp-python')}", "type": name, "blocks": args.blocks}
+        row |= {"device": device(), "commit": commit()}
         row |= {"threads": args.threads, "layer_bytes": layer_bytes, "prefill_tokens_per_s": 1000 * PROMPT / prompt_ms}
         row |= {"decode_tokens_per_s": 1000 / step_ms, "step_ms": step_ms, "when": time.strftime("%Y-%m-%dT%H:%M:%S")}
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{name}: {row['decode_tokens_per_s']:.2f} tokens/s, prefill {row['prefill_tokens_per_s']:.1f} tokens/s")
+
+
+def device() -> str:
+    """The name of the processor."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+
+
+def commit() -> str:
+    """The commit of this repository."""
+    where = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short=12", "HEAD"]
+    return subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def write_model(path: Path, blocks: int, kind: gguf.GGMLQuantizationType) -> int:

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of the model; choose another folder")
     work, verb, done = UNPACK if options.unpack else PACK
     before, overwrite = file_bytes(source), options.overwrite_output_dir
-    inputs = {"model": options.model}
+    inputs = {"model": options.model} | ({} if options.calibrate is None else {"calibrate": options.calibrate})
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
         require_space(folder.path, growth(config, options.unpack) * before)
         layers, stream, count = work(options, config, found, model)
@@ -93,7 +93,7 @@ def packing(options, config: dict, found: dict, model: nn.Module) -> Work:
     layers = convert.layers_to_pack(found, model, options.include, options.exclude, options.bits)
     config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
-    rounded = calibrated(options, found, layers) if options.calibrate else {}
+    rounded = {} if options.calibrate is None else calibrated(options, found, layers)
     return layers, convert.pack_tensors(found, layers, options.bits, rounded), len(found) + more * len(layers)
 
 
@@ -103,12 +103,13 @@ def calibrated(options, found: dict, names: list[str]) -> dict:
     The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
     """
     texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
-    dtypes = [read_tensor(found, f"{name}.weight").dtype for name in names]
-    model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes))
+    dtypes = {name: read_tensor(found, f"{name}.weight").dtype for name in names}
+    model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
     seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
     count = NUM_SAMPLES if options.num_samples is None else options.num_samples
     batches = calibration_batches(texts, tokenizer, count, seq_len)
-    rounded = quantize_layers_(model, {name: model.get_submodule(name) for name in names}, batches, options.bits)
+    layers = {name: model.get_submodule(name) for name in names}
+    rounded = quantize_layers_(model, layers, batches, options.bits, dtypes)
     if others := [name for name in names if name not in rounded]:
         print(f"not in a decoder block, so rounded to nearest: {', '.join(others)}")
     return rounded
@@ -162,9 +163,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     flags = flags_of_packing(options)
     if options.unpack and flags:
         raise InputError(f"--unpack: unpacks every packed layer; leave out {flags}")
-    if options.calibrate and options.bits == 16:
+    if options.calibrate is not None and options.bits == 16:
         raise InputError(f"--calibrate {options.calibrate}: only rounding uses text; add --bits 8 or --bits 4")
-    if not options.calibrate and (options.num_samples, options.seq_len) != (None, None):
+    if options.calibrate is None and (options.num_samples, options.seq_len) != (None, None):
         raise InputError(
             "--num_samples and --seq_len are for the text of --calibrate; add --calibrate, or leave them out"
         )

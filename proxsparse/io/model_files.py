@@ -92,7 +92,7 @@ def check_counts(config: dict, name: str) -> None:
     for key, value in entries_of(config):
         if COUNTS.fullmatch(key) and isinstance(value, int) and value > MOST_MODULES:
             raise InputError(
-                f"{name}: {key} is {value:.4g}, but at most {MOST_MODULES} is allowed; download the file again"
+                f"{name}: {key} is {value!r:.20}, but at most {MOST_MODULES} is allowed; download the file again"
             )
 
 

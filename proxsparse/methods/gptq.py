@@ -20,14 +20,17 @@ Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, indices
 
 
 @torch.no_grad()
-def quantize_layers_(model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, bits: int) -> dict[str, Codes]:
+def quantize_layers_(
+    model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, bits: int, dtypes: dict[str, torch.dtype]
+) -> dict[str, Codes]:
     """Rounds the layers of every decoder block in order; the weights become those that the codes stand for.
 
     Args:
         layers: 2:4 layers by name, in the decoder blocks.
         batches: calibration text.
+        dtypes: layer name -> dtype of the weight in the packed checkpoint, which may be narrower than here.
     Returns:
-        Layer name -> codes, scales and indices, with scales in bfloat16 if that is the dtype of the weight, on the CPU.
+        Layer name -> codes, scales and indices, on the CPU; scales as `quantize_nm` gives them for that dtype.
     Raises:
         InputError: the Hessian of a layer's inputs is not positive definite, or a weight overflows its dtype as it
             compensates the rounding of others; names the layer.
@@ -39,7 +42,7 @@ def quantize_layers_(model: nn.Module, layers: dict[str, nn.Linear], batches: Ba
             layer = layers[name]
             try:
                 with full_precision(layer.weight):
-                    codes, scales, indices = quantize_weight(layer.weight, statistics, bits)
+                    codes, scales, indices = quantize_weight(layer.weight, statistics, bits, dtypes[name])
             except ValueError as error:
                 raise InputError(f"{name}: {error}") from error
             values = torch.ops.proxsparse.dequantize_nm(codes, scales, layer.weight.dtype)
@@ -50,7 +53,7 @@ def quantize_layers_(model: nn.Module, layers: dict[str, nn.Linear], batches: Ba
     return found
 
 
-def quantize_weight(weight: Tensor, statistics: InputGram, bits: int) -> Codes:
+def quantize_weight(weight: Tensor, statistics: InputGram, bits: int, dtype: torch.dtype) -> Codes:
     """For every column j in order, with U^T U = H^-1 (U upper triangular), code_j = round(w_j / s), and 0 if pruned:
 
         e = (w_j - code_j s) / U_jj;   w_k <- w_k - e U_jk for all k > j
@@ -63,13 +66,14 @@ def quantize_weight(weight: Tensor, statistics: InputGram, bits: int) -> Codes:
         weight: [out_features, in_features], 2:4.
         statistics: of the layer's inputs.
         bits: 8 or 4.
+        dtype: of the packed weight, which decides about the dtype of its scales.
     Returns:
         codes [out_features, in_features / 2] of 8 bits or half as many bytes of 4 bits, their scales, the indices.
     Raises:
         InputError: the Hessian is not positive definite.
         ValueError: the weight is not 2:4, or a weight has no code, see `quantize_nm`.
     """
-    values, indices = pack_nm(weight)
+    values, indices = pack_nm(weight.to(dtype))
     codes, scales = encode_nm(values, bits)
     if quantize.is_grid(codes, scales):
         return codes, scales, indices

@@ -110,6 +110,30 @@ def test_calibration_changes_the_codes_alone(bits, pruned_dir, text_file, tmp_pa
     assert changed <= {"values", "scales"}
 
 
+def test_calibration_keeps_the_dtype_of_each_layer(spoiled, text_file, tmp_path):
+    name = "model.layers.0.mlp.up_proj"
+
+    def one_in_bf16(folder):
+        tensors = model_tensors(folder)
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"].bfloat16()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    source = spoiled(one_in_bf16)
+    flags = ["--bits", "8", "--calibrate", str(text_file), "--num_samples", "2", "--seq_len", "16"]
+    found, before = model_tensors(packed(source, tmp_path / "gptq", *flags)), model_tensors(source)
+    for layer in packed_layers(tmp_path / "gptq"):
+        assert found[f"{layer}.scales"].dtype == before[f"{layer}.weight"].dtype
+
+
+def test_the_calibration_text_is_not_replaced(pruned_dir, tmp_path, capsys):
+    old = packed(pruned_dir, tmp_path / "old")
+    text = old / "self_text.jsonl"
+    text.write_text('{"text": "some text"}\n')
+    flags = ["--bits", "4", "--calibrate", text, "--output_dir", old, "--overwrite_output_dir"]
+    refused(capsys, pack.main, [pruned_dir, *flags], f"--calibrate {text}", "copy it to another place")
+    assert text.exists()
+
+
 @pytest.mark.parametrize("card", [b"---\nlicense: mit\n---\n# Tiny\n", b"\xff\xfe caf\xe9", None])
 def test_a_card_gets_a_note_and_loses_it_again(card, spoiled, tmp_path):
     readme = lambda folder: folder / "README.md"  # noqa: E731
@@ -231,6 +255,7 @@ def test_a_packed_model_cannot_be_pruned(command, packed_dir, text_file, tmp_pat
         (["{run}", "--bits", "4", "--calibrate", "builtin", "--seq_len", "9999"], ["--seq_len 9999", "context length"]),
         (["{run}", "--bits", "4", "--calibrate", "builtin", "--num_samples", "0"], ["--num_samples 0: must be"]),
         (["{run}", "--num_samples", "7"], ["--num_samples", "add --calibrate"]),
+        (["{run}", "--bits", "4", "--calibrate", ""], ["no such file"]),
         (["{run}", "--include", "("], ["regular expression"]),
         (["{run}", "--exclude", "proj"], ["nothing to pack"]),
         (["{run}", "--include", "lm_head"], ["lm_head", "blocks are not 2:4"]),

@@ -148,7 +148,7 @@ def test_the_links_of_the_hugging_face_cache_are_its_own(dense, tmp_path):
         ({"transformers_weights": "adapter_model.bin"}, "transformers_weights is 'adapter_model.bin'"),
         ({"attn_implementation": "someone/kernel"}, "attn_implementation 'someone/kernel' is code on the Hub"),
         ({"text_config": {"_attn_implementation": "a/b"}}, "_attn_implementation 'a/b' is code on the Hub"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1e.09"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000,"),
         ({"vocab_size": 10**12}, r"1.6e.13 weights are needed, but the files contain"),
         ({"vocab_size": 10**12, "quantization_config": None}, "weights are needed, but"),
         ({"hidden_size": 10**18}, "config.json"),
@@ -256,6 +256,7 @@ NASTY = {  # name -> files, command
     "half a Parquet file": ({"a.parquet": b"PAR1" + bytes(64) + b"PAR1"}, "data"),
     "a config nested deep": (valid_packed()[0] | {"config.json": DEEP}, "unpack"),
     "a billion layers": (packed_with(num_hidden_layers=10**9), "unpack"),
+    "layers beyond any float": (packed_with(num_hidden_layers=10**400), "unpack"),
     "a text for a description": (packed_with(quantization_config="proxsparse"), "unpack"),
     "an index that points out": (valid_packed()[0] | {INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, "unpack"),
 }

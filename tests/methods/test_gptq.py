@@ -25,7 +25,7 @@ def test_a_smaller_error_of_the_output_than_to_nearest(bits, in_features):
     statistics = InputGram(layer)
     statistics.add(inputs)
     weight = layer.weight.detach()
-    codes, scales, indices = quantize_weight(weight, statistics, bits)
+    codes, scales, indices = quantize_weight(weight, statistics, bits, weight.dtype)
     rounded = unpack_nm(dequantize_nm(codes, scales), indices)
     assert torch.equal(indices, pack_nm(weight)[1])
     assert (rounded[weight == 0] == 0).all()
@@ -40,7 +40,7 @@ def test_features_without_input_and_unfinished_groups(bits):
     layer = pruned_linear(36, 5)
     statistics = InputGram(layer)
     statistics.add(torch.eye(36))
-    found = quantize_weight(layer.weight.detach(), statistics, bits)
+    found = quantize_weight(layer.weight.detach(), statistics, bits, layer.weight.dtype)
     values, indices = pack_nm(layer.weight.detach())
     for tensor, expected in zip(found, (*quantize_nm(values, bits), indices), strict=True):
         assert torch.equal(tensor, expected)
@@ -51,12 +51,12 @@ def test_the_remedy_for_an_indefinite_hessian_is_a_flag_of_pack():
     statistics = InputGram(layer)
     statistics.tokens, statistics.sums = 1, -torch.eye(64)
     with pytest.raises(InputError, match=r"positive definite .*; raise --num_samples"):
-        quantize_weight(layer.weight.detach(), statistics, 8)
+        quantize_weight(layer.weight.detach(), statistics, 8, layer.weight.dtype)
 
 
 def test_weights_that_4_bits_store_without_loss_are_not_rounded():
     layer = move_to_grid_(pruned_linear(96, 5))
     statistics = InputGram(layer)
     statistics.add(correlated_inputs(200, 96))
-    codes, scales, indices = quantize_weight(layer.weight.detach(), statistics, 4)
+    codes, scales, indices = quantize_weight(layer.weight.detach(), statistics, 4, layer.weight.dtype)
     assert torch.equal(unpack_nm(dequantize_nm(codes, scales), indices), layer.weight)
