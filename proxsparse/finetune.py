@@ -4,6 +4,7 @@ With `torchrun` it runs on several processes: each process trains its rows of ev
 """
 
 import sys
+from pathlib import Path
 
 from proxsparse.data.sources import SELF
 from proxsparse.errors import InputError, run_command
@@ -39,6 +40,11 @@ def complete_(config: FinetuneConfig) -> None:
     config.pattern = config.pattern or recorded or "2:4"
     needed = config.distill or config.data == SELF
     config.teacher = (config.teacher or base.get("base_model")) if needed else None
+    if needed and not config.teacher and not Path(config.model).exists():
+        raise InputError(
+            f"MODEL {config.model}: no such folder; check the path (for a model of the Hub, also give its dense model "
+            "with --teacher)"
+        )
     if needed and not config.teacher:
         raise InputError(
             f"--teacher is missing: {config.model} has no masks.safetensors that names the dense model; give the dense "

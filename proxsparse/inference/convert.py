@@ -243,6 +243,7 @@ def packable_layers(
         reason += "(Conv1D and fused experts stay dense)"
         packed = names_of_modules(model, SparseLinear)
         remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
+        remedy += " (if they are pruned, select others)" * bool(include or exclude)
         if any(type(module).__name__ == "Conv1D" for module in model.modules()):
             remedy = f"the weights of {type(model).__name__} are in Conv1D modules, which cannot be packed"
         raise ValueError(f"nothing to pack: {reason}; {remedy}")

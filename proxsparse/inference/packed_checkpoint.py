@@ -79,7 +79,8 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     """Reads the config.json of a packed or a dense checkpoint. Raises ValueError if it is missing or of another one."""
     folder = str(path.parent)
     if not path.parent.is_dir():
-        raise ValueError(f"{folder!r}: no such folder; check the path")
+        wanted = "a packed folder" if packed else "the --output_dir of train, prune or finetune"
+        raise ValueError(f"{folder!r}: no such folder; give {wanted}")
     if not path.is_file():
         raise ValueError(f"{folder!r}: {path.name} is missing; give the folder of a pruned checkpoint")
     config = read_object(path)

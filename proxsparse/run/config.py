@@ -159,8 +159,9 @@ def check_steps(config: TrainConfig | FinetuneConfig) -> None:
     step = config.gradient_accumulation_steps * config.per_device_train_batch_size
     if step > config.num_samples:
         raise InputError(
-            f"--gradient_accumulation_steps {config.gradient_accumulation_steps}: a step needs {step} samples, "
-            f"--num_samples is {config.num_samples}; lower the former or raise the latter"
+            f"--per_device_train_batch_size {config.per_device_train_batch_size} with --gradient_accumulation_steps "
+            f"{config.gradient_accumulation_steps}: a step needs {step} samples, --num_samples is "
+            f"{config.num_samples}; lower one of the first two, or raise --num_samples"
         )
     if config.master_weights and config.precision != "bf16":
         raise InputError(f"--master_weights: needs --precision bf16 (now {config.precision}); leave it out")

@@ -37,14 +37,14 @@ def opened(config: RunConfig, command: str, may_differ: tuple[str, ...]) -> Iter
     Rank 0 opens it for all processes. `may_differ`: flags that a resumed run may change.
 
     Raises:
-        InputError: as `output_folder.opened`; the folder is that of --model; there is no run to resume.
+        InputError: as `output_folder.opened`; the folder is that of the model; there is no run to resume.
     """
     with ExitStack() as stack:
 
         def enter() -> OutputFolder:
             final = output_dir_of(config)
             if final.exists() and Path(config.model).exists() and final.samefile(config.model):
-                raise InputError(f"--output_dir {str(final)!r}: the folder of --model; choose another folder")
+                raise InputError(f"--output_dir {str(final)!r}: the folder of the model; choose another folder")
             folder = stack.enter_context(
                 output_folder.opened(
                     final,

@@ -105,7 +105,7 @@ def few_samples(samples: int, config: RunConfig) -> list[str]:
         return []
     return [
         f"the calibration text has only {samples} of --num_samples {config.num_samples} samples: give more "
-        "documents, or use --packing with a shorter --seq_len"
+        f"documents, or use {'' if config.packing else '--packing with '}a shorter --seq_len"
     ]
 
 

@@ -182,6 +182,7 @@ class LearningOptions(LoopOptions, MaskOptions):
 
 
 HELD_OUT = 16  # default of --held_out
+LORA_RANK = 16  # default of --lora_rank
 TRAINED = {  # --train -> what is trained, and the default learning rate
     "kept": ("the kept weights, norms and biases", 3e-4),
     "norms": ("only the norms and biases", 2e-3),
@@ -196,7 +197,7 @@ class RecoveryOptions:
     train: str = flag(
         "kept", "; ".join(f"{name}: {what}" for name, (what, _) in TRAINED.items()), choices=tuple(TRAINED)
     )
-    lora_rank: int = flag(16, "rank of the adapters of --train lora")
+    lora_rank: int = flag(LORA_RANK, "rank of the adapters of --train lora")
     teacher: str | None = flag(
         None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned", "model"
     )
@@ -237,6 +238,10 @@ class FinetuneOptions(LoopOptions, RecoveryOptions):
         self.learning_rate = TRAINED[self.train][1] if self.learning_rate is None else self.learning_rate
         self.check_loop()
         check_ranges(self, FINETUNE_RANGES)
+        if self.patience and self.held_out == 0:
+            raise InputError(f"--patience {self.patience}: needs held-out samples; set --held_out to at least 1")
+        if self.train != "lora" and self.lora_rank != LORA_RANK:
+            raise InputError(f"--lora_rank {self.lora_rank}: only --train lora has adapters; add --train lora")
         return self
 
 

@@ -189,7 +189,7 @@ def test_an_output_folder_in_use_is_refused(command, tiny_llama, capsys, tmp_pat
         refused(capsys, main, [*flags, *more], "not empty (thesis.tex)", "choose another")
     assert names_in(tmp_path / "run") == {"thesis.tex"}
     own = ["--output_dir", tiny_llama, "--overwrite_output_dir"]
-    refused(capsys, main, [*flags, *own], "folder of --model")
+    refused(capsys, main, [*flags, *own], "folder of the model")
 
 
 def test_a_full_disk_leaves_nothing_half_written(command, capsys, tmp_path, monkeypatch):
