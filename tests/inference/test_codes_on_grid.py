@@ -91,6 +91,11 @@ def test_projections_of_different_forms_are_not_merged():
     model.to(torch.bfloat16)  # the codes stay where they are
     assert merged.weight.dtype == torch.bfloat16
     assert model(TOKENS).logits.dtype == torch.bfloat16
+    first, second, _ = attention[1]
+    second.to(torch.float32)
+    x = torch.ones(2, first.in_features, dtype=torch.bfloat16)
+    assert first(x).dtype == torch.bfloat16
+    assert second(x.float()).dtype == torch.float32
 
 
 def test_what_a_layer_refuses():
