@@ -124,7 +124,9 @@ class Group:
         """The output of the part for x, from one product of all parts; None: the part must compute separately."""
         layer, conditions = self.layer, self.conditions(x)
         pending, self.state.pending = self.state.pending, None
-        if layer is None or conditions is None or part.weight.dtype != layer.weight.dtype:  # only some parts were cast
+        if layer is not None and part.weight.dtype != layer.weight.dtype:  # only some parts were cast
+            self.layer = layer = None
+        if layer is None or conditions is None:
             return None
         if pending is not None:
             seen, seen_conditions, slices = pending

@@ -92,10 +92,13 @@ def test_projections_of_different_forms_are_not_merged():
     assert merged.weight.dtype == torch.bfloat16
     assert model(TOKENS).logits.dtype == torch.bfloat16
     first, second, _ = attention[1]
+    assert first.group.layer is merged
     second.to(torch.float32)
-    x = torch.ones(2, first.in_features, dtype=torch.bfloat16)
-    assert first(x).dtype == torch.bfloat16
-    assert second(x.float()).dtype == torch.float32
+    x = torch.randn(2, first.in_features, dtype=torch.bfloat16)
+    for part, inputs in ((second, x.float()), (first, x), (second, x.float())):
+        y = part(inputs)
+        assert y.dtype == part.weight.dtype
+        torch.testing.assert_close(y, inputs @ part.dense_weight().to(y.dtype).T, rtol=2e-2, atol=2e-2)
 
 
 def test_what_a_layer_refuses():
