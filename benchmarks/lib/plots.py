@@ -9,13 +9,9 @@ from pathlib import Path
 BLUE, ORANGE, GRAY, GRID = "#1b5e8c", "#d9822b", "#5f6670", "#dfe3e6"
 FORMS = {  # form of a model -> its name and color
     "dense": ("dense", "silver"),
-    "dense+merged": ("dense, merged", "tab:gray"),
     "sparse": ("2:4", "tab:blue"),
-    "sparse+merged": ("2:4, merged", "tab:green"),
     "sparse8": ("2:4, 8 bits", "tab:orange"),
     "sparse4": ("2:4, 4 bits", "tab:red"),
-    "sparse8+merged": ("2:4, 8 bits, merged", "gold"),
-    "sparse4+merged": ("2:4, 4 bits, merged", "tab:pink"),
 }
 MAPS = ("Blues", "Oranges", "Greens", "Purples")
 OUTSIDE = {"frameon": False, "fontsize": 8, "loc": "upper left", "bbox_to_anchor": (1, 1)}

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from proxsparse.inference.glue import with_compiled_glue
-
 WARM_UPS = 3  # before a capture, because libraries choose algorithms and allocate workspaces
 
 
@@ -20,18 +18,13 @@ def generate(
     input_ids: Tensor,
     max_new_tokens: int,
     cuda_graph: bool | None = None,
-    compile_glue: bool = False,
 ) -> Tensor:
     """Appends the most likely token `max_new_tokens` times. Does not stop at an end-of-text token.
 
     Args:
-        model: a causal language model of transformers. Call `merge_projections_` (proxsparse.inference.merge) on it
-            first to save 3 of the 7 matrix products of a decoder block.
+        model: a causal language model of transformers.
         input_ids: [batch, prompt], prompts of equal length.
         cuda_graph: capture one decode step and replay it, which saves kernel launches; None: only on a GPU.
-        compile_glue: compile RMSNorm, the rotary embedding and act(gate) * up of the decode steps with torch.compile
-            (`proxsparse.inference.glue`); takes about half a minute, once per process and shape. In bfloat16 they round
-            less often than in eager mode, so tokens may differ.
     Returns:
         [batch, prompt + max_new_tokens].
     Raises:
@@ -45,7 +38,6 @@ def generate(
     check_prompts(input_ids)
     batch, prompt = input_ids.shape
     faster = capture_graph if cuda_graph or (cuda_graph is None and on_gpu) else None
-    faster = with_compiled_glue(model, faster) if compile_glue else faster
     decoder = GreedyDecoder(model, batch, prompt + max_new_tokens, faster)
     new = [decoder.prefill(input_ids).clone()]
     new += [decoder.step().clone() for _ in range(max_new_tokens - 1)]
@@ -63,8 +55,7 @@ class GreedyDecoder:
         model: a causal language model of transformers whose decoder blocks all have attention.
         batch: the number of prompts.
         length: capacity of the cache: prompt and new tokens together.
-        faster: a function that makes a step faster: `capture_graph`, torch.compile or
-            `with_compiled_glue(model, capture_graph)`. None: eager.
+        faster: a function that makes a step faster: `capture_graph` or torch.compile. None: eager.
     """
 
     def __init__(self, model: nn.Module, batch: int, length: int, faster: Callable[[Callable], Callable] | None = None):

@@ -14,7 +14,6 @@ from torch.nn.functional import linear
 
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference.convert import unsparsify_
-from proxsparse.inference.merge import is_merged, merge_projections_
 from proxsparse.pack import main as pack
 
 TOKENS, LAYER = torch.arange(3, 23).view(2, 10), "model.layers.1.mlp.up_proj"
@@ -129,15 +128,6 @@ def test_a_model_in_memory_and_its_folder(bits, tmp_path):
         assert f"rounded to {bits} bits" in note
     layer = load(packed, dtype=torch.bfloat16).get_submodule(LAYER)
     assert layer.dtype == layer.dense_weight().dtype == torch.bfloat16
-
-
-@torch.no_grad()
-def test_merged_projections(bits):
-    model = packed_model(bits)
-    expected, state = model(TOKENS).logits, {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert is_merged([getattr(merge_projections_(model).model.layers[0].self_attn, f"{x}_proj") for x in "qkv"])
-    assert torch.equal(model(TOKENS).logits, expected)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 @torch.no_grad()

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 import transformers
-from pruned import move_to_grid_, packed_copy, pruned_linear, pruned_model
+from pruned import move_to_grid_, packed_copy, pruned_linear
 from safetensors.torch import load_file, save_file
 
 from proxsparse import SparseLinear, sparsify_
-from proxsparse.inference.merge import is_merged, merge_projections_
 from proxsparse.ops.registry import get_kernel
 from proxsparse.pack import main as pack
 
@@ -77,28 +76,6 @@ def test_the_empty_weight_is_needed(tmp_path):
     for read in (load, lambda folder: pack([str(folder), "--unpack", "--output_dir", str(tmp_path / "out")])):
         with pytest.raises(ValueError, match=r"no file has .*weight"):
             read(packed)
-
-
-@torch.no_grad()
-def test_projections_of_different_forms_are_not_merged():
-    model = sparsify_(move_to_grid_(pruned_model(), but=("lm_head", "layers.0.self_attn.k_proj")), bits=4)
-    expected = model(TOKENS).logits
-    merge_projections_(model)
-    attention = [[getattr(layer.self_attn, f"{x}_proj") for x in "qkv"] for layer in model.model.layers]
-    assert [is_merged(layers) for layers in attention] == [False, True]
-    assert torch.equal(model(TOKENS).logits, expected)
-    merged = attention[1][0].group.layer
-    model.to(torch.bfloat16)  # the codes stay where they are
-    assert merged.weight.dtype == torch.bfloat16
-    assert model(TOKENS).logits.dtype == torch.bfloat16
-    first, second, _ = attention[1]
-    assert first.group.layer is merged
-    second.to(torch.float32)
-    x = torch.randn(2, first.in_features, dtype=torch.bfloat16)
-    for part, inputs in ((second, x.float()), (first, x), (second, x.float())):
-        y = part(inputs)
-        assert y.dtype == part.weight.dtype
-        torch.testing.assert_close(y, inputs @ part.dense_weight().to(y.dtype).T, rtol=2e-2, atol=2e-2)
 
 
 def test_what_a_layer_refuses():
