@@ -177,7 +177,6 @@ prepare() {
 
 After each command, add what came back to this checkout:
   python3 benchmarks/gpu_suite.py --take FOLDER/gpu_suite_first.tar.gz
-If the machine was given back after \`first\`, take its results before \`second\`: tuned.json then travels with the checkout.
 END
   [ -z "$failed" ] || { echo "Not prepared: ${failed#, }." >&2; return 1; }
 }
@@ -205,14 +204,8 @@ install_wheels() {
 }
 
 suite() {  # GROUP
-  local code
   unpack
-  # each command sends the working tree again, without the launch parameters that `first` has measured on this machine
-  [ ! -f build/tuned.json ] || cp build/tuned.json proxsparse/ops/
   python3 benchmarks/gpu_suite.py "$1"
-  code=$?
-  [ ! -f proxsparse/ops/tuned.json ] || cp proxsparse/ops/tuned.json build/
-  return $code
 }
 
 case ${1:-help} in

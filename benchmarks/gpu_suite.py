@@ -1,15 +1,15 @@
 """Runs everything that needs a GPU, in three commands of at most nine minutes each.
 
-    python3 benchmarks/gpu_suite.py first         # a first look, the headline ratios, launch parameters, tests
-    python3 benchmarks/gpu_suite.py second        # every shape and model, with the launch parameters of `first`
+    python3 benchmarks/gpu_suite.py first         # a first look, the headline ratios, tests
+    python3 benchmarks/gpu_suite.py second        # every shape and model
     python3 benchmarks/gpu_suite.py third         # sanitizers, tests, profiles
-    python3 benchmarks/gpu_suite.py smoke tune    # some parts
+    python3 benchmarks/gpu_suite.py smoke         # some parts
     python3 benchmarks/gpu_suite.py first --device cpu              # rehearsal: small, nothing is saved
     python3 benchmarks/gpu_suite.py --take gpu_suite_first.tar.gz   # adds the rows of another machine to this checkout
 
 Each part (lib/gpu_parts.py) is a process with its own time limit, so a part that hangs or crashes costs only its own
-time. With $OUT set, the outcomes, an archive of all results and tuned.json are written there after each part and every
-half minute. Exit code: 0 if no part failed, 1 if one did, 2 without a GPU.
+time. With $OUT set, the outcomes and an archive of all results are written there after each part and every half
+minute. Exit code: 0 if no part failed, 1 if one did, 2 without a GPU.
 """
 
 import argparse
@@ -32,7 +32,6 @@ from lib.common import FOLDER, append_rows, markdown_table, new_parser, provenan
 from lib.gpu_parts import GROUPS, PARTS, PYTHON
 
 from proxsparse.io.text_table import text_table
-from proxsparse.ops.tuning import TUNED
 
 ROOT = FOLDER.parent
 OUTPUT = ROOT / "build" / "gpu_suite"  # the output of each part
@@ -202,7 +201,7 @@ class Suite:
         self.save()
 
     def save(self) -> None:
-        """Writes the page of outcomes; copies all new results to $OUT, in three files."""
+        """Writes the page of outcomes; copies all new results to $OUT, in two files."""
         self.saved = time.monotonic()
         if not self.saves:
             return
@@ -215,8 +214,6 @@ class Suite:
             shutil.copy(partial, out)
             os.replace(out / partial.name, out / f"gpu_suite_{self.name}.tar.gz")  # never half-written
             shutil.copy(page, out)
-            if self.is_new(TUNED):
-                shutil.copy(TUNED, out)
 
     def pack(self, archive: Path) -> None:
         """Archives what this run has written: new and changed files (only the new rows), and the output of parts."""
@@ -224,7 +221,7 @@ class Suite:
             for file in filter(self.is_new, result_files()):
                 old = self.before[file].st_size if file in self.before and file.suffix == ".jsonl" else 0
                 content = file.read_bytes()[old:]
-                entry = tarfile.TarInfo("tuned.json" if file == TUNED else f"results/{file.name}")
+                entry = tarfile.TarInfo(f"results/{file.name}")
                 entry.size, entry.mtime = len(content), int(time.time())
                 tar.addfile(entry, io.BytesIO(content))
             for file in OUTPUT.glob("*.txt"):
@@ -294,9 +291,9 @@ def start(name: str, command: list[str], environment: dict[str, str], limit_s: f
 
 
 def result_files() -> list[Path]:
-    """The files that a part may write: rows, tables, pictures, and the launch parameters."""
+    """The files that a part may write: rows, tables and pictures."""
     folder = results_file("gpu_suite").parent
-    return [file for file in [*sorted(folder.glob("*")), TUNED] if file.is_file()]
+    return [file for file in sorted(folder.glob("*")) if file.is_file()]
 
 
 def take(archive: Path) -> int:
@@ -304,7 +301,7 @@ def take(archive: Path) -> int:
     folder = results_file("gpu_suite").parent
     with tarfile.open(archive) as tar:
         for entry in tar.getmembers():
-            target = TUNED if entry.name == "tuned.json" else folder / Path(entry.name).name
+            target = folder / Path(entry.name).name
             if entry.name.startswith("output/") or not entry.isfile():
                 continue
             content = tar.extractfile(entry).read()

@@ -38,7 +38,6 @@ from proxsparse.errors import InputError, run_command
 from proxsparse.inference.generate import capture_graph
 from proxsparse.ops import choice, sparse_linear
 from proxsparse.ops.registry import Kernel, get_kernel, list_backends
-from proxsparse.ops.tuning import device_kind
 from proxsparse.runtime.device import choose_device
 
 OP, DENSE = "sparse_linear", "dense"
@@ -77,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     for device in map(choose_device, args.devices):
         chosen = common.with_defaults(args, DEFAULTS, device)
         when = os.environ.get("PROXSPARSE_WHEN") or datetime.now(UTC).isoformat(timespec="seconds")
-        fields = {"when": when, "device_kind": device_kind(device)}
+        fields = {"when": when, "device_kind": choice.device_kind(device)}
         results = Results("linear_speed", device, not args.no_save, arguments, **fields)
         for dtype in chosen.dtypes:
             for shape in chosen.shapes:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from proxsparse.ops import choice, registry, tuning
+from proxsparse.ops import choice, registry
 from proxsparse.ops.backends import cpp, cuda, cusparselt
 from proxsparse.reference import pack, quantize
 
@@ -67,8 +67,7 @@ def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
 def forget() -> None:
     """Empties the caches that depend on what GPU there is."""
     choice.forget()
-    tuning.forget()
-    tuning.device_kind.cache_clear()
+    choice.device_kind.cache_clear()
     cusparselt._algorithms.clear()
 
 

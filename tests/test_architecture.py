@@ -25,7 +25,7 @@ PLACES = {
     "methods": "admm block_masks finetune finished_blocks gptq magnitude maskllm proxsparse registry sparsegpt store "
     "swap walk wanda",
     "models": "checks layers loading snap unfold_linears",
-    "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear tuning",
+    "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cusparselt cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
     "plan": "activations architecture cost memory page",

@@ -11,7 +11,6 @@ import pytest
 import solver_quality
 import torch
 from lib import common, measure, shapes
-from lib.predictions import predictions, predictions_for
 
 from proxsparse.io.text_table import text_table
 from proxsparse.ops import registry
@@ -90,22 +89,6 @@ def test_peak_memory_sees_what_a_step_allocates():
     command, folder = [sys.executable, "-c", program], Path(measure.__file__).parents[1]
     held = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
     assert held == "None" or 2**26 <= int(held) <= 2**29
-
-
-def test_a_prediction_is_in_the_row_it_was_made_for(tmp_path):
-    row = {"backend": "gemv", "weights": "14336x4096", "rows": 1, "dtype": "bfloat16", "p50_ms": 0.025}
-    made = {"predicted_share": 0.835, "predicted_times_dense": 1.6}
-    assert predictions_for("linear_speed", row | {"device": "NVIDIA H200"}) == made
-    assert predictions_for("linear_speed", row | {"device": "NVIDIA H200", "rows": 12})["predicted_share"] == 0.77
-    for other in ({"device": "an EPYC"}, {"device": "NVIDIA H200", "rows": 2}):
-        assert predictions_for("linear_speed", row | other) == {}
-    common.append_rows(tmp_path / "linear_speed.jsonl", [row | {"device": "NVIDIA H100 80GB HBM3"}])
-    assert common.read_rows(tmp_path / "linear_speed.jsonl")[0]["predicted_share"] == 0.875
-    for known in predictions():
-        assert known["because"]
-        assert {"for", "because"} < known.keys() <= {"for", "because", *made}
-        assert all(0 < value <= 1 for value in known.get("predicted_share", ()))
-        assert all(value is None or 0 < value <= 2 for value in known.get("predicted_times_dense", ()))
 
 
 def test_prox_speed_prints_and_saves_a_row_for_every_provider(rows_of, tmp_path, capsys):

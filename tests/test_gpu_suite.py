@@ -33,7 +33,6 @@ def suite(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(gpu_suite, "OUTPUT", tmp_path / "output")
-    monkeypatch.setattr(gpu_suite, "TUNED", tmp_path / "tuned.json")
     monkeypatch.setattr(gpu_suite, "results_file", lambda name: tmp_path / "results" / f"{name}.jsonl")
     monkeypatch.setattr(gpu_suite, "SLOWER_REHEARSAL", 1)
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
@@ -118,7 +117,7 @@ def test_what_a_part_has_started_ends_with_it(then, session, suite, tmp_path):
 
 
 def test_the_archive_holds_what_was_written_before_a_part_was_killed(suite, tmp_path, monkeypatch):
-    rows, tuned, out = tmp_path / "results" / "speed.jsonl", tmp_path / "tuned.json", tmp_path / "out"
+    rows, out = tmp_path / "results" / "speed.jsonl", tmp_path / "out"
     archive = out / "gpu_suite_first.tar.gz"
     monkeypatch.setattr(gpu_suite, "SAVE_EVERY_S", 0.2)
     rows.write_text('{"old": 1}\n')
@@ -133,31 +132,27 @@ def test_the_archive_holds_what_was_written_before_a_part_was_killed(suite, tmp_
         "hangs": append(1, "import time; time.sleep(60)"),
         "crashes": append(2, "import os; os.abort()"),
         "copies": append(3, copy),
-        "tunes": python(f"open({str(tuned)!r}, 'w').write('[]')"),
     }
     assert suite(parts)[0] == 1
     with tarfile.open(archive) as tar:
         found = {entry.name: tar.extractfile(entry).read().decode() for entry in tar.getmembers()}
     new = '{"new": 1}\n{"new": 2}\n{"new": 3}\n'
     assert found["results/speed.jsonl"] == new  # and no row that was there before
-    assert found["tuned.json"] == "[]"
     assert found["output/hangs.txt"].endswith("measured\n")
     assert "results/old.png" not in found
     assert [json.loads(line)["part"] for line in found["results/gpu_suite.jsonl"].splitlines()] == list(parts)
-    assert sorted(file.name for file in out.iterdir()) == ["gpu_suite_first.md", archive.name, "tuned.json"]
+    assert sorted(file.name for file in out.iterdir()) == ["gpu_suite_first.md", archive.name]
     with tarfile.open(tmp_path / "seen") as tar:  # the whole suite may be killed: it is saved while a part runs
         assert tar.extractfile("results/speed.jsonl").read().decode() == new
 
     # in another checkout: rows are added once, other files replaced
     there = tmp_path / "there"
     monkeypatch.setattr(gpu_suite, "results_file", lambda name: there / f"{name}.jsonl")
-    monkeypatch.setattr(gpu_suite, "TUNED", there / "tuned.json")
     there.mkdir()
     (there / "speed.jsonl").write_text('{"other": 1}\n')
     for _ in range(2):
         assert gpu_suite.main(["--take", str(archive)]) == 0
     assert (there / "speed.jsonl").read_text() == '{"other": 1}\n' + new
-    assert (there / "tuned.json").read_text() == "[]"
 
 
 def test_a_suite_that_is_terminated_ends_its_parts_and_saves(suite, tmp_path):

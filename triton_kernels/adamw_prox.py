@@ -11,18 +11,11 @@ import triton.language as tl
 
 from .block import largest_finite, shrink
 from .formats import INTERPRETED, arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
-from .launch import LANES, override_launch, weights_of_program
+from .launch import LANES, weights_of_program
 from .prox import blocks_per_program, check_weight, gain_of
 
 # Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 2 * LANES, 1
-# The legal `blocks` and `warps`: 2 or 4 blocks per lane. They do not change the results.
-ADAMW_PROX_LAUNCHES = tuple(
-    {"blocks": blocks, "warps": warps}
-    for blocks in (64, 128, 256)
-    for warps in (1, 2, 4)
-    if BLOCKS_PER_PROGRAM * warps <= blocks <= 2 * BLOCKS_PER_PROGRAM * warps
-)
 
 
 @triton.jit
@@ -158,9 +151,6 @@ def adamw_prox_n4_(
     frozen_lambda: float,
     frozen_eps: float,
     seed: int | None,
-    *,
-    blocks: int | None = None,
-    warps: int | None = None,
 ) -> None:
     """Step t of AdamW on c * w, then the prox of n:4 blocks, in place; the equations are in `reference.adamw_prox`.
 
@@ -171,21 +161,16 @@ def adamw_prox_n4_(
         scale: in float32 (float64 for a float64 weight), or None.
         n: 1 or 2, ignored if reg_lambda is 0.
         seed: in [-2^63, 2^64), or None.
-        blocks, warps: blocks of 4 weights and warps per program, one of ADAMW_PROX_LAUNCHES. They change the speed, not
-            the result. None: the choice that is expected to be the fastest.
     Raises:
-        ValueError: the prox does not support n or the shape of the weight, or blocks and warps are not in
-            ADAMW_PROX_LAUNCHES.
+        ValueError: the prox does not support n or the shape of the weight.
     """
     if reg_lambda > 0:
         check_weight(weight, n)
     if weight.numel() == 0:
         return
     columns = weight.numel() if scale is None else weight.shape[-1]
-    default = blocks_per_program(weight, triton.cdiv(columns, 4)) if INTERPRETED else BLOCKS_PER_PROGRAM
-    given = {"blocks": blocks, "warps": warps}
-    launch = override_launch({"blocks": default, "warps": NUM_WARPS}, given, ADAMW_PROX_LAUNCHES)
-    pieces = triton.cdiv(columns, 4 * launch["blocks"])
+    blocks = blocks_per_program(weight, triton.cdiv(columns, 4)) if INTERPRETED else BLOCKS_PER_PROGRAM
+    pieces = triton.cdiv(columns, 4 * blocks)
     halves = (None, None) if seed is None else (int32(seed), int32(seed >> 32))
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         adamw_prox_kernel[(weight.numel() // columns * pieces,)](
@@ -210,8 +195,8 @@ def adamw_prox_n4_(
             float(frozen_eps),
             *halves,
             N=n if reg_lambda > 0 else 0,
-            BLOCKS=launch["blocks"],
-            num_warps=launch["warps"],
+            BLOCKS=blocks,
+            num_warps=NUM_WARPS,
         )
 
 

@@ -1,4 +1,4 @@
-"""How a kernel is launched: its parameters, and the number of programs that run at once."""
+"""How a kernel is launched: the number of programs that run at once, and their registers."""
 
 import functools
 
@@ -6,38 +6,28 @@ import torch
 import triton
 import triton.language as tl
 
-from .formats import INTERPRETED, PTX
+from .formats import PTX
 
 LANES = 32 if torch.version.hip is None else 64  # per warp
 REGISTERS_PER_MULTIPROCESSOR = 65536
 PROGRAMS_IN_INTERPRETER = 2
 
 
-def override_launch(launch: dict[str, int], given: dict[str, int | None], legal: tuple[dict[str, int], ...]) -> dict:
-    """`launch` with the parameters that are `given` (not None). Raises ValueError if that is not one of `legal`."""
-    new = launch | {name: value for name, value in given.items() if value is not None}
-    if new != launch and new not in legal and not INTERPRETED:
-        raise ValueError(f"launch parameters {new}: choose one of {', '.join(map(str, legal))}")
-    return new
-
-
-def registers_for(weight: torch.Tensor, scaled: bool, launch: dict[str, int]) -> int:
+def registers_for(weight: torch.Tensor, scaled: bool) -> int:
     """The most registers per thread for the prox: the smallest limit without spilling, so that more warps run at once.
 
     With 128 registers, 16 warps run at once on a multiprocessor; with 168, 12 warps; with 255, 8 warps.
     """
     if weight.dtype == torch.float64:
         return 255
-    bytes_per_lane = 4 * launch["blocks"] * weight.dtype.itemsize // (launch["warps"] * LANES)
-    return 168 if scaled or bytes_per_lane > 64 else 128
+    return 168 if scaled else 128
 
 
-def programs_for(device: torch.device, pieces: int, warps: int, registers: int) -> int:
-    """The number of programs (of `warps` warps) that share the pieces: as many as run at once, at most `pieces`."""
+def programs_for(device: torch.device, pieces: int, registers: int) -> int:
+    """The number of programs of one warp that share the pieces: as many as run at once, at most `pieces`."""
     if device.type != "cuda":
         return min(pieces, PROGRAMS_IN_INTERPRETER)
-    resident = REGISTERS_PER_MULTIPROCESSOR // (registers * 32 * warps)
-    return min(pieces, multiprocessors(device) * max(resident, 1))
+    return min(pieces, multiprocessors(device) * (REGISTERS_PER_MULTIPROCESSOR // (registers * 32)))
 
 
 def compiler_options(registers: int) -> dict[str, int]:

@@ -23,7 +23,7 @@ from .formats import (
     word_of,
     words_in,
 )
-from .launch import LANES, compiler_options, override_launch, programs_for, registers_for
+from .launch import LANES, compiler_options, programs_for, registers_for
 
 # A program solves one piece at a time: 2 KB, 256 blocks of a bf16 weight, fewer of wider weights. One warp solves it,
 # because the largest weight of the piece, which chooses the solver, then comes from one instruction without a barrier.
@@ -32,15 +32,7 @@ BLOCKS_PER_PIECE = 8 * LANES
 # If not all blocks are small, they are solved in parts of two blocks per lane. This needs fewer registers, so that more
 # warps run at once.
 BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
-# The legal `blocks`, `warps` and `parts`: parts of two blocks per lane. The results are the same; the fastest has to be
-# measured.
-PROX_LAUNCHES = tuple(
-    {"blocks": blocks, "warps": warps, "parts": parts}
-    for blocks in (128, 256, 512)
-    for warps in (1, 2, 4)
-    for parts in (2, 4)
-    if blocks == BLOCKS_PER_PART * warps * parts
-)
+NUM_WARPS = 1
 # The time of the interpreter depends on the number of programs and operations, not of blocks.
 BLOCKS_IN_INTERPRETER = 65536
 # Weights per row of the table of a list. Long rows keep the table small; short rows waste less work at the end.
@@ -241,41 +233,26 @@ def blocks_per_program(weight: torch.Tensor, blocks: int, scaled: bool = False) 
     return BLOCKS_PER_PIECE // (max(weight.dtype.itemsize, 4 if scaled else 2) // 2)
 
 
-def launch_parameters(weight: torch.Tensor, row: int, scaled: bool, given: dict[str, int | None]) -> dict[str, int]:
-    """blocks, warps and parts for rows of `row` blocks: those that are `given` (not None), else the expected best.
-
-    Raises:
-        ValueError: the result is not one of PROX_LAUNCHES.
-    """
-    blocks = blocks_per_program(weight, row, scaled)
-    launch = {"blocks": blocks, "warps": 1, "parts": 4 if INTERPRETED else max(2, blocks // BLOCKS_PER_PART)}
-    return override_launch(launch, given, PROX_LAUNCHES)
+def parts_of_piece(blocks: int) -> int:
+    """The number of parts in which a piece is solved if not all of its blocks are small."""
+    return 4 if INTERPRETED else max(2, blocks // BLOCKS_PER_PART)
 
 
-def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: int, launch: dict, **constants) -> None:
-    """Launches a kernel of this file for `total` pieces of weights like `weight`."""
-    registers = registers_for(weight, scaled, launch)
+def start(kernel, arguments: tuple, weight: torch.Tensor, scaled: bool, total: int, blocks: int, **constants) -> None:
+    """Launches a kernel of this file for `total` pieces of `blocks` blocks of weights like `weight`."""
+    registers = registers_for(weight, scaled)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
-        kernel[(programs_for(weight.device, total, launch["warps"], registers),)](
+        kernel[(programs_for(weight.device, total, registers),)](
             *arguments,
-            BLOCKS=launch["blocks"],
-            PARTS=launch["parts"],
-            num_warps=launch["warps"],
+            BLOCKS=blocks,
+            PARTS=parts_of_piece(blocks),
+            num_warps=NUM_WARPS,
             **constants,
             **compiler_options(registers),
         )
 
 
-def prox_n4_(
-    weight: torch.Tensor,
-    reg_lambda: float,
-    n: int,
-    scale: torch.Tensor | None = None,
-    *,
-    blocks: int | None = None,
-    warps: int | None = None,
-    parts: int | None = None,
-) -> None:
+def prox_n4_(weight: torch.Tensor, reg_lambda: float, n: int, scale: torch.Tensor | None = None) -> None:
     """W <- argmin_V 1/2 ||V - c * W||_F^2 + lambda * Reg_{n:4}(V), divided by c, in place; n is 1 or 2.
 
     Reg_{n:4}(V) sums e_{n+1}(|v|) over the blocks of 4 (ProxSparse, equations 4 and 7); the minimiser is global.
@@ -286,39 +263,27 @@ def prox_n4_(
             the environment had TRITON_INTERPRET=1 when triton was imported. Changed in place. May be empty.
         reg_lambda: lambda_1 >= 0, in units of 1 / |c * w|^(n-1); 0 is the identity.
         scale: c, [in_features], positive (only |c| counts), floating point, on the device of `weight`; None means 1.
-        blocks, warps, parts: blocks per piece, warps per program, and parts of a piece whose blocks are not all small;
-            one of PROX_LAUNCHES. They change the speed, not the result. None: the choice expected to be the fastest.
     Raises:
-        ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, the weight is not contiguous, or blocks,
-            warps and parts are not one of PROX_LAUNCHES.
+        ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, or the weight is not contiguous.
     """
     check_weight(weight, n)
     if reg_lambda == 0 or weight.numel() == 0:
         return
     if weight.data_ptr() % 16:  # an unaligned view; the kernel loads 16 bytes at once
         aligned = weight.clone()
-        prox_n4_(aligned, reg_lambda, n, scale, blocks=blocks, warps=warps, parts=parts)
+        prox_n4_(aligned, reg_lambda, n, scale)
         weight.copy_(aligned)
         return
     columns = weight.numel() if scale is None else weight.shape[-1]
-    given = {"blocks": blocks, "warps": warps, "parts": parts}
-    launch = launch_parameters(weight, columns // 4, scale is not None, given)
-    pieces = triton.cdiv(columns, 4 * launch["blocks"])
+    blocks = blocks_per_program(weight, columns // 4, scale is not None)
+    pieces = triton.cdiv(columns, 4 * blocks)
     total = weight.numel() // columns * pieces
     scale = None if scale is None else scale.contiguous()
     numbers = columns, pieces, total, float(reg_lambda), gain_of(reg_lambda)
-    start(prox_n4_kernel, (weight, scale, *numbers), weight, scale is not None, total, launch, N=n)
+    start(prox_n4_kernel, (weight, scale, *numbers), weight, scale is not None, total, blocks, N=n)
 
 
-def prox_list_n4_(
-    weights: Sequence[torch.Tensor],
-    reg_lambdas: Sequence[float],
-    n: int,
-    *,
-    blocks: int | None = None,
-    warps: int | None = None,
-    parts: int | None = None,
-) -> None:
+def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float], n: int) -> None:
     """`prox_n4_` for each weight with its own lambda, in one launch, in place.
 
     The kernel reads a table of addresses, sizes and lambdas (32 bytes for 2^18 weights: 0.8 MB for 6.5 billion), which
@@ -328,11 +293,10 @@ def prox_list_n4_(
     Args:
         weights: as for `prox_n4_`, all of one dtype and on one device; they must not overlap.
         reg_lambdas: one for each weight.
-        blocks, warps, parts: as for `prox_n4_`.
     Raises:
         ValueError: as `prox_n4_`, or the weights differ in dtype or device.
     """
-    entries, given = [], {"blocks": blocks, "warps": warps, "parts": parts}
+    entries = []
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
         check_weight(weight, n)
         if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
@@ -341,7 +305,7 @@ def prox_list_n4_(
                 "one launch supports one dtype and one device; use several lists"
             )
         if weight.numel() % 16 or weight.data_ptr() % 16:
-            prox_n4_(weight, reg_lambda, n, **given)
+            prox_n4_(weight, reg_lambda, n)
         elif reg_lambda != 0 and weight.numel() != 0:
             entries.append((weight.data_ptr(), weight.numel(), float(reg_lambda)))
     if not entries:
@@ -349,11 +313,11 @@ def prox_list_n4_(
     device, dtype = weights[0].device, weights[0].dtype
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     table = table_of(tuple(entries), dtype.itemsize, device, stream)
-    launch = launch_parameters(weights[0], WEIGHTS_PER_ROW // 4, False, given)
-    pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * launch["blocks"])
+    blocks = blocks_per_program(weights[0], WEIGHTS_PER_ROW // 4)
+    pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * blocks)
     total = len(table) * pieces
     constants = {"PIECES": pieces, "N": n, "dtype": TRITON_DTYPE[dtype]}
-    start(prox_list_kernel, (table, total), weights[0], False, total, launch, **constants)
+    start(prox_list_kernel, (table, total), weights[0], False, total, blocks, **constants)
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from lib.predictions import predictions_for
 
 from proxsparse.errors import InputError
 from proxsparse.io.text_table import text_table
@@ -108,10 +107,10 @@ def results_file(benchmark: str) -> Path:
 
 
 def append_rows(file: Path, rows: Iterable[dict[str, object]]) -> None:
-    """Each row as a line of JSON at the end of the file, with the prediction that was made for it."""
+    """Each row as a line of JSON at the end of the file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps(row | predictions_for(file.stem, row)) + "\n" for row in rows)
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def read_rows(file: Path) -> list[dict]:

@@ -129,13 +129,6 @@ def generate_speed(models: str, batches: str, mode: str, limit_s: float, *flags:
     return Part(command, rehearsal, limit_s, skipped_if=skipped_if, waits_for=waits_for)
 
 
-def tune(kernels: str, limit_s: float) -> Part:
-    """The launch parameters of some kernels; an illegal access costs only these."""
-    # the interpreter rehearses only the Triton kernels
-    rehearsal = script("tune", "--device", "cpu", "--kernels", "adamw_prox", "--limit", "5")
-    return Part(script("tune", "--kernels", *kernels.split(), "--limit", f"{limit_s - 7:g}"), rehearsal, limit_s)
-
-
 def profile(kernel: str, launches: int, command: list[str], rehearsal: list[str]) -> Part:
     """Nsight Compute on the first launches of a kernel; the GPU's clocks are not changed."""
     ncu = ["ncu", "--clock-control", "none", "--set", "full", "--page", "details", "--kernel-name", f"regex:{kernel}"]
@@ -165,10 +158,6 @@ FIRST = BUILD | {
     "linear_cutlass": linear_speed("cutlass", 38, *LINEAR_FEW),
     "generate_speed": generate_speed("mistral-7b-v0.1", "1", "graph", 62),
     "generate_compiled": generate_speed("mistral-7b-v0.1", "1", "compile_graph", 55),
-    "tune_gemv": tune("gemv", 27),
-    "tune_prox": tune("prox prox_backend", 24),
-    "tune_cutlass": tune("cutlass", 21),
-    "tune_adamw_prox": tune("adamw_prox", 14),
     "gpu_tests": gpu_tests(30, *GPU_TESTS),  # 150 s or more if the parts before it are as fast as expected
 }
 SECOND = BUILD | {

@@ -48,10 +48,9 @@ int checked_int(int64_t size) {
 }
 
 // y [rows, out_features] = x [rows, in_features] W^T + bias for 1 to 16 rows, all bfloat16 or all float16, except that
-// values with scales are codes: int8, or uint8 with two in each. GemvCall describes warps, splits, tiles and dependent.
+// values with scales are codes: int8, or uint8 with two in each. GemvCall describes dependent.
 void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
-          const OptionalTensor& bias, const at::Tensor& y, int warps, int splits, int tiles, bool dependent,
-          int64_t stream) {
+          const OptionalTensor& bias, const at::Tensor& y, bool dependent, int64_t stream) {
   check_sparse_linear(at::kCUDA, x, values, indices, scales, bias, y);
   check_alignment("x", x, 8);
   const Dtype dtype = dtype_of(x, "x");
@@ -67,9 +66,9 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
                       .out_features = checked_int(values.size(0)),
                       .in_features = checked_int(x.size(1)),
                       .dtype = dtype,
-                      .warps = warps,
-                      .splits = splits,
-                      .tiles = tiles,
+                      .warps = 0,
+                      .splits = 0,
+                      .tiles = 0,
                       .dependent = dependent,
                       .codes = codes_of(values, scales),
                       .scales = data_or_null(scales)};

@@ -24,7 +24,7 @@ int power_of_two(int number, int most) {  // the largest that is at most both
   return power;
 }
 
-// Chooses the launch parameters that are 0 (not tuned on a GPU), and replaces those that the GPU does not support by
+// Chooses the launch parameters that are 0 (not measured on a GPU), and replaces those that the GPU does not support by
 // the nearest supported ones. If the rows of W do not occupy the GPU, clusters split the columns; fewer thread blocks
 // are larger.
 GemvPlan plan_launch(const GemvCall& call, const Device& device) {

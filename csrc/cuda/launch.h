@@ -24,8 +24,8 @@ struct GemvCall {
   void* y;                              // [rows, out_features]
   int rows, out_features, in_features;  // rows: 1 to 16; in_features: a multiple of 4
   Dtype dtype;                          // of all numbers: kBFloat16 or kFloat16; the sums are float32
-  // Launch parameters. 0 means an automatic choice. If the GPU does not support a number, the nearest supported one is
-  // used.
+  // Launch parameters. 0 means the choice of gemv.cu; other numbers are for tests. If the GPU does not support a
+  // number, the nearest supported one is used.
   int warps;   // of a thread block, 1 to 16
   int splits;  // of the columns of W, over the thread blocks of a cluster, 1 to 8; 1 below compute capability 9.0
   int tiles;   // of 8 rows of W in each warp: 1, 2 or 4

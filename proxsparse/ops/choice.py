@@ -17,13 +17,13 @@ it. If a backend supports no weight of this dtype on this device, skipping it gi
 
 import functools
 import json
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from proxsparse.ops.registry import Kernel, announce, get_kernel, list_backends
-from proxsparse.ops.tuning import device_kind, nearest
 from proxsparse.reference.quantize import columns
 
 MEASURED = Path(__file__).with_name("measured.json")
@@ -89,6 +89,27 @@ def order(device: torch.device, dtype: torch.dtype | str, rows: int, shape: tupl
     fastest = measured(str(MEASURED)).get((device_kind(device), str(dtype).replace("torch.", "")))
     by_rows = fastest[nearest(fastest, shape)] if fastest else UNMEASURED.get(device.type, {(1,): REFERENCE})
     return by_rows[nearest(by_rows, (rows,))].split(ORDER)
+
+
+def nearest(table: dict[tuple[int, ...], object], size: tuple[int, ...]) -> tuple[int, ...]:
+    """The key with the smallest product of ratios (each >= 1) between its numbers and those of `size`."""
+
+    def distance(key: tuple[int, ...]) -> float:
+        return sum(abs(math.log(max(number, 1) / max(wanted, 1))) for number, wanted in zip(key, size, strict=True))
+
+    return min(table, key=distance)
+
+
+@functools.cache
+def device_kind(device: torch.device) -> str:
+    """The name of a device in the table: "sm_90" for an H100; for a CPU, its widest vector instructions."""
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    if device.type == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        known = [name for name in ("avx512_bf16", "avx512_f", "avx2") if capabilities.get(name)]
+        return " ".join(["cpu", *known[:1]])
+    return device.type
 
 
 @functools.cache

@@ -6,13 +6,8 @@ import torch
 from torch import Tensor
 
 from proxsparse import reference
-from proxsparse.ops.registry import register_kernel, register_order, select
-from proxsparse.ops.tuning import launch_parameters
+from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
-
-# Mean |w| of a normal distribution with standard deviation 0.02, typical for weights of language models. With a scale
-# the mean |c w| is 1 (proxsparse/training/scaling.py).
-TYPICAL_MAGNITUDE = 0.016
 
 torch.library.define(
     "proxsparse::prox_nm_", "(Tensor(a!) weight, float reg_lambda, int n, int m, Tensor? scale=None) -> ()"
@@ -45,24 +40,6 @@ def _prox_nm_fake(weight, reg_lambda, n, m, scale=None):
 @register_kernel("prox_nm_", "reference", supports=lambda *args: None)
 def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     weight.copy_(reference.prox_nm(weight, reg_lambda, NMPattern(n, m), scale))
-
-
-@register_order("prox_nm_")
-def fastest_first(
-    backends: tuple[str, ...], weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None
-) -> tuple[str, ...]:
-    """Puts CUDA before Triton if lambda * typical magnitude reaches a measured threshold.
-
-    Below about lambda * max|w| = 0.3 both need the same number of instructions per block; above it Triton needs more.
-    The weights are not read: this would synchronize, and a resumed run could choose another backend.
-    """
-    if "cuda" not in backends or (n, m) != (2, 4):
-        return backends
-    table = launch_parameters("prox_backend", weight.dtype, weight.device, (weight.numel(),))
-    magnitude = TYPICAL_MAGNITUDE if scale is None else 1.0
-    if reg_lambda * magnitude < table.get("cuda_from", math.inf):
-        return backends
-    return ("cuda", *(backend for backend in backends if backend != "cuda"))
 
 
 def check_reg_lambda(reg_lambda: float) -> None:

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 # The backends that the automatic choice tries on a device, fastest first; on other devices only the reference. The
-# interpreter of Triton runs on a CPU only if it is chosen explicitly. An op can have another order (`register_order`),
-# or its own automatic choice, as `sparse_linear` has.
+# interpreter of Triton runs on a CPU only if it is chosen explicitly. `sparse_linear` has its own automatic choice.
 AUTOMATIC = {"cpu": ("cpp", "reference"), "cuda": ("triton", "cuda", "reference")}
 
 
@@ -45,7 +44,6 @@ class Kernel:
 
 
 _kernels: dict[str, dict[str, Kernel]] = {}
-_orders: dict[str, Callable[..., tuple[str, ...]]] = {}
 _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
 _announced: set[tuple[str, ...]] = set()
 
@@ -62,19 +60,6 @@ def register_kernel(
     def add(run: Callable) -> Callable:
         _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports, prepare, prepare_is_optional)
         return run
-
-    return add
-
-
-def register_order(op: str):
-    """Decorator for `order(backends, *args)`, which sorts the backends of the automatic choice, fastest first.
-
-    It may depend only on shapes, dtypes, devices and numbers, because reading a tensor would synchronize.
-    """
-
-    def add(order: Callable[..., tuple[str, ...]]) -> Callable[..., tuple[str, ...]]:
-        _orders[op] = order
-        return order
 
     return add
 
@@ -161,10 +146,7 @@ def select(op: str, tensor, *args) -> Kernel:
     kernel = explicit_kernel(op, tensor, *args)
     if kernel is not None:
         return kernel
-    backends = AUTOMATIC.get(tensor.device.type, ("reference",))
-    if op in _orders:
-        backends = _orders[op](backends, tensor, *args)
-    for backend in backends:
+    for backend in AUTOMATIC.get(tensor.device.type, ("reference",)):
         if backend in _kernels[op]:
             kernel = _kernels[op][backend]
             reason = kernel.supports(tensor, *args)

@@ -1,6 +1,5 @@
-"""The backend under test as the fixture `device`, the CUDA kernels built for this CPU, a table of parameters."""
+"""The backend under test as the fixture `device`, the CUDA kernels built for this CPU."""
 
-import json
 import os
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from ops.on_cpu import build, replace_extension
 from ops.on_each_backend import backends_of
 
-from proxsparse.ops import registry, tuning
+from proxsparse.ops import registry
 
 ZEROS = torch.zeros(1, 4)
 # What `supports` is asked of a small tensor and these arguments.
@@ -74,17 +73,3 @@ def require():
 def compiled():
     """proxsparse._C."""
     return pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
-
-
-@pytest.fixture
-def tuned(tmp_path, monkeypatch):
-    """tuned(kernel, {size: parameters}, kind of device): tuned.json holds that alone; the default is this CPU."""
-
-    def write(kernel: str, fastest: dict, kind: str | None = None) -> None:
-        kind = kind or tuning.device_kind(torch.device("cpu"))
-        (tmp_path / "tuned.json").write_text(json.dumps({kind: {kernel: {"measured": {}, "fastest": fastest}}}))
-        monkeypatch.setattr(tuning, "TUNED", tmp_path / "tuned.json")
-        tuning.forget()
-
-    yield write
-    tuning.forget()

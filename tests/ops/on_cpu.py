@@ -57,7 +57,7 @@ class Extension:
     """proxsparse._C_cuda (csrc/cuda/bindings.cpp) on tensors of the CPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library, self.metadata_calls, self.gemv_launches = library, 0, []
+        self.library, self.metadata_calls, self.gemv_dependent = library, 0, []
 
     def prox_n4_(self, weight, reg_lambda, n, scale, stream):
         size, in_features = ctypes.c_int64(weight.numel()), ctypes.c_int64(weight.shape[-1])
@@ -78,12 +78,12 @@ class Extension:
         formats = TYPES.index(weight.dtype), pretrained.dtype != weight.dtype
         assert self.library.masked_weight(*map(address, tensors), *map(ctypes.c_int64, sizes), *formats, n) == 0
 
-    def gemv(self, x, values, indices, scales, bias, y, warps, splits, tiles, dependent, stream):
+    def gemv(self, x, values, indices, scales, bias, y, dependent, stream):
         assert x.data_ptr() % 8 == 0
-        self.gemv_launches.append((warps, splits, tiles, dependent))
+        self.gemv_dependent.append(dependent)
         tensors = (address(tensor) for tensor in (x, values, indices, scales, bias, y))
         sizes = (*y.shape, x.shape[1], TYPES.index(x.dtype), codes_of(values, scales))
-        assert self.library.gemv(*tensors, *sizes, warps, splits, tiles, dependent, 132, 9, 90) == 0
+        assert self.library.gemv(*tensors, *sizes, 0, 0, 0, dependent, 132, 9, 90) == 0
 
     def pack_24(self, weight, values, indices, infeasible, stream):
         tensors, (rows, columns) = (weight, values, indices, infeasible), weight.shape

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import types
 import warnings
 
 import pytest
@@ -12,8 +11,6 @@ from ops.on_each_backend import OnGPU
 from proxsparse import nm_mask, prox_nm, prox_nm_, reference, use_backend
 from proxsparse.ops import registry
 from proxsparse.ops.backends import cuda, cusparselt, cutlass, gemv, triton
-from proxsparse.ops.prox import TYPICAL_MAGNITUDE, fastest_first
-from proxsparse.ops.tuning import use_launch_parameters
 
 
 def always(*arguments):
@@ -28,7 +25,6 @@ def never(*arguments):
 def table(monkeypatch):
     """An empty kernel table, nothing announced yet, no choice from the environment."""
     monkeypatch.setattr(registry, "_kernels", {})
-    monkeypatch.setattr(registry, "_orders", {})
     monkeypatch.setattr(registry, "_announced", set())
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
 
@@ -166,35 +162,6 @@ def test_the_public_functions_obey_the_choice(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------ an order for the arguments
-
-
-def test_an_op_may_choose_the_order_by_its_arguments(table):
-    for backend in ("cpp", "reference"):
-        add(backend)
-    registry.register_order("toy")(lambda backends, tensor, large: backends[::-1] if large else backends)
-    assert registry.select("toy", torch.zeros(4), False).backend == "cpp"
-    assert registry.select("toy", torch.zeros(4), True).backend == "reference"
-    with use_backend("cpp"):
-        assert registry.select("toy", torch.zeros(4), True).backend == "cpp"
-
-
-def order(reg_lambda, scale=None, n=2, m=4, device="cuda"):
-    """Of the backends for a weight that cannot be read: the choice may not look at it."""
-    weight = types.SimpleNamespace(dtype=torch.bfloat16, device=torch.device(device), numel=lambda: 4096)
-    return fastest_first(registry.AUTOMATIC[device], weight, reg_lambda, n, m, scale)
-
-
-def test_cuda_comes_before_triton_from_the_measured_strength_on():
-    usual, cuda_first = ("triton", "cuda", "reference"), ("cuda", "triton", "reference")
-    with use_launch_parameters("prox_backend", cuda_from=0.25):
-        assert order(0.24 / TYPICAL_MAGNITUDE) == usual
-        assert order(0.26 / TYPICAL_MAGNITUDE) == cuda_first
-        assert order(0.24, scale=torch.ones(4)) == usual
-        assert order(0.26, scale=torch.ones(4)) == cuda_first
-        assert order(1e6, n=1) == order(1e6, m=8) == usual  # another solver
-        assert order(1e6, device="cpu") == ("cpp", "reference")
-    with use_launch_parameters("prox_backend"):
-        assert order(1e6) == usual  # nothing measured
 
 
 # ------------------------------------------------------------------------------------------ AMD's GPUs

@@ -9,7 +9,6 @@ from ops.on_cpu import TYPES, address, codes_of, fenced, survives
 from pruned import GRID
 from torch import Tensor
 
-from proxsparse.ops.backends.cuda import GEMV_SPLITS, GEMV_TILES, GEMV_WARPS
 from proxsparse.reference import pack, quantize
 
 # (out_features, in_features): whole steps of 256 columns, parts of one, tiles that do not fill up, rows of W that no
@@ -86,10 +85,10 @@ def test_however_the_work_is_split(processors, generation, gemv):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 8, 13])
-@pytest.mark.parametrize("tiles", GEMV_TILES)
+@pytest.mark.parametrize("tiles", [1, 2, 4])
 def test_every_launch_parameter_gives_the_same_product(tiles, rows, gemv, launched):
     x, values, indices, weight = layer(rows, 150, 2 * 1024 + 320)
-    for warps, splits in itertools.product(GEMV_WARPS, GEMV_SPLITS):
+    for warps, splits in itertools.product((4, 8, 16), (1, 2, 4, 8)):
         check(gemv(x, values, indices, warps=warps, splits=splits, tiles=tiles), x, weight)
         groups = 1 if rows <= 4 else 2 if rows <= 8 else 4
         most = 8 if tiles == 4 and groups > 1 else 16  # registers
@@ -235,7 +234,7 @@ def test_every_code_alone_at_every_place(bits, dtype, gemv):
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_with_every_launch_parameter(bits, gemv):
     x, codes, indices, scales, weight = layer_of_codes(bits, 13, 150, 2 * 1024 + 320)
-    for rows, warps, splits, tiles in itertools.product((1, 8, 13), (4, 16), (1, 8), GEMV_TILES):
+    for rows, warps, splits, tiles in itertools.product((1, 8, 13), (4, 16), (1, 8), (1, 2, 4)):
         launch = {"warps": warps, "splits": splits, "tiles": tiles, "dependent": tiles == 2}
         check(gemv(x[:rows], codes, indices, scales=scales, **launch), x[:rows], weight)
 

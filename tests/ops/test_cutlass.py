@@ -12,7 +12,6 @@ import torch
 from pruned import assert_as_good_as_dense, pruned_linear
 
 from proxsparse import SparseLinear
-from proxsparse.ops import tuning
 from proxsparse.ops.backends import cuda, cutlass, cutlass_codes
 from proxsparse.ops.registry import get_kernel
 
@@ -86,21 +85,16 @@ def test_what_begins_anywhere_is_copied():
 
 
 @pytest.fixture
-def gpus(monkeypatch, tmp_path):
-    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built, none was measured."""
+def gpus(monkeypatch):
+    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built."""
     built = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm[89]0_[0-9]*.cu")]
     tiles = [(int(architecture.removeprefix("sm")), name) for architecture, _, name in built]
     monkeypatch.setattr(cutlass, "_C", SimpleNamespace(tiles=lambda: tiles))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (device.index, 0))
-    monkeypatch.setattr(tuning, "TUNED", tmp_path / "absent.json")
-    tuning.forget()
-    yield
-    tuning.forget()
-    tuning.device_kind.cache_clear()
 
 
-def tiles_for(index: int, *all_rows: int, shape: tuple[int, int] = (4096, 4096)) -> list[str]:
-    return [cutlass.tile_for(torch.device("cuda", index), *shape, rows) for rows in all_rows]
+def tiles_for(index: int, *all_rows: int) -> list[str]:
+    return [cutlass.tile_for(torch.device("cuda", index), rows) for rows in all_rows]
 
 
 def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpus):
@@ -110,16 +104,6 @@ def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpus):
         device = torch.device("cuda", architecture // 10)
         assert {tile for _, tile in tiles} <= set(cutlass.built_tiles(device))
     assert cutlass.built_tiles(torch.device("cuda", 8)) == ["128x128", "64x64"]
-
-
-def test_the_tile_that_was_measured_is_taken_if_it_was_built(gpus, tuned):
-    sizes = {"4096x4096x64": "128x64_streamk", "4096x4096x512": "128x128", "14336x4096x64": "of another version"}
-    tuned("cutlass bfloat16", {size: {"tile": tile} for size, tile in sizes.items()}, "sm_90")
-    assert tiles_for(9, 17, 100, 300) == ["128x64_streamk", "128x64_streamk", "128x128"]
-    assert tiles_for(9, 64, shape=(14336, 4096)) == ["64x64"]
-    assert tiles_for(8, 64) == ["64x64"]
-    with tuning.use_launch_parameters("cutlass", tile="64x32"):
-        assert tiles_for(9, 100, 5000) == ["64x32", "64x32"]
 
 
 # ------------------------------------------------------------------------------------------ on a GPU
@@ -158,16 +142,16 @@ def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(archit
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(72, 144), (96, 8192), (4096, 4096)], ids=str)
 @torch.no_grad()
-def test_every_tile_multiplies_and_twice_the_same(shape, layer_on_gpu):
+def test_every_tile_multiplies_and_twice_the_same(shape, layer_on_gpu, monkeypatch):
     """In the second and third shape stream-K splits in_features."""
     layer = layer_on_gpu(*shape)
     for tile in cutlass.built_tiles(layer.values.device):
-        with tuning.use_launch_parameters("cutlass", tile=tile):
-            for rows in (1, 17, 65, 200):
-                x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-                y = layer(x)
-                assert_as_good_as_dense(y, x, layer.dense_weight(), layer.bias)
-                assert torch.equal(layer(x), y)
+        monkeypatch.setattr(cutlass, "tile_for", lambda device, rows, tile=tile: tile)
+        for rows in (1, 17, 65, 200):
+            x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+            y = layer(x)
+            assert_as_good_as_dense(y, x, layer.dense_weight(), layer.bias)
+            assert torch.equal(layer(x), y)
 
 
 @pytest.mark.gpu

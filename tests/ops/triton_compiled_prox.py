@@ -23,20 +23,20 @@ MORE_STEP = [("fp16", "fp32", ("master",), 2), ("fp32", "bf16", ("seed",), 1), (
 NUMBERS = ["decay", "rate", "root_factor", "beta1", "beta2", "eps", "reg_lambda", "gain", "frozen_lambda", "frozen_eps"]
 
 
-def launch_of(weight, scale=None, launch=None):
+def launch_of(weight, scale=None):
     """(constants, compiler options) of the launcher for these types."""
     weight, scaled = torch.empty(0, dtype=DTYPE[weight]), scale is not None
-    launch = prox.launch_parameters(weight, 0, scaled, launch or {})
-    options = prox.compiler_options(prox.registers_for(weight, scaled, launch)) | {"num_warps": launch["warps"]}
-    return {"BLOCKS": launch["blocks"], "PARTS": launch["parts"]}, options
+    blocks = prox.blocks_per_program(weight, 0, scaled)
+    options = prox.compiler_options(prox.registers_for(weight, scaled)) | {"num_warps": prox.NUM_WARPS}
+    return {"BLOCKS": blocks, "PARTS": prox.parts_of_piece(blocks)}, options
 
 
-def prox_call(weight, scale, n, launch=None):
+def prox_call(weight, scale, n):
     """(kernel, arguments, constants, compiler options) of a launch of the prox."""
     arguments = {"weight_ptr": f"*{weight}", "reg_lambda": "fp64", "gain": "fp64"}
     arguments |= dict.fromkeys(("columns", "pieces", "total"), "i32")
     arguments |= {"scale_ptr": f"*{scale}"} if scale else {}
-    constants, options = launch_of(weight, scale, launch)
+    constants, options = launch_of(weight, scale)
     constants |= {"N": n} if scale else {"N": n, "scale_ptr": None}
     return prox.prox_n4_kernel, arguments, constants, options
 
@@ -54,11 +54,11 @@ def compiled(call, capability, folder):
     return compile_kernel(kernel, arguments, constants, capability, options, folder)
 
 
-def compiled_prox(weight, scale, n, capability, folder, launch=None):
-    return compiled(prox_call(weight, scale, n, launch), capability, folder)
+def compiled_prox(weight, scale, n, capability, folder):
+    return compiled(prox_call(weight, scale, n), capability, folder)
 
 
-def step_call(weight, moment, given, n, blocks=adamw_prox.BLOCKS_PER_PROGRAM, warps=adamw_prox.NUM_WARPS):
+def step_call(weight, moment, given, n):
     """The same of a fused step."""
     arguments = dict.fromkeys(NUMBERS, "fp64") | {"columns": "i32", "pieces": "i32"}
     arguments |= {"weight_ptr": f"*{weight}", "grad_ptr": f"*{weight}"}
@@ -67,8 +67,8 @@ def step_call(weight, moment, given, n, blocks=adamw_prox.BLOCKS_PER_PROGRAM, wa
     options |= {"seed_low": "i32", "seed_high": "i32"}
     arguments |= {name: type for name, type in options.items() if name.split("_")[0] in given}
     constants = {name: None for name in options if name not in arguments}
-    constants |= {"N": n, "BLOCKS": blocks}
-    return adamw_prox.adamw_prox_kernel, arguments, constants, {"num_warps": warps}
+    constants |= {"N": n, "BLOCKS": adamw_prox.BLOCKS_PER_PROGRAM}
+    return adamw_prox.adamw_prox_kernel, arguments, constants, {"num_warps": adamw_prox.NUM_WARPS}
 
 
 def mask_call(weight, pretrained, scale, n):
@@ -127,31 +127,9 @@ def test_a_launch_makes_as_many_programs_as_run_at_once(monkeypatch):
     """On a GPU of 132 multiprocessors of 65,536 registers, 32 lanes a warp; no more than there are pieces."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     gpu = torch.device("cuda")
-    assert launch.programs_for(gpu, 10**6, warps=1, registers=128) == 132 * 16
-    assert launch.programs_for(gpu, 10**6, warps=4, registers=128) == 132 * 4
-    assert launch.programs_for(gpu, 10**6, warps=1, registers=168) == 132 * 12
-    assert launch.programs_for(gpu, 100, warps=1, registers=128) == 100
-
-
-LAUNCHES = [prox_call(weight, None, 2, parameters) for weight in ("bf16", "fp32") for parameters in prox.PROX_LAUNCHES]
-LAUNCHES += [step_call("bf16", "fp32", ("seed",), 2, **parameters) for parameters in adamw_prox.ADAMW_PROX_LAUNCHES]
-
-
-@pytest.mark.parametrize(
-    "call", [LAUNCHES[0], LAUNCHES[-1], *(pytest.param(call, marks=pytest.mark.slow) for call in LAUNCHES[1:-1])]
-)
-def test_all_launch_parameters_compile(call, tmp_path):
-    kernel = compiled(call, 90, tmp_path)
-    assert kernel.stack == 0
-    assert kernel.starting_with("LDG") == {"LDG.E.128"}
-
-
-def test_other_launch_parameters_are_refused():
-    weight = torch.empty(0, dtype=torch.bfloat16)
-    assert prox.launch_parameters(weight, 0, False, {"blocks": None}) == {"blocks": 256, "warps": 1, "parts": 4}
-    for given in ({"blocks": 100}, {"blocks": 128}, {"parts": 3}):  # 128 blocks in 4 parts: one block a lane
-        with pytest.raises(ValueError, match=r"launch parameters .*: choose one of .*'blocks': 512"):
-            prox.launch_parameters(weight, 0, False, given)
+    assert launch.programs_for(gpu, 10**6, registers=128) == 132 * 16
+    assert launch.programs_for(gpu, 10**6, registers=168) == 132 * 12
+    assert launch.programs_for(gpu, 100, registers=128) == 100
 
 
 MORE = [prox_call(*variant) for variant in MORE_PROX] + [step_call(*variant) for variant in MORE_STEP]

@@ -1,4 +1,4 @@
-"""What only the Triton kernels have: launch parameters, programs that are not full, the table of a list.
+"""What only the Triton kernels have: programs that are not full or solve several pieces, the table of a list.
 
 test_triton_prox.py runs this file in a process of its own: on the CPU with TRITON_INTERPRET=1, which has to be set
 before triton is imported; without it, on a GPU. What every backend must do is in test_prox.py and the others.
@@ -9,22 +9,18 @@ import torch
 from ops.blocks import random_blocks
 from ops.on_each_backend import INTERPRETED
 
-from proxsparse import prox_nm, reference, use_backend
-from proxsparse.ops import adamw_prox_, prox_nm_list_
-from proxsparse.ops.tuning import use_launch_parameters
-from proxsparse.triton_kernels import ADAMW_PROX_LAUNCHES, PROX_LAUNCHES, prox, prox_list_n4_, prox_n4_
+from proxsparse import reference
+from proxsparse.triton_kernels import prox, prox_list_n4_, prox_n4_
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LAMBDA = 0.7  # not a float32 number: a rounded one would show in float64
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-PROX = PROX_LAUNCHES if DEVICE == "cuda" else [{"blocks": 8, "warps": 1, "parts": 2}, {"parts": 2}]
-STEP = ADAMW_PROX_LAUNCHES if DEVICE == "cuda" else [{"blocks": 8}, {"blocks": 64}]
 
 
-def result(weight, reg_lambda=LAMBDA, n=2, scale=None, **launch):
+def result(weight, reg_lambda=LAMBDA, n=2, scale=None):
     """The prox of a copy, by the kernel."""
     new = weight.clone().to(DEVICE)
-    prox_n4_(new, reg_lambda, n, None if scale is None else scale.to(DEVICE), **launch)
+    prox_n4_(new, reg_lambda, n, None if scale is None else scale.to(DEVICE))
     return new.cpu()
 
 
@@ -64,49 +60,18 @@ def test_what_the_kernel_cannot_serve_is_refused():
         prox_list_n4_([torch.ones(2, 8, device=DEVICE), torch.ones(2, 8, device=DEVICE).double()], [0.1, 0.1], 2)
 
 
-# ------------------------------------------------------------------------------------------ launch parameters
-
-
 @pytest.mark.parametrize("size", [0.05, 1.0])  # solved by coordinate descent; by the three candidates
-@pytest.mark.parametrize("launch", PROX, ids=str)
-def test_launch_parameters_change_nothing_but_the_speed(launch, size, monkeypatch):
-    """More pieces than programs, so that every program solves several, and the last one is not full."""
+def test_a_program_that_solves_several_pieces(size, monkeypatch):
+    """More pieces than programs, and the last one is not full."""
     weight = size * random_blocks(24, LAMBDA, seed=5).float().view(2, 48)
-    for scale in (None, torch.linspace(0.5, 1.5, 48)):
-        expected = result(weight, scale=scale)
-        torch.testing.assert_close(result(weight, scale=scale, **launch), expected, rtol=1e-4, atol=1e-5)
+    expected = {reg_lambda: result(weight, reg_lambda) for reg_lambda in (LAMBDA, 0.1)}
+    monkeypatch.setattr(prox, "BLOCKS_IN_INTERPRETER", 8)
     monkeypatch.setattr(prox, "WEIGHTS_PER_ROW", 64)
+    torch.testing.assert_close(result(weight), expected[LAMBDA], rtol=1e-4, atol=1e-5)
     weights = [weight.clone().to(DEVICE) for _ in range(2)]
-    prox_list_n4_(weights, [LAMBDA, 0.1], 2, **launch)
-    for new, reg_lambda in zip(weights, [LAMBDA, 0.1], strict=True):
-        torch.testing.assert_close(new.cpu(), result(weight, reg_lambda), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("launch", STEP, ids=str)
-def test_launch_parameters_of_the_fused_step(launch):
-    weight, grad, exp_avg = (torch.randn(5, 132, device=DEVICE) for _ in range(3))
-    before = [weight.bfloat16(), grad.bfloat16(), exp_avg, exp_avg.square()]
-    results = [[tensor.clone() for tensor in before] for _ in range(2)]
-    scale = torch.linspace(0.5, 1.5, 132, device=DEVICE)
-    for tensors, parameters in zip(results, ({}, launch), strict=True):
-        with use_backend("triton"), use_launch_parameters("adamw_prox", **parameters):
-            adamw_prox_(*tensors, scale=scale, step=3, lr=0.05, reg_lambda=0.6, seed=7)
-    for new, other in zip(*results, strict=True):
-        torch.testing.assert_close(new.float(), other.float(), rtol=1e-2, atol=1e-4)
-    assert not torch.equal(results[0][0], before[0])
-
-
-def test_the_ops_pass_on_what_was_measured(monkeypatch):
-    """Not for a scale, which was not measured."""
-    given = []
-    for name in ("prox_n4_", "prox_list_n4_"):
-        monkeypatch.setattr(f"proxsparse.triton_kernels.{name}", lambda *arguments, **launch: given.append(launch))
-    weight = torch.ones(2, 8, device=DEVICE)
-    with use_backend("triton"), use_launch_parameters("prox", blocks=512, warps=2):
-        prox_nm(weight, 0.1)
-        prox_nm(weight, 0.1, scale=weight[0])
-        prox_nm_list_([weight], [0.1])
-    assert given == [{"blocks": 512, "warps": 2}, {}, {"blocks": 512, "warps": 2}]
+    prox_list_n4_(weights, [*expected], 2)
+    for new, old in zip(weights, expected.values(), strict=True):
+        torch.testing.assert_close(new.cpu(), old, rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------ a list of weights

@@ -11,12 +11,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from proxsparse.ops import tuning
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
 
-GEMV_ARGUMENTS = 11  # of _C.gemv
+GEMV_ARGUMENTS = 8  # of _C.gemv
 
 
 def loaded(name: str) -> tuple[ModuleType | None, str | None]:
@@ -34,9 +33,6 @@ def loaded(name: str) -> tuple[ModuleType | None, str | None]:
 
 _C, _missing = loaded("proxsparse._C_cuda")
 
-# Launch parameters of `gemv` for the sweep in benchmarks/tune.py: warps per thread block, thread blocks that split the
-# columns, tiles of 8 rows of W per warp. Values that a GPU does not support are replaced by the nearest supported ones.
-GEMV_WARPS, GEMV_SPLITS, GEMV_TILES = (4, 8, 16), (1, 2, 4, 8), (1, 2, 4)
 _dependent: ContextVar[bool] = ContextVar("proxsparse_dependent_launch", default=False)
 
 
@@ -139,15 +135,12 @@ def missing() -> str | None:
 def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
     """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu.
 
-    Values with scales are codes of 8 or 4 bits. Their launch parameters are those of 16 bits.
+    Values with scales are codes of 8 or 4 bits.
     """
-    (rows, in_features), out_features = x.shape, values.shape[0]
     if x.data_ptr() % 8:  # the kernel reads 8 bytes of x at a time; the copy of a few KB can be captured
         x = x.clone()
-    y = x.new_empty(rows, out_features)
-    chosen = tuning.launch_parameters("gemv", x.dtype, x.device, (out_features, in_features, rows))
-    numbers = (chosen.get(name, 0) for name in ("warps", "splits", "tiles"))  # 0: the kernel chooses
-    _call("gemv", x, values, indices, scales, bias, y, *numbers, _dependent.get())
+    y = x.new_empty(len(x), len(values))
+    _call("gemv", x, values, indices, scales, bias, y, _dependent.get())
     return y
 
 

@@ -6,9 +6,7 @@ this once; a layer with backend="cutlass" then holds the metadata, 1/8 byte per 
 bfloat16. A layer with backend="auto" computes it in every call. This file has the equations of these orders;
 csrc/cuda/metadata.cu has the fast implementation.
 
-A tile is the part of y that a thread block computes. The fastest tile measured for the nearest size is used
-(proxsparse.ops.tuning, kernel "cutlass", parameter "tile"); without measurements, the tile in TILES for the number of
-rows.
+A tile is the part of y that a thread block computes. TILES has the tile for each number of rows.
 """
 
 import importlib
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from proxsparse.ops import tuning
 from proxsparse.ops.backends import cuda
 from proxsparse.ops.registry import register_kernel
 from proxsparse.ops.sparse_linear import pad_rows
@@ -32,8 +29,8 @@ except ImportError as error:
     )
 
 ANY_PLACES = 0x44  # places 0 and 1 of two blocks, for the padding of a tile
-# architecture -> [(most rows, tile)] for sizes that were not measured, with as few idle rows as possible. Other tiles
-# are used only if they were measured to be the fastest.
+# architecture -> [(most rows, tile)], with as few idle rows as possible; not measured on a GPU. The tile 128x64_streamk
+# is built as well but not chosen: it is for shapes with too few tiles for the GPU, and where it is faster is unknown.
 TILES = {
     90: [(32, "64x32"), (128, "64x64"), (512, "128x128"), (None, "128x256")],
     80: [(128, "64x64"), (None, "128x128")],
@@ -80,12 +77,8 @@ def architecture_of(device: torch.device) -> int:
     return 90 if torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
-def tile_for(device: torch.device, out_features: int, in_features: int, rows: int) -> str:
-    """The tile in tuned.json for this size if it was built, else the tile in TILES."""
-    size = out_features, in_features, rows
-    tile = tuning.launch_parameters("cutlass", torch.bfloat16, device, size).get("tile")
-    if tile and tile in built_tiles(device):
-        return tile
+def tile_for(device: torch.device, rows: int) -> str:
+    """The tile in TILES for this GPU and number of rows."""
     return next(tile for most, tile in TILES[architecture_of(device)] if most is None or rows <= most)
 
 
@@ -106,7 +99,7 @@ def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | 
         return f"supports GPUs of compute capability 8.0 or newer, not {torch.cuda.get_device_name(x.device)}"
     if reason := shape_reason(len(x), *values.shape, architecture_of(x.device)):
         return reason
-    if (tile := tile_for(x.device, len(values), 2 * values.shape[1], len(x))) not in built_tiles(x.device):
+    if (tile := tile_for(x.device, len(x))) not in built_tiles(x.device):
         return f"its tile {tile} was not built for this GPU; remedy: reinstall proxsparse without TORCH_CUDA_ARCH_LIST"
     return None
 
@@ -141,7 +134,7 @@ def _prepare(values: Tensor, indices: Tensor) -> Tensor:
 def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
     rows, architecture = len(x), architecture_of(x.device)
     metadata = _prepare(values, indices) if prepared is None else prepared
-    tile = tile_for(x.device, len(values), x.shape[1], rows)
+    tile = tile_for(x.device, rows)
     x, values = aligned(x), aligned(values)
     if architecture == 90:
         bias = None if bias is None else aligned(bias)

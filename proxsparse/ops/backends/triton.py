@@ -9,7 +9,6 @@ import os
 from torch import Tensor
 
 from proxsparse.ops.registry import register_kernel
-from proxsparse.ops.tuning import launch_parameters
 
 
 def _supports(weight: Tensor, n: int, m: int) -> str | None:
@@ -26,26 +25,18 @@ def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Ten
     return _supports(weight, n, m)
 
 
-def measured(kernel: str, weight: Tensor, numel: int) -> dict[str, object]:
-    """The launch parameters in tuned.json for this number of weights; {} for the defaults of the kernel."""
-    return dict(launch_parameters(kernel, weight.dtype, weight.device, (numel,)))
-
-
 @register_kernel("prox_nm_", "triton", supports=_supports_prox)
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     from proxsparse import triton_kernels
 
-    # The table was measured without a scale, which needs more registers.
-    launch = {} if scale is not None else measured("prox", weight, weight.numel())
-    triton_kernels.prox_n4_(weight, reg_lambda, n, scale, **launch)
+    triton_kernels.prox_n4_(weight, reg_lambda, n, scale)
 
 
 @register_kernel("prox_nm_list_", "triton", supports=_supports)
 def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
-    launch = measured("prox", weights[0], sum(weight.numel() for weight in weights))
-    triton_kernels.prox_list_n4_(weights, reg_lambdas, n, **launch)
+    triton_kernels.prox_list_n4_(weights, reg_lambdas, n)
 
 
 def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
@@ -58,8 +49,7 @@ def _adamw_prox_(*arguments) -> None:
     from proxsparse import triton_kernels
 
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    launch = measured("adamw_prox", head[0], head[0].numel())
-    triton_kernels.adamw_prox_n4_(*head, n, frozen_lambda, frozen_eps, seed, **launch)
+    triton_kernels.adamw_prox_n4_(*head, n, frozen_lambda, frozen_eps, seed)
 
 
 def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
