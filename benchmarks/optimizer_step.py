@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from lib.common import Results, command_line, error_note, with_defaults
 from lib.measure import WeightSet, interleaved, once, peak_bytes, weight_set
+from lib.paper_solvers import enum_alm
 from lib.shapes import MODELS, prunable_layers
 from torch.optim import AdamW, Optimizer
 
 from proxsparse.errors import run_command
 from proxsparse.optim import ProxAdamW, ProxOptimizer
-from proxsparse.reference.paper_solvers import enum_alm
 from proxsparse.runtime.device import choose_device
 
 HEADER = ["layers", "dtype", "optimizer", "ms", "bytes", "GB/s", "copy", "state", "peak", "note"]

@@ -22,12 +22,12 @@ import torch
 from lib import plots
 from lib.common import Results, command_line, dtype_name, error_note, matrix_shape, with_defaults
 from lib.measure import WeightSet, elapsed_ms, interleaved, once, rotation
+from lib.paper_solvers import enum_alm
 from lib.shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_layers
 
 from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_, prox_nm_list_, use_backend
 from proxsparse.ops.registry import get_kernel, list_backends
-from proxsparse.reference.paper_solvers import enum_alm
 from proxsparse.runtime.device import choose_device
 
 # The defaults of the flags. On a CPU the shape is the smallest large layer of Llama-2-7b: weight and copy exceed the

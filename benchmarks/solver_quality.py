@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from lib import plots
+from lib import paper_solvers, plots
 from lib.common import FOLDER, Results, new_parser
 from lib.measure import repeated
 from torch import Tensor
@@ -31,7 +31,6 @@ from proxsparse import reference
 from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_
 from proxsparse.ops.registry import select
-from proxsparse.reference import paper_solvers
 
 HEADER = ["problems", "solver", "seconds", "suboptimality", "misses", "iterations", "paper: s", "paper: subopt."]
 CPU = torch.device("cpu")

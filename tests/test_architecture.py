@@ -29,7 +29,7 @@ PLACES = {
     "ops/backends": "cpp cuda cusparselt cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
     "plan": "activations architecture cost memory page",
-    "reference": "adamw_prox grid mask pack paper_solvers prox quantize regularizers",
+    "reference": "adamw_prox grid mask pack prox quantize regularizers",
     "run": "config flags folder hub job model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
     "training": "adapters checkpoint distillation early_stopping held_layer hidden_states initial_masks "

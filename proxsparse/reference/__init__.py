@@ -1,7 +1,7 @@
 """The equations in plain torch for any float dtype. All kernels are compared with these slow implementations.
 
-"Paper" means ProxSparse (ICML 2025). The exact 2:4 solver and the general solver are not from the paper; its solvers
-are in paper_solvers.py, and one of them, EnumALM, can miss the optimum.
+"Paper" means ProxSparse (ICML 2025). The exact 2:4 solver and the general solver are not from the paper, whose solvers
+are in benchmarks/lib/paper_solvers.py.
 """
 
 from proxsparse.reference.adamw_prox import adamw_prox, mix, random_bits, round_to, stochastic_round

@@ -1,4 +1,4 @@
-"""The paper's solvers of the 2:4 prox, as references: EnumALM, EnumPGD and EnumIPM (ProxSparse, section 3.3).
+"""The paper's solvers of the 2:4 prox, for comparison: EnumALM, EnumPGD and EnumIPM (ProxSparse, section 3.3).
 
 With z = |w| sorted descending, all three look for argmin_{w >= 0} g(w),
 
@@ -6,7 +6,7 @@ With z = |w| sorted descending, all three look for argmin_{w >= 0} g(w),
 
 by minimizing g with w_4 = 0 and without this constraint, and take the best of the two results and [z_1, z_2, 0, 0]
 (Algorithm 2). They differ in the solver of the two subproblems: `alm`, `pgd` or `ipm`. Only `ipm` is guaranteed to find
-the minimizer. `prox.solve_24`, which is not from the paper, is exact too and a hundred times faster
+the minimizer. `proxsparse.reference.prox_nm`, which is not from the paper, is exact too and a hundred times faster
 (benchmarks/solver_quality.py).
 
 Corrections to the paper: g_3 has the cubic term lambda * w_1 w_2 w_3, as in Algorithm 1, not the pairwise term of
