@@ -32,7 +32,7 @@ BUILD_ERRORS = (BaseError, OSError, RuntimeError, subprocess.CalledProcessError)
 EXPLAINED = {
     "proxsparse._C": ("CPU kernels", "slow reference", "apt install g++ python3-dev   (or similar)"),
     "proxsparse._C_cuda": ("CUDA kernels", "Triton or slow reference", "install the CUDA toolkit of torch's version"),
-    "proxsparse._C_cutlass": ("CUTLASS kernels", "dense or cuSPARSELt", "set MAX_JOBS=1 if the memory was too small"),
+    "proxsparse._C_cutlass": ("CUTLASS kernels", "gemv or reference", "set MAX_JOBS=1 if the memory was too small"),
 }
 WARNING = """
 ==================================================================================================

@@ -134,9 +134,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     for mode in set(args.modes or []) & set(GPU_MODES):
         if not all(device.startswith("cuda") for device in args.devices):
-            raise InputError(
-                f"--modes {mode}: CUDA graphs need a GPU; on a CPU use eager or compile"
-            )
+            raise InputError(f"--modes {mode}: CUDA graphs need a GPU; on a CPU use eager or compile")
     if args.new_tokens is not None and args.new_tokens < 2:
         raise InputError(f"--new_tokens {args.new_tokens}: must be at least 2; the prefill gives the first token")
     return args

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lib import common, plots
+from lib import common, cusparselt, plots
 from lib.codes import Contender, contenders
 from lib.common import Results, dtype_name, error_note
 from lib.measure import COPY_BYTES, LinearWeights, copy_buffers, interleaved, percentiles
@@ -41,7 +41,7 @@ from proxsparse.ops.registry import Kernel, get_kernel, list_backends
 from proxsparse.runtime.device import choose_device
 
 OP, DENSE = "sparse_linear", "dense"
-PREPARED = ":prepared"  # after the name of a backend that also works without its own format
+PREPARED = ":prepared"  # after the name of a backend, with its own format
 DEFAULTS = {
     "cpu": {
         "bits": [16, 8, 4],
@@ -98,8 +98,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--shapes", type=common.matrix_shape, nargs="+", metavar="OUTxIN", help="out_features x in_features"
     )
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
-    backends_help = "default: all that support the call; no name: only dense"
-    parser.add_argument("--backends", nargs="*", choices=list_backends(OP), metavar="NAME", help=backends_help)
+    backends_help = "default: all that support the call; no name: only dense; also cusparselt, NVIDIA's library"
+    names = [*list_backends(OP), cusparselt.NAME]
+    parser.add_argument("--backends", nargs="*", choices=names, default=names, metavar="NAME", help=backends_help)
     bits_help = (
         "8, 4: also codes, as cpp:8 and cpp:4, on a GPU gemv:8, gemv:4, cutlass_int8:8 and cutlass_fp8:8; also torch's "
         "dense layers, such as torch:8"
@@ -119,6 +120,7 @@ def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, args: argp
     """One row for dense and each backend, for every number of rows and state."""
     weights = LinearWeights.random(shape, dtype, device, args.sigma, args.rows)
     others = contenders(weights, args.bits)
+    others |= cusparselt.contender(weights) if cusparselt.NAME in args.backends else {}
     source, target = copy_buffers(device)
     rows = []
     for count in args.rows:
@@ -140,7 +142,7 @@ def times(
     """The rows of dense, of every backend that supports the call, and of the others; what fails has only a note."""
     x = weights.x[:rows]
     calls = {DENSE: lambda place: functional.linear(x, weights.dense[place])}
-    for kernel in (get_kernel(OP, name) for name in (list_backends(OP) if args.backends is None else args.backends)):
+    for kernel in (get_kernel(OP, name) for name in list_backends(OP) if name in args.backends):
         if kernel.supports(x, weights.packed[0][0]) is None:
             calls |= sparse_calls(kernel, weights, x)
     calls |= {name: other.call(x) for name, other in others.items() if other.serves(x)}
@@ -178,15 +180,13 @@ def times(
 
 def sparse_calls(kernel: Kernel, weights: LinearWeights, x: Tensor) -> dict[str, Callable[[int], Tensor]]:
     """The backend's name, with PREPARED if its own format is held -> (place -> x W^T by the op and that weight)."""
-    packed, backend, calls = weights.packed, kernel.backend, {}
-    if kernel.prepare and backend not in weights.prepared:
-        weights.prepared[backend] = [kernel.prepare(*one) for one in packed]
-    if not kernel.needs_prepared:
-        calls[backend] = lambda place: sparse_linear(x, *packed[place], backend=backend)
+    packed, backend = weights.packed, kernel.backend
+    calls = {backend: lambda place: sparse_linear(x, *packed[place], backend=backend)}
     if kernel.prepare:
+        if backend not in weights.prepared:
+            weights.prepared[backend] = [kernel.prepare(*one) for one in packed]
         own = weights.prepared[backend]
-        name = backend if kernel.needs_prepared else backend + PREPARED
-        calls[name] = lambda place: sparse_linear(x, *packed[place], prepared=own[place], backend=backend)
+        calls[backend + PREPARED] = lambda place: sparse_linear(x, *packed[place], prepared=own[place], backend=backend)
     return calls
 
 
@@ -301,8 +301,7 @@ def fastest_first(rows: list[dict]) -> list[str]:
     Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own format.
     """
     ms = {row["backend"]: row["p50_ms"] for row in rows}
-    free = [name for name in list_backends(OP) if not get_kernel(OP, name).needs_prepared]
-    names = [name for name in sorted(ms, key=ms.get) if name in free]
+    names = [name for name in sorted(ms, key=ms.get) if name in list_backends(OP)]
     place = names.index(choice.REFERENCE) if choice.REFERENCE in names else len(names)
     return [*names[:place], choice.REFERENCE]
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from proxsparse.ops import choice, registry
-from proxsparse.ops.backends import cpp, cuda, cusparselt
+from proxsparse.ops.backends import cpp, cuda
 from proxsparse.reference import pack, quantize
 
 __all__ = ["fake_gpu", "is_on_gpu"]
@@ -68,7 +68,6 @@ def forget() -> None:
     """Empties the caches that depend on what GPU there is."""
     choice.forget()
     choice.device_kind.cache_clear()
-    cusparselt._algorithms.clear()
 
 
 def tensor_attributes(gpu: FakeGPU) -> dict:

@@ -26,7 +26,7 @@ PLACES = {
     "swap walk wanda",
     "models": "checks layers loading snap unfold_linears",
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
-    "ops/backends": "cpp cuda cusparselt cutlass cutlass_codes gemv triton",
+    "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
     "plan": "activations architecture cost memory page",
     "reference": "adamw_prox grid mask pack prox quantize regularizers",

@@ -90,7 +90,7 @@ def test_the_choice_of_a_backend_on_the_gpu(capability, rows):
         assert "supports only the CPU" in reasons["cpp"]
         assert (reasons["gemv"] is None) == (rows <= 16 and capability >= (8, 0))
         assert choose(x, values).backend == CHOICES[capability, rows]
-        for name in ("gemv", "cutlass", "cusparselt"):
+        for name in ("gemv", "cutlass"):
             assert "on cpu" in kernels[name].supports(x, values.cpu())
 
 

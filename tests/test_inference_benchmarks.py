@@ -1,6 +1,7 @@
 """The benchmarks of packed layers and models at tiny sizes: their rows, what they count, and the table of `auto`."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import generate_speed
 import linear_speed
@@ -8,7 +9,7 @@ import pytest
 import torch
 import training_speed
 from fake_gpu import fake_gpu
-from lib import common, gpu_parts, measure, plots, random_models
+from lib import common, cusparselt, gpu_parts, measure, plots, random_models
 from lib.codes import contenders
 
 from proxsparse.inference.linear import SparseLinear
@@ -137,23 +138,47 @@ def test_a_wrong_backend_gets_a_note_and_no_time(note, rows_of, monkeypatch, cap
     assert note in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("optional", [True, False])
-def test_a_backend_with_its_own_form_is_measured_with_it(optional, rows_of, monkeypatch):
+def test_a_backend_that_prepares_something_is_measured_with_and_without_it(rows_of, monkeypatch):
     handed = set()
 
     def linear(x, values, indices, bias, prepared):
         handed.add(prepared is not None)
         return right(x, values, indices, bias, prepared)
 
-    only(monkeypatch, new(linear, prepare=unpack_nm, prepare_is_optional=optional))
+    only(monkeypatch, new(linear, prepare=unpack_nm))
     assert linear_speed.main([*QUICK, "--bits", "16", "--shapes", "16x64", "--rows", "7", "--dtypes", "float32"]) == 0
-    assert handed == ({False, True} if optional else {True})
+    assert handed == {False, True}
     rows = {row["backend"]: row for row in rows_of("linear_speed")}
-    assert rows.keys() == {"dense", "reference", "new", *(["new:prepared"] if optional else [])}
-    if optional:
-        assert not rows["new:prepared"]["auto"]
-        rows["new:prepared"]["times_dense"] = 1e9
-        assert "e+09" not in linear_speed.summary(list(rows.values()))
+    assert rows.keys() == {"dense", "reference", "new", "new:prepared"}
+    assert not rows["new:prepared"]["auto"]
+    rows["new:prepared"]["times_dense"] = 1e9
+    assert "e+09" not in linear_speed.summary(list(rows.values()))
+
+
+def test_cusparselt_gets_the_split_of_its_search_and_x_is_padded_only_if_needed(monkeypatch):
+    """The library is replaced: torch's schema and shapes are those of its own meta tensors. x is copied to add rows."""
+    calls, searched = [], []
+
+    def mm_search(compressed, columns, bias, alpha, out_dtype, transpose_result, /):
+        searched.append((columns.shape[1], bias, alpha, out_dtype, transpose_result))
+        return 3, len(searched) + 1, 1, 9
+
+    def multiply(compressed, columns, **arguments):
+        y = torch.ops.aten._cslt_sparse_mm(compressed.to("meta"), columns.to("meta"), **arguments)
+        calls.append((columns.data_ptr(), arguments["alg_id"], arguments["split_k"], arguments["split_k_mode"]))
+        return (columns.t() @ compressed.t()).view(y.shape)
+
+    monkeypatch.setattr(cusparselt, "is_supported", lambda weight: True)
+    monkeypatch.setattr(torch._C, "_cusparselt", SimpleNamespace(mm_search=mm_search), raising=False)
+    monkeypatch.setattr(torch, "_cslt_compress", torch.clone)
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    weights = measure.LinearWeights.random((32, 48), torch.bfloat16, CPU, 0.02, [13])
+    (found,) = cusparselt.contender(weights).values()
+    for rows in (8, 13, 8):
+        assert weights.error_of(found.call(weights.x[:rows]), rows, found.weight) <= weights.tolerance(0)
+    assert searched == [(8, None, None, None, True), (16, None, None, None, True)]
+    assert [call[1:] for call in calls] == [(3, 2, 1), (3, 3, 1), (3, 2, 1)]
+    assert [call[0] == weights.x.data_ptr() for call in calls] == [True, False, True]
 
 
 def test_what_was_measured_before_the_context_ended_is_kept(rows_of, monkeypatch):
@@ -211,11 +236,10 @@ def row(backend: str, ms: float, **others) -> dict:
 
 
 def test_the_table_of_auto_holds_the_fastest_of_the_newest_run(monkeypatch):
-    a, b, own = (replace(new(None), backend=name) for name in ("a", "b", "own"))
-    only(monkeypatch, a, replace(b, prepare=unpack_nm, prepare_is_optional=True), replace(own, prepare=unpack_nm))
+    only(monkeypatch, *(replace(new(None), backend=name) for name in ("a", "b")))
     rows = [
         row("a", 1.0, when="2026-01-01", commit="old"),
-        *(row("a", 3.0), row("b", 2.0), row("reference", 4.0), row("dense", 0.1), row("own", 0.2)),
+        *(row("a", 3.0), row("b", 2.0), row("reference", 4.0), row("dense", 0.1), row("cusparselt:16", 0.2)),
         row("b:prepared", 0.3),
         *(row("a", 5.0, rows=16), row("reference", 4.0, rows=16), row("gone", 1.0, rows=16)),
         row("a", 0.1, state="warm"),

@@ -233,4 +233,4 @@ def test_env_names_the_backend_of_every_op_and_why_not_another(capsys, monkeypat
     rows = {line.split("  ")[0]: line.split() for line in printed.splitlines() if line}
     assert rows["prox_nm_"][-1] == "selected"
     assert rows["512 rows"][-1] == "selected"
-    assert "cusparselt for 1 row, 16 rows, 512 rows: supports only CUDA GPUs" in printed or torch.cuda.is_available()
+    assert "gemv for 1 row, 16 rows, 512 rows: supports only CUDA GPUs" in printed or torch.cuda.is_available()

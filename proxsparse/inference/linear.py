@@ -34,10 +34,10 @@ class SparseLinear(nn.Module):
     precision in rows whose weights are all below 1e-3.) The layer is frozen, but dL/dx is computed, so that adapters
     and layers before it can be trained.
 
-    The backends "cusparselt" and "cutlass" convert the weight to their own format in the first call. The layer then
-    holds both formats; the converted weight is not part of the state, and it is dropped when the layer is moved, cast
-    or loaded. If a CUDA graph is captured before the first call, every replay converts the weight; so does
-    torch.compile with "cutlass". To avoid this, call the layer once before, or call `prepare_`.
+    A layer with the backend "cutlass" computes the metadata of CUTLASS in the first call and holds it. The metadata is
+    not part of the state, and it is dropped when the layer is moved, cast or loaded. If a CUDA graph is captured before
+    the first call, every replay computes the metadata; so does torch.compile. To avoid this, call the layer once
+    before, or call `prepare_`.
 
     For infinities, NaN and subnormal numbers see `ops.sparse_linear`.
 
@@ -129,42 +129,36 @@ class SparseLinear(nn.Module):
         return sparse_linear(x, values, self.indices, bias, prepared, self.backend, scales)
 
     def prepared_weight(self, x: Tensor, values: Tensor) -> Tensor | None:
-        """The weight in the format of the backend; None if it has none, converts it in the call, or refuses the call.
+        """What `prepare` of the backend returns; None if it has none, computes it in the call, or refuses the call.
 
-        Converted once for each dtype of `values`. A weight converted in a capture is not kept, because its memory
-        belongs to the graph.
+        Computed once for each dtype of `values`, but not in a capture: that memory would belong to the graph.
         """
         if self.prepared is not None and self.prepared[:2] == (self.backend, values.dtype):
             return self.prepared[2]
         if self.backend == AUTO or (kernel := get_kernel("sparse_linear", self.backend)).prepare is None:
             return None
-        compiling, capturing = torch.compiler.is_compiling(), is_capturing(values)
-        if kernel.prepare_is_optional and (compiling or capturing):
+        if torch.compiler.is_compiling() or is_capturing(values):
             return None
-        if not compiling:
-            check_sparse_linear(x, values, self.indices, None, self.scales)
-            if kernel.supports(as_rows(x), values, *self.of_codes):
-                return None
-        form = kernel.prepare(values.detach(), self.indices)
-        if not capturing:
-            self.prepared = self.backend, values.dtype, form
-        return form
+        check_sparse_linear(x, values, self.indices, None, self.scales)
+        if kernel.supports(as_rows(x), values, *self.of_codes):
+            return None
+        self.prepared = self.backend, values.dtype, kernel.prepare(values.detach(), self.indices)
+        return self.prepared[2]
 
     def prepare_(self, backend: str) -> "SparseLinear":
-        """Converts the weight to the format of `backend`; kept until the layer is moved, cast or loaded.
+        """Computes what `backend` prepares from the weight; kept until the layer is moved, cast or loaded.
 
         A layer with this backend does this in its first call; a layer with "auto" only here. "cutlass" takes 1/8 byte
         more per weight and saves a kernel in each call with many rows.
 
         Raises:
-            ValueError: the backend has no format of its own; or the layer never calls it, because the layer has another
-                backend, or has "auto" and `backend` requires its own format.
+            ValueError: the backend prepares nothing, or the layer has another backend.
             RuntimeError: the backend does not support this weight, or a CUDA graph is being captured.
         """
         kernel, values = get_kernel("sparse_linear", backend), self.values
         if kernel.prepare is None:
             raise ValueError(f"prepare_: backend {backend!r} reads the packed format; no prepare_ is needed")
-        if self.backend != backend and (self.backend != AUTO or kernel.needs_prepared):
+        if self.backend not in (backend, AUTO):
             raise ValueError(
                 f"prepare_: a layer with backend={self.backend!r} never calls {backend!r}; create it with "
                 f"backend={backend!r}"

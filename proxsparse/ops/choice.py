@@ -10,9 +10,8 @@ on the rows of benchmarks/results/linear_speed.jsonl, with the device, torch ver
 
 that is, shape of the weight (out_features x in_features) -> rows of x -> backends, fastest first. A call takes the
 nearest shape, the nearest number of rows, and the first backend in the list that supports the call. `reference` unpacks
-the weight and calls torch's dense matmul; it supports every call, and is first where sparse kernels are slower. A
-backend that requires its own format of the weight (`needs_prepared`) is never chosen, because the layer may not have
-it. If a backend supports no weight of this dtype on this device, skipping it gives one warning for each reason.
+the weight and calls torch's dense matmul; it supports every call, and is first where sparse kernels are slower. If a
+backend supports no weight of this dtype on this device, skipping it gives one warning for each reason.
 """
 
 import functools
@@ -60,14 +59,12 @@ def forget() -> None:
 
 
 def first_that_serves(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
-    """The first kernel in the order that is registered, does not require its own format and supports the call."""
+    """The first kernel in the order that is registered and supports the call."""
     dtypes = x.dtype if values.dtype == x.dtype else f"{x.dtype} {values.dtype}"
     for backend in order(x.device, dtypes, x.shape[0], (values.shape[0], columns(values))):
         if backend not in list_backends("sparse_linear"):
             continue
         kernel = get_kernel("sparse_linear", backend)
-        if kernel.needs_prepared:
-            continue
         if kernel.supports(x, values, *scales) is None:
             return kernel
         if reason := why_never(kernel, x, values, *scales):

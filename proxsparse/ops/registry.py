@@ -26,21 +26,14 @@ class Kernel:
         backend: the name of the backend.
         run: run(*args) computes the op.
         supports: supports(*args) -> None, or the reason why the kernel does not support the call.
-        prepare: only for `sparse_linear`: prepare(values, indices) -> the weight in the format of the backend, one
-            tensor; None if the kernel reads the packed format.
-        prepare_is_optional: whether `run` also works without the prepared weight, which is then computed in every call.
+        prepare: only for `sparse_linear`: prepare(values, indices) -> what `run` otherwise computes from the packed
+            weight in every call, one tensor; None if there is nothing to prepare.
     """
 
     backend: str
     run: Callable
     supports: Callable[..., str | None]
     prepare: Callable | None = None
-    prepare_is_optional: bool = False
-
-    @property
-    def needs_prepared(self) -> bool:
-        """Whether `run` requires the prepared weight."""
-        return self.prepare is not None and not self.prepare_is_optional
 
 
 _kernels: dict[str, dict[str, Kernel]] = {}
@@ -48,17 +41,11 @@ _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
 _announced: set[tuple[str, ...]] = set()
 
 
-def register_kernel(
-    op: str,
-    backend: str,
-    supports: Callable[..., str | None],
-    prepare: Callable | None = None,
-    prepare_is_optional: bool = False,
-):
+def register_kernel(op: str, backend: str, supports: Callable[..., str | None], prepare: Callable | None = None):
     """Decorator that registers a function as the kernel of `backend` for `op`; see `Kernel` for the other arguments."""
 
     def add(run: Callable) -> Callable:
-        _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports, prepare, prepare_is_optional)
+        _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports, prepare)
         return run
 
     return add

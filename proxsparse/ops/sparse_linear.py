@@ -1,14 +1,14 @@
 """The op `proxsparse::sparse_linear`: y = x W^T + b with a packed 2:4 weight W.
 
 All kernels read the packed format (`reference.pack`), so that a layer can use different backends for different numbers
-of rows, and checkpoints need no conversion. A kernel whose library needs another format has `prepare`. The interface of
-a kernel, with rows = the product of the leading dimensions of x:
+of rows, and checkpoints need no conversion. A kernel with `prepare` computes something from the packed weight in every
+call, unless the layer holds it. The interface of a kernel, with rows = the product of the leading dimensions of x:
 
     supports(x, values)                           None or the reason why not, for x [rows, in_features]; depends only
                                                   on dtypes, devices and shapes: the tensors may be meta tensors
     run(x, values, indices, bias, prepared) -> y  [rows, out_features] in the dtype of x, summed at least in fp32; x is
                                                   contiguous; values, bias and x have the same dtype
-    prepare(values, indices) -> prepared          the weight in the format of the backend, one tensor
+    prepare(values, indices) -> prepared          one tensor, optional for `run`
 
 Values can be codes of 8 or 4 bits with scales (`reference.quantize`). The scales, in the dtype of x or of a grid, are
 then another argument of `run` and of `supports`, for which only their dtype counts.
@@ -47,11 +47,6 @@ def _sparse_linear(
     check_sparse_linear(x, values, indices, bias, scales)
     rows = as_rows(x)
     kernel = select_kernel(rows, values, backend, scales)
-    if kernel.needs_prepared and (prepared is None or backend == AUTO):  # "auto": another backend's
-        raise RuntimeError(
-            f"sparse_linear: backend {kernel.backend!r} needs its own format of the weight; pass prepare(values, "
-            f"indices) of its kernel as `prepared`, or use a SparseLinear with backend={kernel.backend!r}"
-        )
     of_codes = () if scales is None else (scales,)
     return kernel.run(rows, values, indices, bias, prepared, *of_codes).view(*x.shape[:-1], values.shape[0])
 
@@ -196,16 +191,16 @@ def sparse_linear(
         indices: uint8 [out_features, ceil(in_features / 8)], from `pack_nm`. Kernels do not check the content; use
             `reference.pack.check_packed` for indices from files.
         bias: b, [out_features], with the dtype and device of x; None means 0.
-        prepared: the weight in the format of `backend`: prepare(values, indices) of its kernel. Required by
-            "cusparselt", optional for "cutlass", else None. `SparseLinear` holds it.
+        prepared: for "cutlass", the only backend that reads it: prepare(values, indices) of its kernel, which is
+            otherwise computed in every call. `SparseLinear` holds it.
         backend: one of `list_backends("sparse_linear")`, which runs the call or raises; or "auto": the fastest
-            measured backend that does not require `prepared`, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
+            measured backend, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
         scales: of codes, with the device of x, and with its dtype unless the values are on a grid. The weight that is
             multiplied is `dequantize_nm` of both; for bfloat16 its rounding to bfloat16 depends on the CPU.
     Returns:
         y, [..., out_features], in the dtype of x; sums are at least in fp32.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend is unknown.
-        RuntimeError: an explicitly chosen backend does not support the call, or `prepared` is missing.
+        RuntimeError: an explicitly chosen backend does not support the call.
     """
     return torch.ops.proxsparse.sparse_linear(x, values, indices, bias, prepared, backend, scales)

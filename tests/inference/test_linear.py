@@ -168,40 +168,15 @@ def test_damaged_state_is_refused_with_the_name_of_the_layer(name, damage, word)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-@pytest.fixture
-def preparing(monkeypatch):
-    """A backend that needs a form of its own, the dense weight. Returns the list of the dtypes that it has prepared."""
-    prepared = []
-    kernel = Kernel(
-        "preparing",
-        lambda x, values, indices, bias, weight: nn.functional.linear(x, weight, bias),
-        lambda x, values: None,
-        lambda values, indices: prepared.append(values.dtype) or torch.ops.proxsparse.unpack_nm(values, indices, 2, 4),
-    )
-    monkeypatch.setitem(registry._kernels["sparse_linear"], "preparing", kernel)
-    return prepared
-
-
 def sparse_and_dense(backend="auto"):
     """A packed layer, the dense one, and two rows of input."""
     linear = pruned_linear()
     return SparseLinear.from_linear(linear, backend), linear, torch.randn(2, 24)
 
 
-def test_a_backends_own_form_under_autocast_and_compile(preparing):
-    sparse, linear, x = sparse_and_dense("preparing")
-    with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(sparse(x), linear(x))
-        assert preparing == [torch.bfloat16]
-        compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
-        for _ in range(3):
-            torch.testing.assert_close(compiled(x), linear(x))
-
-
 @pytest.fixture
 def deriving(monkeypatch):
-    """A backend that can do without the form of its own, here the dense weight. Returns what each call was handed."""
+    """A backend that prepares the dense weight. Returns the dtype of the values in each call; None if not prepared."""
     handed = []
 
     def linear(x, values, indices, bias, weight):
@@ -209,9 +184,9 @@ def deriving(monkeypatch):
         return nn.functional.linear(x, unpack_nm(values, indices) if weight is None else weight, bias)
 
     supports = lambda x, values: "it has had enough rows" if len(x) > 99 else None  # noqa: E731
-    kernel = Kernel("deriving", linear, supports, unpack_nm, True)
+    kernel = Kernel("deriving", linear, supports, unpack_nm)
     monkeypatch.setitem(registry._kernels["sparse_linear"], "deriving", kernel)
-    monkeypatch.setattr(choice, "order", lambda *arguments: ["preparing", "deriving", "reference"])
+    monkeypatch.setattr(choice, "order", lambda *arguments: ["deriving", "reference"])
     choice.forget()
     yield handed
     choice.forget()
@@ -232,36 +207,34 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("backend", ["preparing", "deriving", "auto"])
-def test_a_form_is_held_until_the_weight_changes_and_is_not_part_of_the_state(backend, change, deriving, preparing):
+@pytest.mark.parametrize("backend", ["deriving", "auto"])
+def test_a_form_is_held_until_the_weight_changes_and_is_not_part_of_the_state(backend, change, deriving):
     sparse, linear, x = sparse_and_dense(backend)
     if backend == "auto":
         assert sparse.prepare_("deriving") is sparse
     for _ in range(2):
         torch.testing.assert_close(sparse(x), linear(x))
-    assert (preparing, deriving) == (([torch.float32], []) if backend == "preparing" else ([], [torch.float32] * 2))
+    assert deriving == [torch.float32] * 2
     sparse = CHANGES[change](sparse)
     assert sparse.prepared is None
     torch.testing.assert_close(sparse(x), nn.functional.linear(x, sparse.dense_weight(), sparse.bias))
-    assert len(preparing) == (2 if backend == "preparing" else 0)
-    assert deriving[2:] == {"preparing": [], "deriving": [torch.float32], "auto": [None]}[backend]
+    assert deriving[2:] == [torch.float32 if backend == "deriving" else None]
     assert set(sparse.state_dict()) == {"values", "indices", "weight", "bias"}
 
 
-def test_a_form_is_that_of_one_backend(deriving, preparing):
+def test_a_form_is_that_of_one_backend(deriving):
     sparse, linear, x = sparse_and_dense("deriving")
-    for backend in ("deriving", "auto", "preparing"):
+    for backend in ("deriving", "auto"):
         sparse.backend = backend
         torch.testing.assert_close(sparse(x), linear(x))
-    assert (deriving, preparing) == ([torch.float32, None], [torch.float32])
+    assert deriving == [torch.float32, None]
 
 
-def test_auto_derives_a_form_that_is_optional_and_never_takes_a_backend_that_needs_one(deriving, preparing):
+def test_auto_holds_a_form_only_after_prepare_and_only_for_its_dtype(deriving):
     sparse, _, x = sparse_and_dense()
     for _ in range(2):
         sparse(x)
     assert deriving == [None, None]
-    assert preparing == []
     sparse.prepare_("deriving")
     with torch.autocast("cpu", torch.bfloat16):
         sparse(x)
@@ -269,7 +242,7 @@ def test_auto_derives_a_form_that_is_optional_and_never_takes_a_backend_that_nee
     assert deriving[2:] == [None, torch.float32]
 
 
-def test_a_compiled_call_holds_no_form_that_is_optional_and_uses_one_that_is_held(deriving):
+def test_a_compiled_call_holds_no_form_and_uses_one_that_is_held(deriving):
     sparse, linear, x = sparse_and_dense("deriving")
     compiled = torch.compile(sparse, fullgraph=True, backend="aot_eager")
     for _ in range(2):
@@ -280,22 +253,20 @@ def test_a_compiled_call_holds_no_form_that_is_optional_and_uses_one_that_is_hel
     assert deriving == [None, None, torch.float32]
 
 
-@pytest.mark.parametrize("backend", ["deriving", "preparing"])
-def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(backend, deriving, preparing, monkeypatch):
-    sparse, linear, x = sparse_and_dense(backend)
+def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(deriving, monkeypatch):
+    sparse, linear, x = sparse_and_dense("deriving")
     capturing = [True]
     monkeypatch.setattr(inference_linear, "is_capturing", lambda tensor: capturing[0])
     torch.testing.assert_close(sparse(x), linear(x))
     with pytest.raises(RuntimeError, match="call prepare_ before the capture"):
-        sparse.prepare_(backend)
+        sparse.prepare_("deriving")
     assert sparse.prepared is None
     capturing[0] = False
     sparse(x)
     capturing[0], held = True, sparse.prepared
     torch.testing.assert_close(sparse(x), linear(x))
     assert sparse.prepared is held
-    assert deriving == ([None, torch.float32, torch.float32] if backend == "deriving" else [])
-    assert preparing == ([torch.float32] * 2 if backend == "preparing" else [])
+    assert deriving == [None, torch.float32, torch.float32]
 
 
 def test_a_refused_call_makes_no_form(deriving):
@@ -305,15 +276,13 @@ def test_a_refused_call_makes_no_form(deriving):
     with pytest.raises(ValueError, match="must be in_features=24"):
         sparse(torch.randn(2, 20))
     assert sparse.prepared is None
-    SparseLinear.from_linear(pruned_linear())(torch.randn(2, 24))  # auto: "preparing" is not registered here
-    assert deriving == [None]
+    assert deriving == []
 
 
-def test_a_form_that_would_not_be_read_is_not_prepared(deriving, preparing, monkeypatch):
+def test_a_form_that_would_not_be_read_is_not_prepared(deriving, monkeypatch):
     auto, other = (SparseLinear.from_linear(pruned_linear(), backend) for backend in ("auto", "reference"))
     for layer, backend, message in (
         (auto, "reference", "'reference' reads the packed format; no prepare_"),
-        (auto, "preparing", "a layer with backend='auto' never calls 'preparing'"),
         (other, "deriving", "a layer with backend='reference' never calls 'deriving'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ import torch
 
 from proxsparse.ops import registry
 
-GPU_BACKENDS = ("triton", "cuda", "gemv", "cutlass", "cusparselt")
+GPU_BACKENDS = ("triton", "cuda", "gemv", "cutlass")
 ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_", "pack_nm")  # of "cuda": on_cpu.py
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -10,7 +10,7 @@ from ops.on_each_backend import OnGPU
 
 from proxsparse import nm_mask, prox_nm, prox_nm_, reference, use_backend
 from proxsparse.ops import registry
-from proxsparse.ops.backends import cuda, cusparselt, cutlass, gemv, triton
+from proxsparse.ops.backends import cuda, cutlass, gemv, triton
 
 
 def always(*arguments):
@@ -173,12 +173,11 @@ def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(cuda, "_missing", None)
     monkeypatch.setattr(cutlass, "_missing", None)
-    monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
     weight, x = OnGPU(32, 64), OnGPU(8, 64)
     reason = r"NVIDIA GPUs, .* AMD GPUs \(ROCm 6.4.2\)"
     for op, arguments in {"prox_nm_": (0.1, 2, 4, None), "prox_nm_list_": (2, 4), "pack_nm": (2, 4)}.items():
         assert re.search(reason, registry.get_kernel(op, "cuda").supports(weight, *arguments)), op
-    for backend in (gemv, cutlass, cusparselt):
+    for backend in (gemv, cutlass):
         assert re.search(reason, backend._supports(x, weight)), backend
 
 

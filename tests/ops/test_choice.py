@@ -65,9 +65,6 @@ def test_what_a_backend_refuses_goes_to_the_next(table):
     kernels["faster"] = Kernel("faster", None, lambda x, values: "not today")
     choice.forget()
     assert chosen(1, 8, 8) == "fast"
-    kernels["fast"] = Kernel("fast", None, lambda x, values: None, prepare=lambda values, indices: values)
-    choice.forget()
-    assert chosen(1, 8, 8) == "reference"
 
 
 def warnings_of(call) -> list[str]:

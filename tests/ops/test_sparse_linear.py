@@ -96,29 +96,26 @@ def served_by(monkeypatch, packed):
     """served_by(backend) -> the backend that multiplied; "cpp" is the automatic choice and "gemv" serves nothing."""
     used = []
 
-    def add(backend: str, reason: str | None = None, prepare=None) -> None:
+    def add(backend: str, reason: str | None = None) -> None:
         def run(x, values, *_others):
             used.append(backend)
             return x.new_zeros(len(x), len(values))
 
-        kernel = Kernel(backend, run, lambda x, values: reason, prepare)
+        kernel = Kernel(backend, run, lambda x, values: reason)
         monkeypatch.setitem(registry._kernels["sparse_linear"], backend, kernel)
 
     add("cpp")
     add("reference")
-    add("cusparselt", prepare=pack_nm)
     add("gemv", "it is a test")
     monkeypatch.setattr(choice, "choose", lambda *_: get_kernel("sparse_linear", "cpp"))
     monkeypatch.setattr(registry, "_announced", set())
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
-    return lambda backend=AUTO, **more: (sparse_linear(**packed, **more, backend=backend), used.pop())[1]
+    return lambda backend=AUTO: (sparse_linear(**packed, backend=backend), used.pop())[1]
 
 
 def test_an_explicit_choice_serves_or_raises(served_by, monkeypatch):
-    """A backend is called only with its own prepared form."""
-    form = torch.zeros(1)
     assert served_by() == "cpp"
-    assert served_by("cusparselt", prepared=form) == "cusparselt"
+    assert served_by("reference") == "reference"
     with use_backend("reference"):
         assert (served_by(), served_by("cpp")) == ("reference", "cpp")
         with use_backend(None):
@@ -129,20 +126,16 @@ def test_an_explicit_choice_serves_or_raises(served_by, monkeypatch):
         served_by("gemv")
     with use_backend("gemv"), pytest.raises(RuntimeError, match=r"'gemv' was chosen .*unset PROXSPARSE_BACKEND or"):
         served_by()
-    with pytest.raises(RuntimeError, match=r"'cusparselt' needs its own format of the weight; pass prepare"):
-        served_by("cusparselt")
-    with use_backend("cusparselt"), pytest.raises(RuntimeError, match="or use a SparseLinear with backend="):
-        served_by(prepared=form)  # of a layer on "auto": the form may be that of "cutlass"
     with pytest.raises(ValueError, match="no such backend 'fastest'; choose from auto, cpp"):
         served_by("fastest")
     monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
     assert served_by() == "reference"
 
 
-def test_only_one_backend_has_a_form_that_is_optional():
-    """A layer on "auto" passes the form that it holds to whichever backend is chosen."""
+def test_only_one_backend_prepares_something():
+    """A layer on "auto" passes what it holds to whichever backend is chosen."""
     kernels = [get_kernel("sparse_linear", backend) for backend in list_backends("sparse_linear")]
-    assert [kernel.backend for kernel in kernels if kernel.prepare_is_optional] == ["cutlass"]
+    assert [kernel.backend for kernel in kernels if kernel.prepare] == ["cutlass"]
 
 
 @pytest.mark.parametrize("bias", [True, False])

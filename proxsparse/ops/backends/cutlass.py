@@ -130,7 +130,7 @@ def _prepare(values: Tensor, indices: Tensor) -> Tensor:
     return metadata
 
 
-@register_kernel("sparse_linear", "cutlass", supports=_supports, prepare=_prepare, prepare_is_optional=True)
+@register_kernel("sparse_linear", "cutlass", supports=_supports, prepare=_prepare)
 def _sparse_linear(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, prepared: Tensor | None) -> Tensor:
     rows, architecture = len(x), architecture_of(x.device)
     metadata = _prepare(values, indices) if prepared is None else prepared
