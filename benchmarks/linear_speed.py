@@ -29,13 +29,13 @@ import torch
 from lib import common, cusparselt, plots
 from lib.codes import Contender, contenders
 from lib.common import Results, dtype_name, error_note
+from lib.decode import capture_graph
 from lib.measure import COPY_BYTES, LinearWeights, copy_buffers, interleaved, percentiles
 from lib.shapes import PAPER, Shape, layer_shapes
 from torch import Tensor
 from torch.nn import functional
 
 from proxsparse.errors import InputError, run_command
-from proxsparse.inference.generate import capture_graph
 from proxsparse.ops import choice, sparse_linear
 from proxsparse.ops.registry import Kernel, get_kernel, list_backends
 from proxsparse.runtime.device import choose_device
@@ -199,7 +199,7 @@ def repeated_calls(
         for place in range(number):
             call(place if state == "cold" else 0)
 
-    return capture_graph(run) if device.type == "cuda" else run
+    return capture_graph(run, device) if device.type == "cuda" else run
 
 
 def bytes_of(name: str, weights: LinearWeights) -> int:

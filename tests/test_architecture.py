@@ -18,7 +18,7 @@ PLACES = {
     "allocations": "alphapruning budget owl registry uniform",
     "data": "calibration self_text sources",
     "evaluation": "masks perplexity zero_shot",
-    "inference": "convert generate linear packed_checkpoint",
+    "inference": "convert linear packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_server transformers_trainer "
     "vllm_config vllm_linear vllm_plugin",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
@@ -74,7 +74,7 @@ OWNERS = {
     "proxsparse._C_cutlass": "ops/backends/cutlass.py",
     "datasets": "data/sources.py",
     "lm_eval": "evaluation/zero_shot.py",
-    "transformers": "models/loading.py models/unfold_linears.py inference/generate.py run/config.py "
+    "transformers": "models/loading.py models/unfold_linears.py run/config.py "
     "plan/architecture.py integrations/transformers_",
     "safetensors": "io/mask_files.py io/model_files.py methods/finished_blocks.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",

@@ -12,7 +12,6 @@ from proxsparse import env, evaluate, prune, train
 from proxsparse.allocations.registry import allocate, list_allocations
 from proxsparse.evaluation import zero_shot as module
 from proxsparse.inference.convert import sparsify_, unsparsify_
-from proxsparse.inference.generate import generate
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.methods import list_methods, prune_
 from proxsparse.models.layers import prunable_layers
@@ -120,20 +119,6 @@ def test_a_packed_model_there_and_back(kernels):
         torch.testing.assert_close(model(x.to("cuda")).logits.cpu(), expected)
         unsparsify_(model)
         assert all(torch.equal(weight.cpu(), weights[name]) for name, weight in model.state_dict().items())
-
-
-@pytest.mark.parametrize(("family", "graph"), [("llama", False), ("llama", True), ("gemma2-mixed", True)])
-def test_generation_on_the_gpu(family, graph):
-    """With a graph the operations of one step are repeated: nothing in it may depend on a number in Python."""
-    model, prompts = pruned_model(family, torch.bfloat16), torch.randint(3, 260, (2, 7))
-    expected = generate(model, prompts, 4)
-    with fake_gpu() as gpu:
-        sparsify_(model.to("cuda"))
-        on_gpu = prompts.to("cuda")
-        gpu.waits.clear()
-        found = generate(model, on_gpu, 4, cuda_graph=graph)
-        assert not {place for place in gpu.waits if not place.endswith("in transformers")}
-        assert torch.equal(found.cpu(), expected)
 
 
 @pytest.fixture(scope="module")
