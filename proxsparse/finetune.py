@@ -6,7 +6,6 @@ With `torchrun` it runs on several processes: each process trains its rows of ev
 import sys
 from pathlib import Path
 
-from proxsparse.data.sources import SELF
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.mask_files import recorded_masks
 from proxsparse.methods.finetune import FINETUNE
@@ -26,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
 def complete_(config: FinetuneConfig) -> None:
     """Sets the --pattern and the --teacher that are not given to those that the model's masks.safetensors records.
 
-    Without distillation and --data self there is no teacher.
+    Without distillation there is no teacher.
 
     Raises:
         InputError: there is no such model; the pattern given is another one; no teacher is recorded.
@@ -38,17 +37,16 @@ def complete_(config: FinetuneConfig) -> None:
     if recorded and config.pattern not in (None, recorded):
         raise InputError(f"--pattern {config.pattern}: the masks of {config.model} are {recorded}; leave --pattern out")
     config.pattern = config.pattern or recorded or "2:4"
-    needed = config.distill or config.data == SELF
-    config.teacher = (config.teacher or base.get("base_model")) if needed else None
-    if needed and not config.teacher and not Path(config.model).exists():
+    config.teacher = (config.teacher or base.get("base_model")) if config.distill else None
+    if config.distill and not config.teacher and not Path(config.model).exists():
         raise InputError(
             f"MODEL {config.model}: no such folder; check the path (for a model of the Hub, also give its dense model "
             "with --teacher)"
         )
-    if needed and not config.teacher:
+    if config.distill and not config.teacher:
         raise InputError(
             f"--teacher is missing: {config.model} has no masks.safetensors that names the dense model; give the dense "
-            "model, or train without a teacher: --distill 0, and not --data self"
+            "model, or train without a teacher: --distill 0"
         )
 
 

@@ -41,7 +41,7 @@ CONFIG, CARD, MASKS = "config.json", "README.md", "masks.safetensors"
 # Not copied: weights in any format, and the files that describe the run.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf")
 FOREIGN_WEIGHTS = ("*.h5", "*.msgpack", "*.pth", "*.pt", "*.ot", "*.onnx")
-OF_THE_RUN = ("result.json", "config.yaml", "metrics.jsonl", "self_text.jsonl", "report.md", "*.png")
+OF_THE_RUN = ("result.json", "config.yaml", "metrics.jsonl", "report.md", "*.png")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 PLACES = {
     "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune push report serve train",
     "allocations": "alphapruning budget owl registry uniform",
-    "data": "calibration self_text sources",
+    "data": "calibration sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert linear packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_server transformers_trainer "

@@ -17,7 +17,6 @@ from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
-SELF = "self"  # --data self: the dense model writes the text, see `data.self_text`
 DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set; the samples are drawn from these
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
@@ -101,10 +100,6 @@ def open_source(source: str, split: str) -> Rows:
 
 def check_source(source: str) -> None:
     """Raises InputError if the source looks like a file that does not exist; does not check names on the Hub."""
-    if source == SELF:
-        raise InputError(
-            f"{SELF}: text that the model writes is only for calibration; choose another source, or ./{SELF} for a file"
-        )
     path = Path(source.lower())
     named_like_a_file = suffix_of(path) in FILE_READERS or path.suffix in FOREIGN_SUFFIXES
     if not is_local(source) and (not source or source.startswith((".", "/", "~")) or named_like_a_file):

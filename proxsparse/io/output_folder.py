@@ -29,7 +29,6 @@ from proxsparse.io.file_lock import lock_directory
 MARKER, LOCK, NEXT, COMPLETE = ".proxsparse.json", ".proxsparse.lock", ".next", ".complete"
 FORMAT, MOST_BYTES = "proxsparse-run-1", 1 << 20  # limit for a marker; a run writes about 3,000 bytes
 RESULT, METRICS, MASKS = "result.json", "metrics.jsonl", "masks.safetensors"
-SELF_TEXT = "self_text.jsonl"  # the calibration text of --data self
 FINISHED_BLOCKS = "finished_blocks"  # a folder from which an interrupted `proxsparse prune` resumes
 # The fixed names that the commands write. Tokenizers are saved under the names of transformers.
 FOLDERS = {FINISHED_BLOCKS, "tensorboard", "wandb"}
@@ -39,7 +38,7 @@ TOKENIZERS = {
 }
 FILES = {
     *TOKENIZERS,
-    *("config.yaml", RESULT, METRICS, MASKS, SELF_TEXT, "report.md", "README.md"),
+    *("config.yaml", RESULT, METRICS, MASKS, "report.md", "README.md"),
     *("loss.png", "held_out_loss.png", "feasible_share.png", "mask_similarity.png", "norm_gap.png"),
     *("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"),
 }
@@ -295,7 +294,7 @@ def read_result(path: Path) -> dict:
 def has_progress(path: Path) -> bool:
     """Whether a directory contains a result, or files to resume from."""
     return any(
-        entry.suffix == ".safetensors" or entry.name in (RESULT, SELF_TEXT) or entry.name.startswith("checkpoint-")
+        entry.suffix == ".safetensors" or entry.name == RESULT or entry.name.startswith("checkpoint-")
         for entry in (*written(path), *(path / FINISHED_BLOCKS).glob("*.safetensors"))
     )
 

@@ -30,8 +30,7 @@ class RunConfig:
     exclude: list[str] | None = flag(None, "regular expressions: leave out layers whose name matches one", "model")
     data: str = flag(
         "builtin",
-        "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), builtin, or "
-        "self: text that the dense model writes",
+        "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), or builtin",
         "data",
     )
     text_field: str = flag("text", "the field of a row that holds the text", "data")

@@ -3,21 +3,18 @@
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from proxsparse import plan
 from proxsparse.allocations.registry import allocate, get_allocation
-from proxsparse.data.calibration import batches_of, calibration_batches
-from proxsparse.data.self_text import sample_documents
-from proxsparse.data.sources import SELF, check_source, load_texts, read_limit
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.sources import check_source, load_texts, read_limit
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import masks_sha256, recorded_masks
-from proxsparse.io.output_folder import SELF_TEXT, OutputFolder
+from proxsparse.io.output_folder import OutputFolder
 from proxsparse.methods import Method, get_method
-from proxsparse.methods.finetune import read_teacher
 from proxsparse.methods.store import Store
 from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import decoder_blocks, prunable_layers
@@ -84,7 +81,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     checkpoint, state = on_rank_zero(lambda: find_checkpoint(folder, config, method))
     torch.manual_seed(config.seed)
     needs_data = method.needs_data or get_allocation(config.allocation).needs_data
-    sources = [config.eval_data, *[config.data] * (needs_data and config.data != SELF)]
+    sources = [config.eval_data, *[config.data] * needs_data]
     on_rank_zero(lambda: [check_source(source) for source in sources])
 
     model, tokenizer = load_model(config.model)
@@ -102,7 +99,7 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
     if needs_data:
         window = getattr(config, "window", RunConfig.window)
         seq_len = on_rank_zero(lambda: fit_window(model, config.seq_len, window, "seq_len"))
-        batches = read_calibration(config, model, tokenizer, seq_len, run_dir, device)
+        batches = read_calibration(config, tokenizer, seq_len)
     digest = digest_of(model, batches)
     if checkpoint:
         check_digest(checkpoint, state["digest"], digest)
@@ -170,18 +167,9 @@ def method_options(config: RunConfig, method: Method) -> dict:
     return {name: getattr(config, name) for name in method.options}
 
 
-def read_calibration(
-    config: RunConfig, model: nn.Module, tokenizer, seq_len: int, run_dir: Path, device: torch.device
-) -> list[dict]:
-    """The calibration batches. With --data self the dense model samples them: `model`, or the teacher."""
+def read_calibration(config: RunConfig, tokenizer, seq_len: int) -> list[dict]:
+    """The calibration batches."""
     size = getattr(config, "per_device_train_batch_size", 1)
-    if config.data == SELF:
-        teacher = getattr(config, "teacher", None)
-        how = {"file": run_dir / SELF_TEXT, "seed": config.seed, "packing": config.packing, "device": device}
-        how["weight_dtype"], how["autocast_dtype"] = choose_precision(config.precision, device)
-        sample = partial(sample_documents, num_samples=config.num_samples, seq_len=seq_len, **how)
-        samples = on_rank_zero(lambda: sample(read_teacher(teacher, model) if teacher else model, tokenizer))
-        return batches_of(samples, tokenizer, size)
     texts = on_rank_zero(lambda: load_texts(config.data, "train", config.text_field, read_limit(config.data)))
     return calibration_batches(texts, tokenizer, config.num_samples, seq_len, size, config.packing, config.seed)
 

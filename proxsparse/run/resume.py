@@ -20,7 +20,7 @@ from proxsparse._version import __version__
 from proxsparse.errors import InputError, describe_error, different_flags, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io.atomic import write_file
-from proxsparse.io.output_folder import FINISHED_BLOCKS, SELF_TEXT, OutputFolder, checkpoints
+from proxsparse.io.output_folder import FINISHED_BLOCKS, OutputFolder, checkpoints
 from proxsparse.methods import Method
 from proxsparse.methods.finished_blocks import FORMAT
 from proxsparse.methods.store import Store
@@ -166,13 +166,11 @@ def load_start(store: Store, layers: Iterable[str], digest: str) -> dict[str, NM
 
 
 def progress_in(run_dir: Path) -> str:
-    """What a run continues after: its last checkpoint, else its finished blocks, else its sampled documents; or ""."""
+    """What a run continues after: its last checkpoint, else its finished blocks; or ""."""
     if found := checkpoints(run_dir):
         return found[-1].name
     if blocks := len(list((run_dir / FINISHED_BLOCKS).glob("*.safetensors"))):
         return f"{blocks} finished decoder block{'s' * (blocks > 1)} in {FINISHED_BLOCKS}/"
-    if (text := run_dir / SELF_TEXT).exists():
-        return f"{len(text.read_bytes().splitlines())} sampled documents in {SELF_TEXT}"
     return ""
 
 

@@ -66,17 +66,6 @@ def assert_held(before, after):
         assert not pruned[f"{name}.weight"][~mask].any(), "a pruned weight has come back"
 
 
-def test_text_of_the_dense_model(tune, pruned, tiny_llama, tmp_path):
-    """--data self asks the teacher, not the pruned model, also without distillation."""
-    flags = ["--data", "self", "--eval_data", "none"]
-    tune("teacher", *flags)
-    tune("alone", *flags, "--distill", "0")
-    dense = ["--method", "wanda", "--model", str(tiny_llama), "--output_dir", str(tmp_path / "dense")]
-    assert prune.main([*dense, *QUICK, *flags, "--packing"]) == 0
-    texts = {(tmp_path / name / "self_text.jsonl").read_bytes() for name in ("teacher", "alone", "dense")}
-    assert len(texts) == 1
-
-
 def test_whole_job(tune, pruned, tmp_path):
     result = tune("run", "--learning_rate", "0.01")  # bf16 norms are 1: smaller changes would be rounded
     assert_held(pruned, tmp_path / "run")
@@ -218,15 +207,13 @@ def test_killed_and_resumed_bit_for_bit(flags, tune, pruned, text_file, tmp_path
 @pytest.mark.parametrize(
     ("where", "call", "saved"),
     [
-        ("proxsparse.run.result.perplexity", 1, "40 sampled documents in self_text.jsonl"),
-        ("proxsparse.data.self_text.write_file", 1, ""),
-        ("proxsparse.data.self_text.write_file", 2, "32 sampled documents in self_text.jsonl"),
-        ("proxsparse.training.distillation.most_likely", 2, "40 sampled documents in self_text.jsonl"),
+        ("proxsparse.run.result.perplexity", 1, ""),
+        ("proxsparse.training.distillation.most_likely", 2, ""),
         ("proxsparse.training.loop.calibration_loss", 3, "checkpoint-3"),
         ("proxsparse.methods.finetune.held_out_loss", 3, "checkpoint-8"),
         ("proxsparse.run.folder.save_masks", 1, "complete"),
     ],
-    ids=["perplexity", "first sampling", "sampling", "teacher", "step", "held out", "saving"],
+    ids=["perplexity", "teacher", "step", "held out", "saving"],
 )
 def test_ctrl_c_and_continued_bit_for_bit(
     where, call, saved, tune, pruned, text_file, tmp_path, command_in_child, monkeypatch
@@ -245,9 +232,9 @@ def test_ctrl_c_and_continued_bit_for_bit(
         monkeypatch.setattr(where, interrupted)
 
     flags = ["--num_samples", "40", "--seq_len", "16", "--evals", "5"]
-    flags += ["--data", "self", "--per_device_train_batch_size", "2", "--max_steps", "20"]
+    flags += ["--per_device_train_batch_size", "2", "--max_steps", "20"]
     whole, run_dir = tune("whole", *flags), tmp_path / "run"
-    given = ["--eval_data", text_file, "--output_dir", run_dir, *QUICK, "--held_out", "2", *flags]
+    given = ["--data", text_file, "--eval_data", text_file, "--output_dir", run_dir, *QUICK, "--held_out", "2", *flags]
     code, stderr = command_in_child(main, [str(pruned), *map(str, given)], sabotage)
     assert code == 130
     last = stderr.strip().splitlines()[-1]
@@ -305,7 +292,6 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     (three / "masks.safetensors").unlink()
     refuse(three, "--teacher", tiny_llama, words=["is not 2:4"])
     refuse(three, words=["--teacher is missing", "--distill 0"])
-    refuse(three, "--distill", "0", "--data", "self", words=["--teacher is missing", "not --data self"])
     other = save_tiny_model("llama", tmp_path / "other", vocab_size=300)
     refuse(pruned, "--teacher", other, words=["--teacher", "vocabulary has 300 tokens"])
     tokenizer = byte_tokenizer()
@@ -316,7 +302,6 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     tokenizer.save_pretrained(tmp_path / "other")
     words = [f"--teacher {tmp_path / 'other'}", str(pruned), "2 token ids differ", "'b' in the teacher, 'a' in"]
     refuse(pruned, "--teacher", tmp_path / "other", "--eval_data", text_file, words=words)
-    refuse(pruned, "--teacher", tmp_path / "other", "--distill", "0", "--data", "self", words=words)
     refuse(pruned, "--teacher", tmp_path / "absent", words=["--teacher", "no such file or folder"])
     weights = load_file(pruned / "model.safetensors")
     weights[UP][0, (weights[UP][0] != 0).nonzero()[0]] = float("nan")

@@ -127,7 +127,7 @@ def test_calibration_keeps_the_dtype_of_each_layer(spoiled, text_file, tmp_path)
 
 def test_the_calibration_text_is_not_replaced(pruned_dir, tmp_path, capsys):
     old = packed(pruned_dir, tmp_path / "old")
-    text = old / "self_text.jsonl"
+    text = old / "metrics.jsonl"
     text.write_text('{"text": "some text"}\n')
     flags = ["--bits", "4", "--calibrate", text, "--output_dir", old, "--overwrite_output_dir"]
     refused(capsys, pack.main, [pruned_dir, *flags], f"--calibrate {text}", "copy it to another place")

@@ -155,23 +155,6 @@ def test_killed_at_every_file(before, flags, in_child, run_dir):
     assert result_of(run_dir) == undisturbed
 
 
-def test_text_of_the_model_is_sampled_once(flags, in_child, run_dir):
-    """--data self, stopped after the first of three batches and after the last."""
-    arguments = flags("--method", "wanda", "--data", "self", "--num_samples", "70", "--seq_len", "12")
-    assert in_child(arguments)[0] == 0
-    undisturbed = result_of(run_dir), (run_dir / "self_text.jsonl").read_bytes()
-    shutil.rmtree(run_dir)
-    code, stderr = in_child(arguments, at_rename(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    assert code == 143
-    assert "32 sampled documents in self_text.jsonl saved; to resume, run the same command with" in stderr
-    assert files(run_dir) == [".proxsparse.json", "self_text.jsonl"]
-    assert in_child(arguments)[0] == 2, "without --resume_from_checkpoint it is not thrown away"
-    assert in_child([*arguments, *RESUME], at_rename(2, die))[0] == -signal.SIGKILL
-    assert len((run_dir / "self_text.jsonl").read_text().splitlines()) == 70
-    assert in_child([*arguments, *RESUME])[0] == 0
-    assert (result_of(run_dir), (run_dir / "self_text.jsonl").read_bytes()) == undisturbed
-
-
 @pytest.mark.parametrize(("number", "words"), [(signal.SIGTERM, "stopped by SIGTERM"), (signal.SIGINT, "interrupted")])
 def test_a_signal_ends_it_with_a_line_that_says_how_to_continue(number, words, flags, in_child, run_dir):
     arguments = flags("--method", "sparsegpt")

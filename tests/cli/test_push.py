@@ -79,7 +79,7 @@ def test_only_the_model_is_uploaded_and_no_folder_of_this_machine_is_named(hub, 
     folder = copied(pruned_dir, tmp_path / "run")
     (folder / "checkpoint-100").mkdir()
     (folder / "tensorboard").mkdir()
-    for name in ("metrics.jsonl", "self_text.jsonl", "report.md", "loss.png", "notes.txt", "hf_token.txt", "LICENSE"):
+    for name in ("metrics.jsonl", "report.md", "loss.png", "notes.txt", "hf_token.txt", "LICENSE"):
         (folder / name).write_text("mine")
     for entry in ("checkpoint-100", "tensorboard"):
         (folder / entry / "state.json").write_text("{}")

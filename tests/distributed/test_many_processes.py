@@ -15,7 +15,6 @@ CASES = {  # name -> flags; (processes, nodes, more flags) to compare with one p
     "short": ("--max_steps 3", ((2, 1, []), (2, 1, ["--pretrained_weights", "disk"]))),
     "masked": ("--distill 0.5 --average_runs 2", ALL_SHARDINGS),
     "hidden": ("--match_hidden 16 --distill 0.5 --max_steps 3", ((2, 1, ["--pretrained_weights", "disk"]),)),
-    "self": ("--data self --max_steps 3", ((2, 1, []),)),
     "paper": ("--objective paper --frozen_lambda 0.2 --gradient_checkpointing", ALL_SHARDINGS),
     # eight tokens a document and one of eight experts for each: every process has other idle experts
     "experts": ("--seq_len 8 --objective paper --reg_lambda_rel 0.1 --max_steps 3", ((2, 1, []),)),
