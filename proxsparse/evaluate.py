@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     device = choose_device(options.device)
     weight_dtype, autocast_dtype = choose_precision(options.precision, device)
+    masks = load_masks(options.masks) if options.masks else None
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
-    masks = load_masks(options.masks) if options.masks else None
     files = files_to_read(Path(options.model))
     model, tokenizer = load_model(options.model, weight_dtype)
     require_unchanged(Path(options.model), files)

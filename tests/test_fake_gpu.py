@@ -77,7 +77,7 @@ def learning_state(device: str, precision: str = "fp32", keep: str = "device", *
         scaled = options.scaling == "activation"
         scales = activation_scaling(model, layers, samples, options.scaling_samples) if scaled else {}
     masked, patterns = options.forward == "masked", dict.fromkeys(layers, PATTERN)
-    learned = make_learnable_layers(layers, pretrained, scales, patterns, masked, {})
+    learned = make_learnable_layers(layers, pretrained, scales, patterns, masked)
     return loop.TrainState.begin(model, learned, options, 2), samples, compute_dtype, pretrained
 
 

@@ -146,7 +146,7 @@ def result(run_dir) -> tuple[str, list]:
 
 @pytest.mark.parametrize(
     ("command", "more"),
-    [(train.main, ["--max_steps", "1", "--start", "magnitude"]), (prune.main, ["--method", "wanda"])],
+    [(train.main, ["--max_steps", "1"]), (prune.main, ["--method", "wanda"])],
     ids=["train", "prune"],
 )
 def test_a_whole_command_on_the_gpu(command, more, folder, tmp_path):

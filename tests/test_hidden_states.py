@@ -27,7 +27,7 @@ def masked(teacher):
     model = copy.deepcopy(teacher)
     layers = prunable_layers(model)
     pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
-    return model, make_learnable_layers(layers, pretrained, {}, dict.fromkeys(layers, "2:4"), True, {})
+    return model, make_learnable_layers(layers, pretrained, {}, dict.fromkeys(layers, "2:4"), True)
 
 
 def test_the_error_is_the_mean_of_the_logarithms_of_one_plus_the_relative_errors_of_the_real_tokens():

@@ -11,15 +11,14 @@ from torch import nn
 from proxsparse import NMPattern, nm_mask
 from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
-from proxsparse.methods import compute_masks, get_method, prune_
+from proxsparse.methods import prune_
 from proxsparse.methods.proxsparse import learn
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
-from proxsparse.reference import mask_score
 from proxsparse.run.parse import make_config
 from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
-from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers, set_mask_
+from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
 from proxsparse.training.loop import TrainState
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
 from proxsparse.training.optimizer import weights_of
@@ -40,10 +39,10 @@ def layer_and_scale():
     return layer, torch.rand(16) + 0.5
 
 
-def under_masks(layers: dict, scales=None, masks=None, masked=True) -> dict[str, LearnableLayer]:
+def under_masks(layers: dict, scales=None, masked=True) -> dict[str, LearnableLayer]:
     """The layers learn under their masks from now on."""
     pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
-    return make_learnable_layers(layers, pretrained, scales or {}, dict.fromkeys(layers, PATTERN), masked, masks or {})
+    return make_learnable_layers(layers, pretrained, scales or {}, dict.fromkeys(layers, PATTERN), masked)
 
 
 def test_the_forward_pass_sees_the_mask_of_what_is_learned_and_the_gradient_does_not():
@@ -64,22 +63,6 @@ def test_the_forward_pass_sees_the_mask_of_what_is_learned_and_the_gradient_does
     assert torch.equal(learned.mask(), mask)
     assert torch.equal(layer.weight, torch.where(mask, pretrained, 0.0))
     assert not layer.weight[~mask].signbit().any()
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "4:8"])
-def test_learning_starts_from_the_given_mask(pattern):
-    pattern = NMPattern.parse(pattern)
-    layer, scale = layer_and_scale()
-    weight = layer.weight.detach().clone() + 0.01  # no zeros
-    learned, mask = weight.clone(), nm_mask(torch.rand_like(weight), pattern)
-    set_mask_(learned, mask, scale, pattern)
-    assert torch.equal(nm_mask(mask_score(learned, scale, weight), pattern), mask)
-    assert torch.equal(learned.sign(), weight.sign())
-    sizes = [pattern.blocks((w * scale).abs()).sort(-1).values for w in (learned, weight)]
-    torch.testing.assert_close(*sizes)  # the same sizes in other places
-    again = weight.clone()
-    set_mask_(again, nm_mask((weight * scale).abs(), pattern), scale, pattern)
-    torch.testing.assert_close(again, weight)  # its own mask changes nothing
 
 
 def test_what_is_saved_is_what_was_measured(model):
@@ -118,9 +101,11 @@ def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(model, chec
 def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask(model):
     layers = prunable_layers(model)
     pretrained = torch.cat([layer.weight.detach().flatten() for layer in layers.values()])
-    masks = {name: nm_mask(torch.rand_like(layer.weight), PATTERN) for name, layer in layers.items()}
-    found = under_masks(layers, masks=masks)
-    monitor, kept = MaskMonitor(found.values(), steps=1), torch.cat([mask.flatten() for mask in masks.values()])
+    found = under_masks(layers)
+    with torch.no_grad():
+        for one in found.values():
+            one.weight.add_(0.05 * torch.randn_like(one.weight))
+    monitor, kept = MaskMonitor(found.values(), steps=1), torch.cat([one.mask().flatten() for one in found.values()])
     learned = torch.cat([one.weight.detach().flatten() for one in found.values()])
     assert torch.equal(monitor.mask.flatten(), kept)
     gap = (learned - pretrained)[kept].norm() / pretrained[kept].norm()
@@ -131,21 +116,9 @@ def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask(mod
     assert feasible_share(found.values()) == 1.0
 
 
-def test_start_is_the_mask_of_a_method_and_leaves_the_weights(model):
-    twin = tiny_model("llama")
-    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in torch.randint(0, 50, (3, 1, 24))]
-    before = copy_weights(model)
-    layers = prunable_layers(model)
-    masks = compute_masks(get_method("sparsegpt"), model, layers, batches, dict.fromkeys(layers, PATTERN))
-    expected = prune_(twin, "sparsegpt", batches, update_weights=False)  # the weights stay, also for the later blocks
-    assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
-    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"objective": "paper", "start": "swap"}, "--start swap: needs --objective masked"),
         ({"objective": "paper", "average_runs": 2}, "--average_runs 2: needs --objective masked"),
         ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1: needs --objective paper"),
         ({"match_hidden": 16, "objective": "paper"}, "--match_hidden 16: needs --objective masked"),
@@ -263,7 +236,7 @@ def test_a_gradient_that_is_not_finite_is_refused(model, documents, settings):
 
 
 def test_a_library_call_leaves_the_model_as_other_methods_do(model, documents):
-    options = {"distill": 0.5, "start": "magnitude", "gradient_checkpointing": True}
+    options = {"distill": 0.5, "gradient_checkpointing": True}
     masks = prune_(model.train(), "proxsparse", documents[:3], **options)
     assert all(module.training for module in model.modules())
     assert all(parameter.requires_grad for parameter in model.parameters())

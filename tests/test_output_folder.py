@@ -182,9 +182,9 @@ def test_an_input_file_is_never_replaced(tmp_path):
     link = tmp_path / "link"
     link.symlink_to(final / "masks.safetensors")
     for name in (final / "masks.safetensors", final / "metrics.jsonl", link):
-        with pytest.raises(InputError, match=r"--start .* is a file of --output_dir .* that this run would replace"):
-            make_run(final, overwrite=True, inputs={"start": str(name)})
-    inputs = {"data": str(final / "my.jsonl"), "eval_data": "c4", "start": "swap"}
+        with pytest.raises(InputError, match=r"--data .* is a file of --output_dir .* that this run would replace"):
+            make_run(final, overwrite=True, inputs={"data": str(name)})
+    inputs = {"data": str(final / "my.jsonl"), "eval_data": "c4"}
     make_run(final, overwrite=True, inputs=inputs)
     assert (final / "my.jsonl").read_text() == "{}"
 

@@ -57,9 +57,9 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
         ("llama-2-7b", {"reg_lambda_rel": 0.01}, {"reg_lambda": None, "reg_lambda_rel": 0.01}),
         ("demo", {"objective": "masked"}, {"reg_lambda_rel": 0.006}),  # the default: changes nothing
         ("smollm2-135m", {"objective": "paper"}, {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all"}),
-        ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "start": "pretrained", "match_hidden": 0}),
+        ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "match_hidden": 0}),
         ("smollm2-135m", {"forward": "masked"}, {"match_hidden": 16}),
-        ("smollm2-135m", {"forward": "dense"}, {"start": "pretrained", "average_runs": 1, "match_hidden": 0}),
+        ("smollm2-135m", {"forward": "dense"}, {"average_runs": 1, "match_hidden": 0}),
         ("smollm2-135m", {"update": "prunable"}, {"match_hidden": 16}),
     ],
 )
@@ -107,7 +107,7 @@ def test_bf16_weights_and_moments_are_rounded_stochastically(precision, dtype):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(dtype)
     layers, pretrained = {"0": model[0]}, {"0.weight": model[0].weight.detach().clone()}
     patterns = dict.fromkeys(layers, NMPattern(2, 4))
-    learned = make_learnable_layers(layers, pretrained, {}, patterns, masked=False, first_masks={})
+    learned = make_learnable_layers(layers, pretrained, {}, patterns, masked=False)
     optimizer = prox_adamw(model, learned, options)
     model(torch.ones(1, 8, dtype=dtype)).sum().backward()
     optimizer.step()

@@ -83,7 +83,7 @@ def mask_learning(
     pretrained = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     scales = activation_scaling(model, layers, batches, 1) if options.scaling == "activation" else {}
     patterns = dict.fromkeys(layers, NMPattern.parse(config.pattern))
-    learned = make_learnable_layers(layers, pretrained, scales, patterns, options.forward == "masked", {})
+    learned = make_learnable_layers(layers, pretrained, scales, patterns, options.forward == "masked")
     state = TrainState.begin(model, learned, options, len(batches))
     state.remask_ = parts.timed("masked weights", state.remask_)
     start_training(model, options.gradient_checkpointing)

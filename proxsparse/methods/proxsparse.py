@@ -20,7 +20,6 @@ from proxsparse.runtime.signals import StopSignal
 from proxsparse.training import checkpoint
 from proxsparse.training.distillation import teacher_targets
 from proxsparse.training.hidden_states import require_blocks
-from proxsparse.training.initial_masks import check_start, initial_masks, parse_start
 from proxsparse.training.learnable_layer import make_learnable_layers
 from proxsparse.training.log import RunLog, check_tracker
 from proxsparse.training.loop import TrainState, backward, loss_of, own_samples, start_training, step_count, stepping
@@ -34,7 +33,6 @@ def check(**options) -> None:
     """Raises InputError for an option that is out of range or not available."""
     options = LearningOptions(**options).check()
     check_tracker(options.report_to)
-    parse_start(options.start)
 
 
 @register_method(
@@ -43,7 +41,6 @@ def check(**options) -> None:
     updates_weights=False,
     paper="Liu et al. 2025, ProxSparse: Regularized Learning of Semi-Structured Sparsity Masks for Pretrained LLMs",
     check=check,
-    check_model=check_start,
     options={one.name: one.default for one in dataclasses.fields(LearningOptions)},
     keeps="checkpoints",
 )
@@ -81,12 +78,11 @@ def learn_masks(
     elif options.distill:
         batches = teacher_targets(model, batches)
     if store.checkpoint:
-        scales, first = checkpoint.read_scales(store.checkpoint, layers, options), {}
+        scales = checkpoint.read_scales(store.checkpoint, layers, options)
     else:
         scaled = options.scaling == "activation"
         scales = activation_scaling(model, layers, batches, options.scaling_samples) if scaled else {}
-        first = initial_masks(parse_start(options.start), model, layers, batches, patterns)
-    learned = make_learnable_layers(layers, pretrained, scales, patterns, options.forward == "masked", first)
+    learned = make_learnable_layers(layers, pretrained, scales, patterns, options.forward == "masked")
     state = TrainState.begin(model, learned, options, steps)
     run_loop(state, store, batches, dtype, "learning the masks")
     masks = state.masks()

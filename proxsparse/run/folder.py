@@ -27,7 +27,7 @@ from proxsparse.runtime.distributed import on_rank_zero, world_size
 from proxsparse.runtime.progress import phase
 
 # Flags whose value may be a file or a folder that the run reads.
-INPUTS = ("model", "data", "eval_data", "start", "config", "resume_from_checkpoint")
+INPUTS = ("model", "data", "eval_data", "config", "resume_from_checkpoint")
 
 
 @contextmanager

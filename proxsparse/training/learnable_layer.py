@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from proxsparse.ops import masked_weight_, nm_mask
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import mask_score
-from proxsparse.runtime.sharding import first_row, local, sum_of_shards
+from proxsparse.runtime.sharding import local, sum_of_shards
 
 
 @dataclass
@@ -71,45 +71,19 @@ def make_learnable_layers(
     scales: dict[str, Tensor],
     patterns: dict[str, NMPattern],
     masked: bool,
-    first_masks: dict[str, Tensor],
 ) -> dict[str, LearnableLayer]:
-    """Layer name -> its learnable layer. If `masked`, the weights of the layers become W0 under their first masks.
+    """Layer name -> its learnable layer. If `masked`, the weights of the layers become W0 under the mask of W0.
 
     Args:
         pretrained: parameter name -> W0, from `sharding.shard_and_move_`.
         scales: layer name -> c, [in_features]; {}: c = 1.
         patterns: layer name -> N:M.
-        first_masks: layer name -> bool [out_features, in_features], the initial masks of masked layers; the default is
-            the mask of W0.
     """
     found = {}
     for name, layer in layers.items():
         scale, pattern, weight = scales.get(name), patterns[name], layer.weight
         if masked:
             weight = nn.Parameter(layer.weight.detach().clone())
-            if name in first_masks:
-                rows = local(weight)
-                mask = first_masks[name][first_row(weight) :][: len(rows)]
-                set_mask_(rows, mask.to(rows.device), scale, pattern)
         found[name] = LearnableLayer(layer, weight, pretrained[f"{name}.weight"], scale, pattern)
         found[name].remask_()
     return found
-
-
-@torch.no_grad()
-def set_mask_(weight: Tensor, mask: Tensor, scale: Tensor | None, pattern: NMPattern) -> None:
-    """Permutes |c * w| within every block, in place, so that its mask is `mask`: the kept weights get the n largest.
-
-    The order of |c * w| within the kept weights and within the pruned ones is preserved, and so are signs and zeros.
-    If two sizes are equal in the dtype of `weight`, or W0 is 0, the resulting mask may differ from `mask` there.
-
-    Args:
-        weight: [out_features, in_features].
-        mask: bool, the same shape, n True in every block.
-        scale: c, [in_features].
-    """
-    sizes, by_size = pattern.blocks(mask_score(weight, scale)).sort(dim=-1, descending=True, stable=True)
-    kept_first = pattern.blocks(mask).gather(-1, by_size).byte().sort(dim=-1, descending=True, stable=True).indices
-    permuted = torch.empty_like(sizes).scatter_(-1, by_size.gather(-1, kept_first), sizes)
-    permuted = permuted.view_as(weight) * weight.sign()
-    weight.copy_(permuted if scale is None else permuted / scale)

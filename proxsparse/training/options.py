@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from proxsparse.errors import InputError, require
 
-PRETRAINED = "pretrained"  # the default of --start
 # The settings that --objective selects. A YAML file may set each of them separately, as the studies do.
 OBJECTIVES = {
     "masked": {"scaling": "activation", "forward": "masked"},
@@ -89,11 +88,6 @@ class MaskOptions:
     forward: str | None = flag(None, "weights of the forward pass", choices=("masked", "dense"), yaml_only=True)
     update: str | None = flag(None, "weights that are trained", choices=("prunable", "all"), yaml_only=True)
     scaling_samples: int = flag(128, "samples on which the input activations are measured")
-    start: str = flag(
-        PRETRAINED,
-        "initial mask: the name of a method such as swap, a masks.safetensors file, or pretrained (largest weights)",
-    )
-    allow_other_base: bool = flag(False, "accept --start masks that were made for other weights than --model")
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
         None,
@@ -153,10 +147,6 @@ class LearningOptions(LoopOptions, MaskOptions):
             raise InputError(
                 "forward: dense with scaling: activation needs a lambda above 0, because only the prox uses the "
                 "scaling; raise --reg_lambda_rel"
-            )
-        if self.forward == "dense" and self.start != PRETRAINED:
-            raise InputError(
-                f"--start {self.start}: needs --objective masked; paper starts from the pretrained weights"
             )
         if self.forward == "dense" and self.average_runs > 1:
             raise InputError(

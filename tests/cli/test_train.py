@@ -15,12 +15,9 @@ import torch
 from commands import check_pruned, run
 
 from proxsparse import evaluate, prune
-from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import Perplexity
-from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.run import folder as run_folder
 from proxsparse.train import main
-from proxsparse.training.initial_masks import parse_start
 
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 
@@ -53,12 +50,12 @@ def test_whole_job(train, tiny_llama, tmp_path):
         ["--pattern", "1:4", "--lr_scheduler_type", "cosine"],
         ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"],
         ["--packing", "--eval_data", "none"],
-        ["--start", "swap", "--distill", "0.5", "--gradient_accumulation_steps", "3"],
+        ["--distill", "0.5", "--gradient_accumulation_steps", "3"],
         ["--average_runs", "2"],
         ["--match_hidden", "16", "--distill", "0.5", "--per_device_train_batch_size", "2", "--gradient_checkpointing"],
-        ["--start", "sparsegpt", "--distill", "1", "--per_device_train_batch_size", "3", "--precision", "bf16"],
+        ["--distill", "1", "--per_device_train_batch_size", "3", "--precision", "bf16"],
     ],
-    ids=["paper", "frozen", "one-of-four", "batches", "packing", "start", "average", "hidden", "start-bf16"],
+    ids=["paper", "frozen", "one-of-four", "batches", "packing", "distill", "average", "hidden", "bf16"],
 )
 def test_options(flags, train, tiny_llama, tmp_path):
     check_pruned(tiny_llama, tmp_path / "run", train("run", *flags)["pattern"])
@@ -68,34 +65,6 @@ def test_options(flags, train, tiny_llama, tmp_path):
 def test_whole_job_on_a_gpu(train, tiny_llama, tmp_path):
     train("run", "--device", "cuda")
     check_pruned(tiny_llama, tmp_path / "run")
-
-
-def test_masks_of_a_file_start_a_run_as_their_method_does(train, tiny_llama, text_file, tmp_path):
-    run(prune.main, tiny_llama, text_file, tmp_path / "wanda", "--method", "wanda", "--eval_data", "none")
-    by_file, by_method, neither = (
-        train(name, "--eval_data", "none", *flags)["masks_sha256"]
-        for name, flags in {
-            "a": ["--start", tmp_path / "wanda" / "masks.safetensors"],
-            "b": ["--start", "wanda"],
-            "c": [],
-        }.items()
-    )
-    assert by_file == by_method != neither
-
-
-def test_masks_of_a_file_that_do_not_fit_are_refused_before_the_work(train, tiny_llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("proxsparse.run.job.load_texts", lambda *_: pytest.fail("the calibration text is read"))
-    flags = ["--model", str(tiny_llama), "--eval_data", "none", "--method", "magnitude"]
-    assert prune.main([*flags, "--output_dir", str(tmp_path / "magnitude")]) == 0
-    masks = load_masks(tmp_path / "magnitude" / "masks.safetensors")
-    for changed, pattern, message in (
-        (masks, "1:4", r"q_proj needs a 1:4 mask .* that is not 1:4; give masks of this model"),
-        ({name: mask[:4] for name, mask in masks.items()}, "2:4", r"mask of \[32, 32\], found a mask of \[4, 32\]"),
-        ({UP: masks[UP]}, "2:4", rf"layer {Q} needs .* found none"),
-    ):
-        save_masks(file := tmp_path / "start.safetensors", changed, "2:4", "x")
-        with pytest.raises(InputError, match=message):
-            train("run", "--start", file, "--pattern", pattern)
 
 
 def test_strong_lambda_decides_every_block(train):
@@ -193,12 +162,6 @@ def test_an_unset_window_fits_a_short_text(tiny_llama, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "the length of the text (default: 2048)" in printed.err
     assert re.search(r": 1 windows? of 4\d tokens", printed.out)
-
-
-def test_a_folder_with_the_name_of_a_method_is_not_a_mask_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "swap").mkdir()
-    assert parse_start("swap").name == "swap"
 
 
 def test_a_yaml_file_may_set_what_the_objective_stands_for(train, tiny_llama, tmp_path):

@@ -37,7 +37,6 @@ from proxsparse.models.loading import load_model, locate, skeleton
 from proxsparse.patterns import NMPattern
 from proxsparse.run import report
 from proxsparse.run.parse import parse_config
-from proxsparse.training import initial_masks
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,12 @@ def valid_masks() -> list[Files]:
 
 
 def load_and_apply_masks(path: Path) -> None:
-    """What `--start FILE` and `evaluate --masks FILE` do before a mask is used."""
+    """What `evaluate --masks FILE` does before a mask is used."""
     masks = load_masks(path / "masks.safetensors")
     for mask in masks.values():
         assert mask.dtype == torch.bool
         assert mask.ndim == 2
     layers = {name: nn.Linear(columns, rows) for name, (rows, columns) in LAYERS.items()}
-    with suppress(ValueError):
-        start = str(path / "masks.safetensors")
-        initial_masks.check_start(
-            layers, dict.fromkeys(layers, NMPattern(2, 4)), {}, None, start, allow_other_base=True
-        )
     with suppress(ValueError):
         apply_masks_(nn.ModuleDict(layers), masks)
 

