@@ -33,7 +33,6 @@ CASES = (  # (processes, flags); 0: a whole run
     (0, PAPER + "--precision mixed --seq_len 2048 --gradient_checkpointing"),
     (0, PAPER + "--precision mixed --per_device_train_batch_size 2 --gradient_accumulation_steps 2"),
     (0, PAPER + "--precision fp32 --seq_len 256 --eval_data builtin --eval_seq_len 2048 --eval_max_windows 1"),
-    (0, "--precision mixed --average_runs 2"),
     (0, "--precision mixed --distill 0.5"),
     (0, "--precision bf16 --step_in_backward --max_grad_norm 0"),
     *((processes, form) for form in ("", PAPER) for processes in (1, 2, 4)),

@@ -15,7 +15,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +50,7 @@ class Sweep:
     quick: tuple  # the values with --quick
     parse: Callable[[str], object]
     settings: Callable[[object, TrainConfig], dict[str, float]]
-    fixed: dict[str, object]  # settings of all runs, unless a flag says otherwise
+    fixed: dict[str, object] = field(default_factory=dict)  # settings of all runs, unless a flag says otherwise
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,16 @@ def hard_or_soft(cell: str, config: TrainConfig) -> dict[str, float]:
     return cells[cell]
 
 
-# The constraints on the learned weights can be studied only where the loss sees these weights. The curve of several
-# runs would start again with each.
-DENSE, ONE_RUN = {"forward": "dense"}, {"average_runs": 1}
+# The constraints on the learned weights can be studied only where the loss sees these weights.
+DENSE = {"forward": "dense"}
 CELLS = ("both soft", "hard frozen weights", "hard sparsity", "both hard")
 CONSTRAINTS = Sweep(CELLS, CELLS, str, hard_or_soft, DENSE)
 # Factors of the lambda of the flags; the paper's sweeps reach from 1/1000 to 50 times its best value.
-LAMBDA_1 = Sweep((0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), (0.1, 1.0, 10.0), float, times_reg_lambda, ONE_RUN)
+LAMBDA_1 = Sweep((0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), (0.1, 1.0, 10.0), float, times_reg_lambda)
 PAPERS = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf)  # those of the paper's table
 LAMBDA_2 = Sweep(PAPERS, (0.0, 20.0, math.inf), float, lambda value, config: {"frozen_lambda": value}, DENSE)
-SAMPLES = Sweep((100, 200, 400), (4, 8, 16), int, lambda value, config: {"num_samples": value}, ONE_RUN)
-DOCUMENTS = replace(SAMPLES, values=(100, 200, 400, 800, 2000), fixed=ONE_RUN | {"distill": 0.5})
+SAMPLES = Sweep((100, 200, 400), (4, 8, 16), int, lambda value, config: {"num_samples": value})
+DOCUMENTS = replace(SAMPLES, values=(100, 200, 400, 800, 2000), fixed={"distill": 0.5})
 GAP = "Distance of the kept weights from pretrained, by λ₂"
 STUDIES = {
     "constraints": Study("Table 3", "Hard and soft constraints", CONSTRAINTS),

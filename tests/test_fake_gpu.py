@@ -152,11 +152,11 @@ def test_a_learning_step_waits_for_the_gpu_only_where_it_must():
 def test_a_checkpoint_of_a_run_on_the_gpu(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with fake_gpu():
-        state, samples, compute_dtype, _ = learning_state("cuda", average_runs=2)
+        state, samples, compute_dtype, _ = learning_state("cuda")
         learned_rows(state, samples, compute_dtype)
         state.step = 1
         checkpoint.save(tmp_path, state, {})
-        again, *_ = learning_state("cuda", average_runs=2)
+        again, *_ = learning_state("cuda")
         facts = checkpoint.read_facts(tmp_path / "checkpoint-1")
         checkpoint.restore_(tmp_path / "checkpoint-1", facts, again)
         before, after = checkpoint.tensors_of(state), checkpoint.tensors_of(again)

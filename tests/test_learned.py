@@ -119,7 +119,6 @@ def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask(mod
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"objective": "paper", "average_runs": 2}, "--average_runs 2: needs --objective masked"),
         ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1: needs --objective paper"),
         ({"match_hidden": 16, "objective": "paper"}, "--match_hidden 16: needs --objective masked"),
         ({"match_hidden": 16, "update": "all"}, "--match_hidden 16: needs update: prunable"),
@@ -155,48 +154,12 @@ def documents():
     return [collate([torch.randint(3, 50, (12,)).tolist()], 0) for _ in range(12)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"scaling": "none", "update": "all"}], ids=len)
-def test_average_runs_end_as_the_mean_of_runs_from_the_same_start(documents, settings):
-    one_by_one = [learned_by(documents[start : start + 4], **settings) for start in (0, 4, 8)]
-    together, rows = learned_by(documents, average_runs=3, **settings)
-    for name, weight in together.items():
-        runs = [weights[name] for weights, _ in one_by_one]
-        torch.testing.assert_close(weight, torch.stack(runs).mean(0))
-        moves = "update" in settings or "proj" in name  # else only the pruned layers
-        assert torch.equal(runs[0], runs[1]) != moves, name
-    assert [row["step"] for row in rows] == list(range(1, 13))
-    alone = [row for _, rows in one_by_one for row in rows]
-    for name in ("loss", "learning_rate", "grad_norm"):
-        assert [row[name] for row in rows] == [row[name] for row in alone]
-    assert rows[-1]["tokens"] == 12 * 12
-
-
-@pytest.mark.parametrize(("stop", "kept"), [(3, 3), (4, 4), (7, 4)])
-def test_a_signal_in_a_later_run_keeps_the_mean_of_those_that_ended(documents, stop, kept):
-    weights, rows = learned_by(documents, stop, average_runs=3)
-    expected, _ = learned_by(documents, kept, average_runs=3)
-    assert len(rows) == stop
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
-
-
-def test_the_mean_is_that_of_float32_rounded_once():
-    model = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    start, average = model.weight.detach().clone(), loop.RunAverage({"": model.weight}, 3)
-    runs = [start + torch.randn(8, 8).bfloat16() for _ in range(3)]
-    for run in runs:
-        average.restart_()
-        assert torch.equal(model.weight, start)
-        model.weight.data.copy_(run)
-        average.end_run_()
-    assert torch.equal(model.weight, (sum(run.float() for run in runs) / 3).bfloat16())
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {"scaling": "none", "update": "all"},
         {"objective": "paper", "frozen_lambda": 0.1},
-        {"gradient_checkpointing": True, "average_runs": 2},
+        {"gradient_checkpointing": True},
         {"match_hidden": 16.0, "distill": 0.5},
     ],
     ids=" ".join,

@@ -59,7 +59,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
         ("smollm2-135m", {"objective": "paper"}, {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all"}),
         ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "match_hidden": 0}),
         ("smollm2-135m", {"forward": "masked"}, {"match_hidden": 16}),
-        ("smollm2-135m", {"forward": "dense"}, {"average_runs": 1, "match_hidden": 0}),
+        ("smollm2-135m", {"forward": "dense"}, {"match_hidden": 0}),
         ("smollm2-135m", {"update": "prunable"}, {"match_hidden": 16}),
     ],
 )

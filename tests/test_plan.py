@@ -168,7 +168,6 @@ def test_the_known_architectures_have_the_published_number_of_weights(name):
         ({"precision": "bf16", "moment_dtype": "fp32"}, 2 + 2 + 8 + 2),
         ({"precision": "bf16", "master_weights": True}, 2 + 2 + 4 + 4 + 2),
         ({"precision": "fp32", "pretrained_weights": "cpu"}, 4 + 4 + 8),
-        ({"precision": "bf16", "average_runs": 3}, 2 + 2 + 4 + 2 + 2 + 4),
         ({"precision": "bf16", "objective": "paper", "frozen_lambda": 0.5}, 2 + 4 + 2),
     ],
     ids=str,

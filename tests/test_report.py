@@ -186,9 +186,6 @@ def test_without_matplotlib_the_report_says_how_to_get_the_plots(tmp_path):
     assert ".png" not in report.replace("*.png", "")
     assert card is not None
     assert not names(tmp_path) & PLOTS
-    assert "3 runs" not in report
-    report, _ = written(make_run(tmp_path, rows(), result(config={"average_runs": 3, "output_dir": "out"})))
-    assert "in each of 3 runs" in report  # several runs in one curve are explained
 
 
 @pytest.mark.parametrize("tail", ['{"step": 61, "lo', "{", '{"step": 61}\n'])

@@ -27,7 +27,7 @@ from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.early_stopping import EarlyStopping
 from proxsparse.training.held_layer import HeldLayer, hold_layers, require_held
 from proxsparse.training.log import check_tracker
-from proxsparse.training.loop import RunAverage, TrainState, step_count
+from proxsparse.training.loop import TrainState, step_count
 from proxsparse.training.optimizer import adamw, weights_of
 from proxsparse.training.options import HELD_OUT, FinetuneOptions
 
@@ -127,7 +127,7 @@ def start_state(
     # one group for each parameter, as --step_in_backward needs
     optimizer = adamw([{"params": [one], "lr": options.learning_rate} for one in trained.items()], options)
     stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
-    return TrainState(model, held, options, steps, optimizer, RunAverage({}, 1), stopping)
+    return TrainState(model, held, options, steps, optimizer, stopping)
 
 
 def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[list, list]:

@@ -122,11 +122,11 @@ def run_loop(
         torch.autocast(state.model.device.type, enabled=False),
         torch.enable_grad(),
         evaluating(state.model),  # restores the train/eval modes at the end
-        RunLog(store.directory, state.step, state.all_steps, title, state.options.report_to) as log,
+        RunLog(store.directory, state.step, state.steps, title, state.options.report_to) as log,
     ):
         if not state.monitor.finished:
             learn(state, samples, dtype, log, store.stop, lambda: save(store, state))
-    store.complete = state.step == state.all_steps or state.monitor.finished
+    store.complete = state.step == state.steps or state.monitor.finished
 
 
 def learn(
@@ -139,35 +139,30 @@ def learn(
 ) -> None:
     """Algorithm 1 from the current step to the last one, or to the end of the step in which a signal arrives.
 
-    It also ends when the monitor says that it is finished. With --average_runs each run starts from the same weights;
-    the result is the mean of their weights.
+    It also ends when the monitor says that it is finished.
 
     Args:
         dtype: autocast dtype of the forward pass; None: no autocast.
         save: writes a checkpoint of the state.
     """
     options = state.options
-    for run in range(state.step // state.steps, options.average_runs):
-        if run and state.step == run * state.steps:
-            state.restart_()
-        start_training(state.model, options.gradient_checkpointing)
-        with stepping(state) as step_:
-            for step in range(state.step % state.steps, state.steps):
-                micro_batches = list(islice(samples, options.gradient_accumulation_steps))
-                factor = lr_factor(step, state.steps, options)
-                set_rates_(state.optimizer, factor)
-                loss = backward(state.model, micro_batches, dtype, loss_of(state))
-                norm = step_()  # the base step, then the prox
-                state.count_(micro_batches)
-                figures = {"loss": loss, "learning_rate": options.learning_rate * factor, "grad_norm": norm}
-                counts = {"step": state.step, "tokens": state.tokens, "seconds": state.seconds}
-                log.step(counts | figures | state.monitor.observe(state.step))
-                stop.agree()
-                if checkpoint.is_due(state, stop.number):
-                    save()
-                if stop.number or state.monitor.finished:
-                    state.average.mean_()
-                    return
+    start_training(state.model, options.gradient_checkpointing)
+    with stepping(state) as step_:
+        for step in range(state.step, state.steps):
+            micro_batches = list(islice(samples, options.gradient_accumulation_steps))
+            factor = lr_factor(step, state.steps, options)
+            set_rates_(state.optimizer, factor)
+            loss = backward(state.model, micro_batches, dtype, loss_of(state))
+            norm = step_()  # the base step, then the prox
+            state.count_(micro_batches)
+            figures = {"loss": loss, "learning_rate": options.learning_rate * factor, "grad_norm": norm}
+            counts = {"step": state.step, "tokens": state.tokens, "seconds": state.seconds}
+            log.step(counts | figures | state.monitor.observe(state.step))
+            stop.agree()
+            if checkpoint.is_due(state, stop.number):
+                save()
+            if stop.number or state.monitor.finished:
+                return
 
 
 def save(store: Store, state: TrainState) -> None:

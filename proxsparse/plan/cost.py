@@ -46,5 +46,5 @@ def cost(plan: Plan, devices: int) -> Cost:
         optimizer += (1 + 2 * passes * teacher) * shape.file_bytes * shape.prunable / HOST
     seconds = (max(operations / FLOPS, network / link) + optimizer / devices) / UTILIZATION
     documents = own_documents * devices
-    steps = config.average_runs * max(1, int(config.num_samples * config.num_train_epochs / documents))
+    steps = max(1, int(config.num_samples * config.num_train_epochs / documents))
     return Cost(documents, config.max_steps if config.max_steps > 0 else steps, operations, network, seconds)

@@ -69,7 +69,6 @@ class Plan:
             "masters": FP32 * self.learned * config.master_weights,
             "W0": shape.file_bytes * shape.weights * (config.pretrained_weights == "device"),
             "W0 for --frozen_lambda": weight * shape.prunable * (config.frozen_lambda > 0),
-            "copies for --average_runs": (weight + FP32) * self.learned * (config.average_runs > 1),
         }
 
     def new_mask_bytes(self) -> int:

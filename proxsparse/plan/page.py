@@ -13,13 +13,12 @@ REMEDIES = (  # (flags that save memory, what they change), the least harmful fi
     ({"pretrained_weights": "cpu"}, "same result; with --objective masked every step copies W0 from the host"),
     ({"moment_dtype": "bf16"}, "AdamW's moments are rounded stochastically"),
     ({"precision": "bf16", "master_weights": False}, "weights and gradients are rounded too"),
-    ({"average_runs": 1}, "one run instead of the mean of several"),
     (
         {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1},
         "no gradient clipping; one optimizer step per forward pass",
     ),
     (
-        {"objective": "paper", "start": "pretrained", "average_runs": 1},
+        {"objective": "paper"},
         "no separate copy of the learned weights; worse masks",
     ),
 )
@@ -27,7 +26,7 @@ NOTES = """\
 GB = 10^9 bytes. Memory above a GPU's nominal size (85 GB in an 80 GB H100) is left for fragmentation. Activations
 are counted on tensors without data; all other items are computed from formulas. Times are estimates for H200 GPUs (989
 TFLOP/s bf16, 4.8 TB/s, NVLink 450 GB/s each way for up to 8 GPUs, 50 GB/s per GPU for more, 64 GB/s to the host) at 40%
-of these rates, not measured; see docs/scaling.md. Not included: --start with a method, and writing checkpoints."""
+of these rates, not measured; see docs/scaling.md. Not included: writing checkpoints."""
 
 
 def text(config: TrainConfig) -> str:

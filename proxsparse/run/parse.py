@@ -22,7 +22,7 @@ from proxsparse.training.options import OBJECTIVES, SCALING_DEFAULTS
 PROXSPARSE = TrainConfig.method
 MODEL_HELP = "folder of the pruned model, such as the --output_dir of proxsparse train"
 SHARED = tuple(one.name for one in dataclasses.fields(RunConfig))
-MASKED = ("average_runs", "match_hidden")  # chosen for a loss with W0 under the mask
+MASKED = ("match_hidden",)  # chosen for a loss with W0 under the mask
 TRAIN_TYPES = typing.get_type_hints(TrainConfig)
 # If a source changes the key, values of the other flags from sources of lower precedence are dropped: they were chosen
 # for the old value.

@@ -207,11 +207,8 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, n
     if result:
         parts += ["## Held-out perplexity", perplexity_text(result["perplexity"])]
     no_plots = "No plots: `pip install matplotlib`, then `proxsparse report` on this folder."
-    runs = result["config"].get("average_runs") if result else 1
-    several = isinstance(runs, int) and runs > 1
-    restarts = [f"Training restarts in each of {runs} runs; the learned weights are averaged."] if several else []
     pictures = [no_plots] if plots is None else [f"![{PLOTS[name][0]}]({name})" for name in plots]
-    parts += ["## Training", *restarts, *pictures]
+    parts += ["## Training", *pictures]
     if result:
         parts += ["## Measurements", figures_text(result)]
         parts += ["## Command and settings", f"```sh\n{result['command']}\n```", settings_text(result)]

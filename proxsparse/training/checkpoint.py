@@ -40,7 +40,7 @@ OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
 def is_due(state: TrainState, signal: int | None) -> bool:
     """Whether to save after this step: every --save_steps steps, and when a signal ends the run."""
     every = state.options.save_steps
-    return state.step < state.all_steps and bool(signal or (every and state.step % every == 0))
+    return state.step < state.steps and bool(signal or (every and state.step % every == 0))
 
 
 def tensors_of(state: TrainState) -> dict[str, Tensor]:
@@ -50,8 +50,6 @@ def tensors_of(state: TrainState) -> dict[str, Tensor]:
         found[f"weight.{name}"] = weight.detach()
         held = state.optimizer.state.get(weight, {})
         found |= {f"{key}.{name}": value for key, value in held.items() if key != "step"}
-    found |= {f"start.{name}": start for name, start in state.average.start.items()}
-    found |= {f"sum.{name}": total for name, total in state.average.sum.items()}
     return (
         found
         | state.monitor.tensors()
@@ -72,7 +70,6 @@ def facts_of(state: TrainState, identity: dict) -> dict:
     held = {name: state.optimizer.state.get(weight, {}) for name, weight in weights_of(state.optimizer).items()}
     return identity | {
         **{name: getattr(state, name) for name in COUNTERS},
-        "runs_ended": state.average.ended,
         "groups": [{key: group[key] for key in OF_A_GROUP} for group in state.optimizer.param_groups],
         "parameter_steps": {name: int(entries["step"]) for name, entries in held.items() if "step" in entries},
         "monitor": state.monitor.facts(),
@@ -80,10 +77,10 @@ def facts_of(state: TrainState, identity: dict) -> dict:
 
 
 def size(state: TrainState) -> int:
-    """Approximate bytes of a checkpoint: learned weights, moments, master weights, copies for averaged runs."""
+    """Approximate bytes of a checkpoint: learned weights, moments, master weights."""
     added = (8 if state.optimizer.moment_dtype is None else 4) + (4 if state.optimizer.master_weights else 0)
     weights = weights_of(state.optimizer).values()
-    copies = [*weights, *state.average.start.values(), *state.average.sum.values(), *state.monitor.tensors().values()]
+    copies = [*weights, *state.monitor.tensors().values()]
     return sum(copy.nbytes for copy in copies) + sum(weight.numel() for weight in weights) * added
 
 
@@ -181,7 +178,7 @@ def read_facts(path: Path) -> dict:
     try:
         facts = json.loads((path / STATE).read_bytes())
         sizes = {name: (path / Path(name).name).stat().st_size for name in facts["files"]}
-        missing = {*COUNTERS, "runs_ended", "groups", "parameter_steps", "monitor"} - facts.keys()
+        missing = {*COUNTERS, "groups", "parameter_steps", "monitor"} - facts.keys()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"{flag}: damaged ({describe_error(error)}); give another checkpoint") from error
     for name, expected in facts["files"].items():
@@ -225,7 +222,6 @@ def restore_(path: Path, facts: dict, state: TrainState) -> None:
     state.monitor.restore_(tensors)
     for group, values in zip(state.optimizer.param_groups, facts["groups"], strict=True):
         group |= {key: values[key] for key in OF_A_GROUP}
-    state.average.ended = facts["runs_ended"]
     for name in COUNTERS:
         setattr(state, name, facts[name])
     state.remask_()

@@ -1,4 +1,4 @@
-"""The parts of Algorithm 1: training state, gradients, steps, averaged runs."""
+"""The parts of Algorithm 1: training state, gradients, steps."""
 
 import itertools
 import math
@@ -26,52 +26,17 @@ from proxsparse.training.optimizer import prox_adamw, weights_of
 from proxsparse.training.options import LearningOptions
 
 
-class RunAverage:
-    """W = 1/R sum_r W_r: the mean of the weights that R runs from the same start have learned.
-
-    This is a model soup (Wortsman et al. 2022, arXiv 2203.05482); it depends less on the order of the samples than one
-    run. With several runs it holds two more copies of the learned weights: the start, and the sum in float32.
-    """
-
-    def __init__(self, weights: dict[str, Tensor], runs: int):
-        self.weights = weights if runs > 1 else {}
-        self.start = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        self.sum = {name: torch.zeros_like(start, dtype=torch.float32) for name, start in self.start.items()}
-        self.ended = 0
-
-    @torch.no_grad()
-    def restart_(self) -> None:
-        """Resets the weights to the start."""
-        for name, weight in self.weights.items():
-            weight.copy_(self.start[name])
-
-    @torch.no_grad()
-    def end_run_(self) -> None:
-        """Adds the weights to the sum, then replaces them by the mean."""
-        self.ended += 1
-        for name, weight in self.weights.items():
-            self.sum[name] += weight
-        self.mean_()
-
-    @torch.no_grad()
-    def mean_(self) -> None:
-        """Replaces the weights by the mean of the finished runs, if there are any."""
-        for name, weight in self.weights.items() if self.ended else ():
-            weight.copy_(self.sum[name] / self.ended)
-
-
 @dataclass
 class TrainState:
-    """The state of the training, which a checkpoint saves: learned weights, optimizer and counters of all runs."""
+    """The state of the training, which a checkpoint saves: learned weights, optimizer and counters."""
 
     model: nn.Module
     learned: dict[str, LearnableLayer]
     options: LearningOptions
-    steps: int  # of one run
+    steps: int
     optimizer: ProxAdamW
-    average: RunAverage
     monitor: MaskMonitor
-    step: int = 0  # finished steps of all runs
+    step: int = 0  # finished steps
     batches: int = 0  # batches used by all processes
     tokens: int = 0
     seconds: float = 0.0
@@ -83,20 +48,7 @@ class TrainState:
     ) -> "TrainState":
         """The state before the first step; sets requires_grad of every parameter."""
         optimizer = prox_adamw(model, learned, options)
-        average = RunAverage(weights_of(optimizer), options.average_runs)
-        monitor = MaskMonitor(learned.values(), options.average_runs * steps)
-        return cls(model, learned, options, steps, optimizer, average, monitor)
-
-    @property
-    def all_steps(self) -> int:
-        """The steps of all runs."""
-        return self.options.average_runs * self.steps
-
-    def restart_(self) -> None:
-        """Starts another run with the initial weights and a new optimizer."""
-        self.average.restart_()
-        self.remask_()
-        self.optimizer = prox_adamw(self.model, self.learned, self.options)
+        return cls(model, learned, options, steps, optimizer, MaskMonitor(learned.values(), steps))
 
     def remask_(self) -> None:
         """Applies the current masks to the weights of masked layers."""
@@ -104,14 +56,12 @@ class TrainState:
             one.remask_()
 
     def count_(self, micro_batches: list[dict[str, Tensor]]) -> None:
-        """Updates the counters after a step; after the last step of a run also the average."""
+        """Updates the counters after a step."""
         (tokens,) = distributed.all_reduce_sum([sum(int(batch["attention_mask"].sum()) for batch in micro_batches)])
         now = time.monotonic()
         self.seconds, self.clock = self.seconds + now - self.clock, now
         self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
         self.batches += self.options.gradient_accumulation_steps * world_size()
-        if self.step % self.steps == 0:
-            self.average.end_run_()
 
     def masks(self) -> dict[str, Tensor]:
         """The masks of the learned weights: layer name -> bool [local rows, in_features] on the CPU, True = kept.

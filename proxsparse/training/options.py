@@ -101,9 +101,6 @@ class MaskOptions:
         "weight in the loss of the squared relative error of the hidden states after each decoder block, compared with "
         "the dense model; needs --objective masked",
     )
-    average_runs: int = flag(
-        1, "runs from the same initial mask, each with another order of the samples; their weights are averaged"
-    )
 
 
 @dataclass
@@ -147,11 +144,6 @@ class LearningOptions(LoopOptions, MaskOptions):
             raise InputError(
                 "forward: dense with scaling: activation needs a lambda above 0, because only the prox uses the "
                 "scaling; raise --reg_lambda_rel"
-            )
-        if self.forward == "dense" and self.average_runs > 1:
-            raise InputError(
-                f"--average_runs {self.average_runs}: needs --objective masked, because the mean of weights with "
-                "different masks is not N:M"
             )
         if self.forward == "dense" and self.match_hidden:
             raise InputError(
@@ -208,7 +200,6 @@ class RecoveryOptions:
 class FinetuneOptions(LoopOptions, RecoveryOptions):
     """Options of `proxsparse finetune` in addition to those of every run."""
 
-    average_runs: ClassVar[int] = 1
     match_hidden: ClassVar[float] = 0.0
 
     distill: float = flag(0.67, "weight of the distillation from the teacher in the loss, 0 to 1")
@@ -251,7 +242,7 @@ LOOP_RANGES: Ranges = (
     (("warmup_ratio", "distill"), lambda value: 0 <= value <= 1, "between 0 and 1"),
 )
 RANGES: Ranges = (
-    (("average_runs", "scaling_samples"), lambda value: value >= 1, "at least 1"),
+    (("scaling_samples",), lambda value: value >= 1, "at least 1"),
     (("reg_lambda", "reg_lambda_rel", "frozen_lambda"), lambda value: value >= 0, "a finite number >= 0"),
     (("match_hidden",), lambda value: value >= 0, "a finite number >= 0"),
     (("frozen_eps",), lambda value: value > 0, "a finite number > 0"),

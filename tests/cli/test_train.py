@@ -51,11 +51,10 @@ def test_whole_job(train, tiny_llama, tmp_path):
         ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"],
         ["--packing", "--eval_data", "none"],
         ["--distill", "0.5", "--gradient_accumulation_steps", "3"],
-        ["--average_runs", "2"],
         ["--match_hidden", "16", "--distill", "0.5", "--per_device_train_batch_size", "2", "--gradient_checkpointing"],
         ["--distill", "1", "--per_device_train_batch_size", "3", "--precision", "bf16"],
     ],
-    ids=["paper", "frozen", "one-of-four", "batches", "packing", "distill", "average", "hidden", "bf16"],
+    ids=["paper", "frozen", "one-of-four", "batches", "packing", "distill", "hidden", "bf16"],
 )
 def test_options(flags, train, tiny_llama, tmp_path):
     check_pruned(tiny_llama, tmp_path / "run", train("run", *flags)["pattern"])

@@ -19,7 +19,7 @@ from proxsparse.train import main
 KILLS, STEPS = 20, 16
 SAVES = ["--num_samples", "8", "--save_steps", "3", "--num_train_epochs", "2", "--resume_from_checkpoint", "last"]
 FINISH = "proxsparse.training.checkpoint.finish"
-EVERYTHING = "--distill 0.5 --average_runs 2 --precision bf16 --gradient_accumulation_steps 2 --moment_dtype fp32"
+EVERYTHING = "--distill 0.5 --precision bf16 --gradient_accumulation_steps 2 --moment_dtype fp32"
 FORMS = [
     f"{EVERYTHING} --save_total_limit 2 --save_steps 1",
     pytest.param("--objective paper --precision bf16 --frozen_lambda 0.2", marks=pytest.mark.slow),

@@ -93,7 +93,7 @@ RESULT = {
     **{"status": "complete", "version": "0.1.0", "model": "owner/tiny", "data": "c4", "pattern": "2:4", "layers": 12},
     **{"objective": "paper", "command": "python -m proxsparse.train", "masks_sha256": "ab" * 32, "weights": 10},
     **{"steps": 3, "tokens": 192, "seconds": 3.5, "feasible_share": 0.9, "magnitude_agreement": None},
-    **{"config": {"average_runs": 2, "include": ["a"], "packing": True}, "reg_lambda": {"min": 0.1, "max": 0.2}},
+    **{"config": {"num_samples": 2, "include": ["a"], "packing": True}, "reg_lambda": {"min": 0.1, "max": 0.2}},
     **{"environment": {"python": "3.11", "threads": 2}, "warnings": ["careful"], "peak_memory_bytes": 1 << 30},
     "mask_similarity": [{"step": 0, "to_final": 0.8}, {"step": 3, "to_final": 1.0}],
     "perplexity": {"data": "c4", "seq_len": 64, "windows": 3, "tokens": 192, "dense": 20.5, "magnitude": 3e3},
