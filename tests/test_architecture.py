@@ -32,7 +32,7 @@ PLACES = {
     "reference": "adamw_prox grid mask pack prox quantize regularizers",
     "run": "config flags folder hub job model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
-    "training": "adapters checkpoint distillation early_stopping held_layer hidden_states "
+    "training": "checkpoint distillation early_stopping held_layer hidden_states "
     "learnable_layer log loop mask_monitor optimizer options scaling",
 }
 # Layers from the lowest to the highest: packages and single modules.

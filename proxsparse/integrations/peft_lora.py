@@ -1,7 +1,7 @@
 """LoRA adapters of peft on packed layers: y = x W^T + b + (alpha / r) (x A^T) B^T with a packed W.
 
 W is frozen and stays packed; A [r, in_features] and B [out_features, r] are trained. Their product is dense, so it
-cannot be merged into W. `proxsparse finetune --train lora` trains adapters under the mask, which can be merged.
+cannot be merged into W. `proxsparse finetune` trains the kept weights instead.
 Source of the adapters: Hu et al. 2021, arXiv 2106.09685.
 """
 
@@ -75,7 +75,7 @@ def lora_sparse_linear() -> type[nn.Module]:
             """Raises ValueError: the sum of a 2:4 weight and a dense update is not 2:4."""
             raise ValueError(
                 "an adapter cannot be merged into a packed 2:4 weight; use the adapter unmerged, or unpack the model "
-                "first (proxsparse pack --unpack), or train adapters under the mask (proxsparse finetune --train lora)"
+                "first (proxsparse pack --unpack), or train the kept weights instead (proxsparse finetune)"
             )
 
     return LoraSparseLinear

@@ -22,7 +22,6 @@ from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
 from proxsparse.runtime.sharding import shard_and_move_
-from proxsparse.training.adapters import adapters, attach_adapters_, check_adapters, merge_adapters_
 from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.early_stopping import EarlyStopping
 from proxsparse.training.held_layer import HeldLayer, hold_layers, require_held
@@ -36,8 +35,6 @@ def check(**options) -> None:
     """Raises InputError for an option that is out of range or not available."""
     options = FinetuneOptions(**options).check()
     check_tracker(options.report_to)
-    if options.train == "lora":
-        check_adapters()
 
 
 def check_model(
@@ -89,8 +86,6 @@ def finetune(
         targets = teacher_targets(teacher, [*batches, *held_out])
         batches, held_out = targets[: len(batches)], targets[len(batches) :]
         del teacher, targets
-    if options.train == "lora":
-        attach_adapters_(model, layers, options.lora_rank, options.seed)
 
     measure = partial(held_out_loss, model, held_out, dtype, options.distill) if held_out else None
     state = start_state(model, layers, held, options, steps, measure)
@@ -107,10 +102,7 @@ def finetune(
     }
     for name, weight in model.named_parameters():
         weight.requires_grad_(learns.get(name, False))
-    if options.train == "lora":
-        merge_adapters_(model, layers)
-        trained |= {f"{name}.weight": layer.weight for name, layer in layers.items()}
-    store.trained = frozenset(trained) & {name for name, _ in model.named_parameters()}
+    store.trained = frozenset(trained)
     return {name: one.mask().cpu() for name, one in held.items()}
 
 
@@ -206,7 +198,6 @@ def trained_parameters(
 ) -> dict[str, nn.Parameter]:
     """Parameter name -> the parameters that --train trains; also sets requires_grad of all parameters."""
     chosen = {id(layer.weight) for layer in layers.values()} if options.train == "kept" else set()
-    chosen |= {id(weight) for weight in adapters(model)}
     inside = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding)}
     for weight in model.parameters():
         weight.requires_grad_(id(weight) in chosen or (weight.ndim == 1 and id(weight) not in inside))

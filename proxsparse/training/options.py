@@ -164,11 +164,9 @@ class LearningOptions(LoopOptions, MaskOptions):
 
 
 HELD_OUT = 16  # default of --held_out
-LORA_RANK = 16  # default of --lora_rank
 TRAINED = {  # --train -> what is trained, and the default learning rate
     "kept": ("the kept weights, norms and biases", 3e-4),
     "norms": ("only the norms and biases", 2e-3),
-    "lora": ("norms, biases and low-rank adapters, which are merged under the mask", 1e-3),
 }
 
 
@@ -179,7 +177,6 @@ class RecoveryOptions:
     train: str = flag(
         "kept", "; ".join(f"{name}: {what}" for name, (what, _) in TRAINED.items()), choices=tuple(TRAINED)
     )
-    lora_rank: int = flag(LORA_RANK, "rank of the adapters of --train lora")
     teacher: str | None = flag(
         None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned", "model"
     )
@@ -221,8 +218,6 @@ class FinetuneOptions(LoopOptions, RecoveryOptions):
         check_ranges(self, FINETUNE_RANGES)
         if self.patience and self.held_out == 0:
             raise InputError(f"--patience {self.patience}: needs held-out samples; set --held_out to at least 1")
-        if self.train != "lora" and self.lora_rank != LORA_RANK:
-            raise InputError(f"--lora_rank {self.lora_rank}: only --train lora has adapters; add --train lora")
         return self
 
 
@@ -248,7 +243,7 @@ RANGES: Ranges = (
     (("frozen_eps",), lambda value: value > 0, "a finite number > 0"),
 )
 FINETUNE_RANGES: Ranges = (
-    (("lora_rank", "evals"), lambda value: value >= 1, "at least 1"),
+    (("evals",), lambda value: value >= 1, "at least 1"),
     (("held_out", "patience"), lambda value: value >= 0, "at least 0"),
 )
 

@@ -20,7 +20,6 @@ from proxsparse.io.mask_files import load_masks
 from proxsparse.methods.finetune import finetune
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
-from proxsparse.training.adapters import adapters, attach_adapters_, merge_adapters_
 from proxsparse.training.early_stopping import EarlyStopping
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -91,14 +90,13 @@ def test_whole_job(tune, pruned, tmp_path):
     ("flags", "trains"),
     [
         (["--train", "norms"], {"norm"}),
-        (["--train", "lora", "--lora_rank", "4"], {"norm", "proj"}),
         (["--precision", "bf16"], {"norm", "proj"}),
         (["--precision", "bf16", "--master_weights", "--distill", "0"], {"norm", "proj"}),
         (["--distill", "1", "--gradient_accumulation_steps", "2", "--gradient_checkpointing"], {"norm", "proj"}),
         (["--step_in_backward", "--max_grad_norm", "0", "--held_out", "0"], {"norm", "proj"}),
         (["--weight_decay", "0.1", "--per_device_train_batch_size", "2", "--packing"], {"norm", "proj"}),
     ],
-    ids=["norms", "lora", "bf16", "master", "distill", "backward", "decay"],
+    ids=["norms", "bf16", "master", "distill", "backward", "decay"],
 )
 def test_options(flags, trains, tune, pruned, tmp_path):
     tune("run", "--learning_rate", "0.01", "--held_out", "0", *flags)  # the last weights, even if they are worse
@@ -131,25 +129,6 @@ def test_norms_leave_the_layers_as_they_are(tune, pruned, text_file, tmp_path):
     assert "were not trained" in (tmp_path / "run" / "README.md").read_text()
 
 
-def test_adapters_learn_what_is_merged(pruned):
-    """The loss of the model with adapters is that of the merged model."""
-    model, _ = load_model(str(pruned), torch.float32)
-    layers, ids = prunable_layers(model), torch.arange(40)[None] % 90
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with torch.no_grad():
-        for layer in layers.values():
-            layer.weight[:2] = 0  # more zeros than 2:4 needs
-    attach_adapters_(model, layers, 4, seed=0)
-    with torch.no_grad():
-        for weight in adapters(model):
-            weight.normal_(0, 0.1)
-        before = model(**batch).logits
-        merge_adapters_(model, layers)
-        after = model(**batch).logits
-    assert not adapters(model)
-    torch.testing.assert_close(after, before)
-
-
 def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, tmp_path):
     foreign = save_pruned_model(tmp_path / "foreign")
     tune("norms", "--teacher", tiny_llama, model=foreign)
@@ -178,7 +157,7 @@ def test_the_best_weights_are_kept_and_training_stops_early(tune, pruned, monkey
     assert not changed(tmp_path / "run", pruned)
 
 
-@pytest.mark.parametrize("flags", [[], ["--train", "lora"], ["--precision", "bf16"]], ids=["kept", "lora", "bf16"])
+@pytest.mark.parametrize("flags", [[], ["--precision", "bf16"]], ids=["kept", "bf16"])
 def test_killed_and_resumed_bit_for_bit(flags, tune, pruned, text_file, tmp_path):
     flags = ["--num_train_epochs", "2", "--save_steps", "2", *flags]
     whole = tune("whole", *flags)
@@ -316,8 +295,7 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     refuse(tmp_path / "absent", words=["absent", "no such file or folder"])
     refuse("runs/absent", words=["MODEL runs/absent: no such folder", "--teacher"])
     refuse(pruned, "--patience", "3", "--held_out", "0", words=["--patience 3", "set --held_out"])
-    refuse(pruned, "--lora_rank", "4", words=["--lora_rank 4", "add --train lora"])
-    refuse(pruned, "--train", "all", words=["--train all", "kept, norms, lora"])
+    refuse(pruned, "--train", "all", words=["--train all", "kept, norms"])
     refuse(pruned, "--learning_rate", "1e30", words=["--learning_rate"])
     refuse(pruned, "--plan", words=["--plan", "only proxsparse train"])
     refused(capsys, main, [], "MODEL is missing")

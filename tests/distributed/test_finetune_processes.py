@@ -46,10 +46,3 @@ def test_two_processes_train_what_one_trains(forks, flags, pruned, tmp_path):
             torch.testing.assert_close(value.float(), one[weight].float(), atol=2e-3, rtol=0.01, msg=weight)
             assert torch.equal(value == 0, one[weight] == 0), weight
     assert found["resumed"]
-
-
-def test_adapters_are_refused_in_two_processes(forks, flags, pruned, tmp_path):
-    log = tmp_path / "log"
-    arguments = [pruned, *flags[2:], "--train", "lora", "--output_dir", tmp_path / "run"]
-    assert forks.run(arguments, 2, output=log, main=FINETUNE) == [2, 2]
-    assert "--train lora: not supported on 2 processes" in log.read_text()
