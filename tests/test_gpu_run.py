@@ -1,0 +1,102 @@
+"""benchmarks/gpu_run.py without a GPU: parts that fail or hang, what is saved and taken over, and what is prepared."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+import gpu_run
+import pytest
+import torch
+from lib import common
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """The results folder and $OUT of a run that measures on a machine of the name "test"."""
+    for name in ("results", "out"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(gpu_run, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(gpu_run, "OUTPUT", tmp_path / "output")
+    monkeypatch.setattr(gpu_run, "provenance", lambda device: {"device": "test"})
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setenv("PROXSPARSE_WHEN", "")  # restored after the test
+    return tmp_path / "results", tmp_path / "out"
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(folders, capsys):
+    results, out = folders
+    (results / "speed.jsonl").write_text('{"old": 1}\n')
+    parts = [
+        ("fails", 20, f"echo '{{\"new\": 1}}' >> {results}/speed.jsonl; echo so; exit 3", None),
+        ("hangs", 1, f"sleep 60 & echo $! > {out}/pid; echo started; sleep 60", None),
+        ("leaves", 20, f"sleep 60 & echo $! > {out}/left", None),
+        ("absent", 20, "no-such-program", None),
+        ("passes", 20, f"tar -tzf {out}/gpu_run.tar.gz", None),  # it was saved after each part
+    ]
+    start = time.monotonic()
+    assert gpu_run.run(parts, "cuda") == 1
+    assert time.monotonic() - start < 20
+    assert not any(is_running(int((out / name).read_text())) for name in ("pid", "left"))
+    rows = {row["part"]: row for row in map(json.loads, (results / "gpu_run.jsonl").read_text().splitlines())}
+    outcomes = {name: row["outcome"] for name, row in rows.items()}
+    assert outcomes == dict(zip(rows, ["failed", "failed", "passed", "skipped", "passed"], strict=True))
+    assert [rows[name]["last_line"] for name in ("fails", "hangs")] == ["so", "stopped after 1 s: started"]
+    assert "gpu_run/" in rows["passes"]["last_line"]
+    assert capsys.readouterr().out.count("\n") == len(parts)
+
+    (results / "speed.jsonl").write_text('{"other": 1}\n')  # another checkout
+    (results / "gpu_run.jsonl").unlink()
+    for _ in range(2):  # rows are added once
+        assert gpu_run.main(["take", str(out / "gpu_run.tar.gz")]) == 0
+        assert (results / "speed.jsonl").read_text() == '{"other": 1}\n{"new": 1}\n'
+        assert len((results / "gpu_run.jsonl").read_text().splitlines()) == len(parts)
+
+
+def test_a_rehearsal_saves_no_rows_and_without_a_gpu_the_remedy_is_named(folders, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_run, "PARTS", [("small", 20, "echo", "of a CPU"), ("large", 20, "exit 1", None)])
+    assert gpu_run.main(["--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"small +passed .* of a CPU", lines[0])
+    assert re.fullmatch(r"large +skipped .* needs a GPU", lines[1])
+    assert not list(folders[0].iterdir())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        gpu_run.main([])
+    assert "--device cpu" in capsys.readouterr().err
+
+
+def test_the_halves_of_a_file_are_joined(tmp_path, monkeypatch):
+    content, calls = os.urandom(100_001), []
+    monkeypatch.setattr(subprocess, "check_call", calls.append)  # pip
+    monkeypatch.setenv("PROXSPARSE_COMMIT", "abc")
+    (tmp_path / "llm.whl").write_bytes(content)
+    (tmp_path / "base" / "wheels").mkdir(parents=True)
+    (tmp_path / "base" / "commit").write_text("abc")
+    gpu_run.halve(tmp_path / "llm.whl", tmp_path)
+    gpu_run.unpack(tmp_path)
+    assert calls[0][-1].read_bytes() == content
+    assert sorted(half.stat().st_size for half in tmp_path.glob("model_?/*")) == [50_000, 50_001]
+
+
+def test_the_flags_of_all_parts_are_understood(monkeypatch):
+    monkeypatch.setattr(common, "devices", lambda: ["cuda"])
+    for command in [f"{command} {flags}" for _, _, command, small in gpu_run.PARTS for flags in {"", small or ""}]:
+        if found := re.search(r"benchmarks/(\w+)\.py(.*)", command):
+            importlib.import_module(found[1]).parse_arguments(shlex.split(found[2]))
+
+
+@pytest.mark.slow
+def test_the_sanitizer_runs_every_test_it_names():
+    command = f"{gpu_run.SETUP}{gpu_run.SANITIZER.partition('--tool {} ')[2]} --gpu --collect-only"
+    collected = subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout
+    assert not [name for name in re.findall(r"test_\w+", gpu_run.SANITIZER) if name not in collected]
