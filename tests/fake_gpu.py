@@ -1,277 +1,192 @@
-"""A fake GPU: within `with fake_gpu() as gpu:` whole jobs run on "cuda" and compute real numbers on the CPU.
+"""A fake GPU that counts: within `with fake_gpu() as gpu:` jobs run on "cuda" and compute real numbers on the CPU.
 
-A tensor made for "cuda" lies in CPU memory, and its storage carries a mark: so views, `.data` and `nn.Parameter` share
-the device as they share the memory. `tensor.device` reports the mark. Every operation is checked, see device_rules.py.
-torch's FakeTensorMode has no numbers: no `.item()`, no branch on a value, no file; and in a build of torch for CPUs no
-`.to("cuda")` and no backward pass.
+A tensor made for "cuda" lies in CPU memory. Its storage carries a mark, which `tensor.device` reports, and which views,
+`.data` and `nn.Parameter` share. Every dispatched operation passes through `FakeGPU`:
 
-`gpu.waits` counts where the host waited for the GPU. A CUDA graph records the operations and repeats them on the same
-memory, so that a step whose result depends on a number in Python gives wrong results here too. Kernels are not
-launched: the CPU's compute in their place, on the same arguments.
-
-What it cannot show: the kernels, streams, memory, speed, and what C++ code decides by itself from a tensor's device.
+- An operation with tensors on both devices raises an error, as on CUDA.
+- `gpu.operations` counts the operations on the device, without views and allocations, which launch nothing. A kernel of
+  proxsparse is one operation. Autocast and attention are those of the CPU.
+- `gpu.waits` counts the waits of the host for the device: "operation: module function" -> how often.
 """
 
 import contextlib
-import dataclasses
-import types
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
 from unittest import mock
 
 import torch
-from device_rules import CPU, DEVICE, GPU, PLAIN, FakeGPU, Generator, is_gpu, is_on_gpu, tensors_in
 from torch import Tensor
-from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from proxsparse import train
 from proxsparse.ops import choice, registry
-from proxsparse.ops.backends import cpp, cuda
-from proxsparse.reference import pack, quantize
 
-__all__ = ["fake_gpu", "is_on_gpu"]
-
-
-@contextlib.contextmanager
-def fake_gpu(capability: tuple[int, int] = (9, 0), kernels: bool = True):
-    """Within the block there is one GPU of this compute capability; yields its `FakeGPU`.
-
-    `kernels`: whether the compiled CUDA extension is there. Triton is there if it is installed.
-    """
-    gpu = FakeGPU()
-    forget()
-    with contextlib.ExitStack() as stack:
-        for name, value in tensor_attributes(gpu).items():
-            stack.enter_context(mock.patch.object(torch.Tensor, name, value))
-        for name, value in cuda_functions(gpu, capability).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        for name in ("tensor", "as_tensor"):
-            stack.enter_context(mock.patch.object(torch, name, on_its_device(getattr(torch, name))))
-        stack.enter_context(mock.patch.object(torch, "Generator", Generator))
-        stack.enter_context(mock.patch.object(functional, ATTENTION, composite(gpu, getattr(functional, ATTENTION))))
-        stack.enter_context(mock.patch.object(torch._C, GROUPS, by_device_and_dtype))
-        for where, name in AUTOCAST:
-            stack.enter_context(mock.patch.object(where, name, of_the_cpu(getattr(where, name))))
-        for op, table in registry._kernels.items():
-            for backend in ("triton", "cuda") if kernels else ("triton",):
-                if backend in table:
-                    run = in_place_of_a_kernel(table[IN_PLACE.get(op, "reference")].run)
-                    stack.enter_context(mock.patch.dict(table, {backend: dataclasses.replace(table[backend], run=run)}))
-        extension = types.SimpleNamespace(gemv=gemv) if kernels else None
-        reason = None if kernels else "the compiled CUDA extension is missing"
-        stack.enter_context(mock.patch.multiple(cuda, _missing=reason, _C=extension))
-        torch._C._ensureCUDADeviceGuardSet()  # a CUDA build without a GPU
-        stack.callback(forget)
-        stack.enter_context(gpu)
-        yield gpu
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+REAL_DEVICE = torch._C.TensorBase.device.__get__  # what C++ reports
+REAL = {name: getattr(Tensor, name) for name in ("to", "numpy", "tolist")}
+REAL_GROUPS = torch._C._group_tensors_by_device_and_dtype
+AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+KERNELS = ("triton", "cuda", "gemv")  # backends that the fake GPU has, computed by the CPU's kernel or the reference
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+# Operations of which the host has to know the result: a value, or the number of elements.
+READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "repeat_interleave", "bincount")
 
 
-def forget() -> None:
-    """Empties the caches that depend on what GPU there is."""
-    choice.forget()
-    choice.device_kind.cache_clear()
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether the storage of the tensor carries the mark."""
+    return tensor.layout == torch.strided and getattr(tensor.untyped_storage(), "on_gpu", False)
+
+
+def tensors_in(*values) -> list[Tensor]:
+    """All strided tensors in nested lists and dicts."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+class FakeGPU(TorchDispatchMode):
+    """Checks and counts every operation, and marks its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.waits, self.in_kernel = 0, Counter(), False
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs, name = dict(kwargs or {}), operation._schema.name.partition("::")[2]
+        if operation.namespace == "proxsparse":  # implemented in Python: the operations in it are dispatched in turn
+            with self:
+                return operation.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        inputs = tensors_in(args, kwargs)
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = CPU
+        elif not any(map(is_on_gpu, inputs)):
+            return operation(*args, **kwargs)
+        if not self.in_kernel:
+            check_devices(name, args, inputs)
+            if has_to_wait(name, args):
+                self.wait(name)
+        result = operation(*args, **kwargs)
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        new = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in given]
+        for tensor in new:
+            tensor.untyped_storage().on_gpu = True
+        launches = operation._schema.is_mutable or new or not tensors_in(result)
+        self.operations += bool(launches) and not self.in_kernel and not name.startswith(("empty", "new_empty"))
+        return result
+
+    def wait(self, what: str) -> None:
+        """Counts a wait of the host in the innermost function outside torch."""
+        frame = sys._getframe(1)
+        while (module := frame.f_globals.get("__name__", "torch")).partition(".")[0] in ("torch", __name__):
+            frame = frame.f_back
+        self.waits[f"{what}: {module} {frame.f_code.co_name}"] += 1
+
+    def kernel(self, run: Callable) -> Callable:
+        """`run` as one operation."""
+
+        def call(*args, **kwargs):
+            check_devices("a kernel", args, tensors_in(args))
+            self.operations += 1
+            with mock.patch.object(self, "in_kernel", True):
+                return run(*args, **kwargs)
+
+        return call
+
+
+def check_devices(name: str, args: tuple, inputs: list[Tensor]) -> None:
+    """Raises RuntimeError if tensors are on two devices; a number and an index on the CPU are allowed."""
+    if name in INDEXING and is_on_gpu(args[0]):
+        inputs = tensors_in(args[0], args[2:])
+    if name != "copy_" and len({is_on_gpu(tensor) for tensor in inputs if tensor.ndim or is_on_gpu(tensor)}) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found cuda:0 and cpu! ({name})")
+
+
+def has_to_wait(name: str, args: tuple) -> bool:
+    """Whether the host waits for the GPU in this operation."""
+    if name == "copy_":
+        return is_on_gpu(args[0]) != is_on_gpu(args[1]) and not (len(args) > 2 and args[2])
+    if name in INDEXING:
+        fills = len(args) > 2 and args[2].numel() == 1  # one value under a mask: its places are not counted
+        indices = tensors_in(args[1])
+        return any(not is_on_gpu(index) or (index.dtype == torch.bool and not fills) for index in indices)
+    return name in READS
 
 
 def tensor_attributes(gpu: FakeGPU) -> dict:
     """Name -> what torch.Tensor has in its place."""
 
     def to(self: Tensor, *args, copy: bool = False, **kwargs) -> Tensor:
-        if DEVICE(self) != CPU:
-            return PLAIN["to"](self, *args, copy=copy, **kwargs)
-        if args and isinstance(args[0], Tensor):  # torch's parser would take the device that C++ reports
+        if args and isinstance(args[0], Tensor):
             args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype = device or self.device, dtype or self.dtype
-        if device.type == "meta":
-            return PLAIN["to"](self, device, dtype)
-        if is_gpu(device) != is_on_gpu(self):
-            return gpu.move(self, is_gpu(device), dtype, non_blocking)
-        return PLAIN["to"](self, dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
+        if "meta" in (self.device.type, device.type) or device.type == self.device.type:
+            device = CPU if device.type == "cuda" else device
+            return REAL["to"](self, device, dtype, copy=copy, memory_format=memory_format)
+        if not non_blocking:
+            gpu.wait(f"copy to {device.type}")
+        moved = gpu.kernel(REAL["to"])(self, dtype, copy=True)
+        moved.untyped_storage().on_gpu = device.type == "cuda"
+        return moved
 
-    def only_on_the_cpu(name: str):
-        def method(self: Tensor, *args, **kwargs):
-            if is_on_gpu(self):
-                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
-            return PLAIN[name](self, *args, **kwargs)
-
-        return method
-
-    def tolist(self: Tensor):
+    def numpy(self: Tensor, **kwargs):
         if is_on_gpu(self):
-            gpu.wait("value")
-        return PLAIN["tolist"](self)
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+        return REAL["numpy"](self, **kwargs)
 
-    return {
-        "device": property(lambda self: GPU if is_on_gpu(self) else DEVICE(self)),
-        "is_cuda": property(is_on_gpu),
-        "is_cpu": property(lambda self: DEVICE(self) == CPU and not is_on_gpu(self)),
-        "to": to,
-        "cpu": lambda self, **kwargs: to(self, CPU, **kwargs),
-        "cuda": lambda self, device=None, **kwargs: to(self, GPU, **kwargs),
-        "pin_memory": lambda self, *_: PLAIN["to"](self, self.dtype, copy=True),
-        "numpy": only_on_the_cpu("numpy"),
-        "__array__": only_on_the_cpu("__array__"),
-        "tolist": tolist,
-    }
+    moves = {"to": to, "cpu": lambda self: to(self, CPU), "cuda": lambda self, device=GPU: to(self, device)}
+    reads = {"numpy": numpy, "tolist": lambda self: REAL["tolist"](to(self, CPU) if is_on_gpu(self) else self)}
+    device = property(lambda self: GPU if is_on_gpu(self) else REAL_DEVICE(self))
+    return {"device": device, "is_cuda": property(is_on_gpu), **moves, **reads}
 
 
-def on_its_device(make):
-    """torch.tensor or torch.as_tensor: the numbers are copied to the device afterwards, as torch does."""
-
-    def made(data, dtype=None, device=None, **kwargs):
-        if device is None and isinstance(data, Tensor):
-            device = data.device
-        return make(data, dtype=dtype, **kwargs).to(device) if device is not None else make(data, dtype=dtype, **kwargs)
-
-    return made
+def on_device(make: Callable) -> Callable:
+    """torch.tensor or torch.as_tensor: makes a tensor on the CPU and moves it, as torch does."""
+    return lambda *args, device=None, **kwargs: make(*args, **kwargs).to(device=device)
 
 
-ATTENTION = "scaled_dot_product_attention"
+def on_cpu(function: Callable) -> Callable:
+    """A function of autocast; if it is asked about "cuda", it answers for the CPU."""
+    return lambda *args: function(*("cpu" if arg == "cuda" else arg for arg in args))
 
 
-def composite(gpu: FakeGPU, function):
-    """A function that torch takes apart before the operations are checked, and that makes tensors on the way."""
-
-    def call(*args, **kwargs):
-        with mock.patch.object(gpu, "inside", any(map(is_on_gpu, tensors_in(args, kwargs)))):
-            return function(*args, **kwargs)
-
-    return call
+def groups_by_mark(lists: list[list], *args) -> dict:
+    """The groups by device and dtype of clip_grad_norm_ and of torch's optimizers, with the marked device."""
+    found = REAL_GROUPS(lists, *args)
+    return {(tensors[0][0].device, dtype): (tensors, places) for (_, dtype), (tensors, places) in found.items()}
 
 
-GROUPS = "_group_tensors_by_device_and_dtype"
-PLAIN_GROUPS = getattr(torch._C, GROUPS)
+@contextlib.contextmanager
+def fake_gpu():
+    """Within the block "cuda" is a fake GPU with kernels for all ops that have one; yields its `FakeGPU`."""
+    gpu = FakeGPU()
+    cuda = {"_lazy_init": lambda: None, "is_available": lambda: True, "synchronize": lambda *_: gpu.wait("synchronize")}
+    cuda |= {"get_device_capability": lambda *_: (9, 0), "get_device_name": lambda *_: "fake GPU"}
+    cuda |= {"max_memory_allocated": lambda *_: 0, "is_bf16_supported": lambda *_: True}
+    functions = {name: on_cpu(getattr(torch, name)) for name in AUTOCAST}
+    functions |= {name: on_device(getattr(torch, name)) for name in ("tensor", "as_tensor")}
+    changes = [(Tensor, tensor_attributes(gpu)), (torch.cuda, cuda), (torch, functions)]
+    changes += [(torch._C, {"_group_tensors_by_device_and_dtype": groups_by_mark})]
+    changes += [(choice, {"device_kind": lambda device: device.type, "_choices": {}})]  # caches stay as they were
+    _device_constructors()  # cached: `with torch.device(...)` must find the real functions there
+    with contextlib.ExitStack() as stack:
+        for place, changed in changes:
+            stack.enter_context(mock.patch.multiple(place, **changed))
+        for table in registry._kernels.values():
+            run = gpu.kernel(table.get("cpp", table["reference"]).run)
+            kernels = {name: registry.Kernel(name, run, lambda *args: None) for name in KERNELS if name in table}
+            stack.enter_context(mock.patch.dict(table, kernels))
+        yield stack.enter_context(gpu)
 
 
-def by_device_and_dtype(lists: list[list], *args) -> dict:
-    """What torch's optimizers and clip_grad_norm_ group tensors with: all of a list are on one device here."""
-    return {
-        (groups[0][0].device, dtype): (groups, indices)
-        for (_, dtype), (groups, indices) in PLAIN_GROUPS(lists, *args).items()
-    }
-
-
-AUTOCAST = [
-    (torch.amp.autocast_mode.autocast, "__init__"),
-    (torch, "is_autocast_enabled"),
-    (torch, "get_autocast_dtype"),
-    (torch.amp, "is_autocast_available"),
-]
-
-
-def of_the_cpu(function):
-    """The same function; where an argument is "cuda" it is asked about the CPU, where the computations are."""
-
-    def call(*args, **kwargs):
-        args = ["cpu" if arg == "cuda" else arg for arg in args]
-        kwargs = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
-        return function(*args, **kwargs)
-
-    return call
-
-
-def cuda_functions(gpu: FakeGPU, capability: tuple[int, int]) -> dict:
-    """Name -> what torch.cuda has in its place."""
-    nothing = contextlib.nullcontext
-    stream = {"cuda_stream": 0, "wait_stream": lambda *_: None, "synchronize": lambda *_: gpu.wait("stream")}
-    stream = type("Stream", (), stream)
-    memory = 80 * 2**30
-    properties = {"name": "fake GPU", "major": capability[0], "minor": capability[1], "total_memory": memory}
-    properties = types.SimpleNamespace(**properties, multi_processor_count=132)
-    return {
-        "_lazy_init": lambda: None,
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
-        "device": lambda device: nothing(),
-        "device_of": lambda tensor: nothing(),
-        "current_stream": lambda device=None: stream(),
-        "Stream": stream,
-        "stream": lambda stream: nothing(),
-        "synchronize": lambda device=None: gpu.wait("device"),
-        "get_device_capability": lambda device=None: capability,
-        "get_device_name": lambda device=None: properties.name,
-        "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda device=None: (memory, memory),
-        "memory_allocated": lambda device=None: 0,
-        "max_memory_allocated": lambda device=None: 0,
-        "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "is_bf16_supported": lambda including_emulation=True: True,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda state, device="cuda": None if not is_on_gpu(state) else 1 / 0,
-        "is_current_stream_capturing": lambda: gpu.graph is not None,
-        "CUDAGraph": type("CUDAGraph", (FakeGraph,), {"gpu": gpu}),
-        "graph": lambda graph, **_: graph.capture(),
-    }
-
-
-# What computes on the CPU too, so that all bits are equal. Its writes to memory are in no graph, the reference's are.
-IN_PLACE_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_")
-IN_PLACE = {} if cpp._C is None else dict.fromkeys(IN_PLACE_OPS, "cpp")
-
-
-def in_place_of_a_kernel(run):
-    """What a kernel computes; every tensor has to be as a kernel reads it."""
-
-    def checked(*args):
-        for tensor in tensors_in(args):
-            if not is_on_gpu(tensor) or not tensor.is_contiguous():
-                raise RuntimeError(f"a kernel would read a tensor on {tensor.device} of strides {tensor.stride()}")
-        return run(*args)
-
-    return checked
-
-
-def gemv(
-    x: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    y: Tensor,
-    *_launch: int,
-) -> None:
-    """csrc/cuda/gemv.cu"""
-    values = values if scales is None else quantize.dequantize(values, scales)
-    y.copy_(functional.linear(x, pack.unpack_nm(values, indices), bias))
-
-
-class FakeGraph:
-    """torch.cuda.CUDAGraph: a capture changes no memory, a replay repeats its operations on the same memory."""
-
-    gpu: FakeGPU
-
-    def __init__(self):
-        self.operations: list[tuple] = []
-        self.before: dict[int, tuple] = {}  # of storages that are written in the capture
-
-    @contextlib.contextmanager
-    def capture(self):
-        """Within the block all operations are recorded."""
-        self.gpu.graph = self
-        try:
-            yield
-        finally:
-            self.gpu.graph = None
-        with _disable_current_modes():
-            for storage, content in self.before.values():
-                storage.copy_(content)
-
-    def keep(self, operation, args: tuple) -> None:
-        """Notes what is in the memory that the operation writes."""
-        schema = operation._schema.arguments
-        for argument, value in zip(schema, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tensors_in(value):
-                    storage = tensor.untyped_storage()
-                    self.before.setdefault(storage._cdata, (storage, storage.clone()))
-
-    @torch.no_grad()
-    def replay(self) -> None:
-        """Repeats the operations; what they made in the capture gets the new numbers."""
-        with _disable_current_modes():
-            for operation, args, kwargs, results, new in self.operations:
-                again = tensors_in(operation(*args, **kwargs))
-                for old, fresh in zip(results, again, strict=True):
-                    if any(old is one for one in new):
-                        old.copy_(fresh)
+def count_step(flags: list[str]) -> tuple[float, Counter[str]]:
+    """Operations and waits of a step of `proxsparse train` with these flags, from runs of 3 steps and of 1."""
+    counted = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in (1, 3):
+            with fake_gpu() as counted[steps]:
+                train.main([*flags, "--device", "cuda", "--max_steps", str(steps), "--output_dir", f"{folder}/{steps}"])
+    waits = {place: (count - counted[1].waits[place]) / 2 for place, count in counted[3].waits.items()}
+    return (counted[3].operations - counted[1].operations) / 2, +Counter(waits)

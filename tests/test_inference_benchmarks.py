@@ -8,14 +8,14 @@ import linear_speed
 import pytest
 import torch
 import training_speed
-from fake_gpu import fake_gpu
 from lib import common, cusparselt, measure, plots, random_models
-from lib.codes import contenders
+from lib.codes import dense_fp8, dense_int8, dequantized_rows
 
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.ops import choice, nm_mask, registry, unpack_nm
+from proxsparse.ops import choice, nm_mask, quantize_nm, registry, unpack_nm
+from proxsparse.ops.backends.cutlass_codes import FP8, INT8, fp8_weight
 from proxsparse.ops.registry import Kernel
 from proxsparse.reference.pack import check_packed
 
@@ -74,16 +74,17 @@ def test_linear_speed_saves_a_row_for_dense_and_every_backend_that_supports_the_
     assert "times dense" in capsys.readouterr().out
 
 
-def test_codes_on_a_gpu_serve_few_rows(monkeypatch):
-    monkeypatch.setitem(measure.COPY_BYTES, "cuda", 1)
-    with fake_gpu():
-        weights = measure.LinearWeights.random((96, 384), torch.bfloat16, torch.device("cuda"), 0.02, [4])
-        found = contenders(weights, [16, 8, 4])
-        assert [name for name, one in found.items() if one.serves(weights.x)] == ["gemv:8", "gemv:4"]
-        checked = ["gemv:8", "gemv:4", "torch_int8:8"]
-        checked += ["torch_fp8:8"] * (torch.__version__ >= "2.13")  # older ones multiply by scales of rows only on GPUs
-        for one in (found[name] for name in checked):
-            assert weights.error_of(one.call(weights.x), 4, one.weight, one.rounded_x) <= weights.tolerance(0)
+def test_dense_products_of_codes():
+    """What CUTLASS's products of codes are compared with on a GPU."""
+    values, indices = measure.packed_weight((96, 384), torch.bfloat16, CPU, sigma=0.02)
+    x = torch.randn(20, 384).bfloat16()
+    kinds = [(INT8, dense_int8, quantize_nm(values, 8))]
+    if torch.__version__ >= "2.13":  # older ones multiply by scales of rows only on GPUs
+        kinds.append((FP8, dense_fp8, fp8_weight(values)))
+    for kind, multiply, (codes, scales) in kinds:
+        exact = dequantized_rows(kind, x) @ unpack_nm(codes.double() * scales.double(), indices).T
+        y = multiply(x, unpack_nm(codes.float(), indices).to(kind.dtype), scales)
+        torch.testing.assert_close(y.double(), exact, rtol=0, atol=exact.abs().max().item() / 128)
 
 
 def test_layers_with_8_and_4_bits_and_their_peers(rows_of):
