@@ -28,10 +28,9 @@ from proxsparse.methods.store import Store
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import load_model
 from proxsparse.patterns import NMPattern
-from proxsparse.plan.cost import cost
-from proxsparse.plan.memory import CUDA_CONTEXT, Plan
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.job import method_options
+from proxsparse.run.memory import memory
 from proxsparse.run.parse import parse_config
 from proxsparse.run.report import read_metrics
 from proxsparse.runtime.device import autocast, choose_precision, peak_memory_bytes
@@ -46,7 +45,8 @@ CASES = {
     "masked, checkpointing": "--objective masked --reg_lambda_rel 0.002",
 }
 AGAINST = ["case", "s per step", "against fine-tuning", "parts"]
-HEADER = ["case", "planned GB", "peak GB", "plan / peak", "planned s", "s per step", "tokens/s", "TFLOP/s"]
+HEADER = ["case", "planned GB", "peak GB", "plan / peak", "s per step", "tokens/s"]
+OTHERS = ("process", "CUDA context (assumed)")  # planned, but not in the peak of the tensors
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         print({"case": name} | row, flush=True)
     ratios = [row["planned_bytes"] / row["peak_bytes"] for row in results.rows if "note" not in row]
     worst = max((abs(ratio - 1) for ratio in ratios), default=0.0)
-    rehearsal = "A rehearsal: the peak is that of the whole process, the planned seconds are those of an H200."
+    rehearsal = "A rehearsal: the peak is that of the whole process."
     results.show(HEADER, cells, rehearsal if device.type == "cpu" else f"The plan is within {worst:.1%} of every peak.")
     return 0
 
@@ -138,7 +138,7 @@ def measure(name: str, flags: list[str], device: torch.device, steps: int) -> di
     tokens = config.seq_len * config.per_device_train_batch_size
     measured = {"peak_bytes": peak_memory_bytes(device), "step_seconds": seconds, "tokens_per_s": tokens / seconds}
     losses = [row["loss"] for row in metrics]
-    return planned | measured | {"flops_per_s": planned["operations"] / seconds, "losses": losses}
+    return planned | measured | {"losses": losses}
 
 
 @torch.no_grad()
@@ -150,11 +150,10 @@ def dense_(model: nn.Module, sigma: float = 0.02) -> None:
 
 
 def plan_of(config: TrainConfig) -> dict[str, object]:
-    """The plan for one device, and for the seconds of a step if it were an H200."""
-    plan = Plan(config)
-    (phase, buckets), found = plan.on_device(1), cost(plan, 1)
-    planned = {"planned_bytes": sum(buckets.values()) - CUDA_CONTEXT * plan.on_gpu, "phase": phase, "buckets": buckets}
-    return planned | {"planned_seconds": found.seconds, "operations": found.operations}
+    """The tensors of the plan for one device: their bytes, together and one by one."""
+    places = memory(config)
+    items = {what: size for what, size in places.get("device", places["host"]).items() if what not in OTHERS}
+    return {"planned_bytes": sum(items.values()), "items": items}
 
 
 def documents(vocabulary: int, config: TrainConfig) -> list[dict[str, torch.Tensor]]:
@@ -166,13 +165,12 @@ def documents(vocabulary: int, config: TrainConfig) -> list[dict[str, torch.Tens
 
 
 def cells(row: dict) -> list[str]:
-    """A row of the table: memory planned and measured, seconds planned and measured, tokens and operations/s."""
+    """A row of the table."""
     if "note" in row:
         return [row["case"], row["note"], *["-"] * (len(HEADER) - 2)]
     sizes = [f"{row[name] / GB:.2f}" for name in ("planned_bytes", "peak_bytes")]
-    seconds = [f"{row[name]:.3g}" for name in ("planned_seconds", "step_seconds")]
-    speeds = [f"{row['tokens_per_s']:,.0f}", f"{row['flops_per_s'] / 1e12:.1f}"]
-    return [row["case"], *sizes, f"{row['planned_bytes'] / row['peak_bytes']:.3f}", *seconds, *speeds]
+    ratio = f"{row['planned_bytes'] / row['peak_bytes']:.3f}"
+    return [row["case"], *sizes, ratio, f"{row['step_seconds']:.3g}", f"{row['tokens_per_s']:,.0f}"]
 
 
 if __name__ == "__main__":

@@ -28,9 +28,8 @@ PLACES = {
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer schedules",
-    "plan": "activations architecture cost memory page",
     "reference": "adamw_prox grid mask pack prox quantize regularizers",
-    "run": "config flags folder hub job model_card parse recipes report result resume sections",
+    "run": "config flags folder hub job memory model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
     "training": "checkpoint distillation early_stopping held_layer hidden_states "
     "learnable_layer log loop mask_monitor optimizer options scaling",
@@ -44,7 +43,7 @@ LAYERS = {
     "jobs": "training methods allocations evaluation",
     "inference": "inference",
     "integrations": "integrations",
-    "runs": "run plan",
+    "runs": "run",
     "commands": "__main__ train prune finetune apply evaluate pack push serve report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
@@ -74,8 +73,7 @@ OWNERS = {
     "proxsparse._C_cutlass": "ops/backends/cutlass.py",
     "datasets": "data/sources.py",
     "lm_eval": "evaluation/zero_shot.py",
-    "transformers": "models/loading.py models/unfold_linears.py run/config.py "
-    "plan/architecture.py integrations/transformers_",
+    "transformers": "models/loading.py models/unfold_linears.py run/config.py integrations/transformers_",
     "safetensors": "io/mask_files.py io/model_files.py methods/finished_blocks.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
     "fastapi": "integrations/transformers_server.py",

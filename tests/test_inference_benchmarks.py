@@ -377,7 +377,7 @@ def test_training_speed_learns_every_form_and_compares_it_with_the_plan(rows_of,
     paper, stepped = rows["paper, checkpointing"], rows["paper, checkpointing, step in backward"]
     assert stepped["planned_bytes"] < paper["planned_bytes"]
     assert stepped["losses"] == pytest.approx(paper["losses"], rel=1e-2)  # except for clipping
-    assert rows["masked, checkpointing"]["buckets"]["learned weights"] > 0
+    assert rows["masked, checkpointing"]["items"]["learned weights"] > 0
     assert "A rehearsal" in capsys.readouterr().out
 
 

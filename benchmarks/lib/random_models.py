@@ -90,8 +90,11 @@ def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
                 module.register_parameter(key, nn.Parameter(tensor.normal_(0, sigma) if tensor.ndim > 1 else tensor))
 
 
-def save_random_llama(folder: Path, hidden: int, blocks: int) -> None:
-    """Saves a float32 Llama of this size with a tokenizer of one token per byte, for load_model."""
+def save_random_llama(folder: Path, hidden: int, blocks: int, vocabulary: int = 260) -> None:
+    """Saves a float32 Llama of this size with a tokenizer of one token per byte, for load_model.
+
+    vocabulary: at least 260; the tokens beyond these are never used.
+    """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -104,7 +107,7 @@ def save_random_llama(folder: Path, hidden: int, blocks: int) -> None:
         intermediate_size=2 * hidden // 3 * 4,
         num_hidden_layers=blocks,
         num_attention_heads=max(1, hidden // 64),
-        vocab_size=len(alphabet) + 4,
+        vocab_size=vocabulary,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)

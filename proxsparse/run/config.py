@@ -101,6 +101,7 @@ class LoopConfig(RunConfig):
     shard_within_node: bool = flag(
         False, "shard the model within each node and replicate it across nodes (HSDP)", "hardware"
     )
+    plan: bool = flag(False, "print the memory of the run on 1 and 8 devices, and exit", "output")
 
 
 @dataclass
@@ -118,7 +119,6 @@ class TrainConfig(LearningOptions, LoopConfig):
         "hardware",
         ("device", "cpu", "disk"),
     )
-    plan: bool = flag(False, "print the memory and time of the run on 1 to 512 devices, and exit", "output")
 
     def check(self) -> "TrainConfig":
         """As `RunConfig.check` and `LearningOptions.check`."""

@@ -7,7 +7,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from proxsparse import plan
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import check_source, load_texts, read_limit
@@ -22,7 +21,7 @@ from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
-from proxsparse.run import hub
+from proxsparse.run import hub, memory
 from proxsparse.run import result as results
 from proxsparse.run.config import RunConfig
 from proxsparse.run.resume import (
@@ -50,7 +49,7 @@ def run(config: RunConfig, method: Method | None = None) -> int:
     `method`: the registered one of the config by default.
     """
     if getattr(config, "plan", False):
-        print(plan.text(config))
+        print(memory.page(config))
         return 0
     method = method or get_method(config.method)
     if distributed.launched_world_size() > 1 and method.keeps != "checkpoints":

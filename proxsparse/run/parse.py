@@ -105,8 +105,6 @@ def parse_finetune(arguments: list[str]) -> FinetuneConfig:
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
     add_fields(parser, FinetuneConfig, but=("model",))
-    if any(argument.partition("=")[0] == "--plan" for argument in arguments):
-        raise InputError("--plan: only proxsparse train can predict its memory and time; run finetune without it")
     given = vars(parser.parse_args(arguments))
     given = {name: convert(f"--{name}", value, types[name]) for name, value in given.items()}
     if "config" in given:

@@ -297,7 +297,6 @@ def test_bad_input_is_refused_in_one_line(pruned, tiny_llama, text_file, tmp_pat
     refuse(pruned, "--patience", "3", "--held_out", "0", words=["--patience 3", "set --held_out"])
     refuse(pruned, "--train", "all", words=["--train all", "kept, norms"])
     refuse(pruned, "--learning_rate", "1e30", words=["--learning_rate"])
-    refuse(pruned, "--plan", words=["--plan", "only proxsparse train"])
     refused(capsys, main, [], "MODEL is missing")
 
 
