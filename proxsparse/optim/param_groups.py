@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from proxsparse.ops.adamw_prox import check_frozen
 from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
-from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
@@ -202,15 +201,11 @@ def undo_scales(applied: list[tuple[Tensor, Tensor, bool]]) -> None:
             local(parameter).div_(scale)
 
 
-def reg_lambda_now(group: dict, schedule: Schedule | None) -> float:
-    """lambda_1 of the next step of the group. Raises ValueError if the schedule returns an invalid factor."""
-    factor = schedule(group["prox_step"]) if schedule else 1.0
-    value = float(factor * group["reg_lambda"])
+def reg_lambda_now(group: dict) -> float:
+    """lambda_1 of the next step of the group, which a training loop may change. Raises ValueError if it is invalid."""
+    value = float(group["reg_lambda"])
     if not 0 <= value < math.inf:
-        raise ValueError(
-            f"reg_schedule({group['prox_step']}) returned {factor!r}, so reg_lambda would be {value}; the schedule "
-            "must return factors that keep reg_lambda finite and >= 0"
-        )
+        raise ValueError(f"reg_lambda={value} of a param group: must be finite and >= 0")
     return value
 
 

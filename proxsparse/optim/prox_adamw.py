@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from proxsparse.ops.adamw_prox import adamw_prox_, check_numbers
 from proxsparse.optim import param_groups
-from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import PatternLike, check_dtype
 from proxsparse.runtime.sharding import local
 
@@ -20,7 +19,7 @@ VARIANTS = {"amsgrad": False, "maximize": False, "differentiable": False, "decou
 EXECUTION = {"foreach": None, "capturable": False, "fused": None}
 WITHOUT_PROX = {"reg_lambda": 0.0, "frozen_lambda": 0.0, "scale": None}
 # Attributes of the optimizer that are not part of the state.
-SETUP = ("reg_schedule", "moment_dtype", "master_weights", "stochastic_rounding")
+SETUP = ("moment_dtype", "master_weights", "stochastic_rounding")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ProxAdamW(Optimizer):
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W) in one pass over weight, gradient and moments.
 
     Equivalent to `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), but reads and writes the weights
-    once. The equations are in `reference.adamw_prox`. Groups, schedules, lr = 0 and scaling work as described in
+    once. The equations are in `reference.adamw_prox`. Groups, lr = 0 and scaling work as described in
     ProxOptimizer; `.grad` is not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0
     take the plain AdamW step. Any pattern is supported; 2:4 and 1:4 have fused kernels.
 
@@ -59,7 +58,6 @@ class ProxAdamW(Optimizer):
         frozen_lambda: lambda_2 >= 0 of the frozen-weight term. W0, the parameter at its first step, is kept in
             `state[p]["pretrained"]`; 0 keeps no copy.
         frozen_eps: the epsilon > 0 of Reg_W0, in the unit of the weights.
-        reg_schedule: step -> factor of reg_lambda; the step is the `prox_step` of the group, from 0 (see `schedules`).
             This and the next three arguments are not part of the state: pass the same values when resuming.
         moment_dtype: None for float32, or torch.bfloat16 (float64 weights: always float64). bfloat16 moments are
             rounded stochastically, because averages that change by 1/1000 would not change if rounded to nearest.
@@ -85,7 +83,6 @@ class ProxAdamW(Optimizer):
         pattern: PatternLike = "2:4",
         frozen_lambda: float = 0.0,
         frozen_eps: float = 0.1,
-        reg_schedule: Schedule | None = None,
         moment_dtype: torch.dtype | None = None,
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -100,7 +97,6 @@ class ProxAdamW(Optimizer):
                 "stochastic_rounding=True and master_weights=True: weights with a master need no stochastic "
                 "rounding; choose one of the two"
             )
-        self.reg_schedule = reg_schedule
         self.moment_dtype = moment_dtype
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
@@ -168,7 +164,7 @@ class ProxAdamW(Optimizer):
         """AdamW with the frozen-weight gradient, then the prox. Returns the loss of the closure, if given."""
         rates = [float(group["lr"]) for group in self.param_groups]
         lambdas = [
-            param_groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0
+            param_groups.reg_lambda_now(group) if lr else 0.0
             for group, lr in zip(self.param_groups, rates, strict=True)
         ]
         loss = None
@@ -205,7 +201,7 @@ class ProxAdamW(Optimizer):
             )
         check_gradient(parameter)
         lr = float(group["lr"])
-        self._step_group(group, number, lr, param_groups.reg_lambda_now(group, self.reg_schedule) if lr else 0.0)
+        self._step_group(group, number, lr, param_groups.reg_lambda_now(group) if lr else 0.0)
 
     def prepare_state(self, parameter: Tensor) -> dict:
         """The state of the parameter, initialized if there is none, for loading a checkpoint into it."""

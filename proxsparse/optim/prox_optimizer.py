@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from proxsparse.optim import param_groups
-from proxsparse.optim.schedules import Schedule
 from proxsparse.patterns import PatternLike
 
 HOOKS = [
@@ -45,7 +44,6 @@ class ProxOptimizer(Optimizer):
         frozen_lambda: lambda_2 >= 0. The gradient lambda_2 * dReg_W0/dW is added to `.grad` before the base step and
             stays in it. W0, the parameter at its first step, is kept in `state[p]["pretrained"]`; 0 keeps no copy.
         frozen_eps: the epsilon > 0 of Reg_W0, in the unit of the weights.
-        reg_schedule: step -> factor of reg_lambda; the step is the `prox_step` of the group, from 0 (see `schedules`).
             It is a function and not part of the state: pass the same one when resuming.
     Raises:
         TypeError: base_optimizer is not a torch optimizer, or is a ProxOptimizer.
@@ -69,7 +67,6 @@ class ProxOptimizer(Optimizer):
         pattern: PatternLike = "2:4",
         frozen_lambda: float = 0.0,
         frozen_eps: float = 0.1,
-        reg_schedule: Schedule | None = None,
     ):
         if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
             raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}; pass a plain torch.optim.Optimizer")
@@ -83,13 +80,13 @@ class ProxOptimizer(Optimizer):
         for group in [settings | {"params": []}, *completed]:
             param_groups.check_group(group)
         param_groups.check_something_to_prune(completed)
-        self.__setstate__({"base_optimizer": base_optimizer, "reg_schedule": reg_schedule})
+        self.__setstate__({"base_optimizer": base_optimizer})
         self.defaults.update(settings)  # the base uses them for groups that are added later
         for group, whole in zip(self.param_groups, completed, strict=True):
             group.update(whole)
 
     def __getstate__(self) -> dict:
-        return {"base_optimizer": self.base_optimizer, "reg_schedule": self.reg_schedule}
+        return {"base_optimizer": self.base_optimizer}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -99,7 +96,7 @@ class ProxOptimizer(Optimizer):
         super().__setstate__({})
 
     def __repr__(self) -> str:
-        lines = [f"ProxOptimizer({type(self.base_optimizer).__name__}, reg_schedule={self.reg_schedule}"]
+        lines = [f"ProxOptimizer({type(self.base_optimizer).__name__}"]
         lines += [f"  group {i}: {param_groups.describe_group(group)}" for i, group in enumerate(self.param_groups)]
         return "\n".join(lines) + "\n)"
 
@@ -151,7 +148,7 @@ class ProxOptimizer(Optimizer):
         if getattr(self, "found_inf", None):
             return self._base_step(closure)
         learning = list(filter(param_groups.learns, self.param_groups))
-        lambdas = [param_groups.reg_lambda_now(group, self.reg_schedule) for group in learning]
+        lambdas = [param_groups.reg_lambda_now(group) for group in learning]
         first_values, applied = {}, []
 
         def before_base():

@@ -25,7 +25,6 @@ from training import (
 )
 
 from proxsparse import ProxAdamW
-from proxsparse.optim.schedules import linear_ramp
 from proxsparse.patterns import NMPattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
@@ -131,7 +130,7 @@ def test_added_groups_are_completed_and_checked(make):
 
 @pytest.mark.parametrize(
     ("make", "first"),
-    [(prox_optimizer, "ProxOptimizer(AdamW, reg_schedule="), (ProxAdamW, "ProxAdamW(reg_schedule=")],
+    [(prox_optimizer, "ProxOptimizer(AdamW"), (ProxAdamW, "ProxAdamW(moment_dtype=")],
     ids=OPTIMIZERS,
 )
 def test_repr_is_one_line_a_group(make, first):
@@ -154,10 +153,10 @@ def test_resumed_and_copied_optimizers_continue_bit_for_bit(dtype, make, tmp_pat
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
     twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     for _, twin_optimizer in twins:
-        assert repr(twin_optimizer).split("linear")[0] == repr(optimizer).split("linear")[0]
+        assert repr(twin_optimizer) == repr(optimizer)
 
     saved, resumed = torch.load(tmp_path / "run.pt", weights_only=True), tiny_model(seed=7, dtype=dtype)
-    other = make(resumed.parameters(), lr=0.5, reg_lambda=9.9, reg_schedule=linear_ramp(6), pattern="1:4")
+    other = make(resumed.parameters(), lr=0.5, reg_lambda=9.9, pattern="1:4")
     other.load_state_dict(saved["optimizer"])
     resumed.load_state_dict(saved["model"])
     assert other.param_groups[0]["prox_step"] == 3
@@ -273,12 +272,13 @@ def test_bad_scalings_are_refused(make):
 
 @pytest.mark.parametrize("factor", [-1.0, math.nan, math.inf])
 @each_optimizer
-def test_a_bad_factor_of_the_schedule_is_refused_before_anything_moves(make, factor):
+def test_an_invalid_lambda_of_a_group_is_refused_before_anything_moves(make, factor):
     model = tiny_model()
-    optimizer = make(model.parameters(), lr=0.1, reg_lambda=0.3, reg_schedule=lambda step: factor if step else 1.0)
+    optimizer = make(model.parameters(), lr=0.1, reg_lambda=0.3)
     train(model, optimizer, 1)
     before, state = weights(model), copy.deepcopy(optimizer.state_dict()["state"])
-    with pytest.raises(ValueError, match=rf"reg_schedule\(1\) returned {factor}.*finite and >= 0"):
+    optimizer.param_groups[0]["reg_lambda"] = factor
+    with pytest.raises(ValueError, match=rf"reg_lambda={factor} of a param group: must be finite and >= 0"):
         train(model, optimizer, 1)
     assert_same(weights(model), before)
     assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], state[0]["exp_avg"])

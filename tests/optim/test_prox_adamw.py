@@ -11,7 +11,6 @@ from torch.optim import SGD, Adam, AdamW
 from training import ADAMW, assert_same, loss_of, prox_optimizer, tiny_model, train, weights, with_everything
 
 from proxsparse import ProxAdamW
-from proxsparse.optim.schedules import linear_ramp
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 
@@ -21,7 +20,6 @@ PROX = {
     "1:4": {"reg_lambda": 0.1, "pattern": "1:4"},
     "4:8": {"reg_lambda": 0.5, "pattern": "4:8"},
     "frozen": {"reg_lambda": 0.05, "frozen_lambda": 0.2, "frozen_eps": 0.05},
-    "schedule": {"reg_lambda": 0.2, "frozen_lambda": 0.1, "reg_schedule": linear_ramp(15)},
 }
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 

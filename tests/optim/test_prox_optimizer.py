@@ -13,7 +13,6 @@ from training import assert_same, loss_of, tiny_model, train, weights
 from proxsparse import ProxAdamW
 from proxsparse.ops import prox_nm, prox_nm_
 from proxsparse.optim import ProxOptimizer, param_groups
-from proxsparse.optim.schedules import cosine_ramp, linear_ramp
 from proxsparse.reference import frozen_penalty, frozen_penalty_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore:prox_nm_. not on the cpp backend")
@@ -59,13 +58,6 @@ def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
     assert torch.equal(model[0].weight, prox_nm(before[0], 0.1))
     assert torch.equal(model[2].weight, prox_nm(before[2], 0.2))
     assert [group["prox_step"] for group in optimizer.param_groups] == [1, 1, 1]
-
-
-def test_schedules():
-    assert [linear_ramp(4)(step) for step in (0, 1, 4, 9)] == [0, 0.25, 1, 1]
-    assert [cosine_ramp(4)(step) for step in (0, 2, 4, 9)] == pytest.approx([0, 0.5, 1, 1])
-    with pytest.raises(ValueError, match="steps=0"):
-        linear_ramp(0)
 
 
 def test_frozen_gradient_is_that_of_the_penalty():

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from proxsparse import ProxAdamW, ProxOptimizer, nm_mask
-from proxsparse.optim.schedules import linear_ramp
 
 INPUTS = torch.randn(32, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -70,8 +69,8 @@ each_setup = pytest.mark.parametrize(("dtype", "make"), SETUPS.values(), ids=SET
 
 
 def with_everything(make: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
-    """The optimizer with a schedule, the frozen-weight term and a scaling."""
-    optimizer = make(model.parameters(), **ADAMW, reg_lambda=0.3, frozen_lambda=0.05, reg_schedule=linear_ramp(6))
+    """The optimizer with the frozen-weight term and a scaling."""
+    optimizer = make(model.parameters(), **ADAMW, reg_lambda=0.3, frozen_lambda=0.05)
     optimizer.set_scale(model[0].weight, torch.linspace(0.5, 2, 8))
     return optimizer
 
