@@ -1,9 +1,7 @@
 """Runs everything that needs a GPU, the most important first; a part that fails or hangs does not stop the others.
 
-    python3 benchmarks/gpu_run.py                     # all parts; --only parity decode: some
-    python3 benchmarks/gpu_run.py --device cpu        # a rehearsal: small sizes, no rows
-    python3 benchmarks/gpu_run.py prepare build/gpu   # collects what a GPU machine without a network needs
-    python3 benchmarks/gpu_run.py run build/gpu       # there: installs it first
+    python3 benchmarks/gpu_run.py                     # all parts; --only NAME: some; --device cpu: a rehearsal
+    python3 benchmarks/gpu_run.py prepare build/gpu   # for a GPU machine without a network; there: run build/gpu
     python3 benchmarks/gpu_run.py take gpu_run.tar.gz # here: adds the rows that came back
 
 After each part its rows and outcome are in results/, its output is in build/gpu_run, and if $OUT is set, both are in an
@@ -35,6 +33,7 @@ NEEDS = "python3 -c 'import importlib.util as i; exit(not i.find_spec(\"{0}\"))'
 BUILD = "python3 -c 'import torch, proxsparse._C; from proxsparse.ops.backends import {0}; exit({0}.missing())' || {{ "
 BUILD += "rm -f {1}; PROXSPARSE_EXTENSION=1 PROXSPARSE_CUDA=1 PROXSPARSE_CUTLASS={2} python3 setup.py build_ext -i; }}"
 TESTS = "python3 -m pytest -p no:cacheprovider -v -m gpu tests/ops"
+WORKERS = "$(python3 -c 'import xdist' 2>/dev/null && echo --numprocesses 8 --dist loadgroup)"
 # One test of each op. Memory comes from the driver: in torch's pool an access beyond a tensor reaches the next one.
 # The mangled names of all our kernels contain "prox".
 SANITIZER = "PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --kernel-name kernel_substring=prox "
@@ -49,7 +48,7 @@ DECODE_CPU = f"--models tiny --modes eager --prompt 4 --new_tokens 3 {CPU}"
 PARTS = [  # (name, seconds, command of bash, flags after it that make it small for a CPU; None: it needs a GPU)
     ("extension", 120, BUILD.format("cuda", "proxsparse/_C.* proxsparse/_C_cuda.*", 0), None),
     ("cutlass", 180, NEEDS.format("cutlass_library") + BUILD.format("cutlass", "proxsparse/_C_cutlass.*", 1), None),
-    ("parity", 180, f"{TESTS} tests/optim tests/inference", "--gpu --collect-only"),
+    ("parity", 180, f"{TESTS} tests/optim tests/inference {WORKERS}", "--gpu --collect-only"),
     ("linear_gemv", 30, f"{LINEAR} gemv --rows 1 2 4 8 16", LINEAR_CPU),
     ("linear_codes", 30, f"{LINEAR} gemv --rows 1 4 16 --bits 16 8 4", LINEAR_CPU),
     ("linear_cutlass", 40, f"{LINEAR} cutlass", LINEAR_CPU),
@@ -79,6 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         return take(path) if args.action == "take" else prepare(path.resolve(), args.texts)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA GPU; for a rehearsal use --device cpu")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part, too
     if args.path:
         unpack(args.path)
     return run([part for part in PARTS if part[0] in args.only], args.device)

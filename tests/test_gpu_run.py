@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -60,6 +62,20 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(folders, capsys):
         assert gpu_run.main(["take", str(out / "gpu_run.tar.gz")]) == 0
         assert (results / "speed.jsonl").read_text() == '{"other": 1}\n{"new": 1}\n'
         assert len((results / "gpu_run.jsonl").read_text().splitlines()) == len(parts)
+
+
+def test_a_terminated_run_ends_its_part(tmp_path):
+    code = f"""import gpu_run, pathlib
+gpu_run.OUTPUT = pathlib.Path({str(tmp_path / "output")!r})
+gpu_run.PARTS = [("endless", 60, "true;", "echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 60; true")]
+gpu_run.main(["--device", "cpu"])"""
+    runner = subprocess.Popen([sys.executable, "-c", code], cwd=Path(gpu_run.__file__).parent)
+    while not (tmp_path / "pid").exists():
+        assert runner.poll() is None
+        time.sleep(0.05)
+    runner.terminate()
+    assert runner.wait(20) == 128 + signal.SIGTERM
+    assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_a_rehearsal_saves_no_rows_and_without_a_gpu_the_remedy_is_named(folders, monkeypatch, capsys):

