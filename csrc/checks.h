@@ -180,13 +180,11 @@ inline PackCall checked_pack(at::DeviceType device, const at::Tensor& weight, in
 // How values with these scales are stored.
 inline Codes codes_of(const at::Tensor& values, const OptionalTensor& scales) {
   if (!scales) return kPlain;
-  if (values.scalar_type() == at::kChar) return kInt8;
-  return scales->scalar_type() == at::kInt ? kGrid : kInt4;
+  return values.scalar_type() == at::kChar ? kInt8 : kInt4;
 }
 
 // y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W. x, bias, y and the scales have one
-// dtype; so have the values, unless they are codes with scales: int8, or uint8 with two codes in each. Scales of a grid
-// are int32.
+// dtype; so have the values, unless they are codes with scales: int8, or uint8 with two codes in each.
 inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, const at::Tensor& values,
                                 const at::Tensor& indices, const OptionalTensor& scales, const OptionalTensor& bias,
                                 const at::Tensor& y) {
@@ -202,10 +200,9 @@ inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, cons
     check_tensor("values", values, device, {out_features, in_features / 2}, at::kChar);
     check_tensor("scales", *scales, device, {out_features, 1}, dtype);
   } else {
-    const bool on_grid = scales->scalar_type() == at::kInt;
-    const int64_t columns = on_grid ? kGridColumns : kScaleColumns, groups = (in_features + columns - 1) / columns;
+    const int64_t groups = (in_features + kScaleColumns - 1) / kScaleColumns;
     check_tensor("values", values, device, {out_features, in_features / 4}, at::kByte);
-    check_tensor("scales", *scales, device, {out_features, groups}, on_grid ? at::kInt : dtype);
+    check_tensor("scales", *scales, device, {out_features, groups}, dtype);
   }
   check_tensor("indices", indices, device, {out_features, (in_features + 7) / 8}, at::kByte);
   if (bias) check_tensor("bias", *bias, device, {out_features}, dtype);

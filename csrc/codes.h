@@ -7,11 +7,10 @@
 
 namespace proxsparse {
 
-// How the values of a packed weight are stored: as numbers, or as codes; kInt4 are symmetric.
-enum Codes { kPlain, kInt8, kInt4, kGrid, kCodes };
+// How the values of a packed weight are stored: as numbers, or as codes.
+enum Codes { kPlain, kInt8, kInt4, kCodes };
 
-constexpr int64_t kScaleColumns = 64;  // of the weight, with a common symmetric scale of 4 bits
-constexpr int64_t kGridColumns = 32;   // of the weight, on the same grid
+constexpr int64_t kScaleColumns = 64;  // of the weight, with a common scale of 4 bits
 
 // The number of a 4-bit code, whatever the other bits are.
 PROXSPARSE_INLINE constexpr int signed_code(uint32_t code) { return static_cast<int>((code & 15) ^ 8) - 8; }

@@ -68,8 +68,7 @@ void unpack_n4(const at::Tensor& values, const at::Tensor& indices, int64_t n, c
 //   scales  dtype of values, [..., 1] for 8 bits, [..., ceil(k / 32)] for 4 bits; overwritten
 void quantize_nm(const at::Tensor& values, const at::Tensor& codes, const at::Tensor& scales);
 
-// The inverse, code * scale rounded to the dtype of the scales; or, with int32 scales [..., ceil(k / 16)] of 4-bit
-// codes, the numbers of a grid, rounded to the dtype of the values: overwrites values.
+// The inverse, code * scale rounded to the dtype of the scales: overwrites values.
 void dequantize_nm(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values);
 
 // y <- x W^T + bias with a packed 2:4 W [out_features, in_features], accumulated in float32. For few rows, numbers of x
@@ -79,8 +78,8 @@ void dequantize_nm(const at::Tensor& codes, const at::Tensor& scales, const at::
 //   values   [out_features, in_features / 2], dtype of x or int8 codes; or uint8, [out_features, in_features / 4], with
 //            two codes of 4 bits in each; proxsparse/reference/quantize.py describes the codes
 //   indices  uint8, [out_features, ceil(in_features / 8)]
-//   scales   of codes, dtype of x: [out_features, 1] of int8, [out_features, ceil(in_features / 64)] of 4 bits; int32
-//            [out_features, ceil(in_features / 32)] if 4 bits are on a grid; or none
+//   scales   of codes, dtype of x: [out_features, 1] of int8, [out_features, ceil(in_features / 64)] of 4 bits; or
+//            none
 //   bias     [out_features], dtype of x, or none
 //   y        [rows, out_features], dtype of x; overwritten
 void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,

@@ -32,8 +32,7 @@ from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
 Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16, without any change of the weights;
-or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights, except that --bits 4 keeps those of a layer that come
-from GGUF's Q4_0 or Q4_1, in 1/4 of the bytes. Other tensors stay as they are.
+or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Other tensors stay as they are.
 AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed."""
 NUM_SAMPLES, SEQ_LEN = 128, 512  # of --calibrate; the latter as in `proxsparse train`
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -68,15 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
             require_unchanged(source, files)
             after, written = file_bytes(scratch), headers(weight_files(scratch))
-            on_grid = sum(disk.is_on_grid(written, layer) for layer in layers)
-            note = disk.note(options.bits, options.bits == 16 or on_grid == len(layers))
-            disk.annotate(scratch / CARD, b"" if options.unpack else note)
+            disk.annotate(scratch / CARD, b"" if options.unpack else disk.note(options.bits))
             output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
         output_folder.publish(folder)
     linears = convert.names_of_modules(model, nn.Linear)
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
-    if on_grid:
-        print(f"{on_grid} of these layers already had values of 4 bits and are stored without loss")
+    if options.bits != 16:
+        print(f"their kept weights are rounded to {options.bits} bits")
     print(change("these layers", disk.layer_bytes(layers, found), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")

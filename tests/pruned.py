@@ -8,9 +8,6 @@ from torch.nn.functional import linear
 from proxsparse import NMPattern, nm_mask
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.pack import main as pack
-from proxsparse.reference import quantize
-
-GRID = "grid"  # 4 bits on a grid, where tests have a number of bits
 
 
 def pruned_weight(shape, dtype=torch.float32):
@@ -51,31 +48,10 @@ def prune_(module: nn.Module, but: tuple[str, ...] = ("lm_head",)) -> nn.Module:
 
 
 def quantized(weight, bits):
-    """Codes, indices and scales of a 2:4 weight, and the weight that they stand for, in float64; bits: 8, 4 or GRID."""
+    """Codes, indices and scales of a 2:4 weight, and the weight that they stand for, in float64; bits: 8 or 4."""
     values, indices = pack_nm(weight)
-    if bits == GRID:
-        codes, scales = nearest_grid(values)
-        return codes, indices, scales, unpack_nm(dequantize_nm(codes, scales, torch.float64), indices)
     codes, scales = quantize_nm(values, bits)
     return codes, indices, scales, unpack_nm(dequantize_nm(codes, scales.double()), indices)
-
-
-def nearest_grid(values):
-    """Codes and scales of a grid near the values [..., k], with the rounding of GGUF's Q4_1."""
-    groups = quantize.in_groups(values.float(), quantize.GRID_GROUP)
-    low, high = groups.aminmax(dim=-1, keepdim=True)
-    d, m = ((high - low) / 15).half().float(), low.half().float()
-    codes = ((groups - m) / torch.where(d == 0, 1, d)).round().clamp(0, 15).flatten(-2)[..., : values.shape[-1]]
-    return quantize.pack_codes(codes), quantize.grid_scales(d, m).squeeze(-1)
-
-
-@torch.no_grad()
-def move_to_grid_(module: nn.Module, but: tuple[str, ...] = ("lm_head",)) -> nn.Module:
-    """Rounds the 2:4 nn.Linear layers to values that 4 bits store without loss in float32."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and not any(part in name for part in but):
-            layer.weight.copy_(quantized(layer.weight, GRID)[-1])
-    return module
 
 
 def pruned_linear(in_features=24, out_features=7, bias=True, dtype=torch.float32) -> nn.Linear:
@@ -88,10 +64,9 @@ def pruned_model(name="llama", dtype=torch.float32):
     return prune_(tiny_model(name, dtype))
 
 
-def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, on_grid=False, **save_options):
-    """The same as a folder, with a tokenizer. on_grid: see `move_to_grid_`."""
-    model = pruned_model(name, dtype)
-    (move_to_grid_(model) if on_grid else model).save_pretrained(folder, **save_options)
+def save_pruned_model(folder, name="llama", dtype=torch.bfloat16, **save_options):
+    """The same as a folder, with a tokenizer."""
+    pruned_model(name, dtype).save_pretrained(folder, **save_options)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

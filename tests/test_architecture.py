@@ -28,7 +28,7 @@ PLACES = {
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
-    "reference": "adamw_prox grid mask pack prox quantize regularizers",
+    "reference": "adamw_prox mask pack prox quantize regularizers",
     "run": "config flags folder hub job memory model_card parse recipes report result resume sections",
     "runtime": "command device distributed progress sharding signals",
     "training": "checkpoint distillation early_stopping held_layer hidden_states "

@@ -23,8 +23,7 @@ struct SparseLinearCall {
   const void* x;           // [rows, in_features], bfloat16 if that is the dtype and `Kernels` says so, else float32
   const void* values;      // [out_features, in_features / 2] numbers of the dtype or codes
   const uint8_t* indices;  // [out_features, ceil(in_features / 8)]
-  const void* scales;      // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4;
-                           // for kGrid 2 float16 in every place of [out_features, ceil(in_features / 32)]
+  const void* scales;      // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4
   const void* bias;        // [out_features] of the dtype, or null
   void* y;                 // [rows, out_features] of the dtype
   int64_t rows, in_features, out_features;

@@ -15,9 +15,8 @@
 namespace proxsparse {
 namespace {
 
-constexpr int64_t kGroup = kScaleColumns / 2;     // values with a common symmetric scale of 4 bits
-constexpr int64_t kGridGroup = kGridColumns / 2;  // values on the same grid
-constexpr int64_t kPerTask = 1 << 12;             // values, about 100 us of work
+constexpr int64_t kGroup = kScaleColumns / 2;  // values with a common scale of 4 bits
+constexpr int64_t kPerTask = 1 << 12;          // values, about 100 us of work
 constexpr double kExtremes[] = {-8, -7, -6, -5, -4, -3, -2, -1, -9, -8.5, -7.5, -6.5};
 
 template <typename T>
@@ -90,14 +89,6 @@ T dequantized(int code, T scale) {
   return static_cast<T>(static_cast<A>(code) * static_cast<A>(scale));
 }
 
-// `bits`: a scale of a grid.
-template <typename T>
-T dequantized_on_grid(uint32_t code, uint32_t bits) {
-  const c10::Half d(static_cast<uint16_t>(bits), c10::Half::from_bits());
-  const c10::Half m(static_cast<uint16_t>(bits >> 16), c10::Half::from_bits());
-  return static_cast<T>(static_cast<float>(code) * static_cast<float>(d) + static_cast<float>(m));
-}
-
 // f(T{}) for the dtype of the values.
 template <typename F>
 void dispatch(const at::Tensor& values, F f) {
@@ -113,18 +104,17 @@ void dispatch(const at::Tensor& values, F f) {
   }
 }
 
-// Checks the tensors of both directions; returns whether the codes have 8 bits. Scales of a grid are integers.
-bool check_quantized(const at::Tensor& values, const at::Tensor& codes, const at::Tensor& scales, bool on_grid) {
-  const bool is_8_bits = codes.scalar_type() == at::kChar && !on_grid;
-  check_tensor("values", values, at::kCPU, values.sizes(), on_grid ? values.scalar_type() : scales.scalar_type());
+// Checks the tensors of both directions; returns whether the codes have 8 bits.
+bool check_quantized(const at::Tensor& values, const at::Tensor& codes, const at::Tensor& scales) {
+  const bool is_8_bits = codes.scalar_type() == at::kChar;
+  check_tensor("values", values, at::kCPU, values.sizes(), scales.scalar_type());
   auto sizes = values.sizes().vec();
   TORCH_CHECK_VALUE(!sizes.empty() && (is_8_bits || sizes.back() % 2 == 0), "values of shape ", values.sizes(),
                     ": codes of 4 bits need an even number of values in a row");
   const int64_t k = sizes.back();
   sizes.back() = is_8_bits ? k : k / 2;
   check_tensor("codes", codes, at::kCPU, sizes, is_8_bits ? at::kChar : at::kByte);
-  const int64_t group = on_grid ? kGridGroup : kGroup;
-  sizes.back() = is_8_bits ? 1 : (k + group - 1) / group;
+  sizes.back() = is_8_bits ? 1 : (k + kGroup - 1) / kGroup;
   check_tensor("scales", scales, at::kCPU, sizes, scales.scalar_type());
   return is_8_bits;
 }
@@ -141,7 +131,7 @@ void parallel_rows(const at::Tensor& values, const at::Tensor& scales, F f) {
 }  // namespace
 
 void quantize_nm(const at::Tensor& values, const at::Tensor& codes, const at::Tensor& scales) {
-  const bool is_8_bits = check_quantized(values, codes, scales, false);
+  const bool is_8_bits = check_quantized(values, codes, scales);
   const int64_t k = values.size(-1), groups = scales.size(-1);
   dispatch(values, [&](auto type) {
     using T = decltype(type);
@@ -159,21 +149,19 @@ void quantize_nm(const at::Tensor& values, const at::Tensor& codes, const at::Te
 }
 
 void dequantize_nm(const at::Tensor& codes, const at::Tensor& scales, const at::Tensor& values) {
-  const bool on_grid = scales.scalar_type() == at::kInt, is_8_bits = check_quantized(values, codes, scales, on_grid);
+  const bool is_8_bits = check_quantized(values, codes, scales);
   const int64_t k = values.size(-1), groups = scales.size(-1);
   const auto* from = static_cast<const uint8_t*>(codes.const_data_ptr());
   dispatch(values, [&](auto type) {
     using T = decltype(type);
     T* to = static_cast<T*>(values.mutable_data_ptr());
     const auto* scale = static_cast<const T*>(scales.const_data_ptr());
-    const auto* grid = static_cast<const uint32_t*>(scales.const_data_ptr());
     parallel_rows(values, scales, [&](int64_t row) {
       for (int64_t i = row * k; i < (row + 1) * k; ++i) {
-        const uint32_t code = is_8_bits ? 0 : from[i / 2] >> i % 2 * 4 & 15;
-        const int64_t column = i - row * k, first = row * groups;
-        to[i] = on_grid     ? dequantized_on_grid<T>(code, grid[first + column / kGridGroup])
-                : is_8_bits ? dequantized<T>(static_cast<int8_t>(from[i]), scale[row])
-                            : dequantized<T>(signed_code(code), scale[first + column / kGroup]);
+        const int64_t column = i - row * k;
+        to[i] = is_8_bits
+                    ? dequantized<T>(static_cast<int8_t>(from[i]), scale[row])
+                    : dequantized<T>(signed_code(from[i / 2] >> i % 2 * 4), scale[row * groups + column / kGroup]);
       }
     });
   });

@@ -35,54 +35,21 @@ PROXSPARSE_INLINE Bits load_bits(const uint8_t* indices) {
   return bits;
 }
 
-// The numbers of the 16 codes: symmetric, or of a grid.
+// The numbers of the 16 codes of 4 bits.
 struct NumberOfCode {
   alignas(64) float of[16];
 };
-template <Codes codes>
 constexpr NumberOfCode kNumberOfCode = [] {
   NumberOfCode numbers;
-  for (uint32_t code = 0; code < 16; ++code)
-    numbers.of[code] = codes == kGrid ? static_cast<int>(code) : signed_code(code);
+  for (uint32_t code = 0; code < 16; ++code) numbers.of[code] = signed_code(code);
   return numbers;
 }();
-
-constexpr bool has_4_bits(Codes codes) { return codes == kInt4 || codes == kGrid; }
 
 // Bytes of `count` values of a packed weight.
 template <typename Format, Codes codes>
 constexpr int64_t value_bytes(int64_t count) {
-  return has_4_bits(codes) ? count / 2 : codes == kInt8 ? count : count * sizeof(typename Format::Storage);
+  return codes == kInt4 ? count / 2 : codes == kInt8 ? count : count * sizeof(typename Format::Storage);
 }
-
-// The scales of codes: a group of columns has kNumbers of them in memory.
-template <typename Format, Codes codes>
-struct ScalesOf {
-  using Stored = Format;
-  static constexpr int64_t kColumns = kScaleColumns, kNumbers = 1;
-};
-template <typename Format>
-struct ScalesOf<Format, kGrid> {
-  using Stored = Float16;
-  static constexpr int64_t kColumns = kGridColumns, kNumbers = 2;
-};
-
-// What maps the numbers of codes to values, in all lanes: a factor, or on a grid number * d + m. d and m stay in
-// memory: for all features of a tile they would not fit into the registers.
-template <typename Sums, Codes codes>
-struct Scale {
-  static constexpr int kNumbers = 1;
-  Sums factor;
-  PROXSPARSE_INLINE void load(const float* numbers) { factor = *numbers; }
-  PROXSPARSE_INLINE Sums of(Sums numbers) const { return numbers * factor; }
-};
-template <typename Sums>
-struct Scale<Sums, kGrid> {
-  static constexpr int kNumbers = 2;
-  const float* d_and_m;
-  PROXSPARSE_INLINE void load(const float* numbers) { d_and_m = numbers; }
-  PROXSPARSE_INLINE Sums of(Sums numbers) const { return numbers * Sums(d_and_m[0]) + Sums(d_and_m[1]); }
-};
 
 // x in float32; values in float32, or converted to it.
 template <typename Format, Codes codes>
@@ -91,37 +58,36 @@ struct InFloat32 {
   static constexpr int kValues = PROXSPARSE_VECTOR_BYTES / 4;  // of a step, which reads twice as many numbers of x
   using Numbers = Vec<float, kValues>;
   using Sums = Numbers;
-  using Scales = Scale<Sums, codes>;  // of a step
 
-  static PROXSPARSE_INLINE Numbers load_values(const uint8_t* values, const Scales& scale) {
+  // scale: of the codes, in all lanes.
+  static PROXSPARSE_INLINE Numbers load_values(const uint8_t* values, const Sums& scale) {
     if constexpr (codes == kInt8) {
 #if PROXSPARSE_VECTOR_BYTES == 64
-      return scale.of(numbers(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(values)))));
+      return scale * numbers(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(values))));
 #elif PROXSPARSE_VECTOR_BYTES == 32
       const auto bytes = _mm_cvtsi64_si128(load_bits<int64_t>(values));
-      return scale.of(numbers(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))));
+      return scale * numbers(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
 #else
       Numbers numbers;
       for (int i = 0; i < kValues; ++i) numbers.lanes.raw[i] = static_cast<int8_t>(values[i]);
-      return scale.of(numbers);
+      return scale * numbers;
 #endif
-    } else if constexpr (has_4_bits(codes)) {
+    } else if constexpr (codes == kInt4) {
 #if PROXSPARSE_VECTOR_BYTES == 64
       const auto pairs = _mm512_cvtepu8_epi64(_mm_cvtsi64_si128(load_bits<int64_t>(values)));
       const auto each = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));  // a code in the low bits of each lane
-      return scale.of(numbers(_mm512_permutexvar_ps(each, _mm512_load_ps(kNumberOfCode<codes>.of))));
+      return scale * numbers(_mm512_permutexvar_ps(each, _mm512_load_ps(kNumberOfCode.of)));
 #elif PROXSPARSE_VECTOR_BYTES == 32
       const auto pairs = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(load_bits<int32_t>(values)));
       const auto each = _mm256_or_si256(pairs, _mm256_slli_epi64(pairs, 28));
-      const auto integers = codes == kGrid ? _mm256_and_si256(each, _mm256_set1_epi32(15))
-                                           : _mm256_srai_epi32(_mm256_slli_epi32(each, 28), 28);
-      return scale.of(numbers(_mm256_cvtepi32_ps(integers)));
+      const auto integers = _mm256_srai_epi32(_mm256_slli_epi32(each, 28), 28);
+      return scale * numbers(_mm256_cvtepi32_ps(integers));
 #else
       Numbers numbers;
       for (int i = 0; i < kValues; ++i) {
-        numbers.lanes.raw[i] = kNumberOfCode<codes>.of[values[i / 2] >> i % 2 * 4 & 15];
+        numbers.lanes.raw[i] = signed_code(values[i / 2] >> i % 2 * 4);
       }
-      return scale.of(numbers);
+      return scale * numbers;
 #endif
     } else if constexpr (sizeof(typename Format::Storage) == 4) {
       return Numbers::load(values);
@@ -226,24 +192,6 @@ constexpr In32Lanes kCodeShifts = [] {
   return shifts;
 }();
 
-// For lane j: the bit of a lookup among 32 that selects the group of value j.
-constexpr In32Lanes kGroupBit = [] {
-  In32Lanes bits;
-  for (int j = 0; j < 32; ++j) bits.of[j] = j / 16 * 16;
-  return bits;
-}();
-
-// On a grid a step of 32 values has two groups.
-template <typename Sums>
-struct TwoGrids {
-  static constexpr int kNumbers = 4;
-  Scale<Sums, kGrid> low, high;
-  PROXSPARSE_INLINE void load(const float* numbers) {
-    low.load(numbers);
-    high.load(numbers + 2);
-  }
-};
-
 // Values and x in bfloat16. Products of neighbours are summed in float32; subnormal numbers are treated as zero.
 template <Codes codes>
 struct InBFloat16 {
@@ -251,30 +199,21 @@ struct InBFloat16 {
   static constexpr int kValues = 32;
   using Numbers = __m512i;
   using Sums = Vec<float, 16>;
-  using Scales = std::conditional_t<codes == kGrid, TwoGrids<Sums>, Scale<Sums, codes>>;  // of a step
 
-  static PROXSPARSE_INLINE Numbers load_values(const uint8_t* values, const Scales& scale) {
+  static PROXSPARSE_INLINE Numbers load_values(const uint8_t* values, const Sums& scale) {
     if constexpr (codes == kInt8) {
       const auto half = [&](const uint8_t* half) PROXSPARSE_INLINED {
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(half))) * scale.factor.lanes.raw;
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bits<__m128i>(half))) * scale.lanes.raw;
       };
       return (__m512i)_mm512_cvtne2ps_pbh(half(values + 16), half(values));
-    } else if constexpr (has_4_bits(codes)) {
-      // The values of the 16 codes, twice, as a lookup uses five bits; on a grid once for each group. Each half of the
-      // lanes has 16 of the codes in all its 64 bits; the low bits of lane j are code j % 16.
-      const auto numbers = Sums::load(kNumberOfCode<codes>.of);
+    } else if constexpr (codes == kInt4) {
+      // The values of the 16 codes, twice, as a lookup uses five bits. Each half of the lanes has 16 of the codes in
+      // all its 64 bits; the low bits of lane j are code j % 16.
       const auto low = _mm512_set1_epi64(load_bits<int64_t>(values));
       const auto codes_of = _mm512_mask_set1_epi64(low, 0xf0, load_bits<int64_t>(values + 8));
       const auto each = _mm512_multishift_epi64_epi8(_mm512_load_si512(kCodeShifts.of), codes_of);
-      if constexpr (codes == kInt4) {
-        const auto scaled = scale.of(numbers).lanes.raw;
-        return _mm512_permutexvar_epi16(each, (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled));
-      } else {
-        const auto table =
-            (__m512i)_mm512_cvtne2ps_pbh(scale.high.of(numbers).lanes.raw, scale.low.of(numbers).lanes.raw);
-        const auto code_bits = _mm512_set1_epi16(15), group = _mm512_load_si512(kGroupBit.of);
-        return _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(each, code_bits, group, 0xea), table);  // a & b | c
-      }
+      const auto scaled = (scale * Sums::load(kNumberOfCode.of)).lanes.raw;
+      return _mm512_permutexvar_epi16(each, (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled));
     } else {
       return _mm512_loadu_si512(values);
     }

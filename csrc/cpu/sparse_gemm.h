@@ -73,28 +73,15 @@ template <typename Format, Codes codes, typename Unpacked>
 PROXSPARSE_INLINE void decode_values(const SparseLinearCall& call, int64_t feature, int64_t first, int64_t count,
                                      Unpacked* to) {
   using A = typename ArithmeticOf<Format, codes>::Type;
-  using Groups = ScalesOf<Format, codes>;
-  constexpr int64_t kGroup = Groups::kColumns / 2, kStepBytes = value_bytes<Format, codes>(A::kValues);
-  const int64_t in_features = call.in_features, groups = (in_features + Groups::kColumns - 1) / Groups::kColumns;
-  const int64_t row_groups = has_4_bits(codes) ? groups : 1;
-  const auto* scales = static_cast<const typename Groups::Stored::Storage*>(call.scales);
+  constexpr int64_t kStepBytes = value_bytes<Format, codes>(A::kValues);
+  const int64_t in_features = call.in_features, groups = (in_features + kScaleColumns - 1) / kScaleColumns;
+  const auto* scales = static_cast<const typename Format::Storage*>(call.scales);
   const auto* values =
       static_cast<const uint8_t*>(call.values) + value_bytes<Format, codes>(feature * (in_features / 2) + first);
-  typename A::Scales scale;
-  float step_scales[A::Scales::kNumbers];
-  // Of the groups of a step; 0 after the last group of the values.
-  const auto load_scale = [&](int64_t value) PROXSPARSE_INLINED {
-    for (float& number : step_scales) number = 0;
-    const int64_t group = feature * row_groups + (has_4_bits(codes) ? (first + value) / kGroup : 0);
-    const auto* stored = scales + group * Groups::kNumbers;
-    for (int i = 0; i < A::Scales::kNumbers; ++i) {
-      if (value + i / Groups::kNumbers * kGroup < count) step_scales[i] = Groups::Stored::load(stored[i]);
-    }
-    scale.load(step_scales);
-  };
-  if constexpr (codes == kInt8) load_scale(0);
+  typename A::Sums scale;
+  if constexpr (codes == kInt8) scale = Format::load(scales[feature]);
   for (int64_t i = 0; i < count; i += A::kValues, values += kStepBytes) {
-    if constexpr (has_4_bits(codes)) load_scale(i);
+    if constexpr (codes == kInt4) scale = Format::load(scales[feature * groups + (first + i) / (kScaleColumns / 2)]);
     uint8_t last[kStepBytes] = {};
     if (count - i < A::kValues) std::memcpy(last, values, value_bytes<Format, codes>(count - i));
     const auto numbers = A::load_values(count - i < A::kValues ? last : values, scale);

@@ -21,7 +21,7 @@ struct Position {
   const uint8_t *values, *indices;
   int64_t value_bytes, index_bytes;  // from one feature to the next
   const typename A::X* x[kRows];
-  typename A::Scales scales[kTile];  // of codes
+  typename A::Sums scales[kTile];  // of codes
 };
 
 template <typename A, int kRows>
@@ -97,9 +97,8 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t first, int64_t dis
   constexpr int kStepBytes = value_bytes<Format, codes>(A::kValues);
   const int64_t in_features = call.in_features, row_bytes = (in_features + 7) / 8;
   const int64_t row_value_bytes = value_bytes<Format, codes>(in_features / 2);
-  using Groups = ScalesOf<Format, codes>;
-  const int64_t row_groups = has_4_bits(codes) ? (in_features + Groups::kColumns - 1) / Groups::kColumns : 1;
-  const auto* scales = static_cast<const typename Groups::Stored::Storage*>(call.scales);
+  const int64_t row_groups = codes == kInt4 ? (in_features + kScaleColumns - 1) / kScaleColumns : 1;
+  const auto* scales = static_cast<const Storage*>(call.scales);
   int64_t rows[kRows];
   Position<A, kRows> position;
   position.values = static_cast<const uint8_t*>(call.values) + first * row_value_bytes;
@@ -113,27 +112,23 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t first, int64_t dis
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED { sums.of[t][r] = 0; });
   });
 
-  // Scales in float32, for the next kGroups groups: a vector with a float32 of memory in all lanes costs only a load. A
-  // step on a grid may read one group after the last.
-  constexpr int kGroups = 64, kNumbers = Groups::kNumbers;
-  constexpr int64_t kColumns = kGroups * Groups::kColumns;
-  float next_scales[kTile][(kGroups + 1) * kNumbers];
+  // Scales in float32, for the next kGroups groups: a vector with a float32 of memory in all lanes costs only a load.
+  constexpr int kGroups = 64;
+  constexpr int64_t kColumns = kGroups * kScaleColumns;
+  float next_scales[kTile][kGroups];
   const auto load_next_scales = [&](int64_t column) PROXSPARSE_INLINED {
-    const int64_t group = column / Groups::kColumns, row_numbers = row_groups * kNumbers;
-    const int64_t count = smaller(int64_t{kGroups}, row_groups - group) * kNumbers;
+    const int64_t group = column / kScaleColumns, count = smaller(int64_t{kGroups}, row_groups - group);
     repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-      const auto* stored = scales + (first + t * distance) * row_numbers + group * kNumbers;
-      load_numbers<typename Groups::Stored>(stored, count, next_scales[t]);
+      const auto* stored = scales + (first + t * distance) * row_groups + group;
+      load_numbers<Format>(stored, count, next_scales[t]);
       for (int i = 0; i < count; i += 64 / sizeof(*stored)) {
-        __builtin_prefetch(stored + kTile * row_numbers + i);  // of the next tile
+        __builtin_prefetch(stored + kTile * row_groups + i);  // of the next tile
       }
-      if constexpr (codes == kGrid) next_scales[t][count] = next_scales[t][count + 1] = 0;
     });
   };
   const auto choose_scales = [&](int64_t column) PROXSPARSE_INLINED {
-    repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
-      position.scales[t].load(next_scales[t] + column % kColumns / Groups::kColumns * kNumbers);
-    });
+    repeat<kTile>([&](auto t)
+                      PROXSPARSE_INLINED { position.scales[t] = next_scales[t][column % kColumns / kScaleColumns]; });
   };
 
   int64_t column = 0;
@@ -143,10 +138,10 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t first, int64_t dis
   }
   const int64_t whole = in_features / kStep * kStep;
   while (column < whole) {
-    if constexpr (has_4_bits(codes)) load_next_scales(column);
-    const int64_t end = has_4_bits(codes) ? smaller(whole, column + kColumns) : whole;
+    if constexpr (codes == kInt4) load_next_scales(column);
+    const int64_t end = codes == kInt4 ? smaller(whole, column + kColumns) : whole;
     for (; column < end; column += kStep) {
-      if constexpr (has_4_bits(codes)) choose_scales(column);
+      if constexpr (codes == kInt4) choose_scales(column);
       add_step<A, kRows>(position, sums);
       repeat<kTile>([&](auto t) PROXSPARSE_INLINED {
         // The next tile: it is too far away in memory for the CPU to prefetch it by itself.
@@ -159,7 +154,7 @@ void sparse_linear_tile(const SparseLinearCall& call, int64_t first, int64_t dis
     }
   }
   if (column < in_features) {
-    if constexpr (has_4_bits(codes)) {
+    if constexpr (codes == kInt4) {
       if (column % kColumns == 0) load_next_scales(column);
       choose_scales(column);
     }

@@ -63,11 +63,11 @@ __device__ inline uint32_t pair_of_int8(Float16 format, uint32_t bytes, uint32_t
   return add_pair(format, word, 0xe480e480u);                                                   // -1152
 }
 
-// The two codes of byte `byte`, 4 bits each, as two numbers; signed in two's complement, or from 0 to 15.
-template <bool kSigned, typename Format>
+// The two codes of byte `byte`, 4 bits each, in two's complement, as two numbers.
+template <typename Format>
 __device__ inline uint32_t pair_of_int4(Format format, uint32_t bytes, uint32_t byte) {
-  // 128 in bfloat16, 1024 in float16, plus 8 if the codes are signed, which the code changes to 8 + code
-  constexpr uint32_t kZero = (std::is_same_v<Format, BFloat16> ? 0x43004300u : 0x64006400u) + 0x00080008u * kSigned;
+  // 128 in bfloat16, 1024 in float16, plus 8, which the code changes to 8 + code
+  constexpr uint32_t kZero = std::is_same_v<Format, BFloat16> ? 0x43084308u : 0x64086408u;
   const uint32_t codes = __byte_perm(bytes, bytes >> 4, byte | (4 + byte) << 8);
   return add_pair(format, and_xor(codes, 0x000f000fu, kZero), kZero | 0x80008000u);
 }

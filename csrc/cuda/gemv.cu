@@ -38,7 +38,7 @@ GemvPlan plan_launch(const GemvCall& call, const Device& device) {
   while (splits < 8 && 2 * splits * blocks <= device.processors && 2 * splits <= steps) splits *= 2;
   if (call.splits > 0) splits = std::min(call.splits, 8);
   if (device.generation < 9) splits = 1;  // no clusters
-  const int most = max_warps(groups, tiles, call.codes), fit = (steps + splits - 1) / splits * groups;
+  const int most = max_warps(groups, tiles), fit = (steps + splits - 1) / splits * groups;
   const int warps = call.warps > 0 ? call.warps : std::min(blocks > device.processors ? 8 : 16, fit);
   GemvCall launched = call;
   launched.splits = splits;
@@ -61,8 +61,6 @@ cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream) {
       return launch<Bits8>(plan, stream);
     case kInt4:
       return launch<Bits4>(plan, stream);
-    case kGrid:
-      return launch<Bits4OnGrid>(plan, stream);
     default:
       return cudaErrorInvalidValue;
   }

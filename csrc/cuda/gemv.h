@@ -27,9 +27,7 @@ constexpr int kColumns = 4;                          // rows of x in a multiplic
 constexpr int kXWords = kStep / 2;                   // of a row of x in a step
 constexpr int kXBytes = 2 * kColumns * 4 * kXWords;  // of shared memory for each warp: its rows of x, for two steps
 // The most warps of a thread block for which the sums and the weights being loaded fit into registers.
-constexpr int max_warps(int groups, int tiles, Codes codes) {
-  return tiles == 4 && (groups > 1 || codes == kGrid) ? 8 : 16;
-}
+constexpr int max_warps(int groups, int tiles) { return tiles == 4 && groups > 1 ? 8 : 16; }
 
 // ------------------------------------------------------------------------- x
 
@@ -109,7 +107,7 @@ __device__ void add_step(LaneWeights<Bits> (&weights)[kTiles], const uint32_t* x
 // long pieces of each row. At the end, the sums of the teams and of the thread blocks of a cluster are added in a fixed
 // order.
 template <typename Format, typename Bits, int kGroups, int kTiles, bool kAligned>
-__global__ void __launch_bounds__(max_warps(kGroups, kTiles, Bits::kStoredAs) * kLanes) gemv_kernel(GemvCall call) {
+__global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kernel(GemvCall call) {
   constexpr int kWarpRows = kTiles * kTile, kBlockRows = kGroups * kWarpRows;
   const int teams = call.warps / kGroups, splits = call.splits, rank = static_cast<int>(blockIdx.y);
   const int member = warp() % kGroups, team = warp() / kGroups;
@@ -267,6 +265,5 @@ cudaError_t launch(const GemvPlan& plan, cudaStream_t stream) {
 }
 extern template cudaError_t launch<Bits8>(const GemvPlan& plan, cudaStream_t stream);
 extern template cudaError_t launch<Bits4>(const GemvPlan& plan, cudaStream_t stream);
-extern template cudaError_t launch<Bits4OnGrid>(const GemvPlan& plan, cudaStream_t stream);
 
 }  // namespace proxsparse::gpu

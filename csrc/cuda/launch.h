@@ -33,8 +33,7 @@ struct GemvCall {
   // may still be running may write values, indices or scales. No effect below compute capability 9.0.
   bool dependent;
   Codes codes;         // how values are stored (proxsparse/reference/quantize.py)
-  const void* scales;  // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4; for
-                       // kGrid 2 float16 in every place of [out_features, ceil(in_features / 32)]
+  const void* scales;  // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4
 };
 cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream);
 

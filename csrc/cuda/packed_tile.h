@@ -23,9 +23,10 @@ constexpr int kTile = 8;  // rows of W
 // The start of the tiles of a warp. Rows after the last one are read as the last one, and their results are not used.
 template <typename Bits, int kTiles>
 struct PackedTiles {
+  static constexpr uint32_t kGroup = kScaleColumns;
   const typename Bits::Stored* values;
   const uint8_t* indices;
-  const typename Bits::Scale* scales;  // one for every kColumnsOfScale columns, or not used
+  const uint16_t* scales;  // of codes of 4 bits, one for every kGroup columns
   uint32_t columns, row[kTiles];
 
   __device__ PackedTiles(const GemvCall& call, int first) : columns(static_cast<uint32_t>(call.in_features)) {
@@ -33,9 +34,8 @@ struct PackedTiles {
     constexpr int kColumns = Bits::kColumns;
     values = static_cast<const typename Bits::Stored*>(call.values) + int64_t{first} * (call.in_features / kColumns);
     indices = call.indices + int64_t{first} * ((call.in_features + 7) / 8);
-    if constexpr (constexpr int kGroup = Bits::kColumnsOfScale; kGroup > 0) {
-      const auto* start = static_cast<const typename Bits::Scale*>(call.scales);
-      scales = start + int64_t{first} * ((call.in_features + kGroup - 1) / kGroup);
+    if constexpr (Bits::kStoredAs == kInt4) {
+      scales = static_cast<const uint16_t*>(call.scales) + int64_t{first} * groups();
     }
     PROXSPARSE_UNROLL
     for (int i = 0; i < kTiles; ++i) {
@@ -43,11 +43,13 @@ struct PackedTiles {
     }
   }
 
+  __device__ uint32_t groups() const { return (columns + kGroup - 1) / kGroup; }
+
   // That of this lane's columns in a piece of the step that begins at `column`.
   __device__ uint32_t scale(int tile, uint32_t column, uint32_t piece) const {
-    constexpr uint32_t kGroup = Bits::kColumnsOfScale, kScales = Bits::kPieceColumns / kGroup;
+    constexpr uint32_t kScales = Bits::kPieceColumns / kGroup;
     const uint32_t first = column / kGroup + lane_of_row() * kScales / 4;
-    return load_scale(scales + (row[tile] * ((columns + kGroup - 1) / kGroup) + first) + piece * kScales);
+    return load_scale(scales + (row[tile] * groups() + first) + piece * kScales);
   }
 };
 
@@ -79,7 +81,7 @@ struct Aligned {
     if (!kWhole && place + in_piece / kChunk * kChunk >= packed.columns) return {};
     const auto* values = packed.values + (start / Bits::kColumns + lane_of_row() * Bits::kStoredOfLane);
     typename Bits::Values got{load_once(reinterpret_cast<const Words*>(values) + piece * 4)};
-    if constexpr (Bits::kColumnsOfScale > 0) got.scale = packed.scale(tile, column, piece);
+    if constexpr (Bits::kStoredAs == kInt4) got.scale = packed.scale(tile, column, piece);
     return got;
   }
 
@@ -128,7 +130,7 @@ struct Unaligned {
       constexpr uint32_t kStored = 4 / sizeof(typename Bits::Stored);
       got.words.word[i] = word(values + i * kStored, first + i * kStored, size);
     }
-    if constexpr (Bits::kColumnsOfScale > 0) {
+    if constexpr (Bits::kStoredAs == kInt4) {
       if (first < size) got.scale = packed.scale(tile, column, piece);
     }
     return got;

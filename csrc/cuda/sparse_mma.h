@@ -52,16 +52,6 @@ __device__ inline uint32_t load_scale(const uint16_t* source) {
 #endif
 }
 
-__device__ inline uint32_t load_scale(const uint32_t* source) {
-#ifdef __CUDA_ARCH__
-  uint32_t got;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(got) : "l"(source));
-  return got;
-#else
-  return *source;
-#endif
-}
-
 #ifdef __CUDACC__
 // D += A B by a warp: A [16, 32] 2:4, B [32, 8], D [16, 8] in fp32 (PTX ISA, "mma.sp", m16n8k32). Lane 4g+q holds
 //   a        the two values of block q of row g, of block q of row g+8, of block q+4 of each

@@ -29,8 +29,6 @@ struct Bits16 {
   static constexpr uint32_t kColumns = 2;                                  // of W for each stored number
   static constexpr uint32_t kPieces = 4, kPieceColumns = kChunk;           // of a step, for the four lanes of a row
   static constexpr uint32_t kStoredOfLane = kPieceColumns / kColumns / 4;  // in a piece
-  using Scale = uint16_t;                                                  // not used
-  static constexpr uint32_t kColumnsOfScale = 0;  // for a part of a row; 0: there are no such scales
 
   // The block of 32, half a step, whose number in the order of the operands is that of this lane: 16c + 4q + j.
   static __device__ uint32_t block_of_lane() { return static_cast<uint32_t>(lane()); }
@@ -78,8 +76,6 @@ struct Bits8 : CodeOrder<2> {
   struct Values {
     Words words;
   };
-  using Scale = uint16_t;
-  static constexpr uint32_t kColumnsOfScale = 0;
 
   template <typename Format>
   static __device__ Words4 operand(Format format, const Values (&values)[kPieces], uint32_t chunk) {
@@ -100,8 +96,6 @@ struct Bits4 : CodeOrder<4> {
     Words words;
     uint32_t scale;  // in the lower half
   };
-  using Scale = uint16_t;
-  static constexpr uint32_t kColumnsOfScale = kScaleColumns;
 
   template <typename Format>
   static __device__ Words4 operand(Format format, const Values (&values)[kPieces], uint32_t chunk) {
@@ -110,34 +104,8 @@ struct Bits4 : CodeOrder<4> {
     Words4 operand;
     PROXSPARSE_UNROLL
     for (uint32_t j = 0; j < 4; ++j) {
-      const uint32_t codes = pair_of_int4<true>(format, words.word[j / 2], chunk % 2 * 2 + j % 2);
+      const uint32_t codes = pair_of_int4(format, words.word[j / 2], chunk % 2 * 2 + j % 2);
       operand.word[j] = multiply_pair(format, codes, both);
-    }
-    return operand;
-  }
-};
-
-// The same with code * d + m for the 32 columns of a piece of a lane, in fp32, as dequantize_nm computes it.
-struct Bits4OnGrid : CodeOrder<4> {
-  static constexpr Codes kStoredAs = kGrid;
-  using Words = Words2;
-  struct Values {
-    Words words;
-    uint32_t scale;  // d in the lower half, m in the upper, as float16
-  };
-  using Scale = uint32_t;
-  static constexpr uint32_t kColumnsOfScale = kGridColumns;
-
-  template <typename Format>
-  static __device__ Words4 operand(Format, const Values (&values)[kPieces], uint32_t chunk) {
-    const auto& [words, scale] = values[chunk / 2];
-    const auto [d, m] = Float16::load_pair(scale);
-    Words4 operand;
-    PROXSPARSE_UNROLL
-    for (uint32_t j = 0; j < 4; ++j) {
-      const uint32_t codes = pair_of_int4<false>(BFloat16(), words.word[j / 2], chunk % 2 * 2 + j % 2);
-      const auto [low, high] = BFloat16::load_pair(codes);
-      operand.word[j] = Format::store_pair({std::fma(low, d, m), std::fma(high, d, m)});
     }
     return operand;
   }

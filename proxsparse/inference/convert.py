@@ -20,7 +20,7 @@ from proxsparse.inference.packed_checkpoint import (
 )
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import is_selected
-from proxsparse.ops import dequantize_nm, encode_nm, pack_nm, unpack_nm
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.patterns import FLOAT_DTYPES
@@ -52,8 +52,7 @@ def sparsify_(
         backend: backend of the packed layers, see `SparseLinear`.
         include, exclude: regular expressions searched in the names of the layers, such as ["mlp"]; layers that match
             `include` must be 2:4.
-        bits: 16 keeps the values; 8 or 4 rounds them to codes, see `reference.quantize`, unless `encode_nm` finds that
-            4 bits need no rounding.
+        bits: 16 keeps the values; 8 or 4 rounds them to codes, see `reference.quantize`.
     Raises:
         ValueError: no layer is 2:4; at least half of the blocks of a layer, but not all, are 2:4; a layer matches
             `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose; a weight has
@@ -96,7 +95,7 @@ def pack_tensors(
 ) -> Stream:
     """Yields the tensors of a dense checkpoint, packed: three or four tensors for the weight of each of `layers`.
 
-    rounded: codes, scales and indices of layers that are rounded already; for the others see `encode_nm`.
+    rounded: codes, scales and indices of layers that are rounded already; for the others see `quantize_nm`.
     """
     packed = set(layers)
     for name in found:
@@ -109,7 +108,7 @@ def pack_tensors(
             values, scales, indices = rounded[layer]
         else:
             values, indices = pack_nm(tensor)
-            values, scales = (values, None) if bits == 16 else encode_nm(values, bits)
+            values, scales = (values, None) if bits == 16 else quantize_nm(values, bits)
         if scales is not None:
             yield f"{layer}.scales", scales
         yield f"{layer}.values", values
@@ -136,8 +135,7 @@ def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
             values, scales = read_tensor(found, name), f"{layer}.scales"
             try:
                 if scales in found:
-                    dtype = read_tensor(found, f"{layer}.weight").dtype if f"{layer}.weight" in found else None
-                    values = dequantize_nm(values, read_tensor(found, scales), dtype)
+                    values = dequantize_nm(values, read_tensor(found, scales))
                 yield f"{layer}.weight", unpack_nm(values, read_tensor(found, f"{layer}.indices"))
             except ValueError as error:
                 raise ValueError(f"{header.file}: packed layer {layer}: {error}; download the file again") from error

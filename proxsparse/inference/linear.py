@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from proxsparse.ops import dequantize_nm, encode_nm, pack_nm, sparse_linear, unpack_nm
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.registry import AUTO, get_kernel
 from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear
 from proxsparse.reference.pack import check_packed
-from proxsparse.reference.quantize import CODES, GRID, is_grid, shape_of_scales, width_of_values
+from proxsparse.reference.quantize import CODES, shape_of_scales, width_of_values
 
 BITS = (16, *CODES)  # 16: the dtype of the layer, whatever its size
 MANY_ROWS = 64  # a typical number of rows for backends with `prepare`
@@ -17,21 +17,20 @@ NO_AUTOCAST = frozenset(kind for kind in ("meta", "lazy", "vulkan") if not torch
 
 
 def autocast_to(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
-    """Casts a tensor as autocast does for a matmul: to `dtype`, except float64 and scales of a grid."""
-    return tensor if tensor is None or tensor.dtype in (torch.float64, GRID) else tensor.to(dtype)
+    """Casts a tensor as autocast does for a matmul: to `dtype`, except float64."""
+    return tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 class SparseLinear(nn.Module):
     """y = x W^T + b with a packed 2:4 weight W [out_features, in_features], for inference.
 
-    In bf16 the weight takes 9/16 of the memory of the dense one, with 8 bits 5/16, with 4 bits 0.2 of it,
-    or 1/4 on a grid.
+    In bf16 the weight takes 9/16 of the memory of the dense one, with 8 bits 5/16, with 4 bits 0.2 of it.
 
     The state is `values` [out_features, in_features / 2] and `indices` uint8 [out_features, ceil(in_features / 8)], in
     the format of `reference.pack`, and `weight` without elements, see `empty_weight`. With 8 or 4 bits `values` holds
     codes, and `scales` is added, see `reference.quantize`. x [..., in_features] must have the dtype of the layer, which
-    is that of `weight`, unless torch.autocast is on. (To float16, it also rounds scales that are factors, which loses
-    precision in rows whose weights are all below 1e-3.) The layer is frozen, but dL/dx is computed, so that adapters
+    is that of `weight`, unless torch.autocast is on. (To float16, it also rounds the scales, which loses precision in
+    rows whose weights are all below 1e-3.) The layer is frozen, but dL/dx is computed, so that adapters
     and layers before it can be trained.
 
     A layer with the backend "cutlass" computes the metadata of CUTLASS in the first call and holds it. The metadata is
@@ -46,9 +45,8 @@ class SparseLinear(nn.Module):
         backend: one of `list_backends("sparse_linear")`, which runs every call or raises; or "auto": the fastest
             measured backend for the rows of each call, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
         bits: 16, 8 or 4; 16 keeps the values in the dtype of the layer.
-        grid: whether the values of 4 bits are on a grid, not symmetric.
     Raises:
-        ValueError: in_features is not a multiple of 4, or the backend or the bits are unknown, or have no grid.
+        ValueError: in_features is not a multiple of 4, or the backend or the bits are unknown.
     """
 
     def __init__(
@@ -60,21 +58,17 @@ class SparseLinear(nn.Module):
         dtype=None,
         backend: str = AUTO,
         bits: int = 16,
-        grid: bool = False,
     ):
         super().__init__()
         PATTERN.check_blocks((out_features, in_features))
         check_bits(bits)
-        if grid and bits != 4:
-            raise ValueError(f"grid=True with bits={bits}: only values of 4 bits can be on a grid")
         if backend != AUTO:
             get_kernel("sparse_linear", backend)
         self.in_features, self.out_features, self.backend, self.bits = in_features, out_features, backend, bits
-        self.grid = grid
         width = width_of_values(in_features, bits)
         self.values = frozen(torch.empty(out_features, width, device=device, dtype=CODES.get(bits, dtype)))
-        shape = shape_of_scales(self.values, grid) if bits in CODES else None
-        self.scales = frozen(torch.empty(shape, device=device, dtype=GRID if grid else dtype)) if shape else None
+        shape = shape_of_scales(self.values) if bits in CODES else None
+        self.scales = frozen(torch.empty(shape, device=device, dtype=dtype)) if shape else None
         indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
         self.register_buffer("indices", indices)
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
@@ -83,10 +77,7 @@ class SparseLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, backend: str = AUTO, bits: int = 16) -> "SparseLinear":
-        """Packs a 2:4 nn.Linear, on its device, and rounds it to `bits` unless `encode_nm` finds a grid.
-
-        Raises ValueError if it is not 2:4.
-        """
+        """Packs a 2:4 nn.Linear, on its device, and rounds it to `bits`. Raises ValueError if it is not 2:4."""
         layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend)
         values, layer.indices = pack_nm(linear.weight.detach(), PATTERN)
         layer.values, layer.weight = frozen(values), empty_weight(values)
@@ -94,20 +85,19 @@ class SparseLinear(nn.Module):
         return layer.train(linear.training).quantized(bits)
 
     def quantized(self, bits: int) -> "SparseLinear":
-        """This layer, of 16 bits, with `bits`, see `encode_nm`; it shares the tensors that stay the same."""
+        """This layer, of 16 bits, with `bits`, see `quantize_nm`; it shares the tensors that stay the same."""
         if bits == 16:
             return self
-        codes, scales = encode_nm(self.values, bits)
-        sizes = self.in_features, self.out_features, False
-        layer = SparseLinear(*sizes, "meta", self.values.dtype, self.backend, bits, is_grid(codes, scales))
+        codes, scales = quantize_nm(self.values, bits)
+        layer = SparseLinear(self.in_features, self.out_features, False, "meta", self.values.dtype, self.backend, bits)
         layer.values, layer.scales = frozen(codes), frozen(scales)
         layer.indices, layer.weight, layer.bias = self.indices, self.weight, self.bias
         return layer.train(self.training)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of x: of `values`, of `scales` if these are codes, of `weight` on a grid."""
-        return (self.weight if self.grid else self.values if self.scales is None else self.scales).dtype
+        """That of x: of `values`, or of `scales` if these are codes."""
+        return (self.values if self.scales is None else self.scales).dtype
 
     @property
     def of_codes(self) -> tuple[Tensor, ...]:
@@ -120,11 +110,6 @@ class SparseLinear(nn.Module):
             dtype = torch.get_autocast_dtype(device)
             x, scales, bias = (autocast_to(dtype, tensor) for tensor in (x, scales, bias))
             values = autocast_to(dtype, values) if scales is None else values
-        elif self.grid and x.dtype != self.weight.dtype:
-            raise ValueError(
-                f"sparse_linear: x is {x.dtype}, the layer is {self.weight.dtype}; convert one of them, or use "
-                "torch.autocast"
-            )
         prepared = self.prepared_weight(x, values)
         return sparse_linear(x, values, self.indices, bias, prepared, self.backend, scales)
 
@@ -174,13 +159,13 @@ class SparseLinear(nn.Module):
     def dense_weight(self) -> Tensor:
         """The unpacked weight, [out_features, in_features], in the dtype of the layer."""
         values, scales = self.values, self.scales
-        values = values if scales is None else dequantize_nm(values, scales, self.dtype)
+        values = values if scales is None else dequantize_nm(values, scales)
         return unpack_nm(values, self.indices, PATTERN)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={PATTERN}, backend={self.backend}, bits={self.bits}{', grid=True' if self.grid else ''}"
+            f"pattern={PATTERN}, backend={self.backend}, bits={self.bits}"
         )
 
     def _apply(self, fn, recurse: bool = True) -> "SparseLinear":
@@ -197,9 +182,6 @@ class SparseLinear(nn.Module):
             raise ValueError(f"values are {values.dtype}, but a layer with {self.bits} bits needs {self.values.dtype}")
         if (scales is None) != (self.scales is None):
             raise ValueError(f"scales are {'missing' if scales is None else 'not expected'} with {self.bits} bits")
-        if is_grid(values, scales) != self.grid:
-            form = "symmetric" if self.grid else "on a grid"
-            raise ValueError(f"values of 4 bits are {form}, but the layer was created with grid={self.grid}")
 
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *arguments) -> None:
         """Loads the state. If it is damaged, load_state_dict raises an error with the name of the layer."""
@@ -211,7 +193,7 @@ class SparseLinear(nn.Module):
         if given and not indices.is_meta and not values.is_meta:
             try:
                 self.check_bits_of(values, scales)
-                check_packed(values, indices, PATTERN, scales, self.dtype)
+                check_packed(values, indices, PATTERN, scales)
             except ValueError as error:
                 errors.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
                 return

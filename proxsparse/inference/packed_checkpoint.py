@@ -3,8 +3,7 @@
 A packed checkpoint is a Hugging Face folder in which each layer of `quantization_config["layers"]` has `<layer>.values`
 and `<layer>.indices` in the format of `proxsparse.reference.pack`, and a `<layer>.weight` without elements. A layer of
 `quantization_config["bits"]` has 8 or 4 bits: its values are codes, and it has `<layer>.scales`, in the format of
-`proxsparse.reference.quantize`. 4 bits are on a grid if these scales are integers; then the empty weight has the dtype
-of the layer.
+`proxsparse.reference.quantize`.
 
 A program that does not know the format must fail, not run with random weights. In transformers without proxsparse, the
 WEIGHTS_NAME in config.json is an error that says what to install. `save_pretrained` drops it; then the empty weights,
@@ -36,7 +35,6 @@ The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrai
 EXACT = """, bit for bit
 (except that a -0.0 may become +0.0; with 16 bits only in a pruned place, where checkpoints of proxsparse have none)"""
 DTYPES = {16: SAFETENSORS_FLOATS, 8: ("I8",), 4: ("U8",)}  # of the values, by bits
-GRID_DTYPE = "I32"  # of the scales of a grid
 ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
 
 
@@ -95,9 +93,9 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     return config
 
 
-def note(bits: int, lossless: bool) -> bytes:
-    """The note about the packed layers in the model card; lossless: no layer was rounded."""
-    return NOTE.format(EXACT if lossless else f",\nwith the weights rounded to {bits} bits").encode()
+def note(bits: int) -> bytes:
+    """The note about the packed layers in the model card."""
+    return NOTE.format(EXACT if bits == 16 else f",\nwith the weights rounded to {bits} bits").encode()
 
 
 def annotate(card: Path, note: bytes) -> None:
@@ -144,11 +142,7 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: in
         f"{name}.indices": ((out_features, -(-in_features // 8)), ("U8",)),
     }
     if bits != 16:
-        on_grid = bits == 4 and is_on_grid(found, name)
-        scales = out_features, scales_of_row(in_features, bits, on_grid)
-        needed[f"{name}.scales"] = (scales, (GRID_DTYPE,) if on_grid else SAFETENSORS_FLOATS)
-        if on_grid:
-            needed[f"{name}.weight"] = ((0,), SAFETENSORS_FLOATS)
+        needed[f"{name}.scales"] = ((out_features, scales_of_row(in_features, bits)), SAFETENSORS_FLOATS)
     if linear.bias is not None:
         needed[f"{name}.bias"] = ((out_features,), SAFETENSORS_FLOATS)
     for tensor, (shape, dtypes) in needed.items():
@@ -160,14 +154,8 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: in
         if header.shape != shape or header.dtype not in dtypes:
             raise ValueError(
                 f"{header.file}: {tensor} is {header.dtype} {list(header.shape)}, but the model needs "
-                f"{' or '.join(dtypes)} {list(shape)}; pack the dense checkpoint again"
+                f"{' or '.join(dtypes)} {list(shape)}; pack the pruned folder again"
             )
-
-
-def is_on_grid(found: dict[str, Header], layer: str) -> bool:
-    """Whether the 4-bit values of a packed layer are on a grid."""
-    header = found.get(f"{layer}.scales")
-    return header is not None and header.dtype == GRID_DTYPE
 
 
 def layer_bytes(layers: list[str], found: dict[str, Header]) -> int:

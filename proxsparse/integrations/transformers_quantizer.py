@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from proxsparse.inference.convert import packed_layers, unsparsify_
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.inference.packed_checkpoint import DTYPES, QUANT_METHOD, check_description, description, is_on_grid
+from proxsparse.inference.packed_checkpoint import DTYPES, QUANT_METHOD, check_description, description
 from proxsparse.io.model_files import WEIGHTS_NAME, check_counts, check_folder, check_weights, headers
 from proxsparse.reference.pack import check_packed
 from proxsparse_autoload import withdraw
@@ -63,8 +63,7 @@ class PackedQuantizer(HfQuantizer):
             linear = model.get_submodule(place)
             sizes = linear.in_features, linear.out_features, linear.bias is not None
             has = next(bits for bits, dtypes in DTYPES.items() if found[f"{name}.values"].dtype in dtypes)
-            grid = is_on_grid(found, name)
-            model.set_submodule(place, SparseLinear(*sizes, "meta", linear.weight.dtype, bits=has, grid=grid))
+            model.set_submodule(place, SparseLinear(*sizes, "meta", linear.weight.dtype, bits=has))
         check_weights(found, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
@@ -95,6 +94,6 @@ class PackedQuantizer(HfQuantizer):
 def refuse_damaged(model: nn.Module, name: str, layer: SparseLinear) -> None:
     """Raises ValueError, with the name of the layer, for invalid indices."""
     try:
-        check_packed(layer.values, layer.indices, scales=layer.scales, dtype=layer.dtype)
+        check_packed(layer.values, layer.indices, scales=layer.scales)
     except ValueError as error:
         raise ValueError(f"{model.name_or_path}: packed layer {name}: {error}; download the model again") from error

@@ -1,8 +1,7 @@
 """Packed linear layers in vLLM.
 
-Rows are packed one by one; each byte of the indices belongs to 8 columns of the weight, and each scale of 4 bits to 64,
-or to 32 on a grid. So the parts of a fused layer, and those of tensor-parallel processes, are slices of `values`,
-`indices` and `scales`. Only the files tell whether 4 bits are on a grid: their scales are then integers.
+Rows are packed one by one; each byte of the indices belongs to 8 columns of the weight, and each scale of 4 bits to 64.
+So the parts of a fused layer, and those of tensor-parallel processes, are slices of `values`, `indices` and `scales`.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScalePa
 
 from proxsparse.ops import sparse_linear
 from proxsparse.reference.pack import check_packed
-from proxsparse.reference.quantize import CODES, GRID, GROUP, shape_of_scales, width_of_values
+from proxsparse.reference.quantize import CODES, GROUP, shape_of_scales, width_of_values
 
 COLUMNS = {16: 8, 8: 8, 4: 2 * GROUP}  # columns of the weight in one byte of indices, or with one scale
 
@@ -61,7 +60,6 @@ class PackedLinearMethod(LinearMethodBase):
         tensors = {"values": values, "indices": torch.empty(rows, -(-columns // 8), dtype=torch.uint8)}
         if self.bits in CODES:
             tensors["scales"] = torch.empty(shape_of_scales(values), dtype=params_dtype)
-            self.shape_on_grid = shape_of_scales(values, grid=True)
         for name, data in tensors.items():
             load = self.recording(name, extra_weight_attrs["weight_loader"])
             parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
@@ -76,8 +74,8 @@ class PackedLinearMethod(LinearMethodBase):
         loaded = self.loaded[name] = set()
 
         def load_and_note(parameter: nn.Parameter, weight: Tensor, part=None, **named_part) -> None:
-            if name == "scales" and GRID in (weight.dtype, parameter.dtype):
-                self.put_on_grid_(parameter, weight.dtype)
+            if name == "scales" and not weight.is_floating_point():
+                raise ValueError(f"{self.name}: its scales are {weight.dtype}; pack the pruned folder again")
             if name == "values" and weight.is_floating_point() != parameter.is_floating_point():
                 raise ValueError(
                     f"{self.name}: its values are {weight.dtype}, but config.json lists it with {self.bits} bits; "
@@ -88,18 +86,6 @@ class PackedLinearMethod(LinearMethodBase):
             loaded.update(range(self.parts) if part is None else part if isinstance(part, tuple) else (part,))
 
         return load_and_note
-
-    def put_on_grid_(self, scales: nn.Parameter, dtype: torch.dtype) -> None:
-        """Gives the empty scales the dtype and shape of a grid. Raises ValueError if not all scales are of a grid."""
-        if self.bits != 4:
-            raise ValueError(f"{self.name}: scales of {self.bits} bits are {dtype}; download the model again")
-        if dtype != GRID or (scales.dtype != GRID and self.loaded["scales"]):
-            raise ValueError(
-                f"{self.name}: vLLM fuses parts with 4-bit values on a grid (GGUF Q4_0 or Q4_1) and parts without; "
-                "unpack the checkpoint, and pack it again with --bits 8 or 16"
-            )
-        if scales.dtype != GRID:
-            scales.data = scales.new_empty(self.shape_on_grid, dtype=GRID)
 
     def load_weight(self, parameter: nn.Parameter, loaded: Tensor, *_part) -> None:
         """Accepts the empty weight of a packed layer. Raises ValueError for a dense one."""
@@ -116,7 +102,7 @@ class PackedLinearMethod(LinearMethodBase):
             for name, loaded in self.loaded.items():
                 if len(loaded) < self.parts:
                     raise ValueError(f"{name}: {len(loaded)} of {self.parts} parts are in the files")
-            check_packed(layer.values.data, layer.indices.data, scales=scales, dtype=layer.weight.dtype)
+            check_packed(layer.values.data, layer.indices.data, scales=scales)
         except ValueError as error:
             raise ValueError(f"packed layer {self.name}: {error}; download the model again") from error
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError
 from proxsparse.methods.sparsegpt import InputGram, inverse_factor
 from proxsparse.methods.walk import Batches, full_precision, walk
-from proxsparse.ops import encode_nm, pack_nm, quantize_nm
+from proxsparse.ops import pack_nm, quantize_nm
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.reference import quantize
 from proxsparse.reference.pack import unpack_places
@@ -45,7 +45,7 @@ def quantize_layers_(
                     codes, scales, indices = quantize_weight(layer.weight, statistics, bits, dtypes[name])
             except ValueError as error:
                 raise InputError(f"{name}: {error}") from error
-            values = torch.ops.proxsparse.dequantize_nm(codes, scales, layer.weight.dtype)
+            values = torch.ops.proxsparse.dequantize_nm(codes, scales)
             layer.weight.copy_(torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m))
             found[name] = codes.cpu(), scales.cpu(), indices.cpu()
 
@@ -59,8 +59,7 @@ def quantize_weight(weight: Tensor, statistics: InputGram, bits: int, dtype: tor
         e = (w_j - code_j s) / U_jj;   w_k <- w_k - e U_jk for all k > j
 
     The scale s of 8 bits is that of the row; that of 4 bits is selected when its first column is reached, for the kept
-    weights as updated so far (`reference.quantize`). Weights that 4 bits store without loss (`encode_nm`) are not
-    rounded. Source: Frantar et al. 2022, GPTQ; the mask is ours.
+    weights as updated so far (`reference.quantize`). Source: Frantar et al. 2022, GPTQ; the mask is ours.
 
     Args:
         weight: [out_features, in_features], 2:4.
@@ -74,9 +73,7 @@ def quantize_weight(weight: Tensor, statistics: InputGram, bits: int, dtype: tor
         ValueError: the weight is not 2:4, or a weight has no code, see `quantize_nm`.
     """
     values, indices = pack_nm(weight.to(dtype))
-    codes, scales = encode_nm(values, bits)
-    if quantize.is_grid(codes, scales):
-        return codes, scales, indices
+    scales = quantize_nm(values, bits)[1]
     places = unpack_places(indices, values.shape[-1]).long().unflatten(-1, (-1, PATTERN.n))
     kept = (
         torch.zeros_like(weight, dtype=torch.bool).unflatten(-1, (-1, PATTERN.m)).scatter_(-1, places, True).flatten(-2)

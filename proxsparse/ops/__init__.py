@@ -7,7 +7,7 @@ from proxsparse.ops.masked_weight import masked_weight_
 from proxsparse.ops.pack import pack_nm, unpack_nm
 from proxsparse.ops.prox import prox_nm, prox_nm_
 from proxsparse.ops.prox_list import prox_nm_list_
-from proxsparse.ops.quantize import dequantize_nm, encode_nm, quantize_nm
+from proxsparse.ops.quantize import dequantize_nm, quantize_nm
 from proxsparse.ops.registry import use_backend
 from proxsparse.ops.sparse_linear import sparse_linear
 
@@ -15,7 +15,6 @@ __all__ = [
     "adamw_prox_",
     "backends",
     "dequantize_nm",
-    "encode_nm",
     "masked_weight_",
     "nm_mask",
     "pack_nm",

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.reference import quantize
-from proxsparse.reference.grid import find_grid
 
 torch.library.define("proxsparse::quantize_nm", "(Tensor values, int bits) -> (Tensor, Tensor)")
-torch.library.define("proxsparse::dequantize_nm", "(Tensor codes, Tensor scales, ScalarType? dtype=None) -> Tensor")
+torch.library.define("proxsparse::dequantize_nm", "(Tensor codes, Tensor scales) -> Tensor")
 
 
 @torch.library.impl("proxsparse::quantize_nm", "CompositeExplicitAutograd")
@@ -25,20 +24,14 @@ def _quantize_nm_fake(values, bits):
 
 
 @torch.library.impl("proxsparse::dequantize_nm", "CompositeExplicitAutograd")
-def _dequantize_nm(codes: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    codes, scales, dtype = codes.contiguous(), scales.contiguous(), dtype_of_values(codes, scales, dtype)
-    return select("dequantize_nm", codes, scales, dtype).run(codes, scales, dtype)
+def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
+    codes, scales = codes.contiguous(), scales.contiguous()
+    return select("dequantize_nm", codes, scales).run(codes, scales)
 
 
 @torch.library.register_fake("proxsparse::dequantize_nm")
-def _dequantize_nm_fake(codes, scales, dtype=None):
-    dtype = dtype_of_values(codes, scales, dtype)
-    return scales.new_empty((*codes.shape[:-1], quantize.columns(codes) // 2), dtype=dtype)
-
-
-def dtype_of_values(codes: Tensor, scales: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """That of scales that are factors; on a grid the given one, or float32."""
-    return (dtype or torch.float32) if quantize.is_grid(codes, scales) else scales.dtype
+def _dequantize_nm_fake(codes, scales):
+    return scales.new_empty((*codes.shape[:-1], quantize.columns(codes) // 2))
 
 
 @register_kernel("quantize_nm", "reference", supports=lambda *args: None)
@@ -47,8 +40,8 @@ def _reference_quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel("dequantize_nm", "reference", supports=lambda *args: None)
-def _reference_dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return quantize.dequantize(codes, scales, dtype)
+def _reference_dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    return quantize.dequantize(codes, scales)
 
 
 @torch.no_grad()
@@ -70,26 +63,11 @@ def quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def encode_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The values of a packed weight as codes of 8 or 4 bits, without loss if 4 bits allow it, else `quantize_nm`.
+def dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values [..., k] = code * scale of codes and scales from `quantize_nm`, in the dtype of the scales.
 
-    4 bits allow it if the values were rounded to GGUF's Q4_0 or Q4_1 before, see `reference.grid`: the scales are then
-    int32 [..., ceil(k / 16)]. Arguments and errors are those of `quantize_nm`.
-    """
-    quantize.check_values(values, bits)
-    on_grid = find_grid(values) if bits == 4 else None
-    return torch.ops.proxsparse.quantize_nm(values, bits) if on_grid is None else on_grid
-
-
-@torch.no_grad()
-def dequantize_nm(codes: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values [..., k] of codes and scales from `quantize_nm` or `encode_nm`.
-
-    Args:
-        dtype: of values on a grid, floating point; None means float32. Other values have the dtype of the scales.
     Raises:
-        ValueError: dtypes or shapes that these functions never return, or a scale or a value is not finite.
+        ValueError: dtypes or shapes that `quantize_nm` never returns, or a scale or a value is not finite.
     """
-    dtype = dtype_of_values(codes, scales, dtype)
-    quantize.check_quantized(codes, scales, dtype)
-    return torch.ops.proxsparse.dequantize_nm(codes, scales, dtype)
+    quantize.check_quantized(codes, scales)
+    return torch.ops.proxsparse.dequantize_nm(codes, scales)

@@ -10,8 +10,8 @@ call, unless the layer holds it. The interface of a kernel, with rows = the prod
                                                   contiguous; values, bias and x have the same dtype
     prepare(values, indices) -> prepared          one tensor, optional for `run`
 
-Values can be codes of 8 or 4 bits with scales (`reference.quantize`). The scales, in the dtype of x or of a grid, are
-then another argument of `run` and of `supports`, for which only their dtype counts.
+Values can be codes of 8 or 4 bits with scales (`reference.quantize`). The scales, in the dtype of x, are then another
+argument of `run` and of `supports`, for which only their dtype counts.
 """
 
 import math
@@ -23,7 +23,7 @@ from torch.nn import functional
 from proxsparse.ops import choice
 from proxsparse.ops.registry import AUTO, Kernel, explicit_kernel, register_kernel
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern
-from proxsparse.reference.quantize import columns, is_grid, shape_of_scales
+from proxsparse.reference.quantize import columns, shape_of_scales
 
 PATTERN = NMPattern(2, 4)
 
@@ -75,7 +75,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             "or train the dense layer (proxsparse.inference.convert.unsparsify_)"
         )
     values, indices, scales = ctx.saved_tensors
-    return grad @ dense_weight(values, indices, scales, grad.dtype), None, None, None, None, None, None
+    return grad @ dense_weight(values, indices, scales), None, None, None, None, None, None
 
 
 torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_context=_save_weight)
@@ -91,18 +91,13 @@ def _reference(
     scales: Tensor | None = None,
 ) -> Tensor:
     """Unpacks the weight and calls torch's dense matmul: any device and dtype, often the fastest for many rows."""
-    return functional.linear(x, dense_weight(values, indices, scales, x.dtype), bias)
+    return functional.linear(x, dense_weight(values, indices, scales), bias)
 
 
-def dense_weight(
-    values: Tensor, indices: Tensor, scales: Tensor | None = None, dtype: torch.dtype | None = None
-) -> Tensor:
-    """The weight [out_features, in_features] of a packed layer. The content of `indices` is not checked.
-
-    dtype: see `dequantize_nm`.
-    """
+def dense_weight(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
+    """The weight [out_features, in_features] of a packed layer. The content of `indices` is not checked."""
     if scales is not None:
-        values = torch.ops.proxsparse.dequantize_nm(values, scales, dtype)
+        values = torch.ops.proxsparse.dequantize_nm(values, scales)
     return torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
 
 
@@ -149,8 +144,7 @@ def check_sparse_linear(
             f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}, but values of shape "
             f"{list(values.shape)} need torch.uint8 {[out_features, -(-in_features // 8)]}; pack the weight again"
         )
-    on_grid = is_grid(values, scales)
-    if scales is not None and tuple(scales.shape) != (expected := shape_of_scales(values, on_grid)):
+    if scales is not None and tuple(scales.shape) != (expected := shape_of_scales(values)):
         raise ValueError(
             f"sparse_linear: scales of shape {list(scales.shape)} do not belong to codes {values.dtype} of shape "
             f"{list(values.shape)}, which need {list(expected)}; quantize the weight again"
@@ -159,7 +153,7 @@ def check_sparse_linear(
         raise ValueError(f"sparse_linear: bias of shape {list(bias.shape)} must be [{out_features}]")
     if x.dtype not in FLOAT_DTYPES:
         raise ValueError(f"sparse_linear: x is {x.dtype}, which must be floating point; convert it")
-    floats = ("values", values) if scales is None else ("scales", None if on_grid else scales)
+    floats = ("values", values) if scales is None else ("scales", scales)
     for name, tensor in (floats, ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise ValueError(
@@ -187,7 +181,7 @@ def sparse_linear(
     Args:
         x: [..., in_features], floating point, any strides.
         values: [out_features, in_features / 2], the kept weights from `pack_nm`, with the dtype and device of x; or
-            their codes from `quantize_nm` or `encode_nm`, with `scales`.
+            their codes from `quantize_nm`, with `scales`.
         indices: uint8 [out_features, ceil(in_features / 8)], from `pack_nm`. Kernels do not check the content; use
             `reference.pack.check_packed` for indices from files.
         bias: b, [out_features], with the dtype and device of x; None means 0.
@@ -195,8 +189,8 @@ def sparse_linear(
             otherwise computed in every call. `SparseLinear` holds it.
         backend: one of `list_backends("sparse_linear")`, which runs the call or raises; or "auto": the fastest
             measured backend, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
-        scales: of codes, with the device of x, and with its dtype unless the values are on a grid. The weight that is
-            multiplied is `dequantize_nm` of both; for bfloat16 its rounding to bfloat16 depends on the CPU.
+        scales: of codes, with the device and dtype of x. The weight that is multiplied is `dequantize_nm` of both; for
+            bfloat16 its rounding to bfloat16 depends on the CPU.
     Returns:
         y, [..., out_features], in the dtype of x; sums are at least in fp32.
     Raises:

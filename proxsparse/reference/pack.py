@@ -82,18 +82,16 @@ def check_packed(
     indices: Tensor,
     pattern: PatternLike = "2:4",
     scales: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Raises ValueError for tensors that `pack_nm` and `encode_nm` cannot have returned; kernels do not check them.
+    """Raises ValueError for tensors that `pack_nm` and `quantize_nm` cannot have returned; kernels do not check them.
 
     Args:
         values, indices: tensors of any origin, such as a file; for the format see the top of this module.
         pattern: "1:4", "2:4" or "3:4".
         scales: of values that are codes, see `reference.quantize`.
-        dtype: of values on a grid.
     """
     pattern = packable(pattern)
-    check_dtype(values, "values") if scales is None else check_quantized(values, scales, dtype)
+    check_dtype(values, "values") if scales is None else check_quantized(values, scales)
     k = columns(values) // 2 if values.ndim else 0
     expected = [*values.shape[:-1], -(-k // 4)]
     if not values.ndim or k % pattern.n:

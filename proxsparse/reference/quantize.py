@@ -4,17 +4,11 @@ A row of k kept values (`reference.pack`) becomes codes and scales, pruned weigh
 
 - 8 bits, value = code * scale: int8 codes [..., k] from -127 to 127, and one scale for the row, [..., 1], which is not
   negative.
-- 4 bits, symmetric, value = code * scale: codes from -8 to 7 in two's complement, uint8 [..., k / 2], of each pair the
-  first in the lower bits, so that one byte is a block; and one scale for every 32 kept values, which are 64 columns,
-  [..., ceil(k / 32)].
-- 4 bits on a grid, value = code * d + m: codes from 0 to 15, stored in the same way; and int32 scales [..., ceil(k /
-  16)], for every 16 kept values, which are 32 columns: the bits of d as a float16 in the lower half, those of m in the
-  upper half. code * d is exact in float32, and the sum is rounded once, as GGUF does for Q4_0 and Q4_1. `quantize`
-  never returns this form; `reference.grid` finds it for values that need no rounding.
+- 4 bits, value = code * scale: codes from -8 to 7 in two's complement, uint8 [..., k / 2], of each pair the first in
+  the lower bits, so that one byte is a block; and one scale for every 32 kept values, which are 64 columns,
+  [..., ceil(k / 32)]. A scale may be negative.
 
-Scales that are factors have the dtype of the values; one of 4 bits may be negative. Those of a grid are integers so
-that a cast does not round them; their dtype tells both forms apart. With the places, and scales in bfloat16, a weight
-takes 5 bits, 3.25 bits or, on a grid, 4 bits.
+Scales have the dtype of the values. With the places, and scales in bfloat16, a weight takes 5 bits or 3.25 bits.
 """
 
 import torch
@@ -25,10 +19,7 @@ from proxsparse.patterns import check_dtype
 
 CODES = {8: torch.int8, 4: torch.uint8}  # bits -> dtype of the codes
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
-GROUP = 32  # kept values that share a symmetric scale of 4 bits
-GRID = torch.int32  # dtype of the scales of a grid
-GRID_GROUP = 16  # kept values on the same grid
-LARGEST_OF_GRID = 15  # code of a grid
+GROUP = 32  # kept values that share a scale of 4 bits
 LARGEST = 127  # code of 8 bits
 # Codes that the value of largest magnitude in a group may get; below -8 it is clipped. All are tried, and the one with
 # the least squared error is taken: 15% less than with -8 alone for SmolLM2-135M. Values that are exactly a code times a
@@ -67,32 +58,17 @@ def quantize(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return pack_codes(codes.flatten(-2)[..., : values.shape[-1]]), scales.squeeze(-1).to(values.dtype)
 
 
-def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values [..., k] that codes and scales stand for, rounded to the dtype of the scales, or on a grid to `dtype`.
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
+    """The values [..., k] that codes and scales stand for, rounded to the dtype of the scales.
 
-    code * scale, in float64 for float64 scales and in float32 otherwise; on a grid code * d + m in float32.
+    code * scale, in float64 for float64 scales and in float32 otherwise.
     """
-    if scales.dtype == GRID:
-        numbers = unpack_pairs(codes).float()
-        d, m = (halves.float().unsqueeze(-1) for halves in grid_numbers(scales))
-        return (in_groups(numbers, GRID_GROUP) * d + m).flatten(-2)[..., : numbers.shape[-1]].to(dtype)
     exact = scales.double() if scales.dtype == torch.float64 else scales.float()
     if codes.dtype == torch.int8:
         return (codes.to(exact.dtype) * exact).to(scales.dtype)
     unpacked = unpack_codes(codes)
     groups = in_groups(unpacked.to(exact.dtype)) * exact.unsqueeze(-1)
     return groups.flatten(-2)[..., : unpacked.shape[-1]].to(scales.dtype)
-
-
-def grid_scales(d: Tensor, m: Tensor) -> Tensor:
-    """d and m, rounded to float16 -> the int32 scales of a grid."""
-    lower, upper = (numbers.half().view(torch.int16).int() for numbers in (d, m))
-    return lower & 0xFFFF | upper << 16
-
-
-def grid_numbers(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of `grid_scales`: d and m in float16."""
-    return scales.to(torch.int16).view(torch.float16), (scales >> 16).to(torch.int16).view(torch.float16)
 
 
 def rounded(values: Tensor, scales: Tensor, smallest: int, largest: int) -> Tensor:
@@ -106,25 +82,20 @@ def rounded_up(positive: Tensor, dtype: torch.dtype) -> Tensor:
     return (nearest.view(INTEGERS[dtype.itemsize]) + (nearest.to(positive.dtype) < positive)).view(dtype)
 
 
-def in_groups(values: Tensor, size: int = GROUP) -> Tensor:
-    """[..., k] -> [..., ceil(k / size), size], padded with zeros."""
-    return functional.pad(values, (0, -values.shape[-1] % size)).unflatten(-1, (-1, size))
+def in_groups(values: Tensor) -> Tensor:
+    """[..., k] -> [..., ceil(k / GROUP), GROUP], padded with zeros."""
+    return functional.pad(values, (0, -values.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """Codes from -8 to 7, or from 0 to 15, [..., k] -> uint8 [..., k / 2]."""
+    """Codes from -8 to 7, [..., k] -> uint8 [..., k / 2]."""
     pairs = codes.to(torch.int16).unflatten(-1, (-1, 2)) & 15
     return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
 
 
 def unpack_codes(codes: Tensor) -> Tensor:
-    """The inverse of `pack_codes` for symmetric codes: uint8 [..., k / 2] -> int8 [..., k], -8 to 7."""
-    return (unpack_pairs(codes).to(torch.int8) ^ 8) - 8
-
-
-def unpack_pairs(codes: Tensor) -> Tensor:
-    """The inverse of `pack_codes` for codes of a grid: uint8 [..., k / 2] -> uint8 [..., k], 0 to 15."""
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    """The inverse of `pack_codes`: uint8 [..., k / 2] -> int8 [..., k], -8 to 7."""
+    return (torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) ^ 8) - 8
 
 
 def bits_of(codes: Tensor) -> int:
@@ -145,19 +116,14 @@ def width_of_values(in_features: int, bits: int) -> int:
     return in_features // (4 if bits == 4 else 2)
 
 
-def scales_of_row(in_features: int, bits: int, grid: bool = False) -> int:
+def scales_of_row(in_features: int, bits: int) -> int:
     """The number of scales in a row of a packed 2:4 weight with codes of 8 or 4 bits."""
-    return 1 if bits == 8 else -(-in_features // (2 * (GRID_GROUP if grid else GROUP)))
+    return 1 if bits == 8 else -(-in_features // (2 * GROUP))
 
 
-def is_grid(codes: Tensor, scales: Tensor | None) -> bool:
-    """Whether the 4-bit values are on a grid, not symmetric."""
-    return scales is not None and scales.dtype == GRID and codes.dtype == CODES[4]
-
-
-def shape_of_scales(codes: Tensor, grid: bool = False) -> tuple[int, ...]:
-    """The shape of the scales that belong to these codes, which are symmetric or on a grid."""
-    return (*codes.shape[:-1], scales_of_row(columns(codes), bits_of(codes), grid))
+def shape_of_scales(codes: Tensor) -> tuple[int, ...]:
+    """The shape of the scales that belong to these codes."""
+    return (*codes.shape[:-1], scales_of_row(columns(codes), bits_of(codes)))
 
 
 def check_values(values: Tensor, bits: int) -> None:
@@ -176,22 +142,18 @@ def check_values(values: Tensor, bits: int) -> None:
         )
 
 
-def check_quantized(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Raises ValueError for codes and scales that no values have, such as those of a damaged file.
-
-    dtype: of values on a grid, see `dequantize`.
-    """
-    on_grid = is_grid(codes, scales)
-    check_dtype(*((torch.empty(0, dtype=dtype), "values") if on_grid else (scales, "scales")))
-    expected = shape_of_scales(codes, on_grid) if codes.ndim else ()
+def check_quantized(codes: Tensor, scales: Tensor) -> None:
+    """Raises ValueError for codes and scales that no values have, such as those of a damaged file."""
+    check_dtype(scales, "scales")
+    expected = shape_of_scales(codes) if codes.ndim else ()
     if not codes.ndim or tuple(scales.shape) != expected or scales.device != codes.device:
         raise ValueError(
             f"scales of shape {list(scales.shape)} on {scales.device} do not belong to codes of shape "
             f"{list(codes.shape)} on {codes.device}, which need the shape {list(expected)}"
         )
-    if not all(numbers.isfinite().all() for numbers in (grid_numbers(scales) if on_grid else (scales,))):
+    if not scales.isfinite().all():
         raise ValueError("scales contain NaN or infinity; the file is damaged")
     if codes.dtype == torch.int8 and (codes < -LARGEST).any():
         raise ValueError("codes contain -128, which no value gets; the file is damaged")
-    if not dequantize(codes, scales, dtype).isfinite().all():
+    if not dequantize(codes, scales).isfinite().all():
         raise ValueError("codes times scales overflow; the file is damaged")

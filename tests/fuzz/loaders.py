@@ -22,7 +22,7 @@ import torch
 import transformers
 import yaml
 from mutations import Files, as_json
-from pruned import move_to_grid_, prune_
+from pruned import prune_
 from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 
@@ -180,12 +180,10 @@ def valid_dense() -> list[Files]:
 def valid_packed() -> list[Files]:
     valid_dense()
     with redirect_stdout(StringIO()):
-        on_grid = shutil.copytree(scratch() / "dense", scratch() / "on_grid")
-        move_to_grid_(transformers.AutoModelForCausalLM.from_pretrained(on_grid)).save_pretrained(on_grid)
-        for source, bits in (("dense", "4"), ("dense", "8"), ("dense", "16"), ("on_grid", "4")):
-            output = ["--output_dir", str(scratch() / f"{source}{bits}"), "--overwrite_output_dir"]
-            pack.main([str(scratch() / source), "--bits", bits, *output])
-    folders = [scratch() / name for name in ("dense16", "dense8", "dense4", "on_grid4")]
+        for bits in ("16", "8", "4"):
+            output = ["--output_dir", str(scratch() / f"dense{bits}"), "--overwrite_output_dir"]
+            pack.main([str(scratch() / "dense"), "--bits", bits, *output])
+    folders = [scratch() / name for name in ("dense16", "dense8", "dense4")]
     return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
 
 
@@ -247,7 +245,7 @@ def load_packed(path: Path) -> None:
         raise ValueError from error
     for layer in model.modules():
         if isinstance(layer, proxsparse.SparseLinear):
-            proxsparse.reference.pack.check_packed(layer.values, layer.indices, scales=layer.scales, dtype=layer.dtype)
+            proxsparse.reference.pack.check_packed(layer.values, layer.indices, scales=layer.scales)
 
 
 def load_dense(path: Path) -> None:

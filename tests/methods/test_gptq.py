@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from pruned import move_to_grid_, pruned_linear
+from pruned import pruned_linear
 from torch.nn.functional import linear
 
 from proxsparse.errors import InputError
@@ -52,11 +52,3 @@ def test_the_remedy_for_an_indefinite_hessian_is_a_flag_of_pack():
     statistics.tokens, statistics.sums = 1, -torch.eye(64)
     with pytest.raises(InputError, match=r"positive definite .*; raise --num_samples"):
         quantize_weight(layer.weight.detach(), statistics, 8, layer.weight.dtype)
-
-
-def test_weights_that_4_bits_store_without_loss_are_not_rounded():
-    layer = move_to_grid_(pruned_linear(96, 5))
-    statistics = InputGram(layer)
-    statistics.add(correlated_inputs(200, 96))
-    codes, scales, indices = quantize_weight(layer.weight.detach(), statistics, 4, layer.weight.dtype)
-    assert torch.equal(unpack_nm(dequantize_nm(codes, scales), indices), layer.weight)

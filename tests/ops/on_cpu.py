@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda
-from proxsparse.reference import quantize
 
 HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc" / "cuda"
@@ -50,7 +49,7 @@ def codes_of(values: Tensor, scales: Tensor | None) -> int:
     """How values are stored: an element of Codes (csrc/codes.h)."""
     if scales is None:
         return 0
-    return 1 if values.dtype == torch.int8 else 3 if scales.dtype == quantize.GRID else 2
+    return 1 if values.dtype == torch.int8 else 2
 
 
 class Extension:

@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ops.on_cpu import fenced
-from pruned import GRID, assert_as_good_as_dense, pruned_weight, quantized
+from pruned import assert_as_good_as_dense, pruned_weight, quantized
 
 from proxsparse import _C
 from proxsparse.reference import pack
@@ -39,7 +39,7 @@ def check_linear(dtype, in_features, out_features, rows, at_end):
     """As exact as torch's dense layer."""
     weight, bias = pruned_weight((out_features, in_features), dtype), torch.randn(out_features).to(dtype)
     x = torch.randn(rows, in_features).to(dtype)
-    forms = [(*pack.pack_nm(weight), None, weight), *(quantized(weight, bits) for bits in (8, 4, GRID))]
+    forms = [(*pack.pack_nm(weight), None, weight), *(quantized(weight, bits) for bits in (8, 4))]
     for values, indices, scales, multiplied in forms:
         y = fenced(torch.full((rows, out_features), torch.nan, dtype=dtype), at_end)
         x, values, indices, bias = (fenced(tensor, at_end) for tensor in (x, values, indices, bias))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pruned import GRID, assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
+from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 
 from proxsparse.ops import pack_nm
 from proxsparse.ops.backends import cpp
@@ -53,7 +53,7 @@ def test_parts_of_long_rows_and_of_a_large_x(dtype, out_features, in_features, r
 
 
 @pytest.mark.parametrize(("out_features", "in_features"), [(7, 4), (13, 60), (53, 76), (40, 132), (9, 4612), (26, 128)])
-@pytest.mark.parametrize("bits", [8, 4, GRID])
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_codes_of_any_number_of_rows(dtype, bits, out_features, in_features, compiled):
     *packed, scales, weight = quantized(pruned_weight((out_features, in_features), dtype), bits)

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from ops.on_cpu import address, fenced, survives
-from pruned import GRID, assert_as_good_as_dense, pruned_weight, quantized
+from pruned import assert_as_good_as_dense, pruned_weight, quantized
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda, cutlass
@@ -81,7 +81,7 @@ def test_gemv(rows, bias, cuda_on_cpu):
 
 
 @pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [8, 4, GRID])
+@pytest.mark.parametrize("bits", [8, 4])
 def test_gemv_of_codes(bits, dtype, cuda_on_cpu):
     """As good as torch with the dequantized weight, rounded to the dtype."""
     for rows, shape in ((1, (33, 320)), (3, (20, 260)), (16, (64, 512))):

@@ -27,7 +27,6 @@ EXPECTED = {
     "gemv.cu": {"HMMA.SP.16832.F32"},  # then the type
     "gemv_8.cu": {"HMMA.SP.16832.F32"},
     "gemv_4.cu": {"HMMA.SP.16832.F32"},
-    "gemv_grid.cu": {"HMMA.SP.16832.F32"},
     "metadata.cu": {"STG.E.128"},
     "pack.cu": set(),  # what a thread writes at once is a block, 8 bytes or 16
 }
@@ -39,7 +38,7 @@ PRODUCTS = {
     "sm90_fp8": "QGMMA.SP",
     "sm90": "HGMMA.SP",
 }
-GEMV = ("gemv.cu", "gemv_8.cu", "gemv_4.cu", "gemv_grid.cu")
+GEMV = ("gemv.cu", "gemv_8.cu", "gemv_4.cu")
 FORBIDDEN = dict.fromkeys(GEMV, ("LDL", "STL", "ST.E"))
 FORBIDDEN_ELSEWHERE = ("LDL", "STL", "LD.E", "ST.E")
 
@@ -51,9 +50,9 @@ class Loads:
     bytes: int
     values: int
     scales: int
-    # For a step of 4 tiles and up to 4 rows of x, and of 2 tiles and 16 rows: 1.25 to 2.25 for a weight, on a
-    # grid 3.3 and 4.1. The memory of an H200 takes the time of 7.7 instructions for a weight of 16 bits, of 4.3 for 8
-    # bits, of 2.8 for 4 bits and of 3.4 on a grid.
+    # For a step of 4 tiles and up to 4 rows of x, and of 2 tiles and 16 rows: 1.25 to 2.25 for a weight. The
+    # memory of an H200 takes the time of 7.7 instructions for a weight of 16 bits, of 4.3 for 8 bits and of 2.8 for 4
+    # bits.
     most_instructions: dict[int, int]
 
 
@@ -61,7 +60,6 @@ LOADS = {
     "Bits16": Loads(16, 4, 0, {1: 320, 4: 256}),
     "Bits8": Loads(16, 2, 0, {1: 540, 4: 420}),
     "Bits4": Loads(8, 2, 2, {1: 600, 4: 420}),
-    "Bits4OnGrid": Loads(8, 2, 2, {1: 850, 4: 540}),
 }
 
 

@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from ops.on_cpu import TYPES, address, codes_of, fenced, survives
-from pruned import GRID
 from torch import Tensor
 
 from proxsparse.reference import pack, quantize
@@ -174,7 +173,7 @@ def test_any_alignment(offset, gemv):
 # ------------------------------------------------------------------------------------------ codes of 8 and 4 bits
 
 
-BITS = [8, 4, GRID]
+BITS = [8, 4]
 
 
 def layer_of_codes(bits, rows: int, out_features: int, in_features: int, dtype: torch.dtype = torch.bfloat16):
@@ -185,13 +184,11 @@ def layer_of_codes(bits, rows: int, out_features: int, in_features: int, dtype: 
     x, _, indices, _ = layer(rows, out_features, in_features, dtype)
     dtype_of_codes, size = quantize.CODES[8 if bits == 8 else 4], in_features // (2 if bits == 8 else 4)
     codes = torch.randint(-128, 128, (out_features, size)).to(dtype_of_codes)
-    shape = quantize.shape_of_scales(codes, grid=bits == GRID)
-    scales, other = (torch.empty(shape).uniform_(0.01, 0.1).to(dtype) for _ in range(2))
+    shape = quantize.shape_of_scales(codes)
+    scales = torch.empty(shape).uniform_(0.01, 0.1).to(dtype)
     if bits != 8:
         scales *= torch.randint(0, 2, scales.shape) * 2 - 1
-    if bits == GRID:
-        scales = quantize.grid_scales(scales, -8 * other)
-    kept = quantize.dequantize(codes, scales.double() if bits == 8 else scales, dtype)
+    kept = quantize.dequantize(codes, scales.double() if bits == 8 else scales)
     return x, codes, indices, scales, pack.unpack_nm(kept, indices).double()
 
 
@@ -237,15 +234,6 @@ def test_codes_with_every_launch_parameter(bits, gemv):
     for rows, warps, splits, tiles in itertools.product((1, 8, 13), (4, 16), (1, 8), (1, 2, 4)):
         launch = {"warps": warps, "splits": splits, "tiles": tiles, "dependent": tiles == 2}
         check(gemv(x[:rows], codes, indices, scales=scales, **launch), x[:rows], weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_weights_on_a_grid_are_rounded_as_dequantize_nm_rounds_them(dtype, gemv):
-    """A row of x that is 0 except for a 1 gives a column of the weight."""
-    _, codes, indices, scales, weight = layer_of_codes(GRID, 1, 50, 512, dtype)
-    for columns in torch.arange(512).split(16):
-        x = torch.nn.functional.one_hot(columns, 512).to(dtype)
-        assert torch.equal(gemv(x, codes, indices, scales=scales).double(), weight[:, columns].T)
 
 
 @pytest.mark.parametrize("bits", quantize.CODES)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pruned import nearest_grid
 
 from proxsparse.ops import dequantize_nm, quantize_nm, registry
 from proxsparse.reference import quantize
@@ -30,25 +29,8 @@ def test_equals_the_reference(backend, k, bits, dtype, compiled):
     for found, expected in zip(kernel.run(values, bits), (codes, scales), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-    back = registry.get_kernel("dequantize_nm", backend).run(codes, scales, dtype)
+    back = registry.get_kernel("dequantize_nm", backend).run(codes, scales)
     assert torch.equal(back, quantize.dequantize(codes, scales))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("k", [0, 2, 14, 16, 18, 30, 32, 34, 258])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_values_of_a_grid_equal_the_reference(backend, k, dtype, compiled):
-    codes = torch.randint(0, 256, (7, k // 2), dtype=torch.uint8)
-    d, m = (torch.randn(7, -(-k // 16)) * 10.0 ** torch.randint(-8, 3, (7, -(-k // 16))) for _ in range(2))
-    scales = quantize.grid_scales(d, m)
-    kernel = registry.get_kernel("dequantize_nm", backend)
-    assert kernel.supports(codes, scales, dtype) is None
-    found, expected = kernel.run(codes, scales, dtype), quantize.dequantize(codes, scales, dtype)
-    assert found.dtype == expected.dtype == dtype
-    assert torch.equal(found, expected)
-    numbers = quantize.unpack_pairs(codes).double()
-    d, m = (part.half().double().repeat_interleave(16, -1)[:, :k] for part in (d, m))
-    assert torch.equal(expected, (numbers * d + m).float().to(dtype))
 
 
 @each_form
@@ -82,7 +64,7 @@ def test_values_near_the_largest_number(compiled):
 
 
 @pytest.mark.parametrize("largest", range(1, 9))
-def test_four_bits_find_a_grid_again(largest):
+def test_four_bits_find_codes_and_scales_again(largest):
     codes = torch.randint(-largest + 1, largest, (40, 64)).float()
     codes[:, 5], codes[:, 40] = -largest, largest - (largest == 8)
     scales = torch.rand(40, 2).bfloat16().float() + 0.5
@@ -94,8 +76,6 @@ def test_the_bytes():
     codes, scales = quantize_nm(torch.tensor([[-8.0, 7.0, 1.0, 0.0, -1.0, 3.0]]), 4)
     assert codes.tolist() == [[0x78, 0x01, 0x3F]]
     assert scales.tolist() == [[1.0]]
-    numbers = dequantize_nm(torch.tensor([[0x78, 0x01, 0xF0]]).byte(), torch.tensor([[0x3C00_3800]]).int())
-    assert numbers.tolist() == [[5.0, 4.5, 1.5, 1.0, 1.0, 8.5]]  # 1 + code / 2
     codes, scales = quantize_nm(torch.tensor([[-127.0, 63.6, 0.4]]), 8)
     assert (codes.tolist(), scales.tolist()) == ([[-127, 64, 0]], [[1.0]])
 
@@ -127,14 +107,7 @@ def test_values_without_codes_are_refused(values, bits, message):
         (torch.ones(2, 64, dtype=torch.int8), torch.full((2, 1), torch.nan), "NaN or infinity; the file is damaged"),
         (torch.full((2, 64), -128, dtype=torch.int8), torch.ones(2, 1), "codes contain -128"),
         (torch.full((2, 64), 99, dtype=torch.int8), torch.full((2, 1), 1e4).half(), "codes times scales overflow"),
-        (torch.ones(2, 64, dtype=torch.uint8), torch.ones(2, 4).int(), r"need the shape \[2, 8\]"),
-        (
-            torch.ones(2, 64, dtype=torch.uint8),
-            torch.full((2, 8), 0x7C00).int(),
-            "NaN or infinity; the file is damaged",
-        ),
-        (torch.ones(2, 64, dtype=torch.uint8), torch.full((2, 8), 0x7E000000).int(), "NaN or infinity; the file"),
-        (torch.ones(2, 64, dtype=torch.uint8), torch.ones(2, 8).long(), "scales has dtype torch.int64"),
+        (torch.ones(2, 64, dtype=torch.uint8), torch.ones(2, 4).int(), "scales has dtype torch.int32"),
     ],
 )
 def test_codes_that_are_damaged_are_refused(codes, scales, message):
@@ -166,17 +139,6 @@ def test_opcheck(bits):
     values = torch.randn(3, 64)
     torch.library.opcheck(torch.ops.proxsparse.quantize_nm, (values, bits))
     torch.library.opcheck(torch.ops.proxsparse.dequantize_nm, quantize_nm(values, bits))
-    torch.library.opcheck(torch.ops.proxsparse.dequantize_nm, (*nearest_grid(values), torch.bfloat16))
-
-
-def test_values_of_a_grid_overflow_only_in_float16():
-    codes, scales = nearest_grid(torch.full((1, 32), 6e4))
-    codes, scales = codes | 0xFF, scales | 0x7BFF
-    assert dequantize_nm(codes, scales).max() > 1e6
-    with pytest.raises(ValueError, match="codes times scales overflow"):
-        dequantize_nm(codes, scales, torch.float16)
-    with pytest.raises(ValueError, match=r"values has dtype torch\.int32"):
-        dequantize_nm(codes, scales, torch.int32)
 
 
 def test_a_better_scale_than_the_largest_value_gives():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from pruned import GRID, assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
+from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 
 from proxsparse import use_backend
 from proxsparse.ops import choice, pack_nm, registry, sparse_linear
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_before_any_kernel(name, change, message, p
 
 @pytest.mark.filterwarnings("ignore:sparse_linear. not on the")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4, GRID])
+@pytest.mark.parametrize("bits", [8, 4])
 def test_codes(bits, dtype):
     values, indices, scales, weight = quantized(pruned_weight((64, 160), dtype), bits)
     x = torch.randn(5, 160, dtype=dtype, requires_grad=True)

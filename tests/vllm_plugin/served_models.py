@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from pruned import move_to_grid_, prune_
+from pruned import prune_
 from tiny_models import byte_tokenizer, tiny_model
 
 from proxsparse.pack import main as pack
@@ -13,10 +13,9 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(30, 50)), [40]]
 NEW_TOKENS = 16
 
 
-def save_packed(folder, name="llama", but=("lm_head",), flags=(), on_grid=False):
-    """A tiny model in float32 that is 2:4 except `but`: its dense and its packed folder. on_grid: see `pruned`."""
+def save_packed(folder, name="llama", but=("lm_head",), flags=()):
+    """A tiny model in float32 that is 2:4 except `but`: its dense and its packed folder."""
     model = prune_(tiny_model(name, **SIZE), but)
-    model = move_to_grid_(model, but) if on_grid else model
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):

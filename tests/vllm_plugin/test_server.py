@@ -71,7 +71,7 @@ def test_the_server_answers_the_client_of_openai(tmp_path, serve, command, proce
     from openai import OpenAI
 
     dense_layers, flags = ("lm_head", "layers.1.self_attn"), ["--bits", str(bits)]
-    dense, packed = save_packed(tmp_path, "qwen2", dense_layers, flags, on_grid=bits == 4)
+    _dense, packed = save_packed(tmp_path, "qwen2", dense_layers, flags)
     server, url = serve(command, packed, f"--tensor-parallel-size={processes}", "--served-model-name=tiny")
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny"]
@@ -79,7 +79,7 @@ def test_the_server_answers_the_client_of_openai(tmp_path, serve, command, proce
     options = {"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0}
     extra = {"ignore_eos": True, "return_token_ids": True}
     answer = client.completions.create(prompt=PROMPTS, extra_body=extra, **options)
-    assert [choice.token_ids for choice in answer.choices] == generated_by_transformers(dense)
+    assert [choice.token_ids for choice in answer.choices] == generated_by_transformers(packed)
     stream = client.completions.create(prompt=PROMPTS[0], extra_body=extra, stream=True, **options)
     assert "".join(part.choices[0].text for part in stream) == answer.choices[0].text
 

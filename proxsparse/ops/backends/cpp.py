@@ -108,8 +108,8 @@ def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 @register_kernel("dequantize_nm", "cpp", supports=_supports_codes)
-def _dequantize_nm(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    values = scales.new_empty((*codes.shape[:-1], columns(codes) // 2), dtype=dtype)
+def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
+    values = scales.new_empty((*codes.shape[:-1], columns(codes) // 2))
     _C.dequantize_nm(codes, scales, values)
     return values
 
