@@ -22,7 +22,10 @@ PROXSPARSE_INLINE constexpr uint32_t kept_places(uint32_t nonzero, uint32_t nega
     }
   }
   PROXSPARSE_UNROLL
-  for (int i = 0; i < n; ++i, kept &= kept - 1) places |= static_cast<uint32_t>(std::countr_zero(kept)) << 2 * i;
+  for (int i = 0; i < n; ++i, kept &= kept - 1) {
+    // the lowest place that is kept; not std::countr_zero, which nvcc compiles to the constant 32 without a warning
+    places |= static_cast<uint32_t>(std::popcount((kept & -kept) - 1)) << 2 * i;
+  }
   return places;
 }
 
