@@ -26,19 +26,41 @@ SHAPES = {
     (8, 80): [(32, 128), (96, 384)],
     (8, 90): [(64, 128), (128, 384), (8, 32), (72, 160), (200, 1600)],
 }
+# Compute capability -> the most shared memory of a thread block, in bytes (CUDA programming guide; libcu++'s
+# arch_traits.h).
+SHARED_MEMORY = dict.fromkeys([(8, 0), (8, 7)], 163 << 10)
+SHARED_MEMORY |= dict.fromkeys([(8, 6), (8, 8), (8, 9), (12, 0), (12, 1)], 99 << 10)
+SHARED_MEMORY |= dict.fromkeys([(9, 0), (10, 0), (10, 3), (11, 0)], 227 << 10)
+# In this namespace, a tile prints the size of its shared memory instead of registering itself.
+SIZES = """
+#include <cstdio>
+namespace proxsparse::gemm::sizes {
+template <typename Kind>
+size_t tile(const char*) { return sizeof(typename Kind::Gemm::GemmKernel::SharedStorage); }
+struct Registered {
+  explicit Registered(size_t bytes) { std::printf("%zu\\n", bytes); }
+};
+}
+int main() {}
+"""
+
+
+def compiled(source: Path, program: Path, *flags: str) -> Path:
+    """A program made from source and CUTLASS's headers."""
+    if not shutil.which("nvcc") or not (package := importlib.util.find_spec("cutlass_library")):
+        pytest.skip("nvcc or nvidia-cutlass is not installed")
+    headers = Path(package.origin).parent / "source"
+    folders = [f"-I{headers / folder}" for folder in ("include", "tools/util/include")]
+    command = ["nvcc", *flags, "-O0", "-w", *folders, source, "-o", program]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return program
 
 
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
     """A program that orders indices by the functions and layouts of CUTLASS's headers."""
-    if not shutil.which("nvcc") or not (package := importlib.util.find_spec("cutlass_library")):
-        pytest.skip("nvcc or nvidia-cutlass is not installed")
-    source = Path(package.origin).parent / "source"
-    program = tmp_path_factory.mktemp("cutlass") / "layouts"
-    folders = [f"-I{source / folder}" for folder in ("include", "tools/util/include")]
-    command = ["nvcc", "-std=c++17", "-O0", "-w", "-arch=sm_90", *folders, PROGRAM, "-o", program]
-    subprocess.run(command, check=True, capture_output=True)
-    return program
+    return compiled(PROGRAM, tmp_path_factory.mktemp("cutlass") / "layouts", "-std=c++17", "-arch=sm_90")
 
 
 @pytest.mark.parametrize(("form", "shape"), [(form, shape) for form in SHAPES for shape in SHAPES[form]], ids=str)
@@ -74,6 +96,29 @@ def test_padding_is_places_that_exist(equation):
 )
 def test_what_does_not_fit_is_refused_by_its_number(sizes, reason):
     assert cutlass.shape_reason(*sizes) == reason
+
+
+@pytest.mark.slow
+def test_every_gpu_has_the_shared_memory_of_the_tiles_offered_to_it(tmp_path, monkeypatch):
+    """The sizes of all tiles in one program without their kernels, which would take a minute each to compile."""
+    files = sorted((CHECKOUT / "csrc" / "cutlass").glob("sm[89]0_*.cu"))
+    text = SIZES
+    for number, file in enumerate(files):
+        tile = file.read_text().replace('#include "', f'#include "{file.parent}/')
+        text += tile.replace("proxsparse::gemm {", f"proxsparse::gemm::sizes::n{number} {{")
+    (tmp_path / "sizes.cu").write_text(text)
+    program = compiled(tmp_path / "sizes.cu", tmp_path / "sizes", "-std=c++20", "-arch=sm_90a")
+    output = subprocess.run([program], capture_output=True, check=True).stdout
+    sizes = dict(zip((file.stem for file in files), map(int, output.split()), strict=True))
+    rows, fits = [], True
+    for capability, limit in SHARED_MEMORY.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        prefix = f"sm{cutlass.architecture_of(torch.device('cuda'))}_"
+        for name, size in sizes.items():
+            if name.startswith(prefix):
+                rows.append(f"{capability}: {limit:,} bytes, {name}: {size:,}{' TOO LARGE' * (size > limit)}")
+                fits &= size <= limit
+    assert fits, "\n".join(rows)
 
 
 def test_what_begins_anywhere_is_copied():
