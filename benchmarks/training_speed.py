@@ -124,7 +124,7 @@ def measure(name: str, flags: list[str], device: torch.device, steps: int) -> di
         config = parse_config([*flags, "--model", folder, "--max_steps", str(steps)])
         planned = plan_of(config)
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats(device)
         layers, method = prunable_layers(model, config.pattern), get_method(config.method)
         pretrained = shard_and_move_(model, decoder_blocks(model), device, dtype, config.pretrained_weights, False)
         patterns, store = dict.fromkeys(layers, NMPattern.parse(config.pattern)), Store(Path(folder))

@@ -37,13 +37,14 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Cases marked gpu are collected where there is a GPU; elsewhere only with --gpu, and then skipped."""
-    if not torch.cuda.is_available():
-        if not config.getoption("gpu"):
-            items[:] = [item for item in items if not item.get_closest_marker("gpu")]
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    """Cases marked gpu are collected where there is a GPU; elsewhere only with --gpu. Those without their GPUs skip."""
+    if not torch.cuda.is_available() and not config.getoption("gpu"):
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
+        if torch.cuda.device_count() < needed:
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU{'s' * (needed > 1)}"))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import torch
 from generate_speed import MODES
 from lib import random_models
 from lib.decode import Decoder
+from lib.measure import elapsed_ms
 from pruned import prune_
 from tiny_models import MODELS, tiny_model
 
@@ -101,5 +102,15 @@ def test_on_a_gpu(mode):
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
-def test_a_graph_on_the_second_gpu():
-    check(tiny_model("llama").to("cuda:1"), MODES["graph"])
+def test_graphs_on_two_gpus():
+    for device in ("cuda:0", "cuda:1"):
+        check(tiny_model("llama").to(device), MODES["graph"])
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+def test_the_time_of_a_run_is_that_of_its_gpu():
+    device = torch.device("cuda", 1)
+    x = torch.randn(2048, 2048, device=device)
+    times = [elapsed_ms(lambda count=count: [x @ x for _ in range(count)], device, count) for count in (1, 1, 50)]
+    assert times[2] > 10 * times[1]

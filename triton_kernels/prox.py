@@ -311,7 +311,7 @@ def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float],
     if not entries:
         return
     device, dtype = weights[0].device, weights[0].dtype
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     table = table_of(tuple(entries), dtype.itemsize, device, stream)
     blocks = blocks_per_program(weights[0], WEIGHTS_PER_ROW // 4)
     pieces = triton.cdiv(WEIGHTS_PER_ROW, 4 * blocks)
@@ -321,7 +321,7 @@ def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float],
 
 
 @functools.lru_cache(maxsize=8)
-def table_of(entries: tuple, itemsize: int, device: torch.device, stream: int) -> torch.Tensor:
+def table_of(entries: tuple, itemsize: int, device: torch.device, stream: torch.Stream | None) -> torch.Tensor:
     """The table of prox_list_kernel, int64 [rows, 4]: WEIGHTS_PER_ROW weights of a tensor per row, fewer in its last.
 
     Args:

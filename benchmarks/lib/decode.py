@@ -63,6 +63,7 @@ def capture_graph(step: Step, device: torch.device) -> Step:
                 step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # not the default stream: that is on the device of the first capture of the process
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             step()
     return graph.replay

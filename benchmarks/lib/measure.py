@@ -201,12 +201,13 @@ def elapsed_ms(run: Callable[[], object], device: torch.device, launches: int = 
         start = time.perf_counter()
         run()
         return 1000 * (time.perf_counter() - start)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(LAUNCH_CYCLES * (launches + 4))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
+    with torch.cuda.device(device):  # events are recorded on its stream
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(LAUNCH_CYCLES * (launches + 4))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
     return start.elapsed_time(end)
 
 

@@ -36,8 +36,8 @@ class Parts(dict):
         def wrapped(*arguments):
             began, inner = time.perf_counter(), sum(self.values())
             result = run(*arguments)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            for device in range(torch.cuda.device_count()):
+                torch.cuda.synchronize(device)
             inner = sum(self.values()) - inner
             self[part] = self.get(part, 0.0) + time.perf_counter() - began - inner
             return result

@@ -76,6 +76,7 @@ struct Sm90 {
          static_cast<Result*>(call.y),
          cutlass::make_cute_packed_stride(typename Kernel::StrideD{}, y_shape)}};
     Operands::set(arguments.epilogue.thread, call);
+    cudaGetDevice(&arguments.hw_info.device_id);  // whose multiprocessors CUTLASS counts; otherwise those of device 0
     return arguments;
   }
 };

@@ -1,4 +1,7 @@
-"""The kernels of an op as parameters of a test: (backend, device). What needs a GPU is marked `gpu`."""
+"""The kernels of an op as parameters of a test: (backend, device). What needs a GPU is marked `gpu`.
+
+On a machine with several GPUs, tests run on the second one too, while the first one is the current device.
+"""
 
 import os
 
@@ -9,6 +12,7 @@ from proxsparse.ops import registry
 
 GPU_BACKENDS = ("triton", "cuda", "gemv", "cutlass")
 ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_", "pack_nm")  # of "cuda": on_cpu.py
+SECOND_GPU = (pytest.mark.gpu, pytest.mark.multi_gpu)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -23,7 +27,7 @@ class OnGPU:
 
 
 def backends_of(op: str) -> list:
-    """cpp, the reference and the CUDA kernels of on_cpu.py on the CPU; triton, cuda and the reference on a GPU.
+    """cpp, the reference and the CUDA kernels of on_cpu.py on the CPU; triton, cuda and the reference on a GPU or two.
 
     Only triton, on the CPU, in a process in which Triton interprets.
     """
@@ -36,6 +40,8 @@ def backends_of(op: str) -> list:
         if name in (*GPU_BACKENDS, "reference"):
             label = "reference-on-gpu" if name == "reference" else name
             found.append(pytest.param((name, "cuda"), id=label, marks=pytest.mark.gpu))
+        if name in GPU_BACKENDS:
+            found.append(pytest.param((name, "cuda:1"), id=f"{name}-on-second-gpu", marks=SECOND_GPU))
     return found
 
 

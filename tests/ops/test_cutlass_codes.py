@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.on_each_backend import OnGPU
+from ops.on_each_backend import SECOND_GPU, OnGPU
 from pruned import pruned_weight, quantized
 
 from proxsparse.ops import dequantize_nm, pack_nm
@@ -160,15 +160,16 @@ def test_what_is_not_supported_is_named(gpu, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(96, 384), (160, 1152), (4096, 4096)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
-def test_products_of_codes_of_8_bits(kind, shape):
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cuda:1", marks=SECOND_GPU)])
+def test_products_of_codes_of_8_bits(device, kind, shape):
     """Sums of int8 are exact, so the error is that of scales in fp32 and of one rounding.
 
     The tensor cores add 256 products of e4m3 with at least 13 bits.
     """
-    packed = [part.cuda() for part in packed_as(kind, pruned_weight(shape, torch.bfloat16))]
-    bias = torch.randn(shape[0], device="cuda").bfloat16()
+    packed = [part.to(device) for part in packed_as(kind, pruned_weight(shape, torch.bfloat16))]
+    bias = torch.randn(shape[0], device=device).bfloat16()
     for rows in (1, 17, 100, 129, 600):
-        x = torch.randn(rows, shape[1], device="cuda").bfloat16()
+        x = torch.randn(rows, shape[1], device=device).bfloat16()
         if reason := cutlass_codes.missing(kind, x, packed[0]):
             pytest.skip(reason)
         for added in (None, bias):

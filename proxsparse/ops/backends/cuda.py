@@ -61,16 +61,13 @@ def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
         scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
-    with torch.cuda.device_of(weight):  # a launch goes to the current device
-        _C.prox_n4_(weight, reg_lambda, n, scale, torch.cuda.current_stream().cuda_stream)
+    _call("prox_n4_", weight, reg_lambda, n, scale)
 
 
 @register_kernel("adamw_prox_", "cuda", supports=_supports_adamw_prox)
 def _adamw_prox_(weight: Tensor, *arguments) -> None:
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    with torch.cuda.device_of(weight):
-        stream = torch.cuda.current_stream().cuda_stream
-        _C.adamw_prox_(weight, *head, n, frozen_lambda, frozen_eps, seed, stream)
+    _call("adamw_prox_", weight, *head, n, frozen_lambda, frozen_eps, seed)
 
 
 def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
@@ -167,5 +164,5 @@ def cutlass_metadata_(indices: Tensor, metadata: Tensor, architecture: int) -> N
 
 
 def _call(name: str, tensor: Tensor, *arguments) -> None:
-    with torch.cuda.device_of(tensor):
+    with torch.cuda.device_of(tensor):  # a launch goes to the current device
         getattr(_C, name)(tensor, *arguments, torch.cuda.current_stream().cuda_stream)
