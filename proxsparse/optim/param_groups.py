@@ -8,6 +8,7 @@ in `state`, because optimizers of torch and distributed checkpointing treat any 
 import math
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -199,6 +200,18 @@ def undo_scales(applied: list[tuple[Tensor, Tensor, bool]]) -> None:
         local(parameter.grad).mul_(scale)
         if moved:
             local(parameter).div_(scale)
+
+
+def check_not_capturing(optimizer: Optimizer) -> None:
+    """Raises RuntimeError while a CUDA graph is being captured, even if all parameters are on the CPU."""
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: step cannot be captured in a CUDA graph, because step number, learning rate, "
+            "lambda and the seed of stochastic rounding are launch arguments, which a replay does not change; capture "
+            "forward and backward only"
+        )
 
 
 def reg_lambda_now(group: dict) -> float:

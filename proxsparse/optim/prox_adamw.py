@@ -161,7 +161,13 @@ class ProxAdamW(Optimizer):
     @torch._disable_dynamo  # as in torch's optimizers: a compiled step has no guard on the state of other parameters
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """AdamW with the frozen-weight gradient, then the prox. Returns the loss of the closure, if given."""
+        """AdamW with the frozen-weight gradient, then the prox. Returns the loss of the closure, if given.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured; every replay would repeat this step number and learning rate.
+            ValueError: a gradient is sparse, or has another dtype or sharding than its parameter.
+        """
+        param_groups.check_not_capturing(self)
         rates = [float(group["lr"]) for group in self.param_groups]
         lambdas = [
             param_groups.reg_lambda_now(group) if lr else 0.0
@@ -187,8 +193,10 @@ class ProxAdamW(Optimizer):
         Calling it for every parameter, in any order, is bit-identical to `step()`.
 
         Raises:
+            RuntimeError: a CUDA graph is being captured, as in `step`.
             ValueError: the group has other parameters, which would share its `prox_step`.
         """
+        param_groups.check_not_capturing(self)
         number = 0
         for group in self.param_groups:
             if any(parameter is other for other in group["params"]):

@@ -144,7 +144,12 @@ class ProxOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Frozen-weight gradient, base step, prox. Returns the loss of the closure, if given."""
+        """Frozen-weight gradient, base step, prox. Returns the loss of the closure, if given.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured; every replay would repeat this lambda and learning rate.
+        """
+        param_groups.check_not_capturing(self)
         if getattr(self, "found_inf", None):
             return self._base_step(closure)
         learning = list(filter(param_groups.learns, self.param_groups))

@@ -283,3 +283,25 @@ def test_an_invalid_lambda_of_a_group_is_refused_before_anything_moves(make, fac
     assert_same(weights(model), before)
     assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], state[0]["exp_avg"])
     assert optimizer.param_groups[0]["prox_step"] == 1
+
+
+@pytest.mark.parametrize("what", [*OPTIMIZERS, "step_parameter"])
+def test_a_step_in_a_capture_is_refused_before_anything_changes(what, monkeypatch):
+    model = tiny_model()
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = OPTIMIZERS.get(what, ProxAdamW)(groups, reg_lambda=0.5, frozen_lambda=0.1)
+    step = optimizer.step if what in OPTIMIZERS else partial(optimizer.step_parameter, model[0].weight)
+    loss_of(model).backward()
+    before = weights(model) + [parameter.grad.clone() for parameter in model.parameters()]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(
+        RuntimeError, match=f"{type(optimizer).__name__}: step cannot be captured.*forward and backward"
+    ):
+        step()
+    assert_same(before, weights(model) + [parameter.grad for parameter in model.parameters()])
+    assert not optimizer.state
+    assert all(group["prox_step"] == 0 for group in optimizer.param_groups)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    step()
+    assert optimizer.state
