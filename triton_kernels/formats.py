@@ -100,7 +100,7 @@ def rounded_bits(x, dtype: tl.constexpr):
 
 @triton.jit
 def pack_halves(low, high, dtype: tl.constexpr):
-    """Two float32 numbers, rounded to nearest, in one word."""
+    """Two float32 numbers, rounded to nearest, in one word. A NaN stays a NaN; PTX gives it the bits 0x7fff."""
     if not PTX:
         word = rounded_bits(low, dtype) | (rounded_bits(high, dtype) << 16)
     else:

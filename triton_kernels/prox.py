@@ -67,7 +67,7 @@ def magnitudes(words, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: t
 def new_words(
     old, v0, v1, v2, v3, w0, w1, w2, w3, scale_ptr, column, columns, dtype: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """The words of the new weights, where |c * w| changed from v to w. Unchanged weights keep their bits."""
+    """The words of the new weights, where |c * w| changed from v to w. Unchanged numbers keep their bits."""
     if scale_ptr is not None:
         m0, m1, m2, m3 = unpack(old & magnitude_bits(dtype), dtype, BLOCKS)
         c0, c1, c2, c3 = load_scale(scale_ptr, column, columns, BLOCKS, arithmetic_of(dtype))

@@ -71,7 +71,7 @@ def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sc
     Reg_{N:M}(V) sums e_{N+1}(|v|), the elementary symmetric polynomial, over blocks of M weights along the last
     dimension (paper, equations 4 and 7). With `scale` = c the prox acts on c * W and the result is divided by c.
     Weights that the prox does not change keep their bits; new zeros are +0.0; blocks with NaN or infinity do not
-    change.
+    change, but a NaN may become one with other bits.
 
     Args:
         weight: [..., in_features], float32, float64, bfloat16 or float16, any strides; arithmetic is fp64 for float64

@@ -19,7 +19,8 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
     """argmin_V 1/2 ||V - c * W||_F^2 + reg_lambda * Reg_{N:M}(V), divided by c; a global minimizer.
 
     All backends follow these conventions: arithmetic is fp64 for fp64 weights and fp32 otherwise; weights that the prox
-    does not change keep their bits; blocks with NaN or infinity do not change; new zeros are +0.0.
+    does not change keep their bits; blocks with NaN or infinity do not change, but a NaN may become one with other
+    bits; new zeros are +0.0.
 
     Args:
         weight: [..., in_features], any float dtype.

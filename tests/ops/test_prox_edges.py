@@ -69,16 +69,18 @@ def test_only_the_magnitude_of_the_scale_counts(pattern, dtype, device):
 @each_dtype
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_the_prox_does_not_change_keeps_its_bits(n, dtype, device):
-    """Feasible blocks, -0.0 among them, and blocks with a number that is not finite, NaNs with all their bits."""
+    """Feasible blocks, -0.0 among them, and blocks with a number that is not finite; a NaN only stays a NaN."""
     for size in (0.05, 5.0):  # next to blocks that coordinate descent solves, and next to others
         weight = (size * torch.randn(600, 4)).to(dtype)
         weight[:200, : 4 - n] = torch.tensor([0.0, -0.0, -0.0])[: 4 - n].to(dtype)
         weight[50::50, 3], weight[60::50], weight[75::50, 0] = torch.inf, -torch.inf, torch.nan
-        bits(weight)[75::50, 0] += 5
+        bits(weight)[75::100, 0] = -1  # also a NaN
         same = ~weight.isfinite().all(-1) | (torch.arange(600) < 200)
+        keeps_bits = same[:, None] & ~weight.isnan()
         for scale in (None, torch.tensor([0.3, 3.0, 0.7, 1.1], device=device).repeat(600)):
             result = prox_nm(weight.view(1, -1).to(device), 0.5, f"{n}:4", scale).cpu().view(-1, 4)
-            assert torch.equal(bits(result)[same], bits(weight)[same])
+            assert torch.equal(bits(result)[keeps_bits], bits(weight)[keeps_bits])
+            assert torch.equal(result.isnan(), weight.isnan())
             assert result[~same].isfinite().all()
             assert (result[~same] != weight[~same]).any()
 
