@@ -295,7 +295,10 @@ def prox_list_n4_(weights: Sequence[torch.Tensor], reg_lambdas: Sequence[float],
         reg_lambdas: one for each weight.
     Raises:
         ValueError: as `prox_n4_`, or the weights differ in dtype or device.
+        RuntimeError: a CUDA graph is being captured; its replays would read a table that is freed after a while.
     """
+    if weights and weights[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("prox_nm_list_ cannot be captured in a CUDA graph; capture prox_nm_ for each weight")
     entries = []
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
         check_weight(weight, n)

@@ -204,9 +204,13 @@ def undo_scales(applied: list[tuple[Tensor, Tensor, bool]]) -> None:
 
 def check_not_capturing(optimizer: Optimizer) -> None:
     """Raises RuntimeError while a CUDA graph is being captured, even if all parameters are on the CPU."""
-    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+    if torch.compiler.is_compiling():
         return
-    if torch.cuda.is_current_stream_capturing():
+    try:
+        capturing = torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # a torch without CUDA
+        return
+    if capturing:
         raise RuntimeError(
             f"{type(optimizer).__name__}: step cannot be captured in a CUDA graph, because step number, learning rate, "
             "lambda and the seed of stochastic rounding are launch arguments, which a replay does not change; capture "

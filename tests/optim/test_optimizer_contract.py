@@ -293,7 +293,6 @@ def test_a_step_in_a_capture_is_refused_before_anything_changes(what, monkeypatc
     step = optimizer.step if what in OPTIMIZERS else partial(optimizer.step_parameter, model[0].weight)
     loss_of(model).backward()
     before = weights(model) + [parameter.grad.clone() for parameter in model.parameters()]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(
         RuntimeError, match=f"{type(optimizer).__name__}: step cannot be captured.*forward and backward"
