@@ -150,7 +150,7 @@ def dense_may_win_24(u1, u2, u3, u4, x1, x2, x3):
     For u1 + u2 <= 1 it is better exactly if u4 > e_2(x). Otherwise, in 5.1 million blocks of all families in
     tests/ops/blocks.py it was never better for u4 < 0.927 e_2(x), the ratio at which all four weights are equal.
     """
-    return (u3 > u1 * u2) & (u1 < 1) & (u4 > DENSE_FROM * (x1 * x2 + (x1 + x2) * x3))
+    return (u3 > u1 * u2) & (u1 < 1) & (u4 > (x1 * x2 + (x1 + x2) * x3) * DENSE_FROM)
 
 
 @triton.jit
