@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import os
+import re
 import signal
 import socket
 import sys
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     from proxsparse.integrations.transformers_server import PackedServer  # imports the optional packages
 
     where = {"host": options.host, "port": options.port, "device": str(device)}
-    server = PackedServer(folder.name, options.cache_tokens, adapter, **where)
+    server = PackedServer(folder.name, options.cache_tokens, adapter, options.allow_origin, **where)
     try:
         address = server.wait_until_listening()
         if address is None:
@@ -103,7 +104,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto, the default: a GPU if there is one")
     cache = "largest number of tokens of the requests in progress together, prompts included; default: 8192"
     add("--cache_tokens", type=int, default=8192, metavar="N", help=cache)
+    pages = "web pages that may send requests, such as https://chat.example.org; pages of this machine always may"
+    add("--allow_origin", nargs="+", default=[], metavar="URL", help=pages)
     options = parser.parse_args(arguments)
+    for origin in options.allow_origin:
+        if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+            raise InputError(f"--allow_origin {origin}: give scheme and host, such as https://chat.example.org")
     require("cache_tokens", options.cache_tokens, options.cache_tokens > 0, "at least 1")
     require("port", options.port, 0 <= options.port < 2**16, "from 0 to 65535")
     return options

@@ -19,8 +19,8 @@ PLACES = {
     "data": "calibration sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert linear packed_checkpoint",
-    "integrations": "peft_lora transformers_batches transformers_quantizer transformers_server transformers_trainer "
-    "vllm_config vllm_linear vllm_plugin",
+    "integrations": "peft_lora transformers_batches transformers_quantizer transformers_requests transformers_server "
+    "transformers_trainer vllm_config vllm_linear vllm_plugin",
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
     "methods": "admm block_masks finetune finished_blocks gptq magnitude maskllm proxsparse registry sparsegpt store "
     "swap walk wanda",

@@ -4,7 +4,10 @@ transformers (5.23) applies the sampling settings of the first request to all of
 strings. Here each request has its own.
 """
 
+import copy
 import math
+import re
+import uuid
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -37,22 +40,43 @@ class Batches(CBGenerateManager):
         self.cache_tokens = cache_tokens
 
     def init_cb(self, model, _gen_config) -> None:
-        """Called before each request: starts the thread that generates, again if an error has ended it."""
+        """Called before each request: starts the thread that generates, again if an error has ended it.
+
+        Raises MemoryError if the cache does not fit.
+        """
         if self._cb is None or not self.is_alive():
+            self._cb = None  # frees the cache of the thread that has ended
             ends = model.generation_config.eos_token_id
             settings = GenerationConfig(do_sample=False, eos_token_id=ends)  # `Request` has those of the requests
-            self._cb = model.init_continuous_batching(settings, self._cb_config)
-            self._cb.logit_processor = Choices()
-            self._cb.start()
+            cb = model.init_continuous_batching(settings, copy.copy(self._cb_config))
+            cb.logit_processor = Choices()
+            cb.batch_processor = cb._create_batch_processor()  # reserves the cache; the thread would only log an error
+            cb.start()
+            self._cb = cb
+
+    def largest_cache(self, model) -> int:
+        """The largest number of `cache_tokens` that fits, at most 0 if none does; for a number that does not fit.
+
+        The memory is linear in the number, and the error of transformers names what is needed and what there is.
+        """
+        needed = []
+        for tokens in (self.cache_tokens, 2 * self.cache_tokens):
+            try:
+                Batches(tokens).init_cb(model, None)
+            except MemoryError as error:
+                needed.append([int(number) for number in re.findall(r"\d+", str(error))])
+        (once, available), (twice, _) = needed
+        fits = self.cache_tokens - (once - available) * self.cache_tokens // (twice - once)
+        return fits * 99 // 100 // PAGE_TOKENS * PAGE_TOKENS  # the memory that is available changes a little
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, **more):
         """As in transformers, with the settings of this request."""
-        own = self.request(model, processor, inputs, gen_config, request_id)
+        own = self.request(model, processor, inputs, gen_config)
         return super().generate_streaming(model, processor, inputs, gen_config, own, **more)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         """As in transformers, with the settings of this request."""
-        own = self.request(model, processor, inputs, gen_config, request_id)
+        own = self.request(model, processor, inputs, gen_config)
         return await super().generate_non_streaming(model, processor, inputs, gen_config, own)
 
     def stop(self) -> None:
@@ -60,31 +84,60 @@ class Batches(CBGenerateManager):
         if self._cb is not None:
             self._cb.stop(timeout=5, hard_stop=True)
 
-    def request(self, model, processor, inputs, gen_config, request_id) -> "Request":
-        """The request. Raises ValueError if it cannot be answered."""
-        tokens, known = inputs["input_ids"], model.get_input_embeddings().num_embeddings
-        fit(model, len(tokens), self.cache_tokens, gen_config)
+    def room(self, model) -> int:
+        """The largest number of tokens of a prompt and its answer."""
+        return min(positions(model), self.cache_tokens)
+
+    def check(self, model, tokens: list[int]) -> None:
+        """Raises ValueError if a prompt is empty, leaves no room for an answer, or has a token without an embedding."""
+        known, room = model.get_input_embeddings().num_embeddings, self.room(model)
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        if len(tokens) >= room:
+            words = f"the server has room for {room}; raise --cache_tokens"
+            if room == positions(model):
+                words = f"the model has {room} positions; shorten it"
+            raise ValueError(f"the prompt has {len(tokens)} tokens, but {words}")
         if max(tokens) >= known:  # would end the thread, and with it all requests
             raise ValueError(f"the tokenizer gives token {max(tokens)}, but the model has only {known} embeddings")
-        return Request(request_id, model, processor, len(tokens), gen_config)
+
+    def request(self, model, processor, inputs, gen_config) -> "Request":
+        """The request. Ends its answer at the last position. Raises ValueError if its settings cannot be used."""
+        tokens, wanted = inputs["input_ids"], gen_config.max_new_tokens
+        room = self.room(model) - len(tokens)
+        try:
+            if wanted is not None and wanted < 1:
+                raise ValueError(f"max_new_tokens must be at least 1, not {wanted}")
+            gen_config.max_new_tokens = min(int(wanted or room), room)
+            return Request(model, processor, tokens, gen_config)
+        except Exception as error:  # of any type; the other fields of a request are right
+            raise ValueError(f"generation_config: {error}") from error
 
 
 class Request(str):
-    """The id of a request, which also chooses its tokens: transformers hands only the id on to `Choices`."""
+    """The id of a request, which also chooses its tokens: transformers hands only the id on to `Choices`.
 
-    def __new__(cls, request_id, *_settings):
-        return super().__new__(cls, request_id)
+    Each is new. The scheduler would mix two requests with one id, and clients choose theirs (x-request-id).
+    """
 
-    def __init__(self, _request_id, model, tokenizer, prompt_tokens, gen_config):
+    def __new__(cls, *_settings):
+        return super().__new__(cls, uuid.uuid4())
+
+    def __init__(self, model, tokenizer, prompt, gen_config):
         if gen_config.temperature is not None:
             gen_config.do_sample = gen_config.temperature != 0
         if not gen_config.do_sample:
             gen_config.temperature = gen_config.top_p = gen_config.top_k = None
         stop = gen_config.stop_strings or []
         self.stop = [stop] if isinstance(stop, str) else stop
-        self.tokenizer, self.prompt_tokens, self.is_sampled = tokenizer, prompt_tokens, bool(gen_config.do_sample)
+        self.tokenizer, self.prompt_tokens, self.is_sampled = tokenizer, len(prompt), bool(gen_config.do_sample)
         model._prepare_special_tokens(gen_config, kwargs_has_attention_mask=True, device=model.device)
-        self.processors = model._get_logits_processor(gen_config, prompt_tokens, device=model.device)
+        self.processors = model._get_logits_processor(gen_config, len(prompt), device=model.device)
+        # Tried here: while the answer is generated it is too late to refuse the request.
+        scores = torch.linspace(-10, 10, model.config.get_text_config().vocab_size, device=model.device)[None]
+        scores = self.processors(torch.tensor([prompt], device=model.device), scores)
+        if scores.softmax(-1).isnan().any():
+            raise ValueError("these settings leave no token to choose")
 
     def choose(self, tokens: list[int], scores: torch.Tensor) -> tuple[int, bool]:
         """The token after `tokens`, the prompt and the answer so far, and whether it completes a stop string.
@@ -132,21 +185,6 @@ class Choices:
         return scores
 
 
-def fit(model, tokens: int, cache_tokens: int, gen_config) -> None:
-    """Ends the answer to a prompt of `tokens` tokens at the last position of the model or of the cache.
-
-    Raises ValueError if no token is asked for, or the prompt is empty or leaves no position for a new token.
-    """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    wanted = gen_config.max_new_tokens
-    if wanted is not None and wanted < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {wanted}")
-    if tokens == 0:
-        raise ValueError("the prompt is empty")
-    if positions is not None and tokens >= positions:
-        raise ValueError(f"the prompt has {tokens} tokens, but the model has {positions} positions; shorten it")
-    if tokens >= cache_tokens:
-        raise ValueError(
-            f"the prompt has {tokens} tokens, but the server has room for {cache_tokens}; raise --cache_tokens"
-        )
-    gen_config.max_new_tokens = min(wanted or cache_tokens, cache_tokens - tokens, (positions or cache_tokens) - tokens)
+def positions(model) -> float:
+    """The number of positions of the model, if it has a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf

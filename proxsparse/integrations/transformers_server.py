@@ -1,25 +1,42 @@
 """The server of transformers, limited to one packed model.
 
-What differs from `transformers serve DIR`: several requests are answered at a time, /load_model loads no other model,
-/v1/models lists the model, a prompt is never longer than the positions of the model, and a request that cannot be
-answered is an error 400 in the form of the OpenAI API.
+What differs from `transformers serve DIR`: several requests are answered at a time; the model is loaded once; only the
+routes of `ROUTES` exist; requests of foreign web pages are refused; the length of a prompt is checked before it is
+tokenized, in a thread; and a request that cannot be answered is an error 400 in the form of the OpenAI API.
 """
 
+import asyncio
+import copy
+import functools
+import ipaddress
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from fastapi import HTTPException, Request
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from jinja2 import TemplateError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from transformers.cli.serve import Serve
 
 import proxsparse.integrations.transformers_quantizer  # noqa: F401 (registers the packed format)
+from proxsparse.errors import InputError
 from proxsparse.integrations.peft_lora import add_adapter_
 from proxsparse.integrations.transformers_batches import Batches
+from proxsparse.integrations.transformers_requests import Prompt, Tokenized, checked
 
-# What a request can cause: a missing or wrong field, no chat template in the tokenizer, roles that it does not accept,
-# and, while the answer is generated, RuntimeError.
-BAD_REQUEST = (HTTPException, ValueError, KeyError, TypeError, TemplateError, RuntimeError)
+ROUTES = {  # all that is served; what else transformers has, now or later, is closed
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/models"),
+    ("GET", "/health"),
+}
+MIN_BODY_BYTES = 2**20  # a limit below would save less than a second of tokenizing
 
 
 class PackedServer(Serve):
@@ -29,33 +46,77 @@ class PackedServer(Serve):
         name: the model's folder in the current directory; clients ask for it by this name.
         cache_tokens: as in `Batches`.
         adapter: folder of a LoRA adapter.
+        origins: web pages that may send requests, such as "https://chat.example.org".
         settings: of transformers' `Serve`: host, port, device.
     """
 
-    def __init__(self, name: str, cache_tokens: int, adapter: Path | None = None, **settings):
-        self.name, self.batches, self.adapter = name, Batches(cache_tokens), adapter
-        super().__init__(name, non_blocking=True, continuous_batching=True, **settings)
+    def __init__(self, name: str, cache_tokens: int, adapter: Path | None = None, origins=(), **settings):
+        self.name, self.batches, self.adapter, self.origins = name, Batches(cache_tokens), adapter, list(origins)
+        self.tokenizing = ThreadPoolExecutor(1)  # one: the memory is that of one prompt
+        settings = {"non_blocking": True, "continuous_batching": True, "log_level": "error"} | settings
+        super().__init__(name, **settings)
 
     def start_server(self) -> None:
         """Called by transformers when the model is loaded: makes the changes and starts the thread."""
-        manager, pinned = self._model_manager, self._model_manager.process_model_name(self.name)
-        load, entry = manager.load_model_and_processor, {"id": self.name, "object": "model", "owned_by": ""}
-        entry["created"] = int(time.time())
-
-        def load_pinned(name: str, *arguments, **keywords):
-            if name != pinned:
-                raise ValueError(f"this server has only the model {self.name!r}")
-            return load(name, *arguments, **keywords)
-
-        manager.load_model_and_processor, manager.get_gen_models = load_pinned, lambda: [entry]
-        model, _tokenizer = load(pinned)
+        manager, state, app = self._model_manager, self._generation_state, self.server.config.app
+        self.model, processor = manager.load_model_and_processor(manager.process_model_name(self.name))
+        self.tokenizer = getattr(processor, "tokenizer", processor)
         if self.adapter:
-            add_adapter_(model, self.adapter)
-        self.batches.init_cb(model, None)
-        self._generation_state._cb_manager, self._generation_state._cb_model_id = self.batches, pinned
-        for kind in BAD_REQUEST:
-            self.server.config.app.add_exception_handler(kind, bad_request)
+            add_adapter_(self.model, self.adapter)
+        # The model is never loaded again, so no other takes its place, nor this one without its adapter.
+        manager.load_model_and_processor = lambda *_, **_more: (self.model, self.tokenizer)
+        modality = manager.get_model_modality(self.model, processor=self.tokenizer)
+        manager.get_model_modality = lambda *_, **_more: modality
+        entry = {"id": self.name, "object": "model", "owned_by": "", "created": int(time.time())}
+        manager.get_gen_models = lambda: [entry]
+        self.start_batches()
+        state._cb_manager, state._cb_model_id = self.batches, self.name
+        for handler in (self._chat_handler, self._completion_handler, self._response_handler):
+            handler.handle_request = functools.partial(self.answer, copy.copy(handler))
+        app.router.routes[:] = [route for route in app.router.routes if methods(route) <= ROUTES]
+        # RuntimeError: while an answer is generated.
+        for kind in (HTTPException, RequestValidationError, ValueError, RuntimeError):
+            app.add_exception_handler(kind, bad_request)
+        if self.origins:
+            app.add_middleware(CORSMiddleware, allow_origins=self.origins, allow_methods="*", allow_headers="*")
+        room = self.batches.room(self.model)
+        longest = max(len(token.encode()) for token in self.tokenizer.get_vocab())
+        limit = max(MIN_BODY_BYTES, room * longest)
+        app.add_middleware(Guard, host=self.server.config.host, origins=self.origins, body_bytes=limit, tokens=room)
         super().start_server()
+
+    def start_batches(self) -> None:
+        """Starts the thread that generates. Raises InputError if its cache does not fit into the memory."""
+        try:
+            self.batches.init_cb(self.model, None)
+        except MemoryError:
+            fits = self.batches.largest_cache(self.model)
+            words = f"the largest that fits is {fits}" if fits > 0 else "nothing fits; use a machine with more memory"
+            raise InputError(f"--cache_tokens {self.batches.cache_tokens}: too large for the memory; {words}") from None
+
+    async def answer(self, handler, body: dict, request_id: str):
+        """The response to a request: what `handler` of transformers answers, tokenized in a thread."""
+        body = checked(body, self.model.config.get_text_config().vocab_size)
+        prompt = Prompt(self.tokenizer, functools.partial(self.batches.check, self.model))
+        handler, resolve = copy.copy(handler), handler._resolve_model
+
+        def resolve_model(body: dict):
+            resolve(body)  # raises HTTPException for another model
+            return self.name, self.model, prompt
+
+        def tokenize() -> None:
+            try:
+                handler.handle_request(body, request_id).send(None)
+            except (Tokenized, HTTPException, ValueError) as error:
+                if not isinstance(error, Tokenized):
+                    raise
+            except Exception as error:  # of any type: wrong parts of messages, roles that the chat template refuses
+                words = "missing or unknown: " if isinstance(error, KeyError) else "the prompt cannot be read: "
+                raise ValueError(f"{words}{error}") from error
+
+        handler._resolve_model = resolve_model
+        await asyncio.get_running_loop().run_in_executor(self.tokenizing, tokenize)
+        return await handler.handle_request(body, request_id)
 
     def wait_until_listening(self) -> str | None:
         """The address, http://HOST:PORT, when the server accepts requests; None if it cannot listen."""
@@ -73,13 +134,87 @@ class PackedServer(Serve):
     def stop(self) -> None:
         """Stops the server, and the thread that generates, without waiting for the requests in progress."""
         self.server.should_exit = self.server.force_exit = True
+        self.tokenizing.shutdown(wait=False, cancel_futures=True)
         self.batches.stop()
         self._thread.join(timeout=5)
 
 
+class Guard:
+    """Refuses requests of foreign web pages, through the browser of a user of the server, and bodies that are too long.
+
+    A page can send requests to other servers: then Origin names the page. And the owner of a domain can let its name
+    point to 127.0.0.1 (DNS rebinding): then Host names the domain. So Origin must be this machine or allowed, and for a
+    server that listens on a loopback address Host too. Programs other than browsers send no Origin.
+    """
+
+    def __init__(self, app, host: str, origins: list[str], body_bytes: int, tokens: int):
+        self.app, self.origins, self.body_bytes, self.tokens = app, origins, body_bytes, tokens
+        self.names, self.allowed = {"localhost", host.lower()}, {host_name(origin) for origin in origins}
+        self.is_local = ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if refusal := self.refusal(Headers(scope=scope)):
+            await error_response(403, refusal)(scope, receive, send)
+            return
+        parts, size, more = [], 0, True
+        while more:
+            parts.append(await receive())
+            size, more = size + len(parts[-1].get("body", b"")), parts[-1].get("more_body", False)
+            if size > self.body_bytes:
+                words = f"the request has more than {self.body_bytes} bytes, but this server has room for"
+                refused = error_response(413, f"{words} {self.tokens} tokens; shorten the prompt")
+                await refused(scope, receive, send)
+                return
+
+        async def receive_again():
+            return parts.pop(0) if parts else await receive()
+
+        await self.app(scope, receive_again, send)
+
+    def refusal(self, headers: Headers) -> str | None:
+        """Why a request with these headers is refused; None if it is not."""
+        for host in headers.getlist("host") or [""]:
+            name = host_name(f"//{host}")
+            if self.is_local and not self.is_here(name) and name not in self.allowed:
+                return f"Host {host!r} is not this server; allow it with --allow_origin http://{host}"
+        for origin in headers.getlist("origin"):
+            if origin not in self.origins and not self.is_here(host_name(origin)):
+                return f"pages of {origin!r} may not send requests; allow them with --allow_origin {origin}"
+        return None
+
+    def is_here(self, name: str) -> bool:
+        """Whether this is --host, or a name that always means this machine."""
+        try:
+            return name in self.names or ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+
+def host_name(url: str) -> str:
+    """The name in a URL, or "" if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def methods(route) -> set[tuple[str, str]]:
+    """The method and path pairs of a route of the app."""
+    return {(method, route.path) for method in route.methods}
+
+
+def error_response(code: int, text: str) -> JSONResponse:
+    """An error in the form of the OpenAI API."""
+    return JSONResponse({"error": {"message": text, "type": "invalid_request_error"}}, status_code=code)
+
+
 async def bad_request(_request: Request, error: Exception) -> JSONResponse:
     """The answer to a request that raised `error`."""
-    text = error.detail if isinstance(error, HTTPException) else " ".join(str(error).split())
-    text = f"missing or unknown: {text}" if isinstance(error, KeyError) else text
-    code = getattr(error, "status_code", 500 if isinstance(error, RuntimeError) else 400)
-    return JSONResponse({"error": {"message": text, "type": "invalid_request_error"}}, status_code=code)
+    if isinstance(error, HTTPException):
+        return error_response(400 if error.status_code == 422 else error.status_code, str(error.detail))
+    if isinstance(error, RequestValidationError):
+        return error_response(400, f"the body must be a JSON object: {error.errors()[0]['msg']}")
+    return error_response(500 if isinstance(error, RuntimeError) else 400, " ".join(str(error).split()))

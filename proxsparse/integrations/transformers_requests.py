@@ -1,0 +1,156 @@
+"""The requests of the server: which values their fields may have, and the tokens of their prompts."""
+
+import inspect
+import json
+import math
+from collections.abc import Callable
+
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+# A client may set the variables of a chat template, and no arguments of the function, such as another template.
+RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+SHOWN = 60  # characters of a wrong value in a message
+
+
+def is_number(value, low: float, high: float, kind=int | float) -> bool:
+    """Whether the value of a field is a number, but not true, false or NaN, and in the range."""
+    return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+
+
+def number(low: float, high: float) -> tuple[Callable, str]:
+    """The test of a number, and its words."""
+    return lambda value: is_number(value, low, high), f"a number from {low:g} to {high:g}"
+
+
+def integer(low: int, high: int) -> tuple[Callable, str]:
+    """The test of an integer, and its words."""
+    return lambda value: is_number(value, low, high, int), f"an integer from {low} to {high}"
+
+
+def instance(kind: type, words: str) -> tuple[Callable, str]:
+    """The test of a type, and its words."""
+    return lambda value: isinstance(value, kind), words
+
+
+def each(values, holds: Callable) -> bool:
+    """Whether this is a list with such values."""
+    return isinstance(values, list) and all(map(holds, values))
+
+
+def is_stop(value) -> bool:
+    """Whether the value can end an answer. An empty string would end each after one token."""
+    return isinstance(value, str) and value != ""
+
+
+def is_message(value) -> bool:
+    """Whether the value is a message of a chat; its parts are read by transformers."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and isinstance(value.get("content"), str | list | None)
+        and isinstance(value.get("tool_calls"), list | None)
+    )
+
+
+def is_settings(value) -> bool:
+    """Whether the value is the text of a JSON object that transformers accepts as settings."""
+    try:
+        return bool(GenerationConfig(**json.loads(value)))
+    except Exception:  # of any type
+        return False
+
+
+TOKENS = (lambda v: is_number(v, 1, math.inf, int), "an integer, at least 1")
+STRING, SWITCH = instance(str, "a string"), instance(bool, "true or false")
+FIELDS = {  # name -> whether a value is right, and what it must be. null is the same as no value
+    # 0 means greedy. The scores are divided by it, in fp32
+    "temperature": (lambda v: v == 0 or is_number(v, 1e-6, 100), "0, or a number from 1e-06 to 100"),
+    "top_p": number(0, 1),
+    "frequency_penalty": number(-0.99, 2),  # a repetition penalty of 0.01 to 3
+    "presence_penalty": number(-2, 2),
+    "seed": integer(-(2**63), 2**64 - 1),  # of torch
+    "max_tokens": TOKENS,
+    "max_completion_tokens": TOKENS,
+    "max_output_tokens": TOKENS,
+    "max_tool_calls": TOKENS,
+    "n": integer(1, 128),
+    "best_of": integer(1, 128),
+    "logprobs": (lambda v: isinstance(v, bool) or is_number(v, 0, 20, int), "true, false or an integer from 0 to 20"),
+    "top_logprobs": integer(0, 20),
+    "stop": (lambda v: is_stop(v) or each(v, is_stop), "a string or a list of strings, none of them empty"),
+    "stream": SWITCH,
+    "parallel_tool_calls": SWITCH,
+    "prompt": STRING,
+    "suffix": STRING,
+    "instructions": STRING,
+    "input": instance(str | list, "a string or a list"),
+    "messages": (lambda v: each(v, is_message), "a list of objects with a role and a content"),
+    "tools": (lambda v: each(v, lambda tool: isinstance(tool, dict)), "a list of objects"),
+    "generation_config": (is_settings, "a string with a JSON object of settings for generate"),
+    "chat_template_kwargs": (
+        lambda v: isinstance(v, dict) and not RESERVED & set(v),
+        "an object with variables of the chat template, and no arguments of apply_chat_template",
+    ),
+}
+
+
+def checked(body: dict, vocabulary: int) -> dict:
+    """The fields of a request, without those that are null. Raises ValueError, with the field, for a wrong value.
+
+    vocabulary is the number of tokens of the model.
+    """
+
+    def is_bias(value) -> bool:
+        return isinstance(value, dict) and all(
+            key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocabulary and is_number(bias, -100, 100)
+            for key, bias in value.items()
+        )
+
+    words = f"an object of token numbers below {vocabulary} and numbers from -100 to 100"
+    fields = FIELDS | {"logit_bias": (is_bias, words)}
+    body = {"stream": False} | {name: value for name, value in body.items() if value is not None}
+    for name in body.keys() & fields.keys():
+        holds, words = fields[name]
+        if not holds(body[name]):
+            shown = json.dumps(body[name])
+            raise ValueError(f"{name} must be {words}, not {shown[:SHOWN]}{'...' * (len(shown) > SHOWN)}")
+    if "logit_bias" in body:
+        body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
+    return body
+
+
+class Tokenized(Exception):
+    """A `Prompt` has its tokens."""
+
+
+class Prompt:
+    """Stands for the tokenizer in a handler of transformers, which tokenizes in the event loop.
+
+    So the handler is called twice. The first call, in a thread, ends with `Tokenized` as soon as the tokens are there.
+    The second call, in the event loop, finds them.
+
+    Args:
+        real: the tokenizer.
+        check: is called with the tokens, and raises an exception if the request is refused.
+    """
+
+    def __init__(self, real: PreTrainedTokenizerBase, check: Callable[[list[int]], None]):
+        self.real, self.check, self.inputs = real, check, None
+
+    def __getattr__(self, name: str):
+        return getattr(self.real, name)
+
+    def __call__(self, *arguments, **keywords):
+        return self.once(self.real, *arguments, **keywords)
+
+    def apply_chat_template(self, *arguments, **keywords):
+        """As of the tokenizer."""
+        return self.once(self.real.apply_chat_template, *arguments, **keywords)
+
+    def once(self, tokenize: Callable, /, *arguments, **keywords):
+        """What `tokenize` returns. Raises Tokenized at the first call."""
+        if self.inputs is None:
+            self.inputs = tokenize(*arguments, **keywords)
+            self.check(self.inputs["input_ids"])
+            raise Tokenized
+        return self.inputs

@@ -1,0 +1,253 @@
+"""Odd and hostile requests to `proxsparse serve`: same ids, closed routes, foreign pages, long prompts, values."""
+
+import os
+import threading
+import time
+import typing
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+from live_server import answers_of, ask, packed_with_template, send, serving, stream
+from starlette.datastructures import Headers
+from transformers.cli.serving import chat_completion, completion, response
+from transformers.cli.serving import server as theirs
+
+from proxsparse.integrations import transformers_requests, transformers_server
+
+PAGE = "https://chat.example.org"
+ANSWER_TOKENS = 20
+GREEDY = {"model": "packed", "max_tokens": 2, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The dense and the packed folder of a tiny llama."""
+    return packed_with_template(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def server(folders, tmp_path_factory):
+    """A client of a server that a web page may use."""
+    with serving(tmp_path_factory.mktemp("log") / "log", folders[1], "--allow_origin", PAGE) as client:
+        yield client
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_requests_with_the_same_id_are_answered_as_alone(rounds, server, folders):
+    expected, same = answers_of(folders[0]), {"extra_headers": {"x-request-id": "one"}, "max_tokens": ANSWER_TOKENS}
+    ways = [lambda prompt: ask(server, prompt, **same), lambda prompt: "".join(stream(server, prompt, **same))]
+    prompts = ["hello", "the sea", "a third"]
+    answers = {prompt: expected(prompt, ANSWER_TOKENS) for prompt in prompts}
+    alone = {(way, prompt): way(prompt) for way in ways for prompt in prompts}  # a stream drops half of a character
+    assert all(alone[ways[0], prompt] == answers[prompt] for prompt in prompts)
+    for together in (2, 3):
+        for way in ways:
+            with ThreadPoolExecutor(together) as pool:
+                for _ in range(rounds):
+                    answered = list(pool.map(way, prompts[:together]))
+                    assert answered == [alone[way, prompt] for prompt in prompts[:together]]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_answers_name_the_model_and_the_id(path, server):
+    tokens = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    body = {"input": "x"} if path == "/v1/responses" else body
+    for streaming in (False, True):
+        fields = body | {tokens: 2, "stream": streaming}
+        code, answer, headers = send(server, "POST", path, fields, {"x-request-id": "mine"})
+        assert (code, headers["x-request-id"]) == (200, "mine")
+        text = str(answer)
+        assert "packed" in text
+        assert "@main" not in text
+
+
+CLOSED = [
+    ("POST", "/reset"),
+    ("POST", "/load_model"),
+    ("POST", "/v1/audio/transcriptions"),
+    ("POST", "/v1/systemone"),
+    ("GET", "/docs"),
+    ("GET", "/openapi.json"),
+    ("GET", "/"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), CLOSED)
+def test_other_routes_are_closed(method, path, server):
+    code, answer, _ = send(server, method, path, {})
+    assert (code, answer["error"]["message"]) == (404, "Not Found")
+
+
+def test_the_routes_of_the_app(folders, monkeypatch):
+    build = theirs.build_server
+
+    def build_newer(*arguments, **keywords):
+        app = build(*arguments, **keywords)
+        app.add_api_route("/v1/new", lambda: None)
+        return app
+
+    monkeypatch.setattr(theirs, "build_server", build_newer)
+    monkeypatch.setattr(transformers_server.Serve, "start_server", lambda self: None)  # does not listen
+    monkeypatch.chdir(os.path.dirname(folders[1]))
+    server = transformers_server.PackedServer("packed", 64, host="127.0.0.1", device="cpu")
+    server.batches.stop()
+    routes = [transformers_server.methods(route) for route in server.server.config.app.router.routes]
+    assert set().union(*routes) == transformers_server.ROUTES
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "localhost.evil.example:80"}, 403),
+        ({"Host": "192.168.1.5"}, 403),
+        ({"Host": "["}, 403),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "LOCALHOST:1"}, 200),
+        ({"Host": "[::1]:80"}, 200),
+        ({"Host": "chat.example.org"}, 200),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1.evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://chat.example.org"}, 403),
+        ({"Origin": PAGE}, 200),
+        ({"Origin": "http://localhost:3000"}, 200),
+    ],
+)
+def test_requests_of_foreign_pages_are_refused(headers, code, server):
+    for method, path, body in ("POST", "/v1/completions", GREEDY | {"prompt": "x"}), ("GET", "/v1/models", None):
+        found, answer, received = send(server, method, path, body, headers)
+        assert found == code, answer
+        assert (received.get("access-control-allow-origin") == PAGE) == (headers.get("Origin") == PAGE)
+    assert code == 200 or "--allow_origin" in answer["error"]["message"]
+
+
+def test_an_allowed_page_may_ask_before_it_sends(server):
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    code, _, headers = send(server, "OPTIONS", "/v1/completions", None, asks | {"Origin": PAGE})
+    assert (code, headers["access-control-allow-origin"]) == (200, PAGE)
+    assert send(server, "OPTIONS", "/v1/completions", None, asks | {"Origin": "http://evil.example"})[0] == 403
+
+
+def test_a_server_for_other_machines_has_any_name():
+    guard = transformers_server.Guard(None, host="0.0.0.0", origins=[], body_bytes=0, tokens=0)
+    for host in ("gpu3", "gpu3.lab.example:8000", "192.168.1.5:8000"):
+        assert guard.refusal(Headers({"host": host})) is None
+        assert "not send" in guard.refusal(Headers({"host": host, "origin": "http://evil.example"}))
+
+
+def slowest_health(client, during) -> float:
+    """The seconds of the slowest GET /health while `during()` runs."""
+    done, seconds = threading.Event(), []
+
+    def ask_health() -> None:
+        while not done.is_set():
+            start = time.monotonic()
+            assert send(client, "GET", "/health")[0] == 200
+            seconds.append(time.monotonic() - start)
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=ask_health)
+    thread.start()
+    try:
+        during()
+    finally:
+        done.set()
+        thread.join()
+    return max(seconds)
+
+
+def test_a_body_that_is_too_long_is_not_read(server):
+    def send_long() -> None:
+        body = b'{"prompt": "' + b"x" * 2**23 + b'"}'
+        for data in (body, iter([body[: 2**22], body[2**22 :]])):
+            code, answer, _ = send(server, "POST", "/v1/completions", data)
+            assert (code, "more than 1048576 bytes" in answer["error"]["message"]) == (413, True), answer
+
+    assert slowest_health(server, send_long) < 1
+
+
+@pytest.mark.slow
+def test_the_server_answers_while_it_tokenizes(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers_server, "MIN_BODY_BYTES", 2**24)
+    with serving(tmp_path / "log", folders[1]) as client:
+
+        def send_long() -> None:
+            code, answer, _ = send(client, "POST", "/v1/completions", GREEDY | {"prompt": "x" * 2**23})
+            assert (code, "has 8388608 tokens" in answer["error"]["message"]) == (400, True)
+
+        assert slowest_health(client, send_long) < 1
+
+
+NUMBERS = ["x", [1], {}, True, float("nan"), float("inf"), -1e300, 1e300, -(10**400), 10**400]
+PATHS = {
+    "/v1/completions": completion.CompletionHandler,
+    "/v1/chat/completions": chat_completion.ChatCompletionHandler,
+    "/v1/responses": response.ResponseHandler,
+}
+NEEDED = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/responses": {"input": "x", "max_output_tokens": 2},
+}
+OTHERS = {  # of all routes that have the field
+    "temperature": [1e-300, -1, 101],
+    "top_p": [-0.1, 1.1],
+    "frequency_penalty": [-1, 3],
+    "seed": [1.5, 2**64],
+    "max_tokens": [0, 1.5],
+    "stop": [5, [5], "", [""], ["a", ""], {}, [["a"]]],
+    "logit_bias": [5, [5], {"260": 1}, {"-1": 1}, {"x": 1}, {"5": "x"}, {"5": float("nan")}, {"5": 1e300}],
+    "stream": ["yes", 1],
+    "prompt": [5, ["x"], {}],
+    "suffix": [5],
+    "input": [5, {}],
+    "messages": ["x", 5, [5], [{"role": 5}], [{"role": "user", "content": 5}]],
+    "tools": [5, [5]],
+    "chat_template_kwargs": [5, {"padding": "max_length"}, {"chat_template": "x"}],
+    "generation_config": [
+        *[5, "x", "[]", '{"sequence_bias": [[[260], 1.0]]}', '{"bad_words_ids": [[260]]}', '{"max_new_tokens": "x"}'],
+        *['{"temperature": 1e-300}', '{"temperature": "x"}', '{"eos_token_id": "x"}', '{"repetition_penalty": 0}'],
+        '{"max_new_tokens": 0}',
+    ],
+}
+
+
+def numeric_fields(handler) -> set[str]:
+    """The fields of a request that may be numbers in the client of OpenAI, and that are not lists or objects."""
+    fields = typing.get_type_hints(handler._valid_params_class)
+    return {name for name, kind in fields.items() if {int, float} & {kind, *typing.get_args(kind)}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_wrong_values_are_refused_with_the_name_of_the_field(path, server):
+    known = PATHS[path]._valid_params_class.__mutable_keys__
+    numeric = numeric_fields(PATHS[path])
+    assert {"temperature", "top_p", "seed"} <= numeric <= transformers_requests.FIELDS.keys()
+    for name in sorted((numeric | OTHERS.keys()) & known):
+        numbers = [value for value in NUMBERS if value is not True or name != "logprobs"] if name in numeric else []
+        if name.startswith("max_"):
+            numbers = [value for value in numbers if value != 10**400]  # the answer ends earlier anyway
+        for value in numbers + OTHERS.get(name, []):
+            code, answer, _ = send(server, "POST", path, NEEDED[path] | {name: value})
+            assert code == 400, (name, value, answer)
+            assert answer["error"]["message"].startswith(name), (name, value, answer)
+        if name not in ("prompt", "messages", "input"):
+            code, answer, _ = send(server, "POST", path, NEEDED[path] | {name: None})
+            assert code == 200, (name, answer)
+    assert send(server, "GET", "/health")[0] == 200
+
+
+def test_right_values_are_accepted(server):
+    chat = {"logit_bias": {"65": 100}, "stop": ["x", "y"], "seed": -1, "temperature": 1e-6, "top_p": 0, "n": 1}
+    chat |= {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
+    chat |= {"chat_template_kwargs": {"colour": "red"}, "generation_config": '{"top_k": 5}', "tools": []}
+    code, answer, _ = send(server, "POST", "/v1/chat/completions", chat)
+    assert code == 200, answer
+    code, answer, _ = send(server, "POST", "/v1/completions", {"prompt": "x", "max_tokens": 10**30, "temperature": 2})
+    assert (code, answer["usage"]["total_tokens"]) == (200, 128)
