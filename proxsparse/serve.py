@@ -19,9 +19,9 @@ from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device
 
 DESCRIPTION = """\
-Serve a packed checkpoint with the server of transformers: /v1/chat/completions and /v1/completions of the OpenAI API,
-with streaming and several requests at a time. Clients name the model as the folder is named; other models are refused.
-Ctrl-C stops the server."""
+Serve a packed checkpoint with the server of transformers: /v1/completions, /v1/chat/completions and /v1/responses of
+the OpenAI API, with streaming and several requests at a time. Clients name the model as the folder is named; other
+models are refused. Ctrl-C stops the server."""
 PACKAGES = ("fastapi", "uvicorn", "openai", "accelerate")
 INSTALL = 'pip install "proxsparse[serve,lora]"'
 

@@ -129,7 +129,12 @@ class Request(str):
         if not gen_config.do_sample:
             gen_config.temperature = gen_config.top_p = gen_config.top_k = None
         stop = gen_config.stop_strings or []
-        self.stop = [stop] if isinstance(stop, str) else stop
+        self.stop = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop_strings must be strings, none of them empty, not {self.stop}")
+        ends = gen_config.eos_token_id
+        if not all(isinstance(end, int | None) for end in (ends if isinstance(ends, list) else [ends])):
+            raise ValueError(f"eos_token_id must be tokens, not {ends}")
         self.tokenizer, self.prompt_tokens, self.is_sampled = tokenizer, len(prompt), bool(gen_config.do_sample)
         model._prepare_special_tokens(gen_config, kwargs_has_attention_mask=True, device=model.device)
         self.processors = model._get_logits_processor(gen_config, len(prompt), device=model.device)

@@ -208,6 +208,7 @@ def methods(route) -> set[tuple[str, str]]:
 
 def error_response(code: int, text: str) -> JSONResponse:
     """An error in the form of the OpenAI API."""
+    text = text.encode(errors="backslashreplace").decode()  # JSON may have halves of characters
     return JSONResponse({"error": {"message": text, "type": "invalid_request_error"}}, status_code=code)
 
 
