@@ -87,12 +87,17 @@ class PackedServer(Serve):
 
     def start_batches(self) -> None:
         """Starts the thread that generates. Raises InputError if its cache does not fit into the memory."""
+        flag = f"--cache_tokens {self.batches.cache_tokens}"
         try:
             self.batches.init_cb(self.model, None)
         except MemoryError:
             fits = self.batches.largest_cache(self.model)
             words = f"the largest that fits is {fits}" if fits > 0 else "nothing fits; use a machine with more memory"
-            raise InputError(f"--cache_tokens {self.batches.cache_tokens}: too large for the memory; {words}") from None
+            raise InputError(f"{flag}: too large for the memory; {words}") from None
+        except RuntimeError as error:  # of torch: other programs have taken the memory, or the system limits it
+            if "memory" not in str(error):
+                raise
+            raise InputError(f"{flag}: {error}; lower --cache_tokens") from error
 
     async def answer(self, handler, body: dict, request_id: str):
         """The response to a request: what `handler` of transformers answers, tokenized in a thread."""
@@ -107,9 +112,10 @@ class PackedServer(Serve):
         def tokenize() -> None:
             try:
                 handler.handle_request(body, request_id).send(None)
-            except (Tokenized, HTTPException, ValueError) as error:
-                if not isinstance(error, Tokenized):
-                    raise
+            except Tokenized:
+                pass
+            except (HTTPException, ValueError):
+                raise
             except Exception as error:  # of any type: wrong parts of messages, roles that the chat template refuses
                 words = "missing or unknown: " if isinstance(error, KeyError) else "the prompt cannot be read: "
                 raise ValueError(f"{words}{error}") from error

@@ -264,10 +264,15 @@ def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):
         refused(capsys, serve.main, [folder, "--port", "0"], *words)
 
 
-def test_a_cache_that_does_not_fit(folders, capsys):
-    printed = refused(
-        capsys, serve.main, [folders[1], "--port", "0", "--cache_tokens", 10**12], f"--cache_tokens {10**12}: too large"
-    )
+def test_a_cache_that_does_not_fit(folders, monkeypatch, capsys):
+    def fail(*_) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    printed = []
+    for tokens, words in (10**12, "the largest that fits is "), (64, "lower --cache_tokens"):
+        arguments = [folders[1], "--port", "0", "--cache_tokens", tokens]
+        printed += refused(capsys, serve.main, arguments, f"--cache_tokens {tokens}: ", words)
+        monkeypatch.setattr(transformers_batches.Batches, "init_cb", fail)
     assert not any("serving" in line or "Traceback" in line for line in printed)
 
 
