@@ -93,7 +93,7 @@ def test_rounding_changes_y_by_a_few_percent(kind, most):
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(("kind", "major"), FORMS, ids=name_of)
 def test_what_is_handed_to_the_kernel(kind, major, with_bias, gpu, monkeypatch):
-    """For sm_80 rows are padded to 8, and y^T is turned. The metadata have the order of the GPU."""
+    """For sm_80 rows are padded to 16, and y^T is turned. The metadata have the order of the GPU."""
     gpu(major)
     codes, indices, scales = packed_as(kind, pruned_weight((96, 384), torch.bfloat16))
     tiles = []
@@ -119,7 +119,7 @@ def test_what_is_handed_to_the_kernel(kind, major, with_bias, gpu, monkeypatch):
         torch.testing.assert_close(y.double(), exact(kind, x, codes, indices, scales, bias)[0], rtol=4e-3, atol=1e-4)
     large = "128x256" if (kind, major) == (INT8, 9) else "128x128"
     assert tiles == [
-        ("64x64", 8 if major == 8 else 1),
+        ("64x64", 16 if major == 8 else 1),
         ("64x64", 16 if major == 8 else 13),
         (large, 304 if major == 8 else 300),
     ]

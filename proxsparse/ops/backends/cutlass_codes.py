@@ -150,8 +150,8 @@ def _sparse_linear(
     if reason := missing(kind, x, values):
         raise RuntimeError(f"sparse_linear_{kind.name}: {reason}")
     rows, architecture = len(x), cutlass.architecture_of(x.device)
-    transposed = architecture == 80  # the kernel computes y^T for a multiple of 8 rows
-    codes, x_scales = quantize_rows(pad_rows(x, 8) if transposed else x, kind)
+    transposed = architecture == 80  # the kernel computes y^T for a multiple of 16 rows: CUTLASS's `can_implement`
+    codes, x_scales = quantize_rows(pad_rows(x, 16) if transposed else x, kind)
     y = x.new_empty((len(values), len(codes)) if transposed else (rows, len(values)))
     order = metadata_of(indices) if order is None else order
     bias = None if bias is None else cutlass.aligned(bias)
