@@ -1,13 +1,15 @@
-"""The backend under test as the fixture `device`, the CUDA kernels built for this CPU."""
+"""The backend under test as the fixture `device`; compiled CUDA kernels on this CPU (tests/ptx)."""
 
-import os
+import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ops.on_cpu import build, replace_extension
 from ops.on_each_backend import backends_of
+from ptx.gpu import GPU, cuda_extension, require_compilers
 
 from proxsparse.ops import registry
+from proxsparse.ops.backends import cuda
 
 ZEROS = torch.zeros(1, 4)
 # What `supports` is asked of a small tensor and these arguments.
@@ -28,16 +30,25 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="session")
-def cuda_library(tmp_path_factory):
-    """The kernels of csrc/cuda as C functions, built for this CPU once for all test processes."""
-    folder = tmp_path_factory.getbasetemp()
-    return build(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
+def emulated():
+    """(GPU, proxsparse._C_cuda on it)."""
+    require_compilers()
+    gpu = GPU()
+    return gpu, cuda_extension(gpu)
 
 
 @pytest.fixture
-def cuda_on_cpu(cuda_library, monkeypatch):
-    """The backend "cuda" serves tensors of the CPU."""
-    replace_extension(cuda_library, monkeypatch)
+def cuda_on_cpu(emulated, monkeypatch):
+    """The backend "cuda" serves tensors of the CPU. Returns the emulated GPU."""
+    gpu, extension = emulated
+    monkeypatch.setattr(cuda, "_C", extension)
+    monkeypatch.setattr(cuda, "_missing", None)
+    monkeypatch.setattr(cuda, "_supports", lambda tensor, n, m: None if m == 4 and n in (1, 2) else "not this pattern")
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    for name, value in {"seed": 0, "edit": lambda ptx: ptx, "launches": []}.items():
+        monkeypatch.setattr(gpu, name, value)
+    return gpu
 
 
 @pytest.fixture

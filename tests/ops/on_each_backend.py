@@ -11,7 +11,7 @@ import torch
 from proxsparse.ops import registry
 
 GPU_BACKENDS = ("triton", "cuda", "gemv", "cutlass")
-ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_", "pack_nm")  # of "cuda": on_cpu.py
+ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_", "pack_nm")  # of "cuda"
 SECOND_GPU = (pytest.mark.gpu, pytest.mark.multi_gpu)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -27,7 +27,7 @@ class OnGPU:
 
 
 def backends_of(op: str) -> list:
-    """cpp, the reference and the CUDA kernels of on_cpu.py on the CPU; triton, cuda and the reference on a GPU or two.
+    """cpp, the reference and the compiled CUDA kernels (tests/ptx) on the CPU; triton, cuda, the reference on GPUs.
 
     Only triton, on the CPU, in a process in which Triton interprets.
     """
@@ -36,7 +36,8 @@ def backends_of(op: str) -> list:
     found = []
     for name in registry.list_backends(op):
         if name not in GPU_BACKENDS or (name == "cuda" and op in ON_CPU_OPS):
-            found.append(pytest.param((name, "cpu"), id="cuda-on-cpu" if name == "cuda" else name))
+            marks, label = (pytest.mark.slow, "cuda-on-cpu") if name == "cuda" else ((), name)
+            found.append(pytest.param((name, "cpu"), id=label, marks=marks))
         if name in (*GPU_BACKENDS, "reference"):
             label = "reference-on-gpu" if name == "reference" else name
             found.append(pytest.param((name, "cuda"), id=label, marks=pytest.mark.gpu))

@@ -4,6 +4,9 @@ Every tensor ends, or begins, where memory must not be touched: an access beyond
 instruction set.
 """
 
+import ctypes
+import mmap
+import os
 import sys
 from pathlib import Path
 
@@ -11,8 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ops.on_cpu import fenced
 from pruned import assert_as_good_as_dense, pruned_weight, quantized
+from torch import Tensor
 
 from proxsparse import _C
 from proxsparse.reference import pack
@@ -20,6 +23,21 @@ from proxsparse.reference import pack
 IN_FEATURES = [*range(4, 140, 4), 252, 256, 260, 508, 512, 516, 576, 1028]
 OUT_AND_ROWS = [(1, 1), (4, 1), (9, 1), (5, 2), (3, 3), (8, 4), (7, 5), (2, 17)]
 MANY_ROWS = [(1, 29), (13, 33), (50, 32), (12, 61)]  # unpacked: parts of groups and panels, and rows after them
+
+
+def fenced(tensor: Tensor, at_end: bool) -> Tensor:
+    """A copy at the end (else at the start) of memory between two pages that must not be touched."""
+    page, size = mmap.PAGESIZE, tensor.numel() * tensor.element_size()
+    inner = -(-size // page) * page
+    memory = mmap.mmap(-1, inner + 2 * page)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
+    offset = page + (inner - size if at_end else 0)
+    copy = whole[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    for fence in (whole.data_ptr(), whole.data_ptr() + page + inner):
+        assert protect(ctypes.c_void_p(fence), ctypes.c_size_t(page), 0) == 0, os.strerror(ctypes.get_errno())
+    return copy
 
 
 def check_pack(dtype, in_features, at_end):

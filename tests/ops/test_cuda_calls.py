@@ -1,15 +1,14 @@
-"""What Python hands to proxsparse._C_cuda and _C_cutlass: the calls of a GPU from end to end, kernels on the CPU."""
+"""What Python hands to proxsparse._C_cuda and _C_cutlass: whole calls of a GPU with compiled kernels (tests/ptx)."""
 
-import ctypes
 import functools
 
 import pytest
 import torch
-from ops.on_cpu import address, fenced, survives
+from ops.test_cutlass_codes import exact
 from pruned import assert_as_good_as_dense, pruned_weight, quantized
-from torch import Tensor
+from ptx.gpu import Extension, cutlass_flags
 
-from proxsparse.ops.backends import cuda, cutlass
+from proxsparse.ops.backends import cuda, cutlass, cutlass_codes
 from proxsparse.ops.registry import get_kernel
 from proxsparse.reference import pack
 
@@ -27,69 +26,45 @@ def gpu(cuda_on_cpu, monkeypatch):
     return lambda major: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
 
 
-@pytest.mark.parametrize("dtypes", [(bf16, bf16), (torch.float32, bf16), (torch.float64, torch.float64)], ids=str)
-@pytest.mark.parametrize("shape", [(1, 4), (3, 12), (1, 128), (5, 260), (2, 1536)], ids=str)
-def test_the_masked_weight_stays_within_its_memory(shape, dtypes, cuda_on_cpu):
-    weight, pretrained = (torch.randn(shape, dtype=dtype) for dtype in dtypes)
-    scale = torch.rand(shape[1], dtype=torch.float64 if dtypes[0] == torch.float64 else torch.float32)
-    for at_end in (True, False):
-        tensors = [fenced(tensor, at_end) for tensor in (weight, weight, pretrained, scale)]
-        assert survives(lambda: get_kernel("masked_weight_", "cuda").run(*tensors, 2, 4))  # noqa: B023 it runs at once
-
-
 # ------------------------------------------------------------------------------------------ packing, metadata
 
 
-@pytest.mark.parametrize("dtype", [bf16, torch.float32], ids=str)
-@pytest.mark.parametrize("shape", [(1, 4), (3, 12), (5, 8), (9, 260), (130, 64), (2, 1028)], ids=str)
-def test_packing_stays_within_its_memory(shape, dtype, cuda_library):
-    weight = pruned_weight(shape, dtype)
-    packed = pack.pack_nm(weight)
-
-    def run(weight: Tensor, values: Tensor, indices: Tensor, infeasible: Tensor | None = None) -> None:
-        tensors = (address(tensor) for tensor in (weight, values, indices, infeasible))
-        assert cuda_library.pack(*tensors, ctypes.c_int64(shape[0]), shape[1], weight.itemsize) == 0
-
-    for at_end in (True, False):
-        tensors = [fenced(tensor, at_end) for tensor in (weight, *packed, torch.zeros(1, dtype=torch.int32))]
-        assert survives(lambda: run(*tensors))  # noqa: B023 it runs at once
-        assert survives(lambda: run(*tensors[:3]))  # noqa: B023
+@pytest.mark.parametrize("shape", [(1, 4), (3, 12), (9, 260), (130, 64), (0, 8)], ids=str)
+def test_packing_there_and_back(shape, cuda_on_cpu):
+    weight = pruned_weight(shape, bf16)
+    values, indices = get_kernel("pack_nm", "cuda").run(weight, 2, 4)
+    assert all(map(torch.equal, (values, indices), pack.pack_nm(weight)))
+    assert torch.equal(get_kernel("unpack_nm", "cuda").run(*pack.pack_nm(weight), 2, 4), weight)
 
 
 @pytest.mark.parametrize(("architecture", "shape"), TILED, ids=str)
-def test_metadata_is_what_the_equations_say(architecture, shape, cuda_library):
+def test_metadata_is_what_the_equations_say(architecture, shape, cuda_on_cpu):
     indices = torch.randint(0, 256, (shape[0], shape[1] // 8), dtype=torch.uint8)
     metadata = torch.empty(cutlass.metadata_bytes(*shape, architecture), dtype=torch.uint8)
-
-    def run(indices: Tensor, metadata: Tensor) -> None:
-        assert cuda_library.metadata(address(indices), address(metadata), *shape, architecture) == 0
-
-    run(indices, metadata)
+    cuda.cutlass_metadata_(indices, metadata, architecture)
     assert torch.equal(metadata, EQUATIONS[architecture](indices))
-    for at_end in (True, False):
-        assert survives(lambda: run(fenced(indices, at_end), fenced(metadata, at_end)))  # noqa: B023
 
 
 # ------------------------------------------------------------------------------------------ gemv
 
 
-@pytest.mark.parametrize("bias", [None, torch.randn(33).half()], ids=["", "bias"])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_gemv(rows, bias, cuda_on_cpu):
-    weight, x = pruned_weight((33, 320), torch.float16), torch.randn(rows, 320).half()
-    assert_as_good_as_dense(kernel("gemv").run(x, *pack.pack_nm(weight), bias, None), x, weight, bias)
-
-
-@pytest.mark.parametrize("dtype", [bf16, torch.float16], ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_gemv_of_codes(bits, dtype, cuda_on_cpu):
-    """As good as torch with the dequantized weight, rounded to the dtype."""
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_gemv(bits, cuda_on_cpu):
     for rows, shape in ((1, (33, 320)), (3, (20, 260)), (16, (64, 512))):
-        codes, indices, scales, weight = quantized(pruned_weight(shape, dtype), bits)
-        x, bias = torch.randn(rows, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype) if rows == 3 else None
-        assert_as_good_as_dense(kernel("gemv").run(x, codes, indices, bias, None, scales), x, weight, bias)
+        weight, x, bias = (
+            pruned_weight(shape, bf16),
+            torch.randn(rows, shape[1]).to(bf16),
+            torch.randn(shape[0]).to(bf16),
+        )
+        values, indices, scales, multiplied = (
+            (*pack.pack_nm(weight), None, weight) if bits == 16 else quantized(weight, bits)
+        )
+        y = kernel("gemv").run(x, values, indices, bias, None, scales)
+        assert_as_good_as_dense(y, x, multiplied, bias)
 
 
+@pytest.mark.slow
 def test_gemv_takes_x_at_any_address(cuda_on_cpu):
     weight, memory = pruned_weight((33, 320), bf16), torch.randn(2 * 320 + 8).bfloat16()
     for offset in range(8):
@@ -97,13 +72,14 @@ def test_gemv_takes_x_at_any_address(cuda_on_cpu):
         assert_as_good_as_dense(cuda.gemv(x, *pack.pack_nm(weight), None), x, weight)
 
 
+@pytest.mark.slow
 def test_a_dependent_launch_only_within_its_block(cuda_on_cpu):
     x, weight = torch.randn(1, 320).bfloat16(), pack.pack_nm(pruned_weight((33, 320), bf16))
     cuda.gemv(x, *weight, None)
     with cuda.dependent_launch():
         cuda.gemv(x, *weight, None)
     cuda.gemv(x, *weight, None)
-    assert cuda._C.gemv_dependent == [False, True, False]
+    assert [bool(launch.dependent) for _, launch in cuda_on_cpu.launches] == [False, True, False]
 
 
 # ------------------------------------------------------------------------------------------ CUTLASS
@@ -159,7 +135,7 @@ def test_cutlass(major, shape, with_bias, multiplications, gpu):
 
 
 @pytest.mark.parametrize("major", [8, 9])
-def test_the_metadata_of_cutlass_can_be_prepared_once(major, multiplications, gpu):
+def test_the_metadata_of_cutlass_can_be_prepared_once(major, multiplications, gpu, cuda_on_cpu):
     """Also of indices that begin anywhere, which are copied before."""
     gpu(major)
     values, indices = pack.pack_nm(pruned_weight((96, 320), bf16))
@@ -168,8 +144,49 @@ def test_the_metadata_of_cutlass_can_be_prepared_once(major, multiplications, gp
     assert torch.equal(prepared, EQUATIONS[10 * major](indices))
     assert torch.equal(prepared, kernel("cutlass").prepare(values, anywhere))
     for rows in (17, 40):
-        x, count = torch.randn(rows, 320).bfloat16(), cuda._C.metadata_calls
+        x, count = torch.randn(rows, 320).bfloat16(), len(cuda_on_cpu.launches)
         y = kernel("cutlass").run(x, values, indices, None, prepared)
-        assert cuda._C.metadata_calls == count
+        assert len(cuda_on_cpu.launches) == count
         assert torch.equal(y, kernel("cutlass").run(x, values, indices, None, None))
-        assert cuda._C.metadata_calls == count + 1
+        assert len(cuda_on_cpu.launches) == count + 1
+
+
+@pytest.fixture
+def compiled_tile(cuda_on_cpu, gpu, monkeypatch):
+    """compiled_tile(name): proxsparse._C_cutlass with this tile for sm_80, as nvcc compiles it."""
+
+    def use(name: str) -> None:
+        flags = cutlass_flags()
+        gpu(8)
+        load = lambda *_: cuda_on_cpu.library(f"cutlass/sm80_{name}.cu", flags, 80)  # noqa: E731
+        monkeypatch.setattr(cutlass_codes, "missing", lambda *_: None)
+        monkeypatch.setattr(cutlass, "_C", Extension(cuda_on_cpu, "cutlass/bindings.cpp", load))
+
+    return use
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(96, 320), (32, 64)], ids=str)
+def test_a_tile_of_cutlass(shape, compiled_tile):
+    compiled_tile("64x64")
+    weight, bias = pruned_weight(shape, bf16), torch.randn(shape[0]).bfloat16()
+    for rows in (1, 17, 72):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        assert_as_good_as_dense(kernel("cutlass").run(x, *pack.pack_nm(weight), None, None), x, weight)
+        y = kernel("cutlass").run(x, *pack.pack_nm(weight), bias, None)
+        torch.testing.assert_close(
+            y.double(), torch.nn.functional.linear(*(t.double() for t in (x, weight, bias))), rtol=8e-3, atol=3e-2
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(96, 384), (32, 128)], ids=str)
+def test_a_tile_of_cutlass_for_codes(shape, compiled_tile):
+    compiled_tile("int8_64x64")
+    codes, indices, scales, _ = quantized(pruned_weight(shape, bf16), 8)
+    bias = torch.randn(shape[0]).bfloat16()
+    for rows in (1, 17, 72):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        y = cutlass_codes.sparse_linear_int8(x, codes, indices, scales, bias)
+        expected, largest = exact(cutlass_codes.INT8, x, codes, indices, scales, bias)
+        assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * largest).all()

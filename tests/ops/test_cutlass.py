@@ -16,7 +16,7 @@ from proxsparse.ops.backends import cuda, cutlass, cutlass_codes
 from proxsparse.ops.registry import get_kernel
 
 CHECKOUT = Path(__file__).parents[2]
-PROGRAM = CHECKOUT / "tests" / "ops" / "cuda_on_cpu" / "cutlass_layouts.cu"
+PROGRAM = CHECKOUT / "tests" / "ops" / "cutlass_layouts.cu"
 EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
 OF_CODES = {80: cutlass_codes.metadata_sm80, 90: cutlass_codes.metadata_sm90}
 # bits of a weight and architecture -> shapes
