@@ -71,7 +71,7 @@ void gemm_codes(int64_t architecture, const std::string& tile, const at::Tensor&
                     x.sizes(), " must have two dimensions");
   const int64_t out_features = values.size(0), rows = x.size(0), in_features = 2 * values.size(1);
   const bool transposed = architecture == 80, fp8 = values.scalar_type() == at::kFloat8_e4m3fn;
-  const int out_step = transposed ? 32 : 8, in_step = transposed ? 128 : 32, step = transposed ? 8 : 1;
+  const int out_step = transposed ? 32 : 8, in_step = transposed ? 128 : 32, step = transposed ? 16 : 1;
   TORCH_CHECK_VALUE(out_features % out_step == 0 && in_features % in_step == 0 && rows % step == 0 && rows > 0,
                     "out_features=", out_features, ", in_features=", in_features, ", rows=", rows,
                     ": must be multiples of ", out_step, ", ", in_step, " and ", step);

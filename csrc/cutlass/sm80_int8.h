@@ -1,5 +1,5 @@
 // A tile for products of codes of int8, on all GPUs since Ampere: mma.sp with sums in int32. It writes y^T and needs a
-// multiple of 8 rows.
+// multiple of 16 rows.
 #pragma once
 
 #include "cutlass/cutlass.h"

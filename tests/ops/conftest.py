@@ -32,7 +32,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(scope="session")
 def emulated():
     """(GPU, proxsparse._C_cuda on it)."""
-    require_compilers()
+    require_compilers("g++", "nvcc")
     gpu = GPU()
     return gpu, cuda_extension(gpu)
 

@@ -38,7 +38,7 @@ def layer(bits, rows: int, out_features: int, in_features: int, dtype: torch.dty
         scales = torch.empty(quantize.shape_of_scales(values)).uniform_(0.01, 0.1).to(dtype)
         if bits == 4:
             scales *= torch.randint(0, 2, scales.shape) * 2 - 1
-        kept = quantize.dequantize(values, scales.double() if bits == 8 else scales, dtype)
+        kept = quantize.dequantize(values, scales.double() if bits == 8 else scales)
         weight = pack.unpack_nm(kept, indices)
     return x, values, indices, scales, weight.double()
 

@@ -1,12 +1,11 @@
 """The emulated GPU itself: what instructions do, what is refused, and that a fault in a kernel makes a case fail."""
 
 import re
-import shutil
 
 import pytest
 import torch
 from ops.test_cuda_gemv import check, layer
-from ptx.gpu import GPU, Launch
+from ptx.gpu import GPU, Launch, require_compilers
 from ptx.translate import translate
 
 from proxsparse.ops.backends import cuda
@@ -85,8 +84,7 @@ REFUSED = {
 
 def run(body: str) -> torch.Tensor:
     """A kernel of 32 threads with a tensor of 4 KB."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
+    require_compilers("g++")
     gpu, result = GPU(), torch.zeros(1024, dtype=torch.int32)
     launch = Launch((1, 1, 1), (32, 1, 1), (1, 1, 1))
     with gpu.memory(result):

@@ -21,7 +21,7 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
     """Launches of the Triton kernels run on the emulated GPU."""
-    require_compilers()
+    require_compilers("g++")
     gpu = GPU()
     for module, name in (
         (prox, "prox_n4"),
