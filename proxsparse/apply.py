@@ -15,11 +15,11 @@ from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, ref
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
+from proxsparse.models.saving import save_model
 from proxsparse.run import hub
 from proxsparse.run.folder import require_space_for
 from proxsparse.run.model_card import applied_card_text
 from proxsparse.runtime.command import Parser
-from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
 Make the pruned model from the pretrained model and the masks of a run. The kept weights are the pretrained ones, the
@@ -47,16 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
             refuse_other_base(path, base, "MASKS")
         apply_masks_(model, masks)
         require_space_for(model, folder.path, {}, model.dtype)
-        card = applied_card_text(options.base, recorded.get("base_model", ""), pattern, len(masks), masks_sha256(masks))
-        with phase("saving the model"), atomic_directory(folder.path) as scratch:
+        made_for, notes = recorded.get("base_model", ""), model.source.notes
+        card = applied_card_text(options.base, made_for, pattern, len(masks), masks_sha256(masks), notes)
+        with atomic_directory(folder.path) as scratch:
             save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
             (scratch / "README.md").write_bytes(card.encode(errors="replace"))
-            model.save_pretrained(scratch)
-            tokenizer.save_pretrained(scratch)
+            save_model(scratch, model, tokenizer)
             output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
         output_folder.publish(folder)
     print(f"masked {len(masks)} linear layers ({pattern}); all other parameters are those of {options.base}")
-    print(f"saved to {options.output_dir}")
+    print(*(f"WARNING: {note}\n" for note in notes), f"saved to {options.output_dir}", sep="")
     if output_folder.read_result(path.parent).get("updated"):
         print(f"note: the run in {path.parent} also changed the kept weights; this model has the pretrained ones")
     if repo:

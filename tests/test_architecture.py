@@ -24,7 +24,7 @@ PLACES = {
     "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
     "methods": "admm block_masks finetune finished_blocks gptq magnitude maskllm proxsparse registry sparsegpt store "
     "swap walk wanda",
-    "models": "checks layers loading snap unfold_linears",
+    "models": "checks layers loading matching saving snap unfold_linears",
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
@@ -73,7 +73,8 @@ OWNERS = {
     "proxsparse._C_cutlass": "ops/backends/cutlass.py",
     "datasets": "data/sources.py",
     "lm_eval": "evaluation/zero_shot.py",
-    "transformers": "models/loading.py models/unfold_linears.py run/config.py integrations/transformers_",
+    "transformers": "models/loading.py models/matching.py models/unfold_linears.py run/config.py "
+    "integrations/transformers_",
     "safetensors": "io/mask_files.py io/model_files.py methods/finished_blocks.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
     "fastapi": "integrations/transformers_server.py",

@@ -26,6 +26,8 @@ OPENED = (
 # Building a model with more modules than this bound takes minutes, even on the meta device.
 COUNTS = re.compile(r"(?:num|n)_(?:\w+_)?(?:layers?|experts?)|\w+_layers")
 MOST_MODULES = 2048
+PACKED_METHOD = "proxsparse"
+DEQUANTIZED = ("fp8", "mxfp4")  # quantized checkpoints that are converted to dense weights while loading
 # Entry of config.json from which transformers reads the name of the weights. That of a packed checkpoint is no file, so
 # transformers raises an error that contains it; `integrations.transformers_quantizer` removes it.
 WEIGHTS_NAME = "transformers_weights"
@@ -76,6 +78,7 @@ def check_config(path: Path) -> None:
     """Raises InputError for a config.json that names other files or code, or more than `MOST_MODULES` modules."""
     config = read_object(path)
     check_counts(config, str(path))
+    refuse_quantized(config, str(path))
     for key, value in entries_of(config):
         if key == WEIGHTS_NAME and not str(value).startswith(PACKED):
             raise InputError(f"{path}: {key} is {value!r:.60}; remove it and rename the weights to {ONE_FILE}")
@@ -94,6 +97,19 @@ def check_counts(config: dict, name: str) -> None:
             raise InputError(
                 f"{name}: {key} is {value!r:.20}, but at most {MOST_MODULES} is allowed; download the file again"
             )
+
+
+def refuse_quantized(config: dict, name: str) -> None:
+    """Raises InputError if a config.json, or a config in it, is of quantized weights that are not dequantized.
+
+    Args:
+        name: of the file or model, for the message.
+    """
+    for key, value in entries_of(config):
+        if key in ("quantization_config", "compression_config") and value:
+            method = value.get("quant_method") if isinstance(value, dict) else value
+            if method not in (PACKED_METHOD, *DEQUANTIZED):
+                raise InputError(f"{name}: not dense: quant_method {method!s:.60}; give the unquantised checkpoint")
 
 
 def entries_of(config: dict) -> Iterator[tuple[str, object]]:
@@ -206,6 +222,26 @@ def read_tensor(found: dict[str, Header], name: str) -> Tensor:
     """Reads one tensor. Raises ValueError for a damaged file."""
     with open_file(found[name].file) as file:
         return file.get_tensor(name)
+
+
+def add_tensors(folder: Path, extra: dict[str, Header]) -> None:
+    """Adds tensors of other files to a saved checkpoint, in one shard for each of these files; writes a new index."""
+    from safetensors.torch import save_file
+
+    old, sources = weight_files(folder), sorted({header.file for header in extra.values()})
+    count = len(old) + len(sources)
+    paths = [folder / f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    for before, path in zip(old, paths, strict=False):
+        before.rename(path)
+    for source, path in zip(sources, paths[len(old) :], strict=True):
+        names = [name for name, header in extra.items() if header.file == source]
+        save_file({name: read_tensor(extra, name) for name in names}, path, {"format": "pt"})
+    written = headers(paths)
+    index = {
+        "metadata": {"total_size": sum(header.size for header in written.values())},
+        "weight_map": {name: header.file.name for name, header in written.items()},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def check_weights(found: dict[str, Header], model: nn.Module) -> None:

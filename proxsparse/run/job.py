@@ -146,7 +146,10 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
             **store.figures,
             "masks_sha256": masks_sha256(whole),
             "perplexity": table,
-            "warnings": results.warnings_for(table, store.figures, samples if batches else None, config),
+            "warnings": [
+                *model.source.notes,
+                *results.warnings_for(table, store.figures, samples if batches else None, config),
+            ],
         }
         result = results.as_result(config, device, figures)
         run_folder.save_result(run_dir, result)

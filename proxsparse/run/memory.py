@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.io.model_files import refuse_quantized
 from proxsparse.io.text_table import text_table
 from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import decoder_blocks, prunable_layers
-from proxsparse.models.loading import import_transformers, locate, reason_of
+from proxsparse.models.loading import auto_class, import_transformers, locate, reason_of
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.run.config import EVAL_SEQ_LEN, FinetuneConfig, TrainConfig
 from proxsparse.runtime.device import PRECISIONS, choose_precision
@@ -228,8 +229,11 @@ def meta_model(name: str) -> tuple[nn.Module, torch.dtype, bool]:
             config.dtype = torch.bfloat16
         else:
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+        refuse_quantized(config.to_dict(), name)
         with torch.device("meta"):
-            model = unfold_linears_(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+            model = unfold_linears_(auto_class(config).from_config(config, trust_remote_code=False))
+    except InputError:
+        raise
     except Exception as error:  # of many types, as in load_model
         raise InputError(
             f"--plan: no config of model {name!r} ({reason_of(error)}); give a folder with config.json"

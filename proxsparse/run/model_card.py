@@ -1,6 +1,7 @@
 """README.md of a run: the model card of the pruned model."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -106,19 +107,23 @@ def front_matter(model: str, pattern: str, relation: str) -> str:
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
 
 
-def applied_card_text(base: str, made_for: str, pattern: str, layers: int, masks_sha256: str) -> str:
+def applied_card_text(
+    base: str, made_for: str, pattern: str, layers: int, masks_sha256: str, notes: Sequence[str] = ()
+) -> str:
     """The text of README.md of `proxsparse apply`.
 
     Args:
         base: the pretrained model.
         made_for: the pretrained model that the masks name; "" if unknown.
+        notes: what differs from the pretrained model besides the masks, see `models.loading.Source`.
     """
     base, made_for = shortened(base), shortened(made_for)
     other = f" The masks were made for {made_for}." if made_for not in ("", base) else ""
+    warnings = "".join(f"\n> **Warning:** {note}\n" for note in notes)
     return f"""\
 {front_matter(base, pattern, FROZEN)}
 # {Path(base).name}, pruned to {pattern}
-
+{warnings}
 {base} under the masks of a run of proxsparse: {pattern} in {number(layers)} linear layers.{other} The kept weights
 are the pretrained ones, unchanged; the other weights of these layers are +0.0. All other parameters are the
 pretrained ones. The licence and the limitations of the pretrained model apply.
