@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.checks import fit_window
 from proxsparse.models.loading import load_model, skeleton
+from proxsparse.models.matching import check_saved, match, refuse_incomplete
 from proxsparse.run import hub
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
@@ -67,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
             require_unchanged(source, files)
             after, written = file_bytes(scratch), headers(weight_files(scratch))
+            refuse_differences(scratch, found, written, config)
             disk.annotate(scratch / CARD, b"" if options.unpack else disk.note(options.bits))
             output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
         output_folder.publish(folder)
@@ -87,29 +90,46 @@ Work = tuple[list[str], convert.Stream, int]  # the packed layers; the tensors o
 
 def packing(options, config: dict, found: dict, model: nn.Module) -> Work:
     """Packs a dense checkpoint; `config` becomes that of the result."""
-    layers = convert.layers_to_pack(found, model, options.include, options.exclude, options.bits)
+    names = match(found, skeleton(Path(options.model)))
+    refuse_incomplete(options.model, names, type(model).__name__)
+    layers = convert.layers_to_pack(found, model, names, options.include, options.exclude, options.bits)
+    buffers = {name for name, _ in model.named_buffers()}
     config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
     rounded = {} if options.calibrate is None else calibrated(options, found, layers)
-    return layers, convert.pack_tensors(found, layers, options.bits, rounded), len(found) + more * len(layers)
+    stored, fixed = list(layers.values()), {name for name, inside in names.names.items() if inside in buffers}
+    stream = convert.pack_tensors(found, stored, options.bits, rounded, fixed)
+    return stored, stream, len(found) + more * len(layers)
 
 
-def calibrated(options, found: dict, names: list[str]) -> dict:
+def refuse_differences(folder: Path, found: dict, written: dict, config: dict) -> None:
+    """Raises ValueError unless the written files have the tensors of a checkpoint that `from_pretrained` loads."""
+    model, dense = skeleton(folder), dict(written)
+    if entry := config.get("quantization_config"):
+        for layer, place in convert.packed_layers(written, model, entry).items():
+            parts = [dense.pop(f"{layer}.{part}", None) for part in disk.PARTS]
+            dense[f"{layer}.weight"] = replace(parts[0], shape=tuple(model.get_submodule(place).weight.shape))
+    check_saved(dense, model, extra=found)
+
+
+def calibrated(options, found: dict, stored: dict[str, str]) -> dict:
     """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate.
+
+    `stored`: name in the model -> name in the files, which is that of the result.
 
     The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
     """
     texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
-    dtypes = {name: read_tensor(found, f"{name}.weight").dtype for name in names}
+    dtypes = {name: read_tensor(found, f"{file}.weight").dtype for name, file in stored.items()}
     model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
     seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
     count = NUM_SAMPLES if options.num_samples is None else options.num_samples
     batches = calibration_batches(texts, tokenizer, count, seq_len)
-    layers = {name: model.get_submodule(name) for name in names}
+    layers = {name: model.get_submodule(name) for name in stored}
     rounded = quantize_layers_(model, layers, batches, options.bits, dtypes)
-    if others := [name for name in names if name not in rounded]:
+    if others := [name for name in stored if name not in rounded]:
         print(f"not in a decoder block, so rounded to nearest: {', '.join(others)}")
-    return rounded
+    return {stored[name]: parts for name, parts in rounded.items()}
 
 
 def unpacking(_options, config: dict, found: dict, model: nn.Module) -> Work:

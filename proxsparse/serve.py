@@ -15,6 +15,7 @@ from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.io.model_files import check_folder, headers, read_object, weight_files
 from proxsparse.models.loading import TOKENIZER_FILES, skeleton
+from proxsparse.models.matching import match
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device
 
@@ -74,7 +75,9 @@ def check_packed(folder: Path) -> None:
     found, model = headers(weight_files(folder)), skeleton(folder)
     entry = read_object(folder / "config.json").get("quantization_config")
     if entry is None:
-        convert.layers_to_pack(found, model)  # raises ValueError if the model is not 2:4
+        convert.layers_to_pack(
+            found, model, match(found, skeleton(folder))
+        )  # raises ValueError if the model is not 2:4
         raise InputError(
             f"{name!r}: 2:4, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
         )

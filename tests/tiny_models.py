@@ -34,7 +34,7 @@ MODELS = {
         {"text_config": COMMON | GEMMA3, "vision_config": {"num_hidden_layers": 1, "intermediate_size": 16, **TINY}},
     ),
 }
-NOT_PACKED = {"gpt2", "gemma3-composite-mixed"}  # Conv1D; a model that also sees is refused by name
+NOT_PACKED = {"gpt2", "gemma3-composite-mixed"}  # Conv1D; a tower whose nn.MultiheadAttention reads out_proj.weight
 MIXED = {name for name in MODELS if name.endswith("-mixed")}
 PADDED = {  # a batch of two documents, one of them padded
     "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 2, 2]]),

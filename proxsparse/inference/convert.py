@@ -4,7 +4,8 @@
 """
 
 import collections
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from proxsparse.inference.packed_checkpoint import (
 )
 from proxsparse.io.model_files import Header, read_tensor
 from proxsparse.models.layers import is_selected
+from proxsparse.models.matching import Match, model_names
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
 from proxsparse.ops.sparse_linear import PATTERN
@@ -92,15 +94,17 @@ def pack_tensors(
     layers: list[str],
     bits: int = 16,
     rounded: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None,
+    buffers: Collection[str] = (),
 ) -> Stream:
     """Yields the tensors of a dense checkpoint, packed: three or four tensors for the weight of each of `layers`.
 
+    layers, buffers: as the files name them; buffers, which are not weights, may contain infinity.
     rounded: codes, scales and indices of layers that are rounded already; for the others see `quantize_nm`.
     """
     packed = set(layers)
     for name in found:
         layer, _, part = name.rpartition(".")
-        tensor = finite(found, name)
+        tensor = read_tensor(found, name) if name in buffers else finite(found, name)
         if part != "weight" or layer not in packed:
             yield name, tensor
             continue
@@ -144,47 +148,33 @@ def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
 def layers_to_pack(
     found: dict[str, Header],
     model: nn.Module,
+    names: Match,
     include: list[str] | None = None,
     exclude: list[str] | None = None,
     bits: int = 16,
-) -> list[str]:
-    """The layers of a checkpoint that `sparsify_` would pack.
+) -> dict[str, str]:
+    """The layers of a checkpoint that `sparsify_` would pack: name in the model -> name in the packed files.
+
+    The latter is the name in the dense files, unless transformers would not rename the packed tensors as it renames the
+    weight.
 
     Args:
         found: the headers of the dense checkpoint.
         model: the model of its config.json, which may be on the meta device.
+        names: how the files fit the model.
         include, exclude, bits: see `sparsify_`.
     Raises:
-        ValueError: as `sparsify_`; or a weight does not have the shape, or the files not the names, of the model.
+        ValueError: as `sparsify_`.
     """
-    refuse_other_names(found, model)
-    chosen = packable_layers(model, lambda name: stored_weight(found, model, name), include, exclude, bits)
-    return [names[0] for names in chosen if len(names) == 1]  # skips modules with two names
+    stored = {inside: name for name, inside in names.names.items() if name not in names.merged}
 
+    def weight_of(layer: str) -> Tensor | None:
+        name = stored.get(f"{layer}.weight")
+        return None if name is None else read_tensor(found, name)
 
-def refuse_other_names(found: dict[str, Header], model: nn.Module) -> None:
-    """Raises ValueError if the files have no nn.Linear weight of the model by name; tied weights may be missing."""
-    tied, linears = tied_weights(model), [names[0] for names in names_of_modules(model, nn.Linear)]
-    needed = [f"{name}.weight" for name in linears if id(model.get_submodule(name).weight) not in tied]
-    if needed and not any(name in found for name in needed):
-        name, header = next(iter(found.items()))
-        raise ValueError(
-            f"{header.file}: has names such as {name}, but {type(model).__name__} needs names such as {needed[0]}; "
-            "save the causal language model, not its base model"
-        )
-
-
-def stored_weight(found: dict[str, Header], model: nn.Module, layer: str) -> Tensor | None:
-    """The weight of a layer; None if no file has it. Raises ValueError if its shape is not that of the model."""
-    name, shape = f"{layer}.weight", model.get_submodule(layer).weight.shape
-    if name not in found:
-        return None
-    if (header := found[name]).shape != shape:
-        raise ValueError(
-            f"{header.file}: {name} has shape {list(header.shape)}, but config.json requires {list(shape)}; "
-            "download the checkpoint again"
-        )
-    return read_tensor(found, name)
+    chosen = packable_layers(model, weight_of, include, exclude, bits)
+    layers = [names_[0] for names_ in chosen if len(names_) == 1]  # skips modules with two names
+    return {layer: stored[f"{layer}.weight"].removesuffix(".weight") for layer in layers}
 
 
 def packed_layers(found: dict[str, Header], model: nn.Module, config: dict) -> dict[str, str]:
@@ -197,11 +187,17 @@ def packed_layers(found: dict[str, Header], model: nn.Module, config: dict) -> d
             a wrong shape or dtype.
     """
     layers, bits = config["layers"], config.get("bits", {})
-    there = [place_of(model, layer) for layer in layers]
-    stored = check_layers(found, layers, model.base_model_prefix)
-    for name, layer, place in zip(stored, layers, there, strict=True):
+    places = [place_of(model, layer) for layer in layers]
+    names, _, _ = model_names(found, model, [f"{place}.{part}" for place in places for part in PARTS])
+    files = {inside: name for name, inside in names.items()}
+    stored = [
+        files.get(f"{place}.values", f"{layer}.values").removesuffix(".values")
+        for layer, place in zip(layers, places, strict=True)
+    ]
+    check_layers(found, stored)
+    for name, layer, place in zip(stored, layers, places, strict=True):
         check_layer(found, name, model.get_submodule(place), bits.get(layer, 16))
-    return dict(zip(stored, there, strict=True))
+    return dict(zip(stored, places, strict=True))
 
 
 def place_of(model: nn.Module, name: str) -> str:
@@ -288,19 +284,65 @@ def obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[str | None, 
 
 
 def refuse_altered(model: nn.Module, name: str) -> None:
-    """Raises ValueError for a layer that is not a plain nn.Linear: its replacement would lose hooks and overrides."""
+    """Raises ValueError for a layer whose replacement would lose hooks or overrides."""
     layer, parts = model.get_submodule(name), name.split(".")
-    around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts))]
-    rewriting = [type(module).__name__ for module in around if any(hooks_of(module, "state_dict"))]
+    around = [".".join(parts[:count]) for count in range(len(parts))]
+    rewriting = [type(model.get_submodule(parent)).__name__ for parent in around if rewrites(model, parent, name)]
     reasons = {
         "it is the whole model (use SparseLinear.from_linear)": not name,
-        f"it is a {type(layer).__name__}, a subclass of nn.Linear": type(layer) is not nn.Linear,
+        f"it is a {type(layer).__name__}, a subclass of nn.Linear that computes something else": not is_plain(layer),
         "it has hooks or its own forward": "forward" in vars(layer) or any(hooks_of(layer)),
-        f"its parent {' and '.join(rewriting)} has state_dict hooks": bool(rewriting),
+        f"state_dict hooks of {' and '.join(rewriting)} change its tensors": bool(rewriting),
+        "the module around it reads its weight and never calls it": is_read(model, name),
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"{name}: {reason}; replace it with a plain nn.Linear, or exclude {name!r}")
+            raise ValueError(f"{name}: {reason}; replace it with a plain nn.Linear, or exclude {parts[-1]!r}")
+
+
+def is_read(model: nn.Module, layer: str) -> bool:
+    """Whether the module around a layer reads its weight and never calls it, such as Mamba's with dt_proj."""
+    parent, _, name = layer.rpartition(".")
+    classes = type(model.get_submodule(parent)).__mro__
+    try:
+        source = "".join(inspect.getsource(kind) for kind in classes[: classes.index(nn.Module)])
+    except (OSError, TypeError):  # no source
+        return False
+    return f"self.{name}.weight" in source and f"self.{name}(" not in source
+
+
+@torch.no_grad()
+def is_plain(layer: nn.Linear) -> bool:
+    """Whether the forward of a subclass of nn.Linear is x W^T + b, found by a call with a small random weight."""
+    if type(layer) is nn.Linear:
+        return True
+    if layer._parameters.keys() != {"weight", "bias"} or layer._buffers or layer._modules:
+        return False
+    bias = None if layer.bias is None else nn.Parameter(torch.linspace(-1, 1, 3))
+    small = type(layer).__new__(type(layer))
+    small.__dict__ |= vars(layer) | {"in_features": 4, "out_features": 3}
+    small.__dict__["_parameters"] = {"weight": nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4)), "bias": bias}
+    x = torch.linspace(-3, 2, 8).reshape(2, 4)
+    try:
+        return torch.allclose(small(x), nn.functional.linear(x, small.weight, bias))
+    except Exception:  # of any type: the class expects something else
+        return False
+
+
+def rewrites(model: nn.Module, parent: str, layer: str) -> bool:
+    """Whether state_dict hooks of the module `parent` could rename or change the tensors of the layer below it."""
+    module = model.get_submodule(parent)
+    loading = module._load_state_dict_pre_hooks
+    if sum(map(len, hooks_of(module, "state_dict"))) > len(loading):
+        return True
+    tensors = {f"{layer}.{part}": torch.empty(0, device="meta") for part in (*PARTS, "weight", "bias")}
+    state = dict(tensors)
+    try:
+        for hook in loading.values():
+            hook(state, f"{parent}." if parent else "", {}, True, [], [], [])
+    except Exception:  # of any type: the hook expects other tensors
+        return True
+    return state.keys() != tensors.keys() or any(state[key] is not tensor for key, tensor in tensors.items())
 
 
 def hooks_of(module: nn.Module, kind: str = "") -> list[dict]:

@@ -114,13 +114,14 @@ def spellings(name: str, prefix: str) -> tuple[str, str, str]:
     return name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
 
 
-def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> list[str]:
-    """The names in the files for the layers that config.json lists.
+def check_layers(found: dict[str, Header], stored: list[str]) -> None:
+    """Compares the packed layers in the files with those that config.json lists.
 
+    Args:
+        stored: the latter, as the files name them.
     Raises:
         ValueError: a layer is packed but not listed, or dense but listed; transformers would load random weights.
     """
-    stored = [next((s for s in spellings(layer, prefix) if f"{s}.values" in found), layer) for layer in layers]
     packed = set(stored)
     for tensor, header in found.items():
         layer, _, part = tensor.rpartition(".")
@@ -131,7 +132,6 @@ def check_layers(found: dict[str, Header], layers: list[str], prefix: str) -> li
                 f"{header.file} contains {tensor}, but the quantization_config in config.json {says}; "
                 "download the checkpoint again, or pack it again"
             )
-    return stored
 
 
 def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: int) -> None:

@@ -268,7 +268,7 @@ def examine(folder: Path, name: str) -> Source:
             "first (peft: merge_and_unload)"
         )
     if method is None:
-        refuse_incomplete(name, result)
+        refuse_incomplete(name, result, kind)
         return Source(extra, [])
     held = {*result.names, *result.names.values(), *dict(model.named_parameters())}
     lost = [file for file in extra if not {base := SCALES.sub("", file), f"{base}.weight"} & held]

@@ -1,14 +1,14 @@
 """Compares the tensors in the files of a checkpoint with what `from_pretrained` needs, without reading weights."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.model_files import Header, headers, weight_files
+from proxsparse.io.model_files import Header
 
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -21,7 +21,36 @@ class Match:
     merged: set[str]  # the names in the files of tensors that transformers does not only rename, but converts
     extra: list[str]  # names in the files that the model does not have
     missing: list[str]  # names in the model that no file has
-    mismatched: list[str]  # names in the model whose tensor has another shape in the files
+    mismatched: list[str]  # for each tensor with another shape: its name in the model and both shapes
+
+
+def model_names(
+    found: Iterable[str], model: nn.Module, packed: Iterable[str] = ()
+) -> tuple[dict[str, str], set[str], list[str]]:
+    """`names`, `merged` and `extra` of `Match`, by the renaming rules of transformers.
+
+    Args:
+        packed: names that the model has besides those of its state_dict.
+    """
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    steps = get_model_conversion_mapping(model)
+    renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
+    known, prefix = {**dict.fromkeys(packed, True), **model.state_dict()}, model.base_model_prefix
+    names, merged, extra = {}, set(), []
+    for name in found:
+        renamed, converter = loading.rename_source_key(name, renamings, converters, prefix, known)
+        if renamed not in known and name in known:
+            renamed, converter = loading.rename_source_key(name, [], [], prefix, known)
+        if renamed not in known:
+            extra.append(name)
+            continue
+        names[name] = renamed
+        if converter is not None:
+            merged.add(name)
+    return names, merged, extra
 
 
 def match(found: dict[str, Header], model: nn.Module) -> Match:
@@ -36,26 +65,14 @@ def match(found: dict[str, Header], model: nn.Module) -> Match:
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging
 
-    steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
-    state, prefix = model.state_dict(), model.base_model_prefix
-    names, merged, extra = {}, set(), []
-    for name in found:
-        renamed, converter = loading.rename_source_key(name, renamings, converters, prefix, state)
-        if renamed not in state and name in state:
-            renamed, converter = loading.rename_source_key(name, [], [], prefix, state)
-        if renamed not in state:
-            extra.append(name)
-            continue
-        names[name] = renamed
-        if converter is not None:
-            merged.add(name)
+    names, merged, extra = model_names(found, model)
     owners = defaultdict(set)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].add(name)
     files = {name: torch.empty(header.shape, device="meta") for name, header in found.items()}
-    config = LoadStateDictConfig(device_map={"": torch.device("meta")}, weight_mapping=steps)
+    config = LoadStateDictConfig(
+        device_map={"": torch.device("meta")}, weight_mapping=get_model_conversion_mapping(model)
+    )
     shown = logging.get_verbosity()
     logging.set_verbosity_error()  # the message of this function is enough
     logging.disable_progress_bar()
@@ -66,36 +83,41 @@ def match(found: dict[str, Header], model: nn.Module) -> Match:
     finally:
         logging.set_verbosity(shown)
     tied = {name for group in owners.values() if group - missing for name in group}
-    mismatched = sorted({key[0] if isinstance(key, tuple) else str(key) for key in info.mismatched_keys})
+    mismatched = [
+        f"{name} has shape {list(there)}, but config.json requires {list(needed)}"
+        for name, there, needed in sorted(info.mismatched_keys)
+    ]
     return Match(names, merged, extra, sorted(set(info.missing_keys) - tied), mismatched)
 
 
-def refuse_incomplete(name: str, found: Match) -> None:
-    """Raises InputError if tensors of the model are missing in the files, or have another shape."""
-    if incomplete := sorted({*found.missing, *found.mismatched}):
+def refuse_incomplete(name: str, found: Match, kind: str) -> None:
+    """Raises InputError if tensors that the class `kind` needs are missing in the files, or have another shape."""
+    if found.mismatched:
+        raise InputError(f"model {name!r}: {found.mismatched[0]}; download the checkpoint again")
+    if found.missing:
         raise InputError(
-            f"model {name!r}: {len(incomplete)} tensors are missing or have a wrong shape, the first is "
-            f"{incomplete[0]}; download the complete checkpoint"
+            f"model {name!r}: {kind} needs {len(found.missing)} tensors that are missing, the first is "
+            f"{found.missing[0]}; download the complete checkpoint, or save the causal language model"
         )
 
 
 def check_saved(
-    folder: Path, skeleton: nn.Module, model: nn.Module | None = None, extra: set[str] = frozenset()
+    found: dict[str, Header], skeleton: nn.Module, model: nn.Module | None = None, extra: Iterable[str] = ()
 ) -> None:
-    """Reads the headers of a saved checkpoint, and raises InputError unless `from_pretrained` restores the model.
+    """Raises InputError unless `from_pretrained` restores the model from the saved files.
 
     No tensor may be missing, have another shape or dtype, or be unknown to the model.
 
     Args:
-        skeleton: the model of the folder's config.json on the meta device.
+        found: the headers of the saved files, read back.
+        skeleton: the model of their config.json on the meta device.
         model: the model in memory, for the dtypes.
         extra: names of tensors that are in the files although the model does not have them.
     """
-    found = headers(weight_files(folder))
     result = match(found, skeleton)
     wrong = [f"{name} is missing" for name in result.missing]
-    wrong += [f"{name} has another shape" for name in result.mismatched]
-    wrong += [f"{name} is not a tensor of {type(skeleton).__name__}" for name in result.extra if name not in extra]
+    wrong += result.mismatched
+    wrong += [f"{name} is not a tensor of {type(skeleton).__name__}" for name in result.extra if name not in set(extra)]
     wrong += [] if model is None else wrong_dtypes(found, result, model)
     if wrong:
         raise InputError(

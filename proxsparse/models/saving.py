@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from proxsparse.io.model_files import add_tensors
+from proxsparse.io.model_files import add_tensors, headers, weight_files
 from proxsparse.models.loading import Source, skeleton
 from proxsparse.models.matching import check_saved
 from proxsparse.runtime.progress import phase, write_line
@@ -26,4 +26,4 @@ def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
                 f"{len(extra)} tensors that {type(model).__name__} does not use, such as {next(iter(extra))}, are "
                 "saved unchanged"
             )
-        check_saved(folder, skeleton(folder), model, set(extra))
+        check_saved(headers(weight_files(folder)), skeleton(folder), model, extra)
