@@ -1,0 +1,277 @@
+"""What is saved is what `from_pretrained` loads: quantized sources, towers, further tensors, renamed tensors."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import COMMON, TINY, byte_tokenizer, save_tiny_model
+
+from proxsparse import apply, finetune, pack, prune
+from proxsparse.errors import InputError
+from proxsparse.inference.linear import SparseLinear
+from proxsparse.io.mask_files import load_masks
+from proxsparse.io.model_files import add_tensors, headers, refuse_quantized, weight_files
+from proxsparse.models import saving
+from proxsparse.models.loading import auto_class, load_model
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+MTP = {"mtp.norm.weight": torch.ones(32).bfloat16(), "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16()}
+MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+LORA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MAMBA = {"state_size": 8, "time_step_rank": 4}
+HEADS = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8}
+VISION = {"num_hidden_layers": 1, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, **TINY}
+TEXT = COMMON | {"head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+
+
+def save_new(folder, model_type, **settings):
+    """A tiny model of any type, with every tower that its config has, in bfloat16."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **settings})
+    config.architectures = [name for name in [settings.get("architecture")] if name]
+    model = auto_class(config).from_config(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def rewrite(folder, change, **entries):
+    """Changes the tensors and the config.json of a saved model."""
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | entries))
+    return folder
+
+
+def fp8(tensors, block=16):
+    """The linear weights as float8 with a scale for each block of 16 x 16; and what they stand for."""
+    stored, meant = {}, {}
+    for name, weight in tensors.items():
+        stored[name] = meant[name] = weight
+        if name.endswith("_proj.weight") and not any(size % block for size in weight.shape):
+            blocks = weight.float().unflatten(0, (-1, block)).unflatten(2, (-1, block))
+            scale = blocks.abs().amax((1, 3)) / 448
+            codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            stored |= {name: codes.flatten(2).flatten(0, 1), f"{name}_scale_inv": scale}
+            meant[name] = (codes.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.bfloat16)
+    return stored, meant
+
+
+def mxfp4(tensors):
+    """The experts as 4-bit codes with a scale for each block of 32; and what they stand for."""
+    stored, meant = {}, {}
+    for name, weight in tensors.items():
+        stored[name] = meant[name] = weight
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            del stored[name]
+            rows = weight.float().mT.unflatten(2, (-1, 32))
+            exponent = rows.abs().amax(-1).div(6).log2().floor() + 1
+            codes = ((rows / 2 ** exponent[..., None])[..., None] - FP4).abs().argmin(-1).to(torch.uint8)
+            stored |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4}
+            stored |= {f"{name}_scales": (exponent + 127).to(torch.uint8)}
+            meant[name] = (FP4[codes.int()] * 2 ** exponent[..., None]).flatten(2).mT.to(torch.bfloat16)
+    return stored, meant
+
+
+QUANTIZED = {
+    "fp8-llama": (fp8, {"quant_method": "fp8", "weight_block_size": [16, 16]}, "llama", {}),
+    "fp8-deepseek": (
+        fp8,
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        "deepseek_v3",
+        {**MOE, **LORA, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8},
+    ),
+    "mxfp4": (
+        mxfp4,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
+}
+
+
+def pruned(model, folder, *flags):
+    """The folder of a run of magnitude pruning."""
+    given = ["--model", str(model), "--method", "magnitude", "--eval_data", "none", "--output_dir", str(folder)]
+    assert prune.main([*given, *flags]) == 0
+    return folder
+
+
+def tensors_of(folder):
+    """All tensors in the files of a checkpoint."""
+    return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
+
+
+def loaded(folder):
+    """The model that transformers alone loads, with nothing missing, unexpected or mismatched, except mtp."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model, info = auto_class(config).from_pretrained(folder, output_loading_info=True)
+    assert not any(key for keys in info.values() for key in keys if "mtp" not in str(key)), info
+    return model
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_checkpoints_are_saved_dense(name, tmp_path, capsys):
+    form, entry, model_type, settings = QUANTIZED[name]
+    dense = save_new(tmp_path / "dense", model_type, **settings)
+    stored, meant = form(load_file(dense / "model.safetensors"))
+    source = rewrite(dense, lambda _: stored, quantization_config=entry)
+    run = pruned(source, tmp_path / "run")
+    apply.main([str(source), str(run), "--output_dir", str(tmp_path / "applied")])
+    printed, said = capsys.readouterr().out, f"the {entry['quant_method']} weights of"
+    assert printed.count(said) == 2
+    assert said in json.loads((run / "result.json").read_text())["warnings"][0]
+    assert len(load_masks(run / "masks.safetensors")) >= 14
+    for folder in (run, tmp_path / "applied"):
+        assert said in (folder / "README.md").read_text()
+        loaded(folder)
+        result = tensors_of(folder)
+        assert result.keys() == meant.keys()
+        for key, weight in result.items():
+            assert weight.dtype == (torch.float32 if "correction_bias" in key else torch.bfloat16)
+            assert ((weight == meant[key]) | (weight == 0)).all(), key
+            assert 2 * weight.count_nonzero() >= 0.9 * meant[key].count_nonzero(), key
+
+
+NOT_DENSE = [
+    *({"quantization_config": {"quant_method": name}} for name in ("gptq", "awq", "compressed-tensors", "new")),
+    {"quantization_config": {"load_in_4bit": True}},
+    {"text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}},
+    {"compression_config": {"quant_method": "compressed-tensors"}},
+]
+
+
+@pytest.mark.parametrize("config", NOT_DENSE, ids=str)
+def test_other_quantized_checkpoints_are_refused_from_the_config(config, tmp_path):
+    method = re.search(r"'quant_method': '([\w-]+)'", str(config))
+    with pytest.raises(InputError, match=f"not dense: quant_method {method[1] if method else None}; give the unq"):
+        refuse_quantized(config, "config.json")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    with pytest.raises(InputError, match="not dense"):  # there are no weights that could be loaded
+        load_model(str(tmp_path))
+
+
+def test_tensors_that_the_model_does_not_use_are_kept(tmp_path, text_file, capsys):
+    source = rewrite(save_tiny_model("llama", tmp_path / "model"), lambda tensors: tensors | MTP)
+    run = pruned(source, tmp_path / "run")
+    assert "2 tensors that LlamaForCausalLM does not use, such as mtp" in capsys.readouterr().err
+    tuned, packed = tmp_path / "tuned", tmp_path / "packed"
+    short = ["--num_samples", "2", "--seq_len", "16", "--eval_data", "none"]
+    assert finetune.main(["--model", str(run), "--data", str(text_file), *short, "--output_dir", str(tuned)]) == 0
+    assert pack.main([str(run), "--output_dir", str(packed)]) == 0
+    for folder in (run, tuned, packed):
+        loaded(folder)
+        found = tensors_of(folder)
+        assert all(torch.equal(found[name], tensor) for name, tensor in MTP.items())
+
+
+def test_an_unmerged_adapter_is_refused(tmp_path):
+    lora = {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 32).bfloat16()}
+    source = rewrite(save_tiny_model("llama", tmp_path / "model"), lambda tensors: tensors | lora)
+    with pytest.raises(InputError, match=r"an unmerged adapter .*q_proj\.lora_A.*; merge it first"):
+        load_model(str(source))
+
+
+COMPOSITE = {
+    "qwen3_5": ("Qwen3_5ForConditionalGeneration", DELTA | {"layer_types": ["linear_attention", "full_attention"]}, {}),
+    "llama4": (
+        "Llama4ForConditionalGeneration",
+        {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 64},
+        {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 32},
+    ),
+    "gemma3": (None, {"layer_types": ["sliding_attention", "full_attention"]}, {}),
+    "qwen2_5_vl": (None, MROPE, {"hidden_size": 16, "num_heads": 2}),
+    "llava": (None, {"model_type": "llama"}, {"model_type": "clip_vision_model"}),
+    "mistral3": (None, {"model_type": "mistral"}, {"model_type": "pixtral"}),
+}
+
+
+@pytest.mark.parametrize("model_type", COMPOSITE)
+def test_a_model_keeps_its_class_and_its_towers(model_type, tmp_path):
+    architecture, text, vision = COMPOSITE[model_type]
+    settings = {"text_config": TEXT | text, "vision_config": VISION | vision, "architecture": architecture}
+    source = save_new(tmp_path / "model", model_type, **settings)
+    run = pruned(source, tmp_path / "run", *["--exclude", "experts", "router"] * (model_type == "llama4"))
+    before, after = tensors_of(source), tensors_of(run)
+    assert type(loaded(run)) is type(loaded(source))
+    assert before.keys() == after.keys()
+    masks = load_masks(run / "masks.safetensors")
+    assert all(".language_model." in f".{name}" for name in masks)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) == len(masks)
+    assert not any("vis" in name for name in changed)
+
+
+RENAMED = {
+    "nemotron_h": (HEADS | {"layers_block_type": ["mamba", "attention"], "chunk_size": 8}, "experts"),
+    "mamba": (MAMBA, "dt_proj"),
+    "mamba2": ({"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}, "none"),
+    "falcon": ({"new_decoder_architecture": False}, "none"),
+}
+
+
+@pytest.mark.parametrize("model_type", RENAMED)
+def test_pack_takes_what_prune_wrote(model_type, tmp_path):
+    settings, exclude = RENAMED[model_type]
+    source = save_new(tmp_path / "model", model_type, **settings)
+    run, packed, back = pruned(source, tmp_path / "run", "--exclude", exclude), tmp_path / "packed", tmp_path / "back"
+    assert pack.main([str(run), "--output_dir", str(packed)]) == 0
+    assert pack.main([str(packed), "--unpack", "--output_dir", str(back)]) == 0
+    dense, model, tokens = loaded(run), loaded(packed), torch.arange(5, 11)[None]
+    count = sum(isinstance(module, SparseLinear) for module in model.modules())
+    assert count == len(load_masks(run / "masks.safetensors"))
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, dense(input_ids=tokens).logits)
+    expected, found = tensors_of(run), tensors_of(back)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
+    run = pruned(save_new(tmp_path / "model", "mamba", **MAMBA), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight .* exclude 'dt_proj'"):
+        pack.main([str(run), "--output_dir", str(tmp_path / "packed")])
+
+
+LOSSES = {
+    "missing": lambda tensors: tensors.popitem() and tensors,
+    "has shape": lambda tensors: tensors | {"model.norm.weight": torch.ones(31).bfloat16()},
+    "is F32, in the model BF16": lambda tensors: tensors | {"model.norm.weight": torch.ones(32)},
+    "is not a tensor of LlamaForCausalLM": lambda tensors: tensors | MTP,
+}
+
+
+@pytest.mark.parametrize("words", LOSSES)
+def test_a_folder_that_does_not_fit_the_model_is_not_saved(words, tmp_path, monkeypatch):
+    source, write = save_tiny_model("llama", tmp_path / "model"), transformers.PreTrainedModel.save_pretrained
+
+    def damaged(model, folder, **options):
+        write(model, folder, **options)
+        rewrite(folder, LOSSES[words])
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", damaged)
+    with pytest.raises(InputError, match=f"{words}.*not saved"):
+        pruned(source, tmp_path / "run")
+    assert not {"model.safetensors", "result.json"} & {path.name for path in (tmp_path / "run").glob("*")}
+    model, tokenizer = load_model(str(source))
+    (tmp_path / "scratch").mkdir()
+    with pytest.raises(InputError, match=words):
+        saving.save_model(tmp_path / "scratch", model, tokenizer)
+
+
+def test_added_tensors_get_shards_of_their_own(tmp_path):
+    source = save_tiny_model("llama", tmp_path / "model")
+    save_file(MTP, tmp_path / "mtp.safetensors")
+    before = tensors_of(source)
+    add_tensors(source, headers([tmp_path / "mtp.safetensors"]))
+    assert [file.name for file in weight_files(source)] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert tensors_of(source).keys() == before.keys() | MTP.keys()
