@@ -11,6 +11,7 @@ from tiny_models import COMMON, TINY, byte_tokenizer, save_tiny_model
 
 from proxsparse import apply, finetune, pack, prune
 from proxsparse.errors import InputError
+from proxsparse.inference import convert
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
 from proxsparse.io.model_files import add_tensors, headers, refuse_quantized, weight_files
@@ -166,7 +167,7 @@ def test_tensors_that_the_model_does_not_use_are_kept(tmp_path, text_file, capsy
     assert "2 tensors that LlamaForCausalLM does not use, such as mtp" in capsys.readouterr().err
     tuned, packed = tmp_path / "tuned", tmp_path / "packed"
     short = ["--num_samples", "2", "--seq_len", "16", "--eval_data", "none"]
-    assert finetune.main(["--model", str(run), "--data", str(text_file), *short, "--output_dir", str(tuned)]) == 0
+    assert finetune.main([str(run), "--data", str(text_file), *short, "--output_dir", str(tuned)]) == 0
     assert pack.main([str(run), "--output_dir", str(packed)]) == 0
     for folder in (run, tuned, packed):
         loaded(folder)
@@ -234,6 +235,14 @@ def test_pack_takes_what_prune_wrote(model_type, tmp_path):
     expected, found = tensors_of(run), tensors_of(back)
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_only_weights_must_be_finite(tmp_path):
+    save_file({"clamp": torch.tensor(torch.inf)}, tmp_path / "model.safetensors")
+    found = headers([tmp_path / "model.safetensors"])
+    assert dict(convert.pack_tensors(found, [], buffers=["clamp"])) == {"clamp": torch.tensor(torch.inf)}
+    with pytest.raises(ValueError, match="clamp contains NaN or infinity"):
+        list(convert.pack_tensors(found, []))
 
 
 def test_pack_says_why_a_layer_cannot_be_packed(tmp_path):
