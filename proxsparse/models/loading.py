@@ -184,7 +184,9 @@ def download(name: str) -> str:
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
     try:
-        check_config(Path(huggingface_hub.hf_hub_download(name, "config.json")))  # before the weights are downloaded
+        config = Path(huggingface_hub.snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
+        if config.is_file():
+            check_config(config)  # before the weights are downloaded
         folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)
     except InputError:
         raise

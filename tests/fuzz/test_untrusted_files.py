@@ -187,7 +187,8 @@ def test_no_call_trusts_remote_code():
         node
         for path in (ROOT / "proxsparse").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and re.fullmatch(r"(transformers\.)?Auto\w+\.from_\w+", ast.unparse(node.func))
+        if isinstance(node, ast.Call)
+        and re.fullmatch(r"(.*\.)?(Auto\w+|auto_class\(\w+\))\.from_\w+", ast.unparse(node.func))
     ]
     assert len(calls) >= 4
     for call in calls:
