@@ -221,7 +221,7 @@ def auto_class(config) -> type:
     transformers, kind = import_transformers(), getattr(config, "model_type", None)
     classes = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     text_only = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if kind in classes and (kind not in text_only or classes[kind] in (config.architectures or [])):
+    if kind in classes and (kind not in text_only or classes[kind] in (config.architectures or [classes[kind]])):
         return transformers.AutoModelForMultimodalLM
     return transformers.AutoModelForCausalLM
 

@@ -34,7 +34,6 @@ def save_new(folder, model_type, **settings):
     """A tiny model of any type, with every tower that its config has, in bfloat16."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **settings})
-    config.architectures = [name for name in [settings.get("architecture")] if name]
     model = auto_class(config).from_config(config).to(torch.bfloat16)
     for parameter in model.parameters():
         if not parameter.any():
@@ -161,6 +160,42 @@ def test_other_quantized_checkpoints_are_refused_from_the_config(config, tmp_pat
         load_model(str(tmp_path))
 
 
+def test_a_quantized_model_of_the_hub_is_refused_before_its_weights_are_downloaded(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
+    asked = []
+    download = lambda _, **patterns: asked.append(patterns["allow_patterns"]) or str(tmp_path)  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(InputError, match="not dense: quant_method awq"):
+        load_model("someone/tiny")
+    assert asked == [["config.json"]]
+
+
+REFUSED = {
+    "t5": ([], "no causal language model for T5Config"),
+    "mllama": (["MllamaForCausalLM"], "only the text model"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_class_that_would_lose_a_part_is_refused_in_one_line(model_type, tmp_path):
+    architectures, words = REFUSED[model_type]
+    config = {"model_type": model_type, "architectures": list(architectures)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"{words}[^\n]*$"):
+        load_model(str(tmp_path))
+
+
+def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
+    more = {"mtp.q_proj.weight": torch.ones(32, 32).bfloat16()}
+    source = rewrite(save_tiny_model("llama", tmp_path / "model"), lambda tensors: fp8(tensors | more)[0])
+    rewrite(source, dict, quantization_config=QUANTIZED["fp8-llama"][1])
+    run = pruned(source, tmp_path / "run")
+    warning = "2 tensors that LlamaForCausalLM does not use are not saved, the first is mtp.q_proj.weight"
+    assert warning in json.loads((run / "result.json").read_text())["warnings"]
+    assert warning in (run / "README.md").read_text()
+    assert not any("mtp" in name for name in tensors_of(run))
+
+
 def test_tensors_that_the_model_does_not_use_are_kept(tmp_path, text_file, capsys):
     source = rewrite(save_tiny_model("llama", tmp_path / "model"), lambda tensors: tensors | MTP)
     run = pruned(source, tmp_path / "run")
@@ -183,23 +218,22 @@ def test_an_unmerged_adapter_is_refused(tmp_path):
 
 
 COMPOSITE = {
-    "qwen3_5": ("Qwen3_5ForConditionalGeneration", DELTA | {"layer_types": ["linear_attention", "full_attention"]}, {}),
+    "qwen3_5": (DELTA | {"layer_types": ["linear_attention", "full_attention"]}, {}),
     "llama4": (
-        "Llama4ForConditionalGeneration",
         {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 64},
         {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 32},
     ),
-    "gemma3": (None, {"layer_types": ["sliding_attention", "full_attention"]}, {}),
-    "qwen2_5_vl": (None, MROPE, {"hidden_size": 16, "num_heads": 2}),
-    "llava": (None, {"model_type": "llama"}, {"model_type": "clip_vision_model"}),
-    "mistral3": (None, {"model_type": "mistral"}, {"model_type": "pixtral"}),
+    "gemma3": ({"layer_types": ["sliding_attention", "full_attention"]}, {}),
+    "qwen2_5_vl": (MROPE, {"hidden_size": 16, "num_heads": 2}),
+    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
+    "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"}),
 }
 
 
 @pytest.mark.parametrize("model_type", COMPOSITE)
 def test_a_model_keeps_its_class_and_its_towers(model_type, tmp_path):
-    architecture, text, vision = COMPOSITE[model_type]
-    settings = {"text_config": TEXT | text, "vision_config": VISION | vision, "architecture": architecture}
+    text, vision = COMPOSITE[model_type]
+    settings = {"text_config": TEXT | text, "vision_config": VISION | vision}
     source = save_new(tmp_path / "model", model_type, **settings)
     run = pruned(source, tmp_path / "run", *["--exclude", "experts", "router"] * (model_type == "llama4"))
     before, after = tensors_of(source), tensors_of(run)
