@@ -26,7 +26,7 @@ from torch import nn
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import evaluation_text, load_texts, read_limit
 from proxsparse.errors import InputError, run_command
-from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
 from proxsparse.io.text_table import text_table
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.layers import prunable_layers
@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
 def newest(rows: list[dict], like: dict) -> list[dict]:
     """The last row of each form, of the model and text of the row `like`."""
     same = [row for row in rows if all(row[name] == like[name] for name in ("model", "data", "seq_len", "windows"))]
+    same = [row for row in same if (row.get("bos") == "each") == (like.get("bos") == "each")]  # older rows: not each
     return list({(row["name"], row["form"], row["bits"]): row for row in same}.values())
 
 
@@ -89,7 +90,9 @@ def row_of(contender: contenders.Contender, kind: str, bits: int, args: argparse
     else:
         size = round_dense_(model, bits) if kind == "dense" else round_sparse_(model, bits)
     tokens = evaluation_tokens(evaluation_text(args.eval_data), tokenizer)
-    found = perplexity(model.to(device), tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype)
+    where, bos = window_bos(model, tokenizer)
+    model.to(device)
+    found = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype, bos=bos)
     print(f"{contender.name}, {bits} bits: {found.value:.2f}", file=sys.stderr)
     return common.provenance(device) | {
         "model": label(args.model),
@@ -101,6 +104,7 @@ def row_of(contender: contenders.Contender, kind: str, bits: int, args: argparse
         "data": label(args.eval_data),
         "seq_len": args.eval_seq_len,
         "windows": found.windows,
+        "bos": where,
         "perplexity": found.value,
         "command": f"python benchmarks/bits_quality.py {quoted(arguments)}",
     }

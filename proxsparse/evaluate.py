@@ -9,7 +9,7 @@ from pathlib import Path
 from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
 from proxsparse.evaluation.masks import apply_masks_
-from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
 from proxsparse.io.atomic import write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
@@ -18,6 +18,7 @@ from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.run.result import finite
+from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, choose_precision, version
 
@@ -62,9 +63,10 @@ def main(arguments: list[str] | None = None) -> int:
         tokens = evaluation_tokens(text, tokenizer)
         title = f"perplexity on {source}"
         window = fit_window(model, options.seq_len, 2048, "seq_len", len(tokens))
-        score = perplexity(model, tokens, window, options.max_windows, autocast_dtype, title)
+        where, bos = window_bos(model, tokenizer, options.bos)
+        score = perplexity(model, tokens, window, options.max_windows, autocast_dtype, title, bos)
         what = {"data": source, "split": splits[source], "perplexity": score.value}
-        report.add(what | {"seq_len": window, "windows": score.windows, "tokens": score.tokens})
+        report.add(what | {"seq_len": window, "windows": score.windows, "tokens": score.tokens, "bos": where})
     how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
     scores, failed = {}, []
     for task in choose_tasks(options.tasks):
@@ -118,6 +120,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--seq_len", type=int, help="window in tokens; default: 2048, or the context length or the text if shorter"
     )
     text.add_argument("--max_windows", type=int, default=-1, help="windows of each text, at most; -1, the default: all")
+    text.add_argument(
+        "--bos",
+        choices=["first", "each"],
+        help="bos token at the start of the text, or before each window; default: each for Gemma models, else first; "
+        "none if the tokenizer adds none",
+    )
     task = parser.add_argument_group("zero-shot tasks")
     task.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help=f"all, or some of {', '.join(TASKS)}")
     task.add_argument("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face Hub")
@@ -185,7 +193,7 @@ class Report:
 def sentence(row: dict) -> str:
     """A row in words."""
     if "data" in row:
-        windows = f"{row['windows']} windows of {row['seq_len']} tokens"
+        windows = f"{row['windows']} windows of {row['seq_len']} tokens{BOS[row['bos']]}"
         return f"perplexity {row['perplexity']:.3f} on {row['data']}: {windows}"
     if "error" in row:
         return f"{row['task']}: failed: {row['error']}"

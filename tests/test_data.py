@@ -265,8 +265,16 @@ def test_packing_cuts_exact_windows(special, num_samples):
         tokens = [3, *tokens] if "bos_token" in special and tokens else tokens
         if len(tokens) >= 2:
             stream += [1, *tokens] if stream and special else tokens
+    windows, rest = [], stream
+    for _ in range(num_samples):
+        window = (rest if "bos_token" not in special or rest[0] == 3 else [3, *rest])[:8]
+        windows, rest = [*windows, window], rest[8 - (window[0] != rest[0]) :]
     batches = calibration_batches(texts, make_tokenizer(**special), num_samples, seq_len=8, batch_size=8, packing=True)
-    assert batches[0]["input_ids"].tolist() == [stream[8 * i : 8 * i + 8] for i in range(num_samples)]
+    assert batches[0]["input_ids"].tolist() == windows
+    if "bos_token" in special:
+        assert batches[0]["input_ids"][:, 0].eq(3).all(), "every sample begins with bos"
+        words_of = [token for window in windows for token in window if token > 3]
+        assert words_of == [token for token in stream if token > 3][: len(words_of)], "no token of the text is lost"
     assert batches[0]["attention_mask"].all()
     assert torch.equal(batches[0]["labels"], batches[0]["input_ids"])
 

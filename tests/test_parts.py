@@ -10,7 +10,7 @@ import torch
 from proxsparse import NMPattern, env, nm_mask
 from proxsparse.data.calibration import sample_stream
 from proxsparse.errors import InputError
-from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity
+from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
@@ -213,6 +213,38 @@ def test_perplexity_is_the_papers_convention():
     assert score.value == pytest.approx(math.exp(sum(losses) / 30), rel=1e-6)
     assert (score.windows, score.tokens) == (2, 32)
     assert perplexity(model, tokens, 16, max_windows=1).windows == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "adds_bos", "asked", "where"),
+    [
+        ("llama", True, None, "first"),
+        ("llama", True, "each", "each"),
+        ("gemma3-mixed", True, None, "each"),
+        ("gemma3-composite-mixed", True, None, "each"),
+        ("gemma2-mixed", True, "first", "first"),
+        ("gemma2-mixed", False, None, "none"),
+        ("llama", False, "first", "none"),
+    ],
+)
+def test_bos_stands_before_each_window_for_gemma_and_at_the_start_for_others(name, adds_bos, asked, where):
+    model, tokenizer = tiny_models.tiny_model(name, torch.float64), tiny_models.byte_tokenizer(adds_bos)
+    text = "some words that are cut into windows, one after the other"
+    found, bos = window_bos(model, tokenizer, asked)
+    assert found == where
+    tokens = evaluation_tokens(text, tokenizer)
+    rows = list(tokens.split(16))[: len(tokens) // 16]
+    if where == "each":  # bos, and the next 15 tokens of the text
+        rows = [torch.cat([tokens[:1], row]) for row in tokens[1:].split(15) if len(row) == 15]
+    losses = [torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]).item() for row in rows]
+    score = perplexity(model, tokens, 16, bos=bos)
+    assert score.value == pytest.approx(math.exp(sum(losses) / len(rows)), rel=1e-6)
+    assert (score.windows, score.tokens) == (len(rows), 16 * len(rows))
+
+
+def test_bos_before_each_window_needs_a_bos_token():
+    with pytest.raises(InputError, match="--eval_bos each: the tokenizer has no bos token"):
+        window_bos(tiny_models.tiny_model("llama"), tiny_models.byte_tokenizer(), "each", "eval_bos")
 
 
 def test_perplexity_of_what_is_not_finite_is_nan_and_a_window_that_does_not_fit_is_refused():

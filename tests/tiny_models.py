@@ -53,16 +53,22 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float32, **more):
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 
-def byte_tokenizer():
-    """One token a byte, plus an end-of-text token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+def byte_tokenizer(bos: bool = False):
+    """One token a byte, plus an end-of-text token and, with `bos`, one that is put before each text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    special = {"eos_token": "<eos>", "pad_token": "<eos>"}
+    if bos:
+        tokenizer.add_special_tokens(["<eos>", "<bos>"])
+        number = tokenizer.token_to_id("<bos>")
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", number)])
+        special["bos_token"] = "<bos>"
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def save_tiny_model(name: str, folder: Path, **more) -> Path:

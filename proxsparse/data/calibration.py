@@ -32,7 +32,8 @@ def calibration_batches(
 
     Documents are shuffled by `random.Random(seed)` and tokenized as needed; documents of fewer than 2 tokens are
     skipped. A sample is one document truncated to `seq_len` tokens, as in the ProxSparse paper. With `packing` it is a
-    window of exactly `seq_len` tokens of the concatenated documents, which the eos token separates.
+    window of exactly `seq_len` tokens of the concatenated documents, which the eos token separates. Every sample begins
+    with the bos token if the tokenizer adds one to a text.
 
     Args:
         num_samples: number of samples; fewer, with a warning, if the texts are too short.
@@ -97,7 +98,11 @@ def single_samples(batches: Iterable[dict[str, Tensor]]) -> Iterator[Tensor]:
 def packed_samples(
     documents: Iterable[str], tokenizer, num_samples: int, seq_len: int, current: Phase
 ) -> list[list[int]]:
-    """At most `num_samples` windows of exactly `seq_len` tokens of the stream document, eos, document, eos, ..."""
+    """At most `num_samples` windows of exactly `seq_len` tokens of the stream document, eos, document, eos, ...
+
+    If the tokenizer adds bos, a window that would begin with another token begins with bos and has one token less of
+    the stream: without bos some models (Gemma) compute other activations than those of their later use.
+    """
     stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id
     for document in documents:
         if len(stream) >= wanted:
@@ -107,7 +112,21 @@ def packed_samples(
         if len(tokens) >= 2:
             stream += tokens if not stream or eos in (None, stream[-1]) else [eos, *tokens]
             current.done = min(len(stream), wanted) // seq_len
-    return [stream[i : i + seq_len] for i in range(0, min(len(stream), wanted) - seq_len + 1, seq_len)]
+    bos, samples, start = added_bos(tokenizer), [], 0
+    while len(samples) < num_samples and start < len(stream):
+        head = [] if bos in (None, stream[start]) else [bos]
+        end = start + seq_len - len(head)
+        if end > len(stream):
+            break
+        samples.append(head + stream[start:end])
+        start = end
+    return samples
+
+
+def added_bos(tokenizer) -> int | None:
+    """The id of the bos token if the tokenizer puts it before a text, else None."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
 def collate(samples: list[list[int]], padding_id: int) -> dict[str, Tensor]:

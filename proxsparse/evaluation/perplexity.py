@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from proxsparse.data.calibration import added_bos
 from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
 from proxsparse.runtime.device import autocast
@@ -16,11 +17,12 @@ from proxsparse.runtime.progress import phase
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity, and the number of windows and tokens that it was measured on."""
+    """The perplexity, the number of windows and tokens that it was measured on, and where bos stands (`window_bos`)."""
 
     value: float
     windows: int
     tokens: int
+    bos: str = "none"
 
 
 def evaluation_tokens(text: str, tokenizer) -> Tensor:
@@ -31,6 +33,28 @@ def evaluation_tokens(text: str, tokenizer) -> Tensor:
     return tokens
 
 
+def window_bos(model: nn.Module, tokenizer, asked: str | None = None, flag: str = "bos") -> tuple[str, int | None]:
+    """Where the bos token stands in the windows of a text.
+
+    Args:
+        asked: "first" or "each"; None: "each" for the Gemma family, whose models fail without bos, else "first", as in
+            the tables of the pruning papers.
+        flag: name of the flag of `asked`, for the message.
+    Returns:
+        "each" and the token that `perplexity` puts before each window; "first" and None, as `evaluation_tokens` has it
+        at the start of the text; "none" and None if the tokenizer adds no bos.
+    Raises:
+        InputError: "each" was asked for, and the tokenizer has no bos token.
+    """
+    added = added_bos(tokenizer)
+    if asked == "each" and tokenizer.bos_token_id is None:
+        raise InputError(f"--{flag} each: the tokenizer has no bos token; leave --{flag} out")
+    gemma = str(getattr(model.config, "model_type", "")).startswith("gemma")
+    if asked == "each" or (asked is None and gemma and added is not None):
+        return "each", tokenizer.bos_token_id
+    return "none" if added is None else "first", None
+
+
 @torch.no_grad()
 def perplexity(
     model: nn.Module,
@@ -39,6 +63,7 @@ def perplexity(
     max_windows: int | None = None,
     autocast_dtype: torch.dtype | None = None,
     title: str = "perplexity",
+    bos: int | None = None,
 ) -> Perplexity:
     """exp(mean over windows of -1/(L-1) sum_{t>=2} log p(x_t | x_<t)), for windows of L = seq_len tokens.
 
@@ -50,12 +75,18 @@ def perplexity(
         max_windows: largest number of windows; None: all.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
         title: title of the progress bar.
+        bos: a token that is put before each window, which then has L-1 tokens of the text; from `window_bos`. None: the
+            windows are those of `token_ids`.
     Raises:
         InputError: seq_len is below 2, or the text is shorter than one window.
     """
     if seq_len < 2:
         raise InputError(f"seq_len={seq_len}: must be at least 2, because the first token of a window is not predicted")
-    windows = len(token_ids) // seq_len
+    if bos is not None and token_ids[:1].tolist() == [bos]:
+        token_ids = token_ids[1:]
+    head = [] if bos is None else [bos]
+    step = seq_len - len(head)  # tokens of the text in a window
+    windows = len(token_ids) // step
     if windows == 0:
         raise InputError(
             f"the evaluation text has {len(token_ids)} tokens, fewer than one window of seq_len={seq_len}; lower it "
@@ -66,7 +97,9 @@ def perplexity(
     losses = []
     with evaluating(model), phase(title, windows, "window") as current:
         # all windows are copied at once, and all losses read at the end: each transfer makes the host wait for the GPU
-        for window, counts in shard_items(token_ids[: windows * seq_len].to(device).view(windows, 1, seq_len)):
+        text = token_ids[: windows * step].to(device).view(windows, 1, step)
+        first = torch.tensor(head, dtype=text.dtype, device=device).expand(windows, 1, -1)
+        for window, counts in shard_items(torch.cat([first, text], dim=-1)):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits
             losses.append(counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]))

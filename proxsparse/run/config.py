@@ -48,6 +48,13 @@ class RunConfig:
         "data",
     )
     eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", "data")
+    eval_bos: str | None = flag(
+        None,
+        "bos token of the perplexity: at the start of the text, or before each window; default: each for Gemma models, "
+        "else first; none if the tokenizer adds none",
+        "data",
+        ("first", "each"),
+    )
     output_dir: str | None = flag(None, "output directory; default: runs/<model>-<date>-<time>", "output")
     overwrite_output_dir: bool = flag(
         False, "replace the result of an earlier run in the output directory once this run is complete", "output"

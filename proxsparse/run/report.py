@@ -126,9 +126,10 @@ def read_result(run_dir: Path) -> dict | None:
     method = method_of(result)
     checked(result, ADDED_KEYS[method], str(path))
     if result["perplexity"] is not None:
-        scores = [key for key in result["perplexity"] if key != "data"]
-        numbers = [*MEASURED_ON[1:], *SCORES[method], *scores]
-        checked(result["perplexity"], {str: ["data"], NUMBER: numbers}, f"{path}, perplexity")
+        texts = [key for key in ("data", "bos") if key == "data" or key in result["perplexity"]]
+        scores = [key for key in result["perplexity"] if key not in texts]
+        numbers = [*MEASURED_ON[1:4], *SCORES[method], *scores]
+        checked(result["perplexity"], {str: texts, NUMBER: numbers}, f"{path}, perplexity")
     if method == "proxsparse":
         checked(result["reg_lambda"], {NUMBER: ["min", "max"]}, f"{path}, reg_lambda")
         for point in result["mask_similarity"]:

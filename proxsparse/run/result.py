@@ -6,6 +6,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from proxsparse._version import __version__
 from proxsparse.allocations.budget import budget, numel
 from proxsparse.data.sources import evaluation_text
-from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity
+from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity, window_bos
 from proxsparse.models.checks import fit_window
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import EVAL_SEQ_LEN, RunConfig
+from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero
@@ -43,14 +45,16 @@ def perplexity_of(
         return lambda model, name: None, ""
     source = config.eval_data
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
+    where, bos = window_bos(model, tokenizer, config.eval_bos, "eval_bos")
     tokens = evaluation_tokens(text, tokenizer)
     fit = functools.partial(fit_window, model, config.eval_seq_len, EVAL_SEQ_LEN, "eval_seq_len")
     how = on_rank_zero(lambda: fit(len(tokens))), config.eval_max_windows, autocast_dtype
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(text.encode() + where.encode()).hexdigest()
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         shown = {"finetune": "fine-tuned"}.get(name, name)
-        return perplexity(model, tokens, *how, f"perplexity of the {shown} model")
+        score = perplexity(model, tokens, *how, f"perplexity of the {shown} model", bos)
+        return replace(score, bos=where)
 
     return measure, digest
 
@@ -86,6 +90,7 @@ def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) ->
     first = next(iter(scores.values()))
     seq_len = first.tokens // first.windows
     table = {"data": config.eval_data, "seq_len": seq_len, "windows": first.windows, "tokens": first.tokens}
+    table["bos"] = first.bos
     return table | {name: score.value for name, score in scores.items()}
 
 
@@ -166,7 +171,9 @@ def summary(result: dict, run_dir: Path) -> str:
     """The summary that is printed at the end of a run."""
     lines = []
     if table := result["perplexity"]:
-        lines += [f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens"]
+        lines += [
+            f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens{BOS[table['bos']]}"
+        ]
         names = {"dense": "dense", "pruned": "before", result["method"]: result["method"]}
         names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse", "finetune": "fine-tuned"}
         lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-MEASURED_ON = ("data", "seq_len", "windows", "tokens")
+MEASURED_ON = ("data", "seq_len", "windows", "tokens", "bos")
+BOS = {"each": ", bos before each", "first": ", bos before the first", "none": ""}  # where bos stands in the windows
 NAMES = {
     "dense": "dense (pretrained)",
     "magnitude": "magnitude mask",
@@ -101,7 +102,9 @@ def top_text(rows: Sequence[dict], result: dict | None) -> str:
 def perplexity_text(scores: dict | None) -> str:
     if scores is None:
         return "Not measured."
-    windows = f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens"
+    windows = (
+        f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens{BOS.get(scores.get('bos'), '')}"
+    )
     values = ((NAMES.get(key, key), number(value)) for key, value in scores.items() if key not in MEASURED_ON)
     scored = table(("weights", "perplexity"), *values)
     return f"{scored}\n\n{shortened(scores['data'])}; {windows}, {number(scores['tokens'])} tokens. Lower is better."

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from commands import refused
+from commands import refused, run
 from task_files import write_task_files
-from tiny_models import save_tiny_model
+from tiny_models import byte_tokenizer, save_tiny_model
 
-from proxsparse import evaluate
+from proxsparse import evaluate, prune
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
 from proxsparse.io.mask_files import save_masks
@@ -71,6 +71,21 @@ def test_several_texts_as_json_and_as_sentences(tiny_llama, text_file, other_tex
     assert len(printed) == 2
     assert f"{text_file}: 2 windows of 64 tokens" in printed[0]
     assert rows_in(tmp_path / "scores.jsonl") == rows(capsys, *flags)
+
+
+def test_the_row_says_where_bos_stands(tmp_path, text_file, capsys):
+    folder = save_tiny_model("gemma2-mixed", tmp_path / "gemma")
+    data = [folder, "--data", text_file, "--seq_len", 64]
+    (without,) = rows(capsys, *data)
+    byte_tokenizer(bos=True).save_pretrained(folder)
+    found = {row["bos"]: row for flags in ([], ["--bos", "first"]) for row in rows(capsys, *data, *flags)}
+    assert set(found) == {"each", "first"}
+    assert len({row["perplexity"] for row in (without, *found.values())}) == 3
+    score(*data)
+    assert "64 tokens, bos before each" in capsys.readouterr().out
+    result = run(prune.main, folder, text_file, tmp_path / "run", "--method", "magnitude", "--eval_bos", "first")
+    assert result["perplexity"]["bos"] == "first"
+    assert "bos before the first" in capsys.readouterr().out
 
 
 def test_a_mask_is_judged_without_a_checkpoint(tiny_llama, text_file, tmp_path, capsys):
