@@ -72,7 +72,8 @@ def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> 
     Args:
         values, indices, pattern: as returned by, and passed to, `pack_nm`.
     Raises:
-        ValueError: shapes, dtypes or indices that `pack_nm` never returns.
+        ValueError: shapes, dtypes or indices that `pack_nm` never returns; under torch.compile the content of
+            `indices` is not checked.
     """
     pattern = pack.packable(pattern)
     pack.check_packed(values, indices, pattern)

@@ -48,13 +48,20 @@ def _sparse_linear(
     rows = as_rows(x)
     kernel = select_kernel(rows, values, backend, scales)
     of_codes = () if scales is None else (scales,)
-    return kernel.run(rows, values, indices, bias, prepared, *of_codes).view(*x.shape[:-1], values.shape[0])
+    y = kernel.run(rows, values, indices, bias, prepared, *of_codes)
+    # not `view`: autograd forbids in-place operations (`y += 1`, ReLU(inplace=True)) on a view that a custom op returns
+    return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], values.shape[0]])
 
 
 @torch.library.register_fake("proxsparse::sparse_linear")
 def _sparse_linear_fake(x, values, indices, bias, prepared, backend, scales=None):
     check_sparse_linear(x, values, indices, bias, scales)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
+
+
+def flops(x_shape, values_shape, *_others, **_named) -> int:
+    """For FlopCounterMode: those of the dense product, so that packed and dense models can be compared."""
+    return 2 * math.prod(x_shape) * values_shape[0]
 
 
 def _save_weight(ctx, inputs: tuple, output: Tensor) -> None:

@@ -101,6 +101,8 @@ def check_packed(
             f"indices are {indices.dtype} {list(indices.shape)} on {indices.device}, but values of shape "
             f"{list(values.shape)} need torch.uint8 {expected} on {values.device}"
         )
+    if torch.compiler.is_compiling():  # the contents of a tensor are not known in a graph
+        return
     places = unpack_places(indices, 4 * indices.shape[-1])
     if bool(places[..., k:].any()):
         raise ValueError("indices: bits after the last place of a row must be 0; the file is damaged")

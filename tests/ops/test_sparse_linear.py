@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
+from torch.utils.flop_counter import FlopCounterMode
 
 from proxsparse import use_backend
-from proxsparse.ops import choice, pack_nm, registry, sparse_linear
+from proxsparse.ops import choice, pack_nm, registry, sparse_linear, unpack_nm
 from proxsparse.ops.registry import AUTO, Kernel, get_kernel, list_backends
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -143,3 +144,41 @@ def test_opcheck(bias, packed):
     values, indices, bias = packed["values"], packed["indices"], packed["bias"] if bias else None
     for x in (torch.randn(2, 3, 24, requires_grad=True), torch.randn(24, 5).T, torch.randn(0, 24)):
         torch.library.opcheck(torch.ops.proxsparse.sparse_linear.default, (x, values, indices, bias, None, AUTO))
+
+
+IN_PLACE = {"add": lambda y: y.add_(1), "clamp": lambda y: y.clamp_(-0.1, 0.1), "relu": torch.nn.ReLU(inplace=True)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(24,), (3, 24), (2, 3, 24)], ids=str)
+def test_the_output_can_be_changed_in_place_while_grad_is_on(shape, compiled, packed):
+    """A view that a custom op returns could not."""
+    weight = unpack_nm(packed["values"], packed["indices"])
+
+    def gradient(linear, change):
+        x = torch.linspace(-1, 1, math.prod(shape)).view(shape).requires_grad_()
+        change(linear(x)).sum().backward()
+        return x.grad
+
+    for change in IN_PLACE.values():
+        run = lambda x: sparse_linear(x, packed["values"], packed["indices"])  # noqa: E731
+        run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+        torch.testing.assert_close(gradient(run, change), gradient(lambda x: x @ weight.T, change))
+
+
+def test_flops_are_those_of_the_dense_product(packed):
+    def count(linear) -> int:
+        with FlopCounterMode(display=False) as counter:
+            linear(torch.zeros(2, 3, 24, requires_grad=True)).sum().backward()
+        return counter.get_total_flops()
+
+    weight = unpack_nm(packed["values"], packed["indices"])
+    dense = count(lambda x: torch.nn.functional.linear(x, weight))
+    assert count(lambda x: sparse_linear(x, packed["values"], packed["indices"])) == dense == 2 * 2 * 6 * 24 * 7
+    values, indices, scales, _weight = quantized(pruned_weight((7, 24), torch.float32), 8)
+    assert count(lambda x: sparse_linear(x, values, indices, scales=scales)) == dense
+
+
+def test_unpacking_compiles_without_a_graph_break(packed):
+    unpack = torch.compile(unpack_nm, fullgraph=True, backend="aot_eager")
+    assert torch.equal(unpack(packed["values"], packed["indices"]), unpack_nm(packed["values"], packed["indices"]))
