@@ -209,8 +209,8 @@ def place_of(model: nn.Module, name: str) -> str:
         except AttributeError:
             continue
     raise ValueError(
-        f"packed layer {name}: {type(model).__name__} has no nn.Linear with this name; "
-        "download config.json of this checkpoint again"
+        f"packed layer {name}: {type(model).__name__} has no nn.Linear with this name; load the checkpoint with the "
+        "class that it was packed for (`architectures` in config.json), or download config.json again"
     )
 
 

@@ -1,4 +1,4 @@
-"""Integrations with transformers: Trainer, and the loader of packed checkpoints; with torch: FlopCounterMode."""
+"""Integrations with transformers: Trainer, and the loader of packed checkpoints; with torch: FlopCounterMode; with peft."""
 
 from proxsparse_autoload import after_import, register
 
@@ -13,5 +13,13 @@ def register_flops() -> None:
     register_flop_formula(torch.ops.proxsparse.sparse_linear)(flops)
 
 
+def register_adapters() -> None:
+    """Lets peft say what packed layers need."""
+    from proxsparse.integrations.peft_lora import extend_peft
+
+    extend_peft()
+
+
 register()
 after_import("torch.utils.flop_counter", register_flops)  # importing it takes 0.4 s
+after_import("peft.tuners.lora.model", register_adapters)

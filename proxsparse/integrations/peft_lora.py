@@ -28,10 +28,51 @@ def register_lora(config: "LoraConfig") -> "LoraConfig":
     such as DoRA, initializations such as PiSSA, and merging (`merge_and_unload`, `merge_adapter`).
 
     Args:
-        config: of peft. It names `target_modules`; "all-linear" means layers that are not packed.
+        config: of peft. Its `target_modules` name layers, or are "all-linear", which includes the packed layers.
     """
     config._register_custom_module({SparseLinear: lora_sparse_linear()})
     return config
+
+
+def extend_peft() -> None:
+    """Adds to peft: the packed layers of "all-linear", and what to call where a config was not registered."""
+    from peft.tuners import tuners_utils
+    from peft.tuners.lora.model import LoraModel
+
+    create, include = LoraModel._create_new_module, tuners_utils._maybe_include_all_linear_layers
+
+    @functools.wraps(create)
+    def create_or_explain(config, adapter_name: str, target: nn.Module, *arguments, **keywords) -> nn.Module:
+        if isinstance(target, SparseLinear) and not is_registered(config):
+            raise ValueError(
+                "packed layers need a config that is registered: from proxsparse.integrations.peft_lora import "
+                "register_lora, then get_peft_model(model, register_lora(config)), or for a saved adapter "
+                "PeftModel.from_pretrained(model, folder, config=register_lora(LoraConfig.from_pretrained(folder)))"
+            )
+        return create(config, adapter_name, target, *arguments, **keywords)
+
+    @functools.wraps(include)
+    def include_packed(config, model: nn.Module):
+        asked = getattr(config, "target_modules", None)
+        every = isinstance(asked, str) and asked.lower() == "all-linear"
+        config = include(config, model)
+        if every and is_registered(config):
+            head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+            inside = tuple(f"{n}." for n, m in model.named_modules() if isinstance(m, tuners_utils.BaseTunerLayer))
+            config.target_modules |= {
+                name
+                for name, layer in model.named_modules()
+                if isinstance(layer, SparseLinear) and layer is not head and not name.startswith(inside)
+            }
+        return config
+
+    LoraModel._create_new_module = staticmethod(create_or_explain)
+    tuners_utils._maybe_include_all_linear_layers = include_packed
+
+
+def is_registered(config) -> bool:
+    """Whether a config of peft went through `register_lora`."""
+    return SparseLinear in (getattr(config, "_custom_modules", None) or {})
 
 
 def add_adapter_(model: nn.Module, folder: Path) -> None:
@@ -74,8 +115,8 @@ def lora_sparse_linear() -> type[nn.Module]:
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             """Raises ValueError: the sum of a 2:4 weight and a dense update is not 2:4."""
             raise ValueError(
-                "an adapter cannot be merged into a packed 2:4 weight; use the adapter unmerged, or unpack the model "
-                "first (proxsparse pack --unpack), or train the kept weights instead (proxsparse finetune)"
+                "an adapter cannot be merged into a packed 2:4 weight; use the adapter unmerged, or make the model "
+                "dense first (proxsparse.inference.convert.unsparsify_), or train its kept weights (hold_masks_)"
             )
 
     return LoraSparseLinear

@@ -25,6 +25,12 @@ class PackedConfig(QuantizationConfigMixin):
     """The quantization_config of a packed checkpoint. Raises ValueError if this version cannot read it."""
 
     def __init__(self, **entries):
+        if "layers" not in entries:
+            raise ValueError(
+                "PackedConfig: describes the layers of a folder that is packed, and from_pretrained reads it from the "
+                "folder; to pack a dense 2:4 model, load it without quantization_config, then call "
+                "proxsparse.sparsify_(model)"
+            )
         check_description(entries)
         self.quant_method = QUANT_METHOD
         bits = entries.get("bits", {})

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import is_mask_file, save_masks
-from proxsparse.models.layers import prunable_layers
+from proxsparse.models.layers import is_selected, prunable_layers
 from proxsparse.models.loading import base_identity
 from proxsparse.models.snap import snap_
 from proxsparse.optim import ProxOptimizer, hold_masks_
@@ -81,7 +81,7 @@ class ProxTrainerMixin:
         base = super().create_optimizer(model)
         if "prox_step" in base.defaults:  # `train` is called a second time
             return base
-        layers = prunable_layers(model or self.model, self.pattern, self.include, self.exclude)
+        layers = layers_to_prune(model or self.model, self.pattern, self.include, self.exclude)
         weights = [layer.weight for layer in layers.values() if layer.weight.requires_grad]
         if not weights:
             raise ValueError(
@@ -142,7 +142,9 @@ class ProxCallback(TrainerCallback):
         reshard_(model)
         if not self.pretrained:
             sharded = any(local(parameter) is not parameter for parameter in model.parameters())
-            known = {"base_model": model.config.name_or_path}  # no digest: no process has all weights
+            known = {
+                "base_model": getattr(getattr(model, "config", None), "name_or_path", "")
+            }  # no digest: no process has all weights
             self.base = known if sharded else base_identity(known["base_model"], model)
         self.pretrained = self.pretrained or {
             name: local(parameter).detach().to("cpu", copy=True)
@@ -235,6 +237,25 @@ def refuse_cut_blocks(trainer) -> None:
             "DeepSpeed ZeRO flattens the weights, splits N:M blocks between processes, and uses its own optimizer, "
             f"without the prox; {remedy}"
         )
+
+
+def layers_to_prune(
+    model: nn.Module, pattern: NMPattern, include: list[str] | None, exclude: list[str] | None
+) -> dict[str, nn.Linear]:
+    """`prunable_layers`; of a model without `config`, which names no decoder blocks, the selected nn.Linear layers.
+
+    Raises:
+        ValueError: no layer is left, or a layer cannot be split into blocks.
+    """
+    if hasattr(getattr(model, "config", None), "get_text_config"):
+        return prunable_layers(model, pattern, include, exclude)
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {name: layer for name, layer in linears.items() if is_selected(name, include, exclude)}
+    if not layers:
+        raise ValueError(f"no layer to prune: include={include} and exclude={exclude} select none of {list(linears)}")
+    for name, layer in layers.items():
+        pattern.check_blocks(layer.weight.shape, f"{name}:")
+    return layers
 
 
 def split_groups_(optimizer: torch.optim.Optimizer, pruned: list[tuple[list[Tensor], float]]) -> None:

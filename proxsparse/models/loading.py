@@ -314,7 +314,7 @@ def base_identity(name: str, model: nn.Module) -> dict[str, str]:
     """
     return {
         "base_model": name,
-        "base_revision": getattr(model.config, "_commit_hash", None) or "",
+        "base_revision": getattr(getattr(model, "config", None), "_commit_hash", None) or "",
         "base_sha256": weights_sha256(model, DIGESTED),
         "base_weights_sha256": weights_sha256(model),
     }

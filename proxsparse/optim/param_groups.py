@@ -30,6 +30,8 @@ def first_settings(reg_lambda: float, pattern: PatternLike, frozen_lambda: float
 
 def check_group(group: dict) -> None:
     """Stores `pattern` as text; raises ValueError for a setting or parameter that the prox does not support."""
+    if isinstance(lr := group.get("lr"), Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr of shape {list(lr.shape)} must be a number, or a tensor of one element")
     check_reg_lambda(group["reg_lambda"])
     check_frozen(group["frozen_lambda"], group["frozen_eps"])
     group["pattern"] = str(NMPattern.parse(group["pattern"]))

@@ -1,6 +1,7 @@
 """Signals that end a run between two steps."""
 
 import signal
+import threading
 
 from proxsparse.runtime.distributed import all_reduce_sum
 
@@ -18,8 +19,11 @@ class StopSignal:
         return self
 
     def defer(self) -> None:
-        """From now on to the end of the block signals do not interrupt. Outside a block it does nothing."""
-        if self.previous == {}:
+        """From now on to the end of the block signals do not interrupt.
+
+        It does nothing outside a block, and in a thread other than the main one, where Python sets no handlers.
+        """
+        if self.previous == {} and threading.current_thread() is threading.main_thread():
             self.previous = {number: signal.signal(number, self._see) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __exit__(self, *_exception) -> None:

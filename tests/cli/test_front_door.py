@@ -1,19 +1,21 @@
 """The `proxsparse` command: its help, how fast it starts, how a command names itself, and how it ends."""
 
 import importlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import pytest
 import torch
-from commands import refused
+from commands import QUICK, refused
 
-from proxsparse import __main__, _start, env, evaluate, pack, prune, push, report, train
+from proxsparse import __main__, _start, env, evaluate, finetune, pack, prune, push, report, train
 from proxsparse._start import COMMANDS
 from proxsparse.errors import BROKEN_PIPE, INTERRUPTED, InputError, run_command
 from proxsparse.ops.backends import cpp
@@ -211,3 +213,17 @@ def test_env_names_versions_and_compilers(monkeypatch, capsys):
         assert words in printed
     assert "compilers: missing;" in printed
     assert "unset PROXSPARSE_BACKEND=reference: each op then uses the fastest" in printed
+
+
+def test_commands_run_in_a_thread(tiny_llama, text_file, tmp_path):
+    """Python sets signal handlers only in the main thread."""
+    pruned, quick = tmp_path / "prune", [*QUICK, "--data", text_file, "--eval_data", text_file, "--max_steps", 2]
+    with ThreadPoolExecutor(1) as pool:
+        for main, flags in (
+            (prune.main, ["--model", tiny_llama, "--method", "magnitude", *QUICK, "--eval_data", text_file]),
+            (train.main, ["--model", tiny_llama, *quick]),
+            (finetune.main, [pruned, *quick, "--packing", "false"]),
+        ):
+            folder = tmp_path / main.__module__.rpartition(".")[2]
+            assert pool.submit(main, [str(flag) for flag in (*flags, "--output_dir", folder)]).result() == 0
+            assert json.loads((folder / "result.json").read_text())["status"] == "complete"

@@ -259,6 +259,19 @@ def test_packing_while_loading_is_refused(folders):
         load(folders[0], quantization_config=transformers_quantizer.PackedConfig(**entry))
 
 
+def test_a_packed_config_without_layers_says_how_to_pack_in_memory():
+    for entries in ({}, {"bits": 8}, {"quant_method": "proxsparse"}):
+        with pytest.raises(ValueError, match=r"PackedConfig: .* load it without .*, then call proxsparse\.sparsify_"):
+            transformers_quantizer.PackedConfig(**entries)
+
+
+def test_another_class_than_that_of_the_checkpoint_is_named(folders):
+    from transformers import AutoModelForQuestionAnswering
+
+    with pytest.raises(ValueError, match=r"QuestionAnswering has no nn\.Linear .* class that it was packed for"):
+        AutoModelForQuestionAnswering.from_pretrained(folders[1])
+
+
 def test_the_format_of_the_files(folders):
     with safe_open(folders[1] / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}

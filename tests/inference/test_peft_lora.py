@@ -64,9 +64,6 @@ def test_it_trains_as_on_the_dense_model_and_loads_on_the_packed_one(settings, f
     torch.testing.assert_close(losses, its_losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits(packed), logits(dense), rtol=1e-3, atol=1e-3)
     packed.save_pretrained(tmp_path)
-    for unregistered in (lambda: peft.PeftModel.from_pretrained(load(folders[1]), tmp_path), lambda: load(tmp_path)):
-        with pytest.raises(ValueError, match=r"Target module SparseLinear\(.* is not supported"):
-            unregistered()
     config = register_lora(peft.LoraConfig.from_pretrained(tmp_path))
     again = peft.PeftModel.from_pretrained(load(folders[1]), tmp_path, config=config)
     torch.testing.assert_close(logits(again), logits(packed))
@@ -76,6 +73,30 @@ def test_it_trains_as_on_the_dense_model_and_loads_on_the_packed_one(settings, f
     assert tokens.equal(dense.generate(PADDED["input_ids"][:1], max_new_tokens=4, do_sample=False))
     with again.disable_adapter():
         torch.testing.assert_close(logits(again), logits(load(folders[1])))
+
+
+def test_a_config_that_is_not_registered_is_refused_with_what_to_call(folders, tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=TARGETS)
+    peft.get_peft_model(load(folders[1]), lora()).save_pretrained(tmp_path)
+    for unregistered in (
+        lambda: peft.get_peft_model(load(folders[1]), config),
+        lambda: peft.PeftModel.from_pretrained(load(folders[1]), tmp_path),
+        lambda: peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path),
+        lambda: load(folders[1]).load_adapter(tmp_path),
+        lambda: load(tmp_path),
+    ):
+        with pytest.raises(ValueError, match=r"register_lora\(LoraConfig\.from_pretrained\(folder\)\)"):
+            unregistered()
+
+
+@pytest.mark.parametrize("form", ["packed", "dense"])
+def test_all_linear_means_packed_layers_too(form, folders):
+    model = peft.get_peft_model(load(folders[form == "packed"]), lora(target_modules="all-linear"))
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert len(adapted) == 14, "the seven layers of two blocks, without lm_head"
+    again = peft.LoraConfig(r=2, target_modules="all-linear")
+    model.add_adapter("second", register_lora(again))
+    assert {name for name, module in model.named_modules() if hasattr(module, "lora_A")} == adapted
 
 
 def test_only_adapters_are_trained_and_the_packed_weights_stay(folders):

@@ -24,7 +24,7 @@ from training import (
     with_everything,
 )
 
-from proxsparse import ProxAdamW
+from proxsparse import ProxAdamW, ProxOptimizer
 from proxsparse.patterns import NMPattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
@@ -304,3 +304,15 @@ def test_a_step_in_a_capture_is_refused_before_anything_changes(what, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     step()
     assert optimizer.state
+
+
+@pytest.mark.parametrize("elements", [0, 2])
+@pytest.mark.parametrize("make", [ProxAdamW, lambda groups, **more: ProxOptimizer(torch.optim.AdamW(groups), **more)])
+def test_a_learning_rate_has_one_element(make, elements):
+    weight = torch.nn.Parameter(torch.ones(4, 8))
+    with pytest.raises(ValueError, match=rf"lr of shape \[{elements}\] must be a number"):
+        make([{"params": [weight], "lr": torch.full((elements,), 0.1)}], reg_lambda=0.1)
+    for lr in (torch.tensor(0.1), torch.tensor([0.1])):
+        optimizer = make([{"params": [weight], "lr": lr}], reg_lambda=0.1)
+        weight.grad = torch.ones(4, 8)
+        optimizer.step()

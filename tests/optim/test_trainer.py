@@ -299,3 +299,32 @@ def test_the_example_needs_text_for_a_model(example, capsys):
     with pytest.raises(SystemExit):
         example.main(["--model", "somewhere"])
     assert "--model and --text go together" in capsys.readouterr().err
+
+
+class Autoencoder(torch.nn.Module):
+    """A model that is not one of transformers: it has no `config`."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = torch.nn.Linear(16, 8), torch.nn.Linear(8, 16)
+
+    def forward(self, x):
+        return {"loss": (self.decode(self.encode(x)) - x).pow(2).mean()}
+
+
+@pytest.mark.parametrize(("exclude", "pruned"), [(None, ["encode", "decode"]), (["decode"], ["encode"])])
+def test_a_model_without_config(exclude, pruned, tmp_path):
+    data = [{"x": torch.randn(16)} for _ in range(32)]
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=3, report_to=[], use_cpu=True)
+    more = {
+        "train_dataset": data,
+        "reg_lambda_rel": 0.2,
+        "exclude": exclude,
+        "callbacks": [trainer_module.ProxCallback()],
+    }
+    MaskTrainer(model := Autoencoder(), arguments, **more).train()
+    assert load_masks(tmp_path / "masks.safetensors").keys() == set(pruned)
+    for name, layer in model.named_children():
+        assert bool((layer.weight == 0).float().mean() == 0.5) == (name in pruned)
+    with pytest.raises(ValueError, match=r"include=\['none'\] and exclude=None select none of \['encode', 'decode'\]"):
+        MaskTrainer(model, arguments, train_dataset=data, reg_lambda_rel=0.2, include=["none"]).train()
