@@ -8,6 +8,7 @@ import functools
 import json
 import re
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,11 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
     found, model = headers(weight_files(source)), skeleton(source)
     if target.exists() and target.samefile(source):
         raise InputError(f"--output_dir {options.output_dir!r}: the folder of the model; choose another folder")
+    bits = config["quantization_config"].get("bits", {}).values() if options.unpack else [options.bits]
     work, verb, done = UNPACK if options.unpack else PACK
     before, overwrite = file_bytes(source), options.overwrite_output_dir
     inputs = {"model": options.model} | ({} if options.calibrate is None else {"calibrate": options.calibrate})
     with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
-        require_space(folder.path, growth(config, options.unpack) * before)
+        require_space(folder.path, growth(bits, options.unpack) * before)
         layers, stream, count = work(options, config, found, model)
         with atomic_directory(folder.path) as scratch:
             with phase(verb, count, "tensor") as current:
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
             require_unchanged(source, files)
             after, written = file_bytes(scratch), headers(weight_files(scratch))
             refuse_differences(scratch, found, written, config)
-            disk.annotate(scratch / CARD, b"" if options.unpack else disk.note(options.bits))
+            disk.annotate(scratch / CARD, bits, packed=not options.unpack)
             output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
         output_folder.publish(folder)
     linears = convert.names_of_modules(model, nn.Linear)
@@ -149,9 +151,8 @@ PACK = packing, "packing", "packed"
 UNPACK = unpacking, "unpacking", "unpacked"
 
 
-def growth(config: dict, unpack: bool) -> int:
+def growth(bits: Collection[int], unpack: bool) -> int:
     """The largest size of the result relative to the source: float32 weights with 16, 8 or 4 bits are unpacked."""
-    bits = config["quantization_config"].get("bits", {}).values() if unpack else ()
     return {16: 2, 8: 7, 4: 10}[min(bits, default=16)] if unpack else 1
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED, InputError, Terminated, require, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
-from proxsparse.io.model_files import check_folder, headers, read_object, weight_files
+from proxsparse.io.model_files import FROM_CLONE, check_folder, headers, read_object, weight_files
 from proxsparse.models.loading import TOKENIZER_FILES, skeleton
 from proxsparse.models.matching import match
 from proxsparse.runtime.command import Parser
@@ -24,7 +24,7 @@ Serve a packed checkpoint with the server of transformers: /v1/completions, /v1/
 the OpenAI API, with streaming and several requests at a time. Clients name the model as the folder is named; other
 models are refused. Ctrl-C stops the server."""
 PACKAGES = ("fastapi", "uvicorn", "openai", "accelerate")
-INSTALL = 'pip install "proxsparse[serve,lora]"'
+INSTALL = FROM_CLONE.format("'.[serve,lora]'")
 
 
 def main(arguments: list[str] | None = None) -> int:

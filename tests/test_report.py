@@ -12,6 +12,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from proxsparse.errors import InputError, run_command
+from proxsparse.io.output_folder import MARKER
 from proxsparse.report import main
 from proxsparse.run.report import number, table, write_report
 from proxsparse.run.sections import shareable
@@ -263,3 +264,30 @@ def test_number(value, text):
 
 def test_table_cells_stay_in_their_cell():
     assert table(("a", "b"), ("x|y", "one\ntwo")) == "| a | b |\n| --- | --- |\n| x\\|y | one two |"
+
+
+def test_a_card_that_a_person_has_edited_is_kept(tmp_path, capsys):
+    make_run(tmp_path, rows(), result())
+    marker = {"format": "1", "run_id": "", "command": "train", "settings": {}, "others": []}
+    (tmp_path / MARKER).write_text(json.dumps(marker))
+    card = tmp_path / "README.md"
+    main([str(tmp_path)])
+    first = card.read_bytes()
+    (tmp_path / "result.json").write_text(json.dumps(result(warnings=["a warning"])))
+    main([str(tmp_path)])
+    assert b"a warning" in card.read_bytes() != first, "a card that was not edited is written again"
+    assert "kept" not in capsys.readouterr().out
+    written_card = card.read_bytes()
+    for edited in (
+        written_card.replace(b"library_name", b"license: mit\nlibrary_name"),
+        written_card + b"\n## Limits\n",
+        written_card.partition(b"\n<!-- written by")[0],
+        b"mine",
+    ):
+        card.write_bytes(edited)
+        main([str(tmp_path)])
+        assert card.read_bytes() == edited
+        assert "README.md, because its text was changed" in capsys.readouterr().out
+    card.unlink()
+    main([str(tmp_path)])
+    assert card.read_bytes() == written_card

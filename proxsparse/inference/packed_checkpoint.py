@@ -12,12 +12,12 @@ which have the wrong shape, are the error.
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from proxsparse.io.model_files import INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
+from proxsparse.io.model_files import FROM_CLONE, INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.reference.quantize import CODES, scales_of_row, width_of_values
 
@@ -27,14 +27,20 @@ ALL_16_BITS = 2  # what is written if all layers have 16 bits, without an entry 
 PARTS = ("values", "indices", "scales")
 NOTE = """
 <!-- proxsparse.pack -->
-The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it after
-`pip install proxsparse`.
-`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint{}.
+The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it where proxsparse is
+installed ({install}).
+`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint{how}.
 <!-- /proxsparse.pack -->
+"""
+ROUNDED = """
+<!-- proxsparse.rounded -->
+The kept weights of the layers that were packed were rounded to {} bits. A perplexity above is that of the model before.
+<!-- /proxsparse.rounded -->
 """
 EXACT = """, bit for bit
 (except that a -0.0 may become +0.0; with 16 bits only in a pruned place, where checkpoints of proxsparse have none)"""
 DTYPES = {16: SAFETENSORS_FLOATS, 8: ("I8",), 4: ("U8",)}  # of the values, by bits
+UNCHANGED = re.compile(rb"(The kept weights\s+are)\s+the pretrained ones, unchanged")  # as in `run.model_card`
 ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
 
 
@@ -93,14 +99,21 @@ def read_packed_config(path: Path, packed: bool) -> dict:
     return config
 
 
-def note(bits: int) -> bytes:
-    """The note about the packed layers in the model card."""
-    return NOTE.format(EXACT if bits == 16 else f",\nwith the weights rounded to {bits} bits").encode()
+def annotate(card: Path, bits: Collection[int], packed: bool) -> None:
+    """Adds to the model card how the layers are packed, or removes it; what was rounded remains in the card.
 
+    Works on bytes, because the encoding is unknown.
 
-def annotate(card: Path, note: bytes) -> None:
-    """Replaces the note in the model card; b"" removes it. Works on bytes, because the encoding is unknown."""
-    text = ANY_NOTE.sub(b"", card.read_bytes() if card.is_file() else b"") + note
+    Args:
+        bits: those of the layers that are, or were, packed.
+    """
+    rounded = " or ".join(str(number) for number in sorted({*bits} - {16}))
+    text = ANY_NOTE.sub(b"", card.read_bytes() if card.is_file() else b"")
+    if rounded and (note := ROUNDED.format(rounded).encode()) not in text:
+        text = UNCHANGED.sub(rb"\1 the pretrained ones, rounded", text) + note
+    if packed:
+        how = f",\nwith the weights rounded to {rounded} bits" if rounded else EXACT
+        text += NOTE.format(how=how, install=FROM_CLONE.format(".")).encode()
     card.unlink(missing_ok=True)
     if text:
         card.write_bytes(text)

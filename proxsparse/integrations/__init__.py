@@ -1,4 +1,4 @@
-"""Integrations with transformers: Trainer, and the loader of packed checkpoints; with torch: FlopCounterMode; with peft."""
+"""Integrations with transformers: Trainer, and the loader of packed checkpoints; with FlopCounterMode and peft."""
 
 from proxsparse_autoload import after_import, register
 

@@ -32,7 +32,9 @@ DEQUANTIZED = ("fp8", "mxfp4")  # quantized checkpoints that are converted to de
 # transformers raises an error that contains it; `integrations.transformers_quantizer` removes it.
 WEIGHTS_NAME = "transformers_weights"
 PACKED = "this checkpoint is packed"  # how the entry begins in all versions
-INSTALL = f"{PACKED}: pip install proxsparse (or import proxsparse first, if it is installed)"
+# proxsparse is not on PyPI.
+FROM_CLONE = "in a clone of the repository of proxsparse run: pip install {} --no-build-isolation"
+INSTALL = f"{PACKED}: {FROM_CLONE.format('.')} (or import proxsparse first, if it is installed)"
 
 
 def check_folder(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """README.md of a run: the model card of the pruned model."""
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from proxsparse.run.sections import number, perplexity_text, settings_text, shor
 # Frozen weights under a mask, also packed, are a smaller form of the same model, as quantized weights are; new values
 # are a finetune; masks alone need the base model, as an adapter does. docs: hub/model-cards#specifying-a-base-model
 FROZEN, UPDATED, MASKS_ALONE = "quantized", "finetune", "adapter"
+
+SEAL = b"\n<!-- written by proxsparse; it is not replaced once its text is changed; sha256 %s -->\n"
 
 APPLY_MASKS = """\
 masks.safetensors has one tensor per layer: `numpy.packbits(mask, axis=-1, bitorder="little")`, uint8
@@ -42,7 +45,19 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.f
 
 def write_card(run_dir: Path, result: dict) -> None:
     """Writes the model card README.md of a run without training steps. `result` as in `card_text`."""
-    write_file(run_dir / "README.md", card_text(result).encode(errors="replace"))
+    write_file(run_dir / "README.md", sealed(card_text(result).encode(errors="replace")))
+
+
+def sealed(card: bytes) -> bytes:
+    """The card with its SHA-256 in a comment, which Markdown does not show, as its last line; see `is_edited`."""
+    return card + SEAL % hashlib.sha256(card).hexdigest().encode()
+
+
+def is_edited(path: Path) -> bool:
+    """Whether README.md is there, and not as `sealed` made it: a person has added to it or changed it."""
+    text = path.read_bytes() if path.is_file() else b""
+    card, _, _seal = text.rpartition(SEAL.partition(b"%s")[0])
+    return text not in (b"", sealed(card))
 
 
 def card_text(result: dict) -> str:

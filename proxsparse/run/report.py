@@ -14,7 +14,7 @@ from pathlib import Path
 
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import write_file
-from proxsparse.run.model_card import APPLY_MASKS, card_text
+from proxsparse.run.model_card import APPLY_MASKS, card_text, is_edited, sealed
 from proxsparse.run.sections import (
     MEASURED_ON,
     duration,
@@ -77,7 +77,7 @@ def write_report(run_dir: Path) -> None:
 
 
 def report_files(run_dir: Path) -> dict[str, bytes]:
-    """Name -> content of report.md, the plots and, if there is a result.json, the model card README.md.
+    """Name -> content of report.md, the plots and, if there is a result.json, the model card unless it was edited.
 
     The run may be complete, interrupted or still running.
 
@@ -90,11 +90,13 @@ def report_files(run_dir: Path) -> dict[str, bytes]:
     names = {path.name for path in run_dir.iterdir()} | {"report.md", *(plots or {})}
     names |= {"README.md"} if result else set()
     try:
-        card = card_text(result).encode() if result else b""
+        card = sealed(card_text(result).encode()) if result else b""
         page = report_text(rows, result, plots, names).encode()
     except (RecursionError, UnicodeEncodeError) as error:
         raise InputError(f"{run_dir / 'result.json'}: cannot be shown ({error}); fix or delete the file") from error
     texts = {"README.md": card, "report.md": page} if result else {"report.md": page}
+    if is_edited(run_dir / "README.md"):
+        texts.pop("README.md", None)
     return {**(plots or {}), **texts}
 
 

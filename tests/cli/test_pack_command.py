@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from proxsparse import evaluate, pack, prune, train
 from proxsparse.inference import packed_checkpoint
 from proxsparse.io.mask_files import load_masks
+from proxsparse.io.model_files import FROM_CLONE
 from proxsparse.io.output_folder import MARKER, write_marker
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
@@ -71,11 +72,11 @@ def test_what_is_written(pruned_dir, tmp_path, capsys):
     assert all(word in printed for word in ("packed 14 of 15 nn.Linear layers", "(0.562x)", str(folder)))
     assert names_in(folder) == MODEL | TOKENIZER | {"README.md", MARKER}
     assert load_masks(folder / "masks.safetensors").keys() == load_masks(pruned_dir / "masks.safetensors").keys()
-    assert "pip install proxsparse" in (folder / "README.md").read_text()
+    assert FROM_CLONE.format(".") in (folder / "README.md").read_text()
     assert len(packed_layers(folder)) == 14
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
-    assert "pip install proxsparse" in config.pop("transformers_weights")
+    assert FROM_CLONE.format(".") in config.pop("transformers_weights")
     assert config == json.loads((pruned_dir / "config.json").read_text())
 
 
@@ -143,6 +144,20 @@ def test_a_card_gets_a_note_and_loses_it_again(card, spoiled, tmp_path):
     assert b"--unpack" in noted
     dense = readme(packed(tmp_path / "packed", tmp_path / "dense", "--unpack"))
     assert (dense.read_bytes() if dense.exists() else None) == card
+
+
+@pytest.mark.parametrize("bits", ["8", "4"])
+def test_the_card_says_that_weights_were_rounded_also_after_unpacking(bits, pruned_dir, tmp_path):
+    card = lambda folder: " ".join((folder / "README.md").read_text().split())  # noqa: E731
+    assert "The kept weights are the pretrained ones, unchanged" in card(pruned_dir)
+    one = packed(pruned_dir, tmp_path / "packed", "--bits", bits)
+    dense = packed(one, tmp_path / "dense", "--unpack")
+    again = packed(dense, tmp_path / "again", "--bits", bits)
+    for folder in (one, dense, packed(dense, tmp_path / "whole"), again):
+        assert "unchanged" not in card(folder)
+        assert card(folder).count(f"rounded to {bits} bits. A perplexity above is that of the model before.") == 1
+    assert "proxsparse.pack" not in card(dense)
+    assert card(again) == card(one)
 
 
 def test_include_and_exclude(pruned_dir, tmp_path):

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from proxsparse import apply, finetune, pack, prune, push, train
 from proxsparse.errors import INTERRUPTED, InputError, run_command
 from proxsparse.io.mask_files import load_masks
+from proxsparse.io.model_files import FROM_CLONE
 from proxsparse.models.loading import load_model
 
 MODEL = {"README.md", "config.json", "generation_config.json", "model.safetensors", "masks.safetensors"}
@@ -104,7 +105,7 @@ def test_copied_files_of_a_model_are_uploaded_but_not_all(hub, pruned_dir, tmp_p
     assert pack.main([str(source), "--output_dir", str(tmp_path / "packed"), "--push_to_hub", "lab/packed"]) == 0
     assert (tmp_path / "packed" / "notes.txt").exists()
     assert hub.repos["lab/packed"].keys() == MODEL | {"LICENSE"}
-    assert "pip install proxsparse" in card_of(hub.repos["lab/packed"])[1]
+    assert FROM_CLONE.format(".") in card_of(hub.repos["lab/packed"])[1]
 
 
 @one_hub

@@ -297,4 +297,4 @@ def test_other_refusals(folders, monkeypatch, capsys):
     refused(capsys, serve.main, [folders[1], "--allow_origin", "a.b"], "--allow_origin a.b", "https://chat.example.org")
     refused(capsys, serve.main, [folders[1], "--device", "sea"], "--device sea")
     monkeypatch.setattr(serve, "PACKAGES", ("fastapi", "no_such_package"))
-    refused(capsys, serve.main, [folders[1]], "needs no_such_package", 'pip install "proxsparse[serve,lora]"')
+    refused(capsys, serve.main, [folders[1]], "needs no_such_package", "in a clone", "pip install '.[serve,lora]'")

@@ -48,7 +48,7 @@ def test_without_proxsparse_packed_folders_are_errors(folders, tmp_path):
     code, printed, error = in_another_program(WITHOUT, folders[1], tmp_path, **OFF)
     of_pack, of_save_pretrained = printed.splitlines()
     assert code == 0
-    assert "this checkpoint is packed: pip install proxsparse" in of_pack
+    assert "this checkpoint is packed: in a clone of the repository of proxsparse run: pip install ." in of_pack
     assert "Unknown quantization type, got proxsparse" in error
     assert "ignore_mismatched_sizes" in of_save_pretrained
 
