@@ -1,5 +1,6 @@
 """The benchmarks of kernels at tiny sizes: what they count, print and save, and failures that cost one row."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import prox_speed
 import pytest
 import solver_quality
 import torch
-from lib import common, measure, shapes
+from lib import common, measure, plots, shapes
 
 from proxsparse.io.text_table import text_table
 from proxsparse.ops import registry
@@ -166,3 +167,19 @@ def test_solver_quality_compares_all_solvers_and_draws(full, rows_of, tmp_path, 
     assert "561.70" in capsys.readouterr().out  # the paper's seconds
     limits = solver_quality.thresholds(torch.tensor(solver_quality.PATH_Y, dtype=torch.float64))
     assert list(limits.values()) == pytest.approx([0.27553, 0.64935, 0.66733], abs=2e-5)
+
+
+def test_bars_of_one_text_or_backend_are_named_in_the_title_and_ticks_do_not_overlap():
+    pytest.importorskip("matplotlib")
+    row = {"method": "wanda", "data": "a.txt", "perplexity": 9.0, "model": "m", "device": "cpu", "seq_len": 8}
+    one, two = (plots.comparison([row, *more]).axes[0] for more in ([], [row | {"data": "b.txt"}]))
+    assert (one.get_legend(), one.get_title()) == (None, "a.txt")
+    assert [text.get_text() for text in two.get_legend().get_texts()] == ["a.txt", "b.txt"]
+    where = {"model": "m", "data": "d", "seq_len": 8, "windows": 1, "name": "dense", "form": "dense", "updated": False}
+    sizes = [{"bits": 8, "bits_a_weight": size, "perplexity": value} for size, value in ((3, 1137.0), (8, 20.4))]
+    figure = plots.bits_quality([where | size for size in sizes])
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in figure.axes[0].get_yticklabels(which="both") if text.get_text()]
+    boxes = sorted((box.y0, box.y1) for box in boxes)
+    assert len(boxes) > 2
+    assert all(low[1] <= high[0] for low, high in itertools.pairwise(boxes))

@@ -111,8 +111,10 @@ def prox_speed(rows: list[dict]):
     shade = {x: 0.2 + 0.7 * (place + 1) / (len(strengths) + 0.5) for place, x in enumerate(strengths)}
     colors = [colormaps[MAPS[dtypes.index(dtype) % len(MAPS)]](shade[x]) for dtype, x in bars]
     title = f"2:4 prox in place, {rows[0]['weights']}, {rows[0]['device']}"
+    title += f", {names[0]}" if len(names) == 1 else ""
     (axes,) = panels(1, 3 + 2 * max(2, len(names)), 3.4, title)
-    grouped_bars(axes, names, series, labels, colors)
+    grouped_bars(axes, names if len(names) > 1 else [""], series, labels, colors)
+    axes.tick_params(axis="x", length=0)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
     axes.set_ylabel("share of the speed of a copy")
     axes.legend(**OUTSIDE)
@@ -188,12 +190,17 @@ def comparison(rows: list[dict]):
     axes.set(xscale=scale_of(found.values()))
     axes.set_xlabel(f"perplexity, windows of {rows[0]['seq_len']} tokens ({axes.get_xscale()} scale)")
     axes.margins(x=0.12)
-    axes.legend(frameon=False, fontsize=8)
+    if len(texts) > 1:
+        axes.legend(**OUTSIDE)
+    else:
+        axes.set_title(texts[0], fontsize=9)
     return axes.figure
 
 
 def bits_quality(rows: list[dict]):
     """A line for dense weights and for each 2:4 model: perplexity against the bits of a weight."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     first = rows[0]
     subtitle = f"{first['model']}; {first['windows']} windows of {first['seq_len']} tokens of {first['data']}"
     (axes,) = panels(1, 6.4, 4, "Perplexity and size of linear layers", subtitle)
@@ -206,8 +213,10 @@ def bits_quality(rows: list[dict]):
     for (bits, size), value in top.items():
         axes.annotate(f"{bits} bits", (size, value), xytext=(4, 5), textcoords="offset points", fontsize=7)
     axes.set(yscale=scale_of([row["perplexity"] for row in rows]))
-    axes.yaxis.set_minor_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
+    if axes.get_yscale() == "log":  # the default labels too few ticks of one decade, and overlapping ones of several
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("bits a weight, with scales and places")
     axes.set_ylabel("perplexity")
     axes.legend(frameon=False, fontsize=8)
