@@ -80,7 +80,7 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             if getattr(part, "quantization_config", None):
                 part.quantization_config = {**part.quantization_config, "dequantize": True}
         kept.notes.append(
-            f"the {method} weights of {name} were converted to {str(dtype).removeprefix('torch.')} while loading: "
+            f"the {method} weights were converted to {str(dtype).removeprefix('torch.')} while loading: "
             "this model is not quantized"
         )
     transformers.utils.logging.disable_progress_bar()

@@ -127,7 +127,7 @@ def test_quantized_checkpoints_are_saved_dense(name, tmp_path, capsys):
     source = rewrite(dense, lambda _: stored, quantization_config=entry)
     run = pruned(source, tmp_path / "run")
     apply.main([str(source), str(run), "--output_dir", str(tmp_path / "applied")])
-    printed, said = capsys.readouterr().out, f"the {entry['quant_method']} weights of"
+    printed, said = capsys.readouterr().out, f"the {entry['quant_method']} weights were converted to bfloat16"
     assert printed.count(said) == 2
     assert said in json.loads((run / "result.json").read_text())["warnings"][0]
     assert len(load_masks(run / "masks.safetensors")) >= 14
