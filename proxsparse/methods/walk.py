@@ -7,9 +7,10 @@ blocks (rotary tables [T, head_dim], for some models [T, T] masks). A pruned dec
 restored by a later run, see `finished_blocks`.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -86,18 +87,42 @@ def full_precision(tensor: Tensor):
     return torch.autocast(tensor.device.type, enabled=False)
 
 
+@dataclass(frozen=True)
+class BlockOutput:
+    """An argument of a decoder block that is an output of an earlier one: `outputs[block][part]`, part > 0."""
+
+    block: int
+    part: int
+
+
 @dataclass
 class Sample:
     """The state of one calibration sample between two decoder blocks."""
 
     hidden: Tensor  # [1, T, hidden_size], the input of the next decoder block
     calls: list[tuple[tuple, dict]]  # for every decoder block: other positional arguments, keyword arguments
+    outputs: dict[int, tuple] = field(default_factory=dict)  # of the blocks that later ones refer to
 
     def run(self, block: nn.Module, index: int) -> Tensor:
         """[1, T, hidden_size], the output of decoder block `index`."""
         args, kwargs = self.calls[index]
-        output = block(self.hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        output = block(
+            self.hidden,
+            *[self.resolve(value) for value in args],
+            **{name: self.resolve(value) for name, value in kwargs.items()},
+        )
+        if index in self.outputs:
+            self.outputs[index] = (None, *output[1:])
+        return hidden_of(output)
+
+    def resolve(self, value: object) -> object:
+        """The value, or the present output of an earlier block that it refers to."""
+        return self.outputs[value.block][value.part] if isinstance(value, BlockOutput) else value
+
+
+def hidden_of(output: object) -> Tensor:
+    """The hidden state in the output of a decoder block, which may be a tuple or list that begins with it."""
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 @torch.no_grad()
@@ -127,7 +152,10 @@ def walk(
     with evaluating(model), phase(title, len(blocks), "decoder block") as current:
         # one sample at a time: the experts of a mixture could not distinguish padding from text
         samples = capture_samples(model, blocks, list(single_samples(batches)))
-        insides = [layers_inside(block, layers) for block in blocks]
+        insides, waiting_layers = [], dict(layers)  # a layer in several blocks is pruned in the first of them
+        for block in blocks:
+            insides.append(layers_inside(block, waiting_layers))
+            waiting_layers = {name: layer for name, layer in waiting_layers.items() if name not in insides[-1]}
         waiting = [index for index, inside in enumerate(insides) if inside and not restored(inside)]
         last = max(waiting, default=-1)
         for index in current.count(range(last + 1)):
@@ -153,16 +181,25 @@ def statistics_of(
             for name, statistic in statistics.items():
                 hooks.enter_context(layers[name].register_forward_pre_hook(make_hook(statistic)))
             sample.run(block, index)
+    if unreached := [name for name, statistic in statistics.items() if statistic.tokens == 0]:
+        raise InputError(describe_unreached(unreached, list(layers)))
     for name, statistic in statistics.items():
-        check_inputs(name, statistic)
+        check_finite(name, statistic.sums)
     return statistics
 
 
-def check_inputs(name: str, statistics) -> None:
-    """Raises InputError if no token reached the layer, or if its inputs are not finite."""
-    if statistics.tokens == 0:
-        raise InputError(f"{name}: no calibration token reached this layer; use more samples, or --exclude it")
-    check_finite(name, statistics.sums)
+def describe_unreached(unreached: list[str], names: list[str]) -> str:
+    """Why the first layer of `unreached` has no calibration inputs. `names`: all layers of the decoder block."""
+    name = unreached[0]
+    if re.search(r"experts\.\d+\.", name):
+        return f"{name}: no calibration token reached this expert; use more samples, or --exclude it"
+    outer, parent = name, name.rpartition(".")[0]  # the outermost module of which no layer was called
+    while not parent[-1:].isdigit() and all(one in unreached for one in names if one.startswith(f"{parent}.")):
+        outer, parent = parent, parent.rpartition(".")[0]
+    return (
+        f"{name}: the decoder block does not call this layer by itself, so it has no calibration inputs; leave it "
+        f"dense with --exclude {outer.rpartition('.')[2]}"
+    )
 
 
 def make_hook(statistics) -> Callable:
@@ -180,18 +217,23 @@ class _Captured(Exception):
 
 
 def capture_samples(model: nn.Module, blocks: nn.ModuleList, texts: list[Tensor]) -> list[Sample]:
-    """The samples at the first decoder block. `texts`: input_ids [1, T] each. Raises InputError if there are none.
+    """The samples at the first decoder block. `texts`: input_ids [1, T] each.
 
     Most models pass the same objects to all blocks; the forward pass can then stop at the first block. Models with
     blocks of several kinds (sliding windows, different rotary embeddings) do not. The longest text decides, because
     short texts may have no mask.
+
+    Raises:
+        InputError: no sample; or as `capture_sample` and `check_arguments`.
     """
     if not texts:
         raise InputError("no calibration sample: this method needs data; give at least one batch")
     longest = max(texts, key=Tensor.numel)
     whole = capture_sample(model, blocks, longest, len(blocks))
-    needed = 1 if same_arguments(whole.calls) else len(blocks)
-    return [whole if ids is longest else capture_sample(model, blocks, ids, needed) for ids in texts]
+    if same_arguments(whole.calls):
+        return [whole if ids is longest else capture_sample(model, blocks, ids, 1) for ids in texts]
+    check_arguments(model, blocks, longest, whole)
+    return [whole if ids is longest else capture_sample(model, blocks, ids, len(blocks)) for ids in texts]
 
 
 def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
@@ -202,23 +244,103 @@ def same_arguments(calls: list[tuple[tuple, dict]]) -> bool:
     return all(others == objects[0] for others in objects)
 
 
-def capture_sample(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, needed: int) -> Sample:
+def capture_sample(
+    model: nn.Module, blocks: nn.ModuleList, ids: Tensor, needed: int, change: Callable[[Tensor], Tensor] | None = None
+) -> Sample:
     """Records the input of the first decoder block and the other arguments of the first `needed` blocks.
 
-    `ids`: input_ids [1, T]. `needed`: 1, if all blocks have the same arguments, or the number of blocks.
+    Args:
+        ids: input_ids [1, T].
+        needed: 1, if all blocks have the same arguments, or the number of blocks.
+        change: applied to the hidden state that each block returns.
+    Raises:
+        InputError: the model does not call every block once and in order, each with the output of the previous one.
     """
-    first, calls = [], []
+    first, calls, kept, earlier, needed_later = [], [], [], {}, {}
+
+    def refer(value: object) -> object:
+        output = earlier.get(id(value)) if isinstance(value, Tensor) else None
+        if output is None:
+            return value
+        needed_later[output.block] = ()
+        return output
 
     def record(block: nn.Module, args: tuple, kwargs: dict) -> None:
-        if not calls:
-            first.append(args[0] if args else kwargs["hidden_states"])
-        calls.append((args[1:], {name: value for name, value in kwargs.items() if name != "hidden_states"}))
-        if len(calls) == needed:
+        kwargs = dict(kwargs)
+        hidden = args[0] if args else kwargs.pop("hidden_states", None)
+        previous = hidden_of(kept[-1]) if kept else hidden
+        in_order = len(calls) == len(kept) < len(blocks) and block is blocks[len(calls)]
+        if not in_order or not isinstance(hidden, Tensor) or not is_same(hidden, previous):
+            raise InputError(
+                f"{type(model).__name__} does not call its decoder blocks once and in order, each with the output of "
+                "the previous one, so blocks cannot be calibrated one by one; use --method magnitude or proxsparse "
+                "train"
+            )
+        first.append(hidden)
+        named = {name: refer(value) for name, value in kwargs.items()}
+        calls.append((tuple(refer(value) for value in args[1:]), named))
+        if len(calls) == needed < len(blocks):
             raise _Captured
+
+    def note(_block: nn.Module, _args: tuple, output: object) -> object:
+        if change is not None:
+            changed = change(hidden_of(output))
+            output = type(output)((changed, *output[1:])) if isinstance(output, tuple | list) else changed
+        if isinstance(output, tuple | list):
+            earlier.update({id(value): BlockOutput(len(kept), part) for part, value in enumerate(output) if part})
+        kept.append(output)  # also keeps its tensors alive, so that no other tensor gets their id
+        return output
 
     ids = ids.to(model.device)
     with ExitStack() as hooks, suppress(_Captured):
         for block in blocks:
             hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
+            hooks.enter_context(block.register_forward_hook(note))
         model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    return Sample(first[0], calls * (len(blocks) // needed))
+    if len(calls) < needed:
+        raise InputError(
+            f"{type(model).__name__} has called only {len(calls)} of its {len(blocks)} decoder blocks, so they cannot "
+            "be calibrated one by one; use --method magnitude or proxsparse train"
+        )
+    return Sample(first[0], calls * (len(blocks) // needed), needed_later)
+
+
+def is_same(value: object, other: object) -> bool:
+    """Whether both are the same object or equal tensors."""
+    tensors = isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
+    return value is other or (tensors and value.dtype == other.dtype and torch.equal(value, other))
+
+
+def check_arguments(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, whole: Sample) -> None:
+    """Raises InputError if an argument depends on earlier blocks in another way than as one of their outputs.
+
+    The forward pass is repeated with other outputs of all blocks, and the arguments are compared. An object that is
+    passed to all blocks is not: the blocks themselves update it.
+    """
+    changed = capture_sample(model, blocks, ids, len(blocks), lambda hidden: hidden.flip(-1))
+    for index, (call, other) in enumerate(zip(whole.calls, changed.calls, strict=True)):
+        for name, value in named_arguments(call).items():
+            everywhere = all(named_arguments(one).get(name) is value for one in whole.calls)
+            if not everywhere and not is_equal(value, named_arguments(other).get(name)):
+                raise InputError(
+                    f"decoder block {index}: {type(blocks[index]).__name__} has an argument ({name}) that "
+                    f"{type(model).__name__} computes from earlier blocks, so blocks cannot be calibrated one by one; "
+                    "use --method magnitude or proxsparse train"
+                )
+
+
+def named_arguments(call: tuple[tuple, dict]) -> dict[str, object]:
+    """Name, or position as text, -> argument."""
+    args, kwargs = call
+    return {str(position): value for position, value in enumerate(args, 1)} | kwargs
+
+
+def is_equal(value: object, other: object) -> bool:
+    """Whether nested containers have equal tensors; objects of other types are not compared."""
+    if isinstance(value, Tensor):
+        return is_same(value, other)
+    if isinstance(value, dict):
+        return isinstance(other, dict) and all(is_equal(item, other.get(key)) for key, item in value.items())
+    if isinstance(value, tuple | list):
+        return len(value) == len(other) and all(map(is_equal, value, other))
+    return True

@@ -1,6 +1,8 @@
 """Checks of a model and its outputs: context length, NaN and infinity."""
 
+import inspect
 import math
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -19,7 +21,8 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
     """
     if text_tokens is not None and text_tokens < 2:
         raise InputError(f"the text of --{flag} has {text_tokens} tokens, at least 2 are needed; give more text")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = positions if positions and positions > 0 else math.inf  # some configs have -1: no limit
     if asked is not None:
         if asked > positions:
             raise InputError(f"--{flag} {asked}: above the model's context length of {positions}; lower --{flag}")
@@ -33,6 +36,28 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
     if window < default:
         write_line(f"--{flag}: {window} tokens, {limits[window]} (default: {default})")
     return window
+
+
+# Settings of a config with which the attention of a model is bidirectional.
+BIDIRECTIONAL = {"is_decoder": False, "causal": False, "is_causal": False, "attn_type": "bi"}
+BIDIRECTIONAL |= {"use_bidirectional_attention": True}
+
+
+def refuse_not_causal(model: nn.Module, source: str) -> None:
+    """Raises InputError for a model with bidirectional attention, which would see the tokens that it predicts."""
+    for config in (model.config, model.config.get_text_config()):
+        for name, value in BIDIRECTIONAL.items():
+            if getattr(config, name, None) == value and reads_setting(model, name):
+                raise InputError(
+                    f"{source}: {config.model_type} is not a causal decoder ({name} is {str(value).lower()}), so it "
+                    "sees the tokens that it predicts; give a decoder-only language model"
+                )
+
+
+def reads_setting(model: nn.Module, name: str) -> bool:
+    """Whether the code of the model reads the setting: that of GPT-NeoX, for example, only mentions is_decoder."""
+    source = inspect.getsource(inspect.getmodule(type(model)))
+    return bool(re.search(rf"\.{name}\b(?!\s*=[^=])", source))
 
 
 @contextmanager

@@ -2,26 +2,88 @@
 
 import re
 
+import torch
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.models.unfold_linears import SplitExperts
 from proxsparse.patterns import NMPattern, PatternLike
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     """The decoder blocks of a causal language model of transformers, in order.
 
+    They are the outermost list with num_hidden_layers modules that have linear layers; where no single list has this
+    length, the only list, or all lists if their modules are of one class (two stacks that the model repeats).
+
     Raises:
-        InputError: the model has no list of num_hidden_layers modules.
+        InputError: there is no such list, or the parts of the blocks are in several.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = model.config.get_text_config().num_hidden_layers
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise InputError(
-        f"{type(model).__name__} has no list of {count} decoder blocks; give a decoder-only language model"
-    )
+    # get_decoder of some classes returns the output layer
+    lists = outermost_lists(decoder) or outermost_lists(model)
+    fitting = {name: blocks for name, blocks in lists.items() if len(blocks) == count}
+    chosen = fitting or lists
+    if not chosen:
+        raise InputError(f"{type(model).__name__} has no list of decoder blocks; give a decoder-only language model")
+    if len({type(block) for blocks in chosen.values() for block in blocks}) > 1 and len(chosen) > 1:
+        raise InputError(
+            f"{type(model).__name__}: its layers are in the lists {', '.join(chosen)} instead of one list of decoder "
+            "blocks; such models are not supported"
+        )
+    first, *others = chosen.values()
+    return nn.ModuleList(block for blocks in chosen.values() for block in blocks) if others else first
+
+
+def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Name -> every nn.ModuleList that is in no other one, in model order; only those with linear layers, if any."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(f"{outer}." for outer in found)):
+            found[name] = module
+    linear = {name: blocks for name, blocks in found.items() if any(isinstance(m, nn.Linear) for m in blocks.modules())}
+    return linear or found
+
+
+def routers(model: nn.Module) -> dict[str, str]:
+    """Name -> name of the module that holds it, for every nn.Linear that assigns tokens to experts.
+
+    It is one that has "router" as a word in its name; or `gate`, or in a module `gate`, next to experts; or an
+    nn.Linear next to experts with one output for each expert, or a single one (the gate of a shared expert).
+    """
+    found, modules = {}, dict(model.named_modules())
+    for name, module in modules.items():
+        if experts := expert_count(module):
+            for child_name, child in module.named_children():
+                for inner, layer in child.named_modules(prefix=f"{name}.{child_name}".lstrip(".")):
+                    if isinstance(layer, nn.Linear) and (
+                        child_name == "gate" or (layer is child and layer.out_features in (1, experts))
+                    ):
+                        found[inner] = name
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and (word := re.search(r"(?:^|[._])router(?=[._]|$)", name)):
+            found.setdefault(name, name[: word.start()])
+    return found
+
+
+def expert_count(module: nn.Module) -> int | None:
+    """Number of experts that are children of the module, or None."""
+    for name, child in module.named_children():
+        if isinstance(child, SplitExperts):
+            return child.experts
+        if fused := fused_matrices(child):
+            return fused
+        if isinstance(child, nn.ModuleList) and re.search(r"(^|_)experts$", name) and "shared" not in name:
+            return len(child)
+    return None
+
+
+def fused_matrices(module: nn.Module) -> int:
+    """Number of matrices in one tensor of the module, 0 if it has no such tensor."""
+    fused = [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
+    # the 3-dimensional weight of a convolution is not a stack of matrices
+    return len(fused[0]) if fused and not isinstance(module, nn.Conv1d) else 0
 
 
 def prunable_layers(
@@ -30,24 +92,32 @@ def prunable_layers(
     include: list[str] | None = None,
     exclude: list[str] | None = None,
 ) -> dict[str, nn.Linear]:
-    """Full module name -> layer to prune, in model order: every nn.Linear in the decoder blocks.
+    """Full module name -> layer to prune, in model order: every nn.Linear in the decoder blocks except `routers`.
+
+    Layers that share one weight count once, under the first name.
 
     Args:
         pattern: one pattern for all layers, or layer name -> pattern; then only these layers are returned.
         include, exclude: regular expressions searched in the names; a layer must match one of `include` (if given)
-            and none of `exclude`.
+            and none of `exclude`. An expression of `include` selects a router if it matches the router's name, but not
+            the name of the module that holds it.
     Raises:
         InputError: no layer is left, an expression is malformed, or a layer cannot be split into blocks.
     """
     refuse_packed(model)
     blocks = {id(block) for block in decoder_blocks(model)}
     inside = [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
-    candidates = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.startswith(tuple(inside))
+    candidates, weights = {}, set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.startswith(tuple(inside)) and id(module.weight) not in weights:
+            candidates[name] = module
+            weights.add(id(module.weight))
+    dense = {} if isinstance(pattern, dict) else routers(model)
+    layers = {
+        name: layer
+        for name, layer in candidates.items()
+        if is_selected(name, include, exclude) and (name not in dense or names_router(include, name, dense[name]))
     }
-    layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
     if isinstance(pattern, dict):
         if unknown := pattern.keys() - candidates.keys():
             raise InputError(f"pattern of layer {sorted(unknown)[0]}: no such nn.Linear to prune; check the name")
@@ -81,18 +151,48 @@ def is_selected(name: str, include: list[str] | None, exclude: list[str] | None)
         raise InputError(f"include/exclude {error.pattern!r}: not a regular expression ({error}); fix it") from error
 
 
+def names_router(include: list[str] | None, name: str, holder: str) -> bool:
+    """Whether an expression of `include` matches the name of a router, but not that of the module that holds it."""
+    return any(re.search(word, name) and not re.search(word, holder) for word in include or [])
+
+
+@torch.no_grad()
+def pruned_layers(layers: dict[str, nn.Linear], pattern: NMPattern) -> list[str]:
+    """The names of the layers that have at most n weights other than 0 in every m, and are not 0 everywhere."""
+    found = []
+    for name, layer in layers.items():
+        counts = layer.weight.reshape(-1, pattern.m).count_nonzero(dim=1)
+        if counts.max() <= pattern.n and counts.any():
+            found.append(name)
+    return found
+
+
+def dense_share(model: nn.Module, layers: dict[str, nn.Linear]) -> float:
+    """The share of the decoder blocks' weights that are not in `layers`; norms and biases are not counted."""
+    matrices = {id(p): p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1}
+    pruned = sum(matrices.get(id(layer.weight), 0) for layer in layers.values())
+    return 1 - pruned / sum(matrices.values())
+
+
 def refuse_fused_weights(
     model: nn.Module, inside: tuple[str, ...], include: list[str] | None, exclude: list[str] | None
 ) -> None:
-    """Raises InputError for a selected module with several matrices in one tensor, which would not be pruned."""
-    for name, module in model.named_modules():
-        fused = [p for p in module.parameters(recurse=False) if p.ndim == 3 and min(p.shape) > 1]
-        convolution = isinstance(module, nn.Conv1d)  # its 3-dimensional weight is not a stack of matrices
-        if fused and not convolution and name.startswith(inside) and is_selected(name, include, exclude):
-            raise InputError(
-                f"{name}: {type(module).__name__} has {len(fused[0])} matrices in one tensor instead of nn.Linear "
-                f"layers; leave them dense with --exclude {name.rpartition('.')[2]}"
-            )
+    """Raises InputError for selected modules with several matrices in one tensor, which would not be pruned."""
+    fused = {
+        name: module
+        for name, module in model.named_modules()
+        if fused_matrices(module) and name.startswith(inside) and is_selected(name, include, exclude)
+    }
+    if fused:
+        first, module = next(iter(fused.items()))
+        held = sum(p.numel() for module in fused.values() for p in module.parameters(recurse=False) if p.ndim == 3)
+        whole = sum(p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1)
+        leaves = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
+        raise InputError(
+            f"{first}: {type(module).__name__} has {fused_matrices(module)} matrices in one tensor instead of "
+            f"nn.Linear layers; leave them dense with --exclude {leaves} ({held / whole:.0%} of the weights of the "
+            "decoder blocks)"
+        )
 
 
 def refuse_packed(model: nn.Module) -> None:

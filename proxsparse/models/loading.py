@@ -23,6 +23,7 @@ from proxsparse.io.model_files import (
     headers,
     weight_files,
 )
+from proxsparse.models.checks import refuse_not_causal
 from proxsparse.models.matching import match, refuse_incomplete
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase
@@ -230,9 +231,11 @@ def skeleton(folder: Path) -> nn.Module:
     """The causal language model of a checkpoint's config.json on the meta device: shapes without weights.
 
     Raises:
-        InputError: config.json is not that of a causal language model of transformers.
+        InputError: config.json is not that of a causal language model of transformers, or as `refuse_not_causal`.
     """
     config = read_config(folder)
+    if config.is_encoder_decoder:
+        raise InputError(f"{folder / 'config.json'}: {config.model_type} is an encoder-decoder, not a causal decoder")
     try:
         with torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=False)
@@ -245,6 +248,7 @@ def skeleton(folder: Path) -> nn.Module:
             f"{folder / 'config.json'}: transformers loads only the text model of {config.model_type}, and the rest "
             "would be lost; give a checkpoint of the text model"
         )
+    refuse_not_causal(model, str(folder / "config.json"))
     return model
 
 

@@ -16,7 +16,7 @@ from proxsparse.io.output_folder import OutputFolder
 from proxsparse.methods import Method, get_method
 from proxsparse.methods.store import Store
 from proxsparse.models.checks import fit_window, refuse_not_finite
-from proxsparse.models.layers import decoder_blocks, prunable_layers
+from proxsparse.models.layers import decoder_blocks, prunable_layers, pruned_layers, routers
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
@@ -40,6 +40,7 @@ from proxsparse.run.resume import (
 from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device, choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero
+from proxsparse.runtime.progress import write_line
 from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
 
 
@@ -91,6 +92,8 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
         found, recorded = on_rank_zero(lambda: recorded_masks(config.model))
         base = recorded or base
     layers = prunable_layers(model, found or config.pattern, config.include, config.exclude)
+    already = pruned_layers(layers, pattern) if method.starts_as == "dense" else []
+    on_rank_zero(lambda: [write_line(line) for line in about_layers(model, layers, already, pattern, config)])
     method.check_model(layers, found or dict.fromkeys(layers, pattern), base, tokenizer, **options)
     updated = method.updates_weights and options.get("update_weights", True)
     on_rank_zero(lambda: run_folder.require_space_for(model, run_dir, layers if updated else {}, weight_dtype))
@@ -139,8 +142,9 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
             "paper": method.paper,
             "updated": updated,
             **({"base_model": base["base_model"]} if method.starts_as == "pruned" else {}),
-            **results.what_was_pruned(layers, patterns, pattern),
+            **results.what_was_pruned(model, layers, patterns, pattern),
             "seconds": time.monotonic() - started + state.get("seconds", 0.0),
+            **({"already_pruned": len(already)} if already else {}),
             "resumed": bool(checkpoint) if method.keeps == "checkpoints" else folder.begun,
             "world_size": distributed.world_size(),
             **store.figures,
@@ -162,6 +166,23 @@ def prune_model(config: RunConfig, method: Method, folder: OutputFolder, device:
             todo = f"the perplexity was not measured; to measure it, run proxsparse evaluate {folder.final}"
             print(f"the model is complete, but {todo}", file=sys.stderr)
     return 128 + signal if signal else 0
+
+
+def about_layers(
+    model: nn.Module, layers: dict[str, nn.Linear], already: list[str], pattern: NMPattern, config: RunConfig
+) -> list[str]:
+    """Lines on routers that stay dense, and on layers that are N:M before the run."""
+    lines, dense = [], [name for name in routers(model) if name not in layers]
+    if dense and not config.exclude:
+        lines += [
+            f"{len(dense)} router layers stay dense, such as {dense[0]}; to prune them too: --include router gate ."
+        ]
+    if already:
+        lines += [
+            f"already {pattern}: {len(already)} of {len(layers)} layers, such as {already[0]}; this run starts from a "
+            "pruned model"
+        ]
+    return lines
 
 
 def method_options(config: RunConfig, method: Method) -> dict:

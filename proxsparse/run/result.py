@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from proxsparse._version import __version__
 from proxsparse.allocations.budget import budget, numel
 from proxsparse.data.sources import evaluation_text
+from proxsparse.errors import describe_error
 from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity, window_bos
 from proxsparse.models.checks import fit_window
+from proxsparse.models.layers import dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import EVAL_SEQ_LEN, RunConfig
@@ -27,6 +29,8 @@ from proxsparse.runtime.distributed import on_rank_zero
 
 # If fewer blocks than this are N:M, the final projection determines most of the mask.
 FEW_DECIDED = 0.5
+# A smaller share of dense weights in the decoder blocks is not printed.
+NOTABLE = 0.005
 # The first entries of result.json, if the run has these flags.
 IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
@@ -67,7 +71,9 @@ def scores_under(
     evaluate: Callable[[nn.Module, str], Perplexity | None],
     trained: Collection[str] = (),
 ) -> dict[str, Perplexity | None]:
-    """The perplexity of the pretrained weights under each set of masks; None if Ctrl-C interrupted the measurement.
+    """The perplexity of the pretrained weights under each set of masks; None if it could not be measured.
+
+    An error or Ctrl-C ends the measurement with a message, and not the run: the masks are complete.
 
     `trained`: names of parameters that keep their current values, as in `models.snap_`.
     """
@@ -79,6 +85,8 @@ def scores_under(
             scores[name] = evaluate(model, name)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
+    except Exception as error:  # of any type: that of a library, or out of memory
+        print(f"measuring the perplexity failed: {describe_error(error)}", file=sys.stderr)
     return scores
 
 
@@ -94,9 +102,15 @@ def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) ->
     return table | {name: score.value for name, score in scores.items()}
 
 
-def what_was_pruned(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern) -> dict:
-    """The entries of result.json about the layers: their number, weights, patterns, and share of kept weights."""
+def what_was_pruned(
+    model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern
+) -> dict:
+    """The entries of result.json about the layers: their number, weights, patterns, and share of kept weights.
+
+    dense_share: the share of the decoder blocks' weights that is in other layers.
+    """
     return {
+        "dense_share": dense_share(model, layers),
         "layers": len(layers),
         "weights": numel(layers),
         "budget": {"asked": pattern.density, "kept": budget(layers, patterns)},
@@ -181,6 +195,8 @@ def summary(result: dict, run_dir: Path) -> str:
     spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
     kept, asked = result["budget"]["kept"], result["budget"]["asked"]
     lines += [f"layers ({result['allocation']}): {spread}; {kept:.2%} of their weights kept, target {asked:.2%}"]
+    if (dense := result["dense_share"]) >= NOTABLE:
+        lines += [f"{dense:.1%} of the weights of the decoder blocks are in other layers and stay dense"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]
     if result["status"] == "interrupted":
         lines += [f"interrupted after step {result['steps']}: the model is the one learned so far"]

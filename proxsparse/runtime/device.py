@@ -4,8 +4,10 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -16,6 +18,8 @@ PRECISIONS = {  # --precision -> dtype of the weights, dtype of autocast or None
     "mixed": (torch.float32, torch.bfloat16),
     "bf16": (torch.bfloat16, None),
 }
+# Errors of torch where a model combines a tensor that autocast has cast with one that it has not.
+DIFFERENT_DTYPES = r"(same|different|expected) (dtype|scalar type)|self \(\w+\) and source \(\w+\)|dtypes? (mis)?match"
 
 
 def choose_device(name: str) -> torch.device:
@@ -46,9 +50,25 @@ def choose_precision(precision: str, device: torch.device) -> tuple[torch.dtype,
     return PRECISIONS[precision]
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None):
-    """torch.autocast to `dtype`, or nothing. Casts are not cached, because a method may change weights in the block."""
-    return torch.autocast(device.type, dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+@contextlib.contextmanager
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """torch.autocast to `dtype`, or nothing. Casts are not cached, because a method may change weights in the block.
+
+    Raises:
+        InputError: a model that does not support autocast, which fails because two tensors differ in dtype.
+    """
+    if dtype is None:
+        yield
+        return
+    try:
+        with torch.autocast(device.type, dtype, cache_enabled=False):
+            yield
+    except RuntimeError as error:
+        if not re.search(DIFFERENT_DTYPES, str(error)):
+            raise
+        raise InputError(
+            f"the model does not support mixed precision ({' '.join(str(error).split())}); use --precision fp32"
+        ) from error
 
 
 def version(package: str) -> str:
