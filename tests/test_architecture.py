@@ -54,7 +54,7 @@ SEES = {
     "device code": (),
     "autoload": (),
     "ops": ("base", "device code"),
-    "optim": ("base", "ops"),
+    "optim": ("base", "ops", "parts"),
     "inference": ("base", "ops", "parts"),
     "parts": ("base", "ops"),
     "jobs": ("base", "ops", "optim", "parts"),

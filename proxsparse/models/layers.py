@@ -20,7 +20,7 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
         InputError: there is no such list, or the parts of the blocks are in several.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    count = model.config.get_text_config().num_hidden_layers
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     # get_decoder of some classes returns the output layer
     lists = outermost_lists(decoder) or outermost_lists(model)
     fitting = {name: blocks for name, blocks in lists.items() if len(blocks) == count}
@@ -34,6 +34,14 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
         )
     first, *others = chosen.values()
     return nn.ModuleList(block for blocks in chosen.values() for block in blocks) if others else first
+
+
+def body_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of every nn.Linear in the decoder blocks except `routers`. `model` may be in a wrapper, as of DDP."""
+    model = getattr(model, "module", model)
+    dense, inside = routers(model), {module for block in decoder_blocks(model) for module in block.modules()}
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
+    return [layer.weight for name, layer in linears if name not in dense]
 
 
 def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:

@@ -3,15 +3,19 @@
 In addition to the keys of the base optimizer, a group contains `SETTINGS`: plain values, which `state_dict` and
 distributed checkpoints can store. `prox_scale` is None or a list with a scale or None for each of `params`. It is not
 in `state`, because optimizers of torch and distributed checkpointing treat any entry there as "already initialized".
+`prox_skip` is None or a list with a bool for each of `params`: True takes only the base step.
 """
 
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from proxsparse.models.layers import body_weights
 from proxsparse.ops.adamw_prox import check_frozen
 from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
@@ -19,12 +23,14 @@ from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
 
-SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_scale", "prox_step")
+SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_scale", "prox_step", "prox_skip")
+NOT_PRUNED = r"embed|lm_head"  # in names of parameters
+TALL = 8  # a matrix with this ratio of rows to columns is likely an embedding or lm_head
 
 
 def first_settings(reg_lambda: float, pattern: PatternLike, frozen_lambda: float, frozen_eps: float) -> dict:
     """The default value of each of `SETTINGS`."""
-    values = (reg_lambda, str(NMPattern.parse(pattern)), frozen_lambda, frozen_eps, None, 0)
+    values = (reg_lambda, str(NMPattern.parse(pattern)), frozen_lambda, frozen_eps, None, 0, None)
     return dict(zip(SETTINGS, values, strict=True))
 
 
@@ -47,6 +53,41 @@ def check_something_to_prune(param_groups: Iterable[dict]) -> None:
         raise ValueError(
             "there is nothing to prune: no parameter with reg_lambda > 0 has two or more dimensions (frameworks "
             "that flatten parameters, such as DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard)"
+        )
+
+
+def skip_others(groups: list[dict], own: list[bool], model: nn.Module | None) -> None:
+    """Sets `prox_skip` for parameters that are not to be pruned, and warns where this was decided without `model`.
+
+    Args:
+        groups: with all settings; those with reg_lambda = 0 do not change.
+        own: for each group, whether the caller gave it a reg_lambda: then without `model` it does not change.
+        model: only the `body_weights` of this model are pruned.
+    """
+    wanted = None if model is None else {id(weight) for weight in body_weights(model)}
+    left, tall = [], []
+    for group, given in zip(groups, own, strict=True):
+        matrices = [parameter.ndim >= 2 for parameter in group["params"]]
+        if group["reg_lambda"] == 0 or (given and model is None):
+            continue
+        if model is not None:
+            group["prox_skip"] = [id(parameter) not in wanted for parameter in group["params"]]
+        elif names := group.get("param_names"):
+            skip = [bool(re.search(NOT_PRUNED, name)) for name in names]
+            left += [name for name, no, matrix in zip(names, skip, matrices, strict=True) if no and matrix]
+            group["prox_skip"] = skip if any(skip) else None
+        else:
+            shapes = [list(p.shape) for p, matrix in zip(group["params"], matrices, strict=True) if matrix]
+            tall += [shape for shape in shapes if len(shape) == 2 and shape[0] >= TALL * shape[1]]
+    if left:
+        warnings.warn(
+            f"not pruned, because of the names: {', '.join(left)}; pass model= to select layers", stacklevel=3
+        )
+    if tall:
+        warnings.warn(
+            f"parameters of shapes {', '.join(map(str, tall))} are pruned, which may be embeddings or an lm_head; pass "
+            "model= to prune only the linear layers of the decoder blocks, or give these a group with reg_lambda=0",
+            stacklevel=3,
         )
 
 
@@ -84,7 +125,9 @@ def scales_on_devices(parameters: list[Tensor], scales: list[Tensor | None] | No
 
 
 def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields (parameter, scale or None) for every parameter of two or more dimensions; nothing if reg_lambda is 0.
+    """Yields (parameter, scale or None) for every parameter of two or more dimensions that is not in `prox_skip`.
+
+    Nothing if reg_lambda is 0.
 
     Raises:
         ValueError: a parameter, or its shard in this process, does not consist of whole blocks.
@@ -93,7 +136,10 @@ def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
         return
     pattern = NMPattern.parse(group["pattern"])
     scales = group["prox_scale"] or [None] * len(group["params"])
-    for parameter, scale in zip(group["params"], scales, strict=True):
+    skip = group.get("prox_skip") or [False] * len(group["params"])
+    for parameter, scale, skipped in zip(group["params"], scales, skip, strict=True):
+        if skipped:
+            continue
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
             raise ValueError(
                 f"parameter of shape {list(parameter.shape)} belongs to a flat parameter of FSDP1 "
@@ -245,6 +291,8 @@ def prox_step(strengths: list[tuple[dict, float]]) -> None:
 
 def describe_group(group: dict) -> str:
     """One line for `repr`."""
-    shown = [f"{key}={group[key]}" for key in ("lr", *SETTINGS) if key in group and key != "prox_scale"]
+    shown = [
+        f"{key}={group[key]}" for key in ("lr", *SETTINGS) if key in group and key not in ("prox_scale", "prox_skip")
+    ]
     scales = sum(scale is not None for scale in group["prox_scale"] or ())
     return ", ".join([f"{len(group['params'])} parameters", *shown, f"scales={scales}"])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxsparse.ops.adamw_prox import adamw_prox_, check_numbers
@@ -66,6 +66,7 @@ class ProxAdamW(Optimizer):
         stochastic_rounding: round bfloat16 weights stochastically.
         seed: seed of all stochastic rounding; saved with the groups. Use the same seed in all processes, so that
             replicas stay equal.
+        model: the causal language model of transformers that is trained; selects what is pruned, as in ProxOptimizer.
     Raises:
         ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
             to prune; a kind of rounding does not fit the dtype of a parameter.
@@ -87,6 +88,7 @@ class ProxAdamW(Optimizer):
         master_weights: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        model: nn.Module | None = None,
     ):
         if moment_dtype not in (None, torch.bfloat16):
             raise ValueError(
@@ -103,7 +105,10 @@ class ProxAdamW(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
         defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
         self._check_group(defaults | {"params": []})
+        params = list(params)
+        own = ["reg_lambda" in group for group in params if isinstance(group, dict)] or [False]
         super().__init__(params, defaults)
+        param_groups.skip_others(self.param_groups, own, model)
         param_groups.check_something_to_prune(self.param_groups)
         held = {parameter.dtype for group in self.param_groups for parameter in group["params"]}
         if stochastic_rounding and torch.bfloat16 not in held:

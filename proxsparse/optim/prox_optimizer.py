@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxsparse.optim import param_groups
@@ -30,9 +30,13 @@ class ProxOptimizer(Optimizer):
     optimizer, and schedulers, closures, hooks, GradScaler, checkpoints and FSDP2's `fully_shard` work as with the base.
 
     The prox is applied to every parameter with a gradient and two or more dimensions (blocks lie along the last one),
-    so not to biases and norms. Put embeddings and lm_head in a group with reg_lambda = 0:
+    so not to biases and norms. With `model` only the nn.Linear weights of its decoder blocks are pruned, except routers:
 
-        ProxOptimizer(AdamW([{"params": linears}, {"params": others, "reg_lambda": 0}], lr=1e-4), reg_lambda=0.2)
+        ProxOptimizer(AdamW(model.parameters(), lr=1e-4), reg_lambda=0.2, model=model)
+
+    Without `model`, give embeddings and lm_head a group with reg_lambda = 0. In a group without its own `reg_lambda`,
+    parameters with "embed" or "lm_head" in their names are not pruned (an optimizer made from `named_parameters()`
+    has names).
 
     A group may have its own `reg_lambda`, `pattern`, `frozen_lambda` and `frozen_eps`; the arguments below are the
     defaults. Groups with `reg_lambda=0` take only the base step. A step with lr = 0 does not change the weights.
@@ -45,6 +49,7 @@ class ProxOptimizer(Optimizer):
             stays in it. W0, the parameter at its first step, is kept in `state[p]["pretrained"]`; 0 keeps no copy.
         frozen_eps: the epsilon > 0 of Reg_W0, in the unit of the weights.
             It is a function and not part of the state: pass the same one when resuming.
+        model: the causal language model of transformers that is trained.
     Raises:
         TypeError: base_optimizer is not a torch optimizer, or is a ProxOptimizer.
         ValueError: a setting is out of range; a parameter or shard does not consist of whole blocks; there is nothing
@@ -67,6 +72,7 @@ class ProxOptimizer(Optimizer):
         pattern: PatternLike = "2:4",
         frozen_lambda: float = 0.0,
         frozen_eps: float = 0.1,
+        model: nn.Module | None = None,
     ):
         if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
             raise TypeError(f"base_optimizer is a {type(base_optimizer).__name__}; pass a plain torch.optim.Optimizer")
@@ -77,6 +83,7 @@ class ProxOptimizer(Optimizer):
             )
         settings = param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
         completed = [settings | group for group in base_optimizer.param_groups]
+        param_groups.skip_others(completed, ["reg_lambda" in group for group in base_optimizer.param_groups], model)
         for group in [settings | {"params": []}, *completed]:
             param_groups.check_group(group)
         param_groups.check_something_to_prune(completed)
@@ -102,8 +109,10 @@ class ProxOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict) -> None:
         """As in the base; raises ValueError for a group that the prox does not support, and does not add it."""
+        own = "reg_lambda" in param_group
         self.base_optimizer.add_param_group(param_group)
         try:
+            param_groups.skip_others(self.param_groups[-1:], [own], None)
             param_groups.check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()

@@ -1,0 +1,283 @@
+"""Families of models: routers stay dense, the walk equals full forward passes, and what is not supported is named."""
+
+import pytest
+import torch
+import transformers
+from family_models import family_model, save_family
+from tiny_models import byte_tokenizer, tiny_model
+from torch import nn
+
+from proxsparse import ProxAdamW, ProxOptimizer, prune, train
+from proxsparse.errors import InputError
+from proxsparse.methods import prune_
+from proxsparse.models.layers import decoder_blocks, dense_share, prunable_layers, routers
+from proxsparse.models.loading import load_model, skeleton
+from proxsparse.models.unfold_linears import unfold_linears_
+from proxsparse.reference import nm_mask
+from proxsparse.run.result import scores_under
+from proxsparse.runtime.device import autocast
+
+# type -> the end of the name of every kind of router that transformers writes as nn.Linear
+ROUTERS = {
+    "afmoe": {"mlp.router.gate"},
+    "phimoe": {"mlp.router"},
+    "qwen2_moe": {"mlp.shared_expert_gate"},
+    "hunyuan_v1_moe": {"mlp.gate.wg"},
+    "gemma4_text": {"router.proj"},
+    "zaya": {f"mlp.gate.{name}" for name in ("down_proj", "router_mlp.fc1", "router_mlp.fc2", "router_mlp.out_proj")},
+    "dbrx": {"ffn.router.layer"},
+    "qwen3_moe": set(),  # has a class of its own
+    # gates of attention, of an MLP and of a state-space layer
+    **{name: set() for name in ("minimax", "qwen3", "xlstm")},
+}
+
+
+def family(name):
+    return unfold_linears_(family_model(name))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_stay_dense_unless_included(name):
+    model = family(name)
+    found = routers(model)
+    ends = {next((end for end in ROUTERS[name] if router.endswith(f".{end}")), router) for router in found}
+    assert ends == ROUTERS[name]
+    pruned = prunable_layers(model)
+    assert not pruned.keys() & found.keys()
+    inside = {layer for block in decoder_blocks(model) for layer in block.modules() if isinstance(layer, nn.Linear)}
+    assert len(pruned) == len(inside) - len(found)  # nothing else is left out
+    assert prunable_layers(model, include=["."]).keys() == pruned.keys()
+    everything = prunable_layers(model, include=[".", "router", "gate"]).keys()
+    assert everything == pruned.keys() | found.keys()
+    assert prunable_layers(model, dict.fromkeys(everything, "2:4")).keys() == everything  # a pattern names the layer
+
+
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    samples = [torch.randint(3, 260, (1, length), generator=generator) for length in (20, 40)]
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in samples]
+
+
+@torch.no_grad()
+def wanda_by_full_passes(model):
+    """Masks of Wanda, whose statistics are those of forward passes of the whole model with pruned earlier blocks."""
+    masks, layers = {}, prunable_layers(model)
+    for block in decoder_blocks(model):
+        inside = {name: layer for name, layer in layers.items() if layer in set(block.modules())}
+        squares, hooks = {name: torch.zeros(layer.in_features) for name, layer in inside.items()}, []
+        for name, layer in inside.items():
+
+            def add(_layer, args, total=squares[name]):
+                total += args[0].flatten(0, -2).square().sum(0)
+
+            hooks.append(layer.register_forward_pre_hook(add))
+        for batch in texts():
+            model(**batch, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        for name, layer in inside.items():
+            masks[name] = nm_mask(layer.weight.abs() * squares[name].sqrt())
+            layer.weight.copy_(torch.where(masks[name], layer.weight, 0.0))
+    return masks
+
+
+# outputs of earlier blocks as arguments: glm_moe_dsa, zaya; a list as output: openai-gpt; plain: llama
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "zaya", "openai-gpt", "llama"])
+def test_wanda_equals_full_forward_passes(name, monkeypatch):
+    import family_models
+
+    monkeypatch.setitem(family_models.SIZES, r"(num_hidden|num|n|decoder|encoder)_layers?", 4)
+    masks, expected = prune_(family(name), "wanda", texts()), wanda_by_full_passes(family(name))
+    assert masks.keys() == expected.keys()
+    different = [layer for layer in masks if not torch.equal(masks[layer], expected[layer])]
+    assert not different
+
+
+class Derived(nn.Module):
+    """A decoder block with an argument that the model computes from the output of the previous block."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden_states, level=None, **kwargs):
+        return self.block(hidden_states, **kwargs)
+
+
+def rewired(forward):
+    """A llama whose blocks are called by `forward(model, hidden, keywords)`."""
+    model = tiny_model("llama")
+    model.model.layers = nn.ModuleList(map(Derived, model.model.layers))
+
+    def whole(input_ids, attention_mask, use_cache):
+        hidden = model.model.embed_tokens(input_ids)
+        positions = torch.arange(input_ids.shape[1])[None]
+        rotary = model.model.rotary_emb(hidden, position_ids=positions)
+        forward(model.model.layers, hidden, {"position_embeddings": rotary, "attention_mask": None})
+
+    model.forward = whole
+    return model
+
+
+def derived_argument(blocks, hidden, keywords):
+    for block in blocks:
+        hidden = block(hidden, level=hidden.mean(), **keywords)
+
+
+def changed_between(blocks, hidden, keywords):
+    for block in blocks:
+        hidden = block(hidden, **keywords) + 1
+
+
+def called_twice(blocks, hidden, keywords):
+    for block in [*blocks, *blocks]:
+        hidden = block(hidden, **keywords)
+
+
+def called_once(blocks, hidden, keywords):
+    blocks[0](hidden, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (derived_argument, r"argument \(level\) that .* computes from earlier blocks.*--method magnitude"),
+        (changed_between, "once and in order.*--method magnitude"),
+        (called_twice, "once and in order.*--method magnitude"),
+        (called_once, "only 1 of its 2 decoder blocks.*--method magnitude"),
+    ],
+)
+def test_a_model_that_the_walk_cannot_follow_is_refused(forward, words):
+    with pytest.raises(InputError, match=words):
+        prune_(rewired(forward), "wanda", texts())
+
+
+def test_layers_that_share_a_weight_are_pruned_once(tmp_path):
+    folder, out = save_family("zamba", tmp_path / "zamba"), tmp_path / "out"
+    text = tmp_path / "text.txt"
+    text.write_text("A text with some words. " * 200)
+    flags = ["--model", str(folder), "--data", str(text), "--num_samples", "2", "--seq_len", "32"]
+    flags += ["--eval_data", "none", "--exclude", "mamba", "--output_dir"]
+    assert train.main([*flags, str(out), "--max_steps", "2"]) == 0
+    model, _ = load_model(str(out))
+    shared = [m.weight for name, m in model.named_modules() if name.endswith("shared_transf.self_attn.q_proj")]
+    assert len(shared) in (1, 2)
+    assert all((weight == 0).float().mean() == 0.5 for weight in shared)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "words"),
+    [
+        ("bart", "wanda", "does not call this layer by itself.*--exclude encoder_attn$"),
+        ("mamba", "wanda", "does not call this layer by itself.*--exclude dt_proj$"),
+        ("jetmoe", "magnitude", r"--exclude input_linear output_linear \(\d+% of the weights of the decoder blocks\)"),
+        ("llama4_text", "magnitude", r"--exclude experts \(\d+% of the weights"),
+        ("hrm_text", "wanda", "once and in order"),
+        ("blt", "magnitude", "in the lists .*cross_attn_layers"),
+    ],
+)
+def test_refusals_name_the_cause(name, method, words):
+    with pytest.raises(InputError, match=words):
+        prune_(family(name), method, texts())
+
+
+@pytest.mark.parametrize("name", ["modernbert-decoder", "hrm_text", "longcat_flash"])
+def test_all_decoder_blocks_are_found(name):
+    model = family(name)
+    attention = {block for block in model.modules() if "DecoderLayer" in type(block).__name__}
+    assert set(decoder_blocks(model)) == attention
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("bert", {}, "not a causal decoder .is_decoder is false."),
+        ("xlnet", {}, "not a causal decoder .attn_type is bi."),
+        ("bart", {}, "bart is an encoder-decoder"),
+        ("t5", {}, "t5 is an encoder-decoder"),
+        ("bert", {"is_decoder": True}, None),
+        ("gpt_neox", {}, None),  # its is_decoder is false and does nothing
+    ],
+)
+def test_only_causal_decoders_are_accepted(name, settings, words, tmp_path):
+    transformers.CONFIG_MAPPING[name](**settings).save_pretrained(tmp_path)
+    if words is None:
+        assert skeleton(tmp_path)
+    else:
+        with pytest.raises(InputError, match=words):
+            skeleton(tmp_path)
+
+
+def test_a_model_that_is_pruned_already_is_named(tmp_path, capsys):
+    flags = ["--eval_data", "none", "--method", "magnitude", "--model"]
+    tiny_model("llama", torch.bfloat16).save_pretrained(tmp_path / "dense")
+    byte_tokenizer().save_pretrained(tmp_path / "dense")
+    for before, after in (("dense", "once"), ("once", "twice")):
+        assert prune.main([*flags, str(tmp_path / before), "--output_dir", str(tmp_path / after)]) == 0
+        lines = capsys.readouterr().err
+        card = (tmp_path / after / "README.md").read_text()
+        assert ("already 2:4: 14 of 14 layers" in lines) == (before == "once")
+        assert ("pretrained ones, unchanged" in card) == (before == "dense")
+        assert ("14 of these layers were 2:4 before the run" in card) == (before == "once")
+
+
+def test_the_share_of_the_body_that_stays_dense():
+    model = tiny_model("llama")
+    assert dense_share(model, prunable_layers(model)) == 0
+    rest = prunable_layers(model, exclude=["mlp"])
+    matrices = [m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
+    assert dense_share(model, rest) == pytest.approx(1 - sum(m.weight.numel() for m in rest.values()) / sum(matrices))
+
+
+def test_different_dtypes_under_autocast_name_the_precision():
+    with pytest.raises(InputError, match="--precision fp32"), autocast(torch.device("cpu"), torch.bfloat16):
+        torch.zeros(2, 2).index_add_(0, torch.tensor([0]), torch.zeros(1, 2, dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="size"), autocast(torch.device("cpu"), torch.bfloat16):
+        torch.zeros(2) + torch.zeros(3)
+
+
+def test_an_error_of_the_evaluation_does_not_end_the_run(capsys):
+    model = tiny_model("llama")
+
+    def fail(*_):
+        raise RuntimeError("no kernel")
+
+    assert scores_under({"wanda": {}}, model, {}, torch.float32, fail) == {"wanda": None}
+    assert "measuring the perplexity failed: RuntimeError: no kernel" in capsys.readouterr().err
+
+
+OPTIMIZERS = {
+    "ProxOptimizer": lambda params, **more: ProxOptimizer(torch.optim.AdamW(params, lr=1e-2), reg_lambda=5.0, **more),
+    "ProxAdamW": lambda params, **more: ProxAdamW(params, lr=1e-2, reg_lambda=5.0, **more),
+}
+
+
+def pruned_by(optimizer, model):
+    """The names of the parameters that have zeros after a step."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {name: int((parameter == 0).sum()) for name, parameter in model.named_parameters()}
+    optimizer.step()
+    return {name for name, parameter in model.named_parameters() if int((parameter == 0).sum()) > before[name]}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_an_optimizer_with_the_model_prunes_its_layers_only(make, name, recwarn):
+    model = tiny_model(name)
+    inside = {id(m.weight) for m in model.model.layers.modules() if isinstance(m, nn.Linear)}
+    expected = {key for key, parameter in model.named_parameters() if id(parameter) in inside}
+    optimizer = make(model.parameters(), model=model)
+    optimizer.load_state_dict(optimizer.state_dict())  # the choice is in the state
+    assert pruned_by(optimizer, model) == expected
+    assert not recwarn
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_embeddings_are_not_pruned_in_silence(make):
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match=r"not pruned.*embed_tokens.weight, lm_head.weight.*model="):
+        optimizer = make(model.named_parameters())
+    assert not {"model.embed_tokens.weight", "lm_head.weight"} & pruned_by(optimizer, model)
+    with pytest.warns(UserWarning, match=r"\[260, 32\], \[260, 32\] are pruned.*model="):
+        make(tiny_model("llama").parameters())
