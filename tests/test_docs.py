@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 each_page = pytest.mark.parametrize("page", PAGES + DOCS, ids=lambda page: page.relative_to(ROOT).as_posix())
-ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25)  # the only new line\n"
+ONE_LINE = "optimizer = proxsparse.ProxOptimizer(optimizer, reg_lambda=0.25, model=model)  # the only new line\n"
 FLAGS_OF_OTHERS = {"--no-build-isolation", "--nproc-per-node", "--nnodes", "--port", "--help", "--private"}
 FLAGS_OF_OTHERS |= {"--enforce-eager", "--max-model-len", "--model_args", "--tensor-parallel-size"}
 

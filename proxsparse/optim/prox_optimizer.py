@@ -30,7 +30,7 @@ class ProxOptimizer(Optimizer):
     optimizer, and schedulers, closures, hooks, GradScaler, checkpoints and FSDP2's `fully_shard` work as with the base.
 
     The prox is applied to every parameter with a gradient and two or more dimensions (blocks lie along the last one),
-    so not to biases and norms. With `model` only the nn.Linear weights of its decoder blocks are pruned, except routers:
+    so not to biases and norms. With `model` only the linear layers of its decoder blocks are pruned, except routers:
 
         ProxOptimizer(AdamW(model.parameters(), lr=1e-4), reg_lambda=0.2, model=model)
 
