@@ -45,10 +45,14 @@ def body_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Name -> every nn.ModuleList that is in no other one, in model order; only those with linear layers, if any."""
+    """Name -> every nn.ModuleList that is in no other one, in model order; only those with linear layers, if any.
+
+    Lists of an encoder of images or sound are left out.
+    """
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(f"{outer}." for outer in found)):
+        inner = name.startswith(tuple(f"{outer}." for outer in found))
+        if isinstance(module, nn.ModuleList) and not inner and not re.search("vision|visual|image|audio", name):
             found[name] = module
     linear = {name: blocks for name, blocks in found.items() if any(isinstance(m, nn.Linear) for m in blocks.modules())}
     return linear or found
