@@ -198,7 +198,7 @@ def describe_unreached(unreached: list[str], names: list[str]) -> str:
         outer, parent = parent, parent.rpartition(".")[0]
     return (
         f"{name}: the decoder block does not call this layer by itself, so it has no calibration inputs; leave it "
-        f"dense with --exclude {outer.rpartition('.')[2]}"
+        f"dense with --exclude {re.sub(r'([.][0-9]+)+$', '', outer).rpartition('.')[2]}"
     )
 
 
@@ -282,7 +282,12 @@ def capture_sample(
         if len(calls) == needed < len(blocks):
             raise _Captured
 
-    def note(_block: nn.Module, _args: tuple, output: object) -> object:
+    def note(block: nn.Module, _args: tuple, output: object) -> object:
+        if not isinstance(output, Tensor) and type(output) not in (tuple, list):
+            raise InputError(
+                f"{type(block).__name__} returns a {type(output).__name__} instead of hidden states, so blocks cannot "
+                "be calibrated one by one; use --method magnitude or proxsparse train"
+            )
         if change is not None:
             changed = change(hidden_of(output))
             output = type(output)((changed, *output[1:])) if isinstance(output, tuple | list) else changed
