@@ -171,7 +171,7 @@ def test_a_quantized_model_of_the_hub_is_refused_before_its_weights_are_download
 
 
 REFUSED = {
-    "t5": ([], "no causal language model for T5Config"),
+    "t5": ([], "t5 is an encoder-decoder, not a causal decoder"),
     "mllama": (["MllamaForCausalLM"], "only the text model"),
 }
 
