@@ -137,7 +137,8 @@ def test_quantized_checkpoints_are_saved_dense(name, tmp_path, capsys):
         result = tensors_of(folder)
         assert result.keys() == meant.keys()
         for key, weight in result.items():
-            assert weight.dtype == (torch.float32 if "correction_bias" in key else torch.bfloat16)
+            router = key.endswith("mlp.gate.weight") or "correction_bias" in key  # float32 since transformers 5.24
+            assert weight.dtype == torch.bfloat16 or (router and weight.dtype == torch.float32), key
             assert ((weight == meant[key]) | (weight == 0)).all(), key
             assert 2 * weight.count_nonzero() >= 0.9 * meant[key].count_nonzero(), key
 
@@ -217,13 +218,20 @@ def test_an_unmerged_adapter_is_refused(tmp_path):
         load_model(str(source))
 
 
+KINDS = ["sliding_attention", "full_attention"]
 COMPOSITE = {
     "qwen3_5": (DELTA | {"layer_types": ["linear_attention", "full_attention"]}, {}),
     "llama4": (
         {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 64},
         {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "intermediate_size": 32},
     ),
-    "gemma3": ({"layer_types": ["sliding_attention", "full_attention"]}, {}),
+    "gemma3": (
+        {
+            "layer_types": KINDS,
+            "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS},
+        },
+        {},
+    ),
     "qwen2_5_vl": (MROPE, {"hidden_size": 16, "num_heads": 2}),
     "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model"}),
     "mistral3": ({"model_type": "mistral"}, {"model_type": "pixtral"}),
