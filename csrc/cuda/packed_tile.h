@@ -23,10 +23,9 @@ constexpr int kTile = 8;  // rows of W
 // The start of the tiles of a warp. Rows after the last one are read as the last one, and their results are not used.
 template <typename Bits, int kTiles>
 struct PackedTiles {
-  static constexpr uint32_t kGroup = kScaleColumns;
   const typename Bits::Stored* values;
   const uint8_t* indices;
-  const uint16_t* scales;  // of codes of 4 bits, one for every kGroup columns
+  const uint16_t* scales;  // of codes of 4 bits, one for every kScaleColumns columns
   uint32_t columns, row[kTiles];
 
   __device__ PackedTiles(const GemvCall& call, int first) : columns(static_cast<uint32_t>(call.in_features)) {
@@ -35,7 +34,8 @@ struct PackedTiles {
     values = static_cast<const typename Bits::Stored*>(call.values) + int64_t{first} * (call.in_features / kColumns);
     indices = call.indices + int64_t{first} * ((call.in_features + 7) / 8);
     if constexpr (Bits::kStoredAs == kInt4) {
-      scales = static_cast<const uint16_t*>(call.scales) + int64_t{first} * groups();
+      constexpr int kGroup = kScaleColumns;
+      scales = static_cast<const uint16_t*>(call.scales) + int64_t{first} * ((call.in_features + kGroup - 1) / kGroup);
     }
     PROXSPARSE_UNROLL
     for (int i = 0; i < kTiles; ++i) {
@@ -43,13 +43,11 @@ struct PackedTiles {
     }
   }
 
-  __device__ uint32_t groups() const { return (columns + kGroup - 1) / kGroup; }
-
   // That of this lane's columns in a piece of the step that begins at `column`.
   __device__ uint32_t scale(int tile, uint32_t column, uint32_t piece) const {
-    constexpr uint32_t kScales = Bits::kPieceColumns / kGroup;
+    constexpr uint32_t kGroup = kScaleColumns, kScales = Bits::kPieceColumns / kGroup;
     const uint32_t first = column / kGroup + lane_of_row() * kScales / 4;
-    return load_scale(scales + (row[tile] * groups() + first) + piece * kScales);
+    return load_scale(scales + (row[tile] * ((columns + kGroup - 1) / kGroup) + first) + piece * kScales);
   }
 };
 
