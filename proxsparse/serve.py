@@ -75,9 +75,8 @@ def check_packed(folder: Path) -> None:
     found, model = headers(weight_files(folder)), skeleton(folder)
     entry = read_object(folder / "config.json").get("quantization_config")
     if entry is None:
-        convert.layers_to_pack(
-            found, model, match(found, skeleton(folder))
-        )  # raises ValueError if the model is not 2:4
+        names = match(found, skeleton(folder))
+        convert.layers_to_pack(found, model, names)  # raises ValueError if the model is not 2:4
         raise InputError(
             f"{name!r}: 2:4, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
         )

@@ -10,18 +10,25 @@ WEIGHTS_NAME in config.json is an error that says what to install. `save_pretrai
 which have the wrong shape, are the error.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from proxsparse.io.model_files import FROM_CLONE, INDEX, ONE_FILE, SAFETENSORS_FLOATS, Header, read_object
+from proxsparse.io.model_files import (
+    FROM_CLONE,
+    ONE_FILE,
+    QUANT_METHOD,
+    SAFETENSORS_FLOATS,
+    Header,
+    read_object,
+    shard_names,
+    write_index,
+)
 from proxsparse.ops.sparse_linear import PATTERN
 from proxsparse.reference.quantize import CODES, scales_of_row, width_of_values
 
-QUANT_METHOD = "proxsparse"
 FORMAT_VERSION = 3
 ALL_16_BITS = 2  # what is written if all layers have 16 bits, without an entry `bits`
 PARTS = ("values", "indices", "scales")
@@ -194,10 +201,9 @@ def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: 
         shards.append(write_shard(folder, shard, len(shards)))
     names = [ONE_FILE]
     if len(shards) > 1:
-        names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        weight_map = {tensor: name for name, shard_names in zip(names, shards, strict=True) for tensor in shard_names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        names = shard_names(len(shards))
+        weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        write_index(folder, weight_map, sum(sizes.values()))
     for number, name in enumerate(names):
         (folder / f"{number}.part").rename(folder / name)
 

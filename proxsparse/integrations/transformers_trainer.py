@@ -142,9 +142,8 @@ class ProxCallback(TrainerCallback):
         reshard_(model)
         if not self.pretrained:
             sharded = any(local(parameter) is not parameter for parameter in model.parameters())
-            known = {
-                "base_model": getattr(getattr(model, "config", None), "name_or_path", "")
-            }  # no digest: no process has all weights
+            # no digest: no process has all weights
+            known = {"base_model": getattr(getattr(model, "config", None), "name_or_path", "")}
             self.base = known if sharded else base_identity(known["base_model"], model)
         self.pretrained = self.pretrained or {
             name: local(parameter).detach().to("cpu", copy=True)

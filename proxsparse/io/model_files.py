@@ -26,7 +26,7 @@ OPENED = (
 # Building a model with more modules than this bound takes minutes, even on the meta device.
 COUNTS = re.compile(r"(?:num|n)_(?:\w+_)?(?:layers?|experts?)|\w+_layers")
 MOST_MODULES = 2048
-PACKED_METHOD = "proxsparse"
+QUANT_METHOD = "proxsparse"  # of a packed checkpoint
 DEQUANTIZED = ("fp8", "mxfp4")  # quantized checkpoints that are converted to dense weights while loading
 # Entry of config.json from which transformers reads the name of the weights. That of a packed checkpoint is no file, so
 # transformers raises an error that contains it; `integrations.transformers_quantizer` removes it.
@@ -110,7 +110,7 @@ def refuse_quantized(config: dict, name: str) -> None:
     for key, value in entries_of(config):
         if key in ("quantization_config", "compression_config") and value:
             method = value.get("quant_method") if isinstance(value, dict) else value
-            if method not in (PACKED_METHOD, *DEQUANTIZED):
+            if method not in (QUANT_METHOD, *DEQUANTIZED):
                 raise InputError(f"{name}: not dense: quant_method {method!s:.60}; give the unquantised checkpoint")
 
 
@@ -231,18 +231,25 @@ def add_tensors(folder: Path, extra: dict[str, Header]) -> None:
     from safetensors.torch import save_file
 
     old, sources = weight_files(folder), sorted({header.file for header in extra.values()})
-    count = len(old) + len(sources)
-    paths = [folder / f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    paths = [folder / name for name in shard_names(len(old) + len(sources))]
     for before, path in zip(old, paths, strict=False):
         before.rename(path)
     for source, path in zip(sources, paths[len(old) :], strict=True):
         names = [name for name, header in extra.items() if header.file == source]
         save_file({name: read_tensor(extra, name) for name in names}, path, {"format": "pt"})
     written = headers(paths)
-    index = {
-        "metadata": {"total_size": sum(header.size for header in written.values())},
-        "weight_map": {name: header.file.name for name, header in written.items()},
-    }
+    size = sum(header.size for header in written.values())
+    write_index(folder, {name: header.file.name for name, header in written.items()}, size)
+
+
+def shard_names(count: int) -> list[str]:
+    """The names of the weight files of a checkpoint of several files."""
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> None:
+    """Writes which file has which tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

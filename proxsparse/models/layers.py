@@ -36,12 +36,25 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     return nn.ModuleList(block for blocks in chosen.values() for block in blocks) if others else first
 
 
+def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """Name -> every nn.Linear in the decoder blocks, in model order. Of layers that share a weight, the first one."""
+    inside, found = {module for block in decoder_blocks(model) for module in block.modules()}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module in inside:
+            found.setdefault(id(module.weight), (name, module))
+    return dict(found.values())
+
+
 def body_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of every nn.Linear in the decoder blocks except `routers`. `model` may be in a wrapper, as of DDP."""
+    """The weights of `body_linears` except `routers`. `model` may be in a wrapper, as of DDP."""
     model = getattr(model, "module", model)
-    dense, inside = routers(model), {module for block in decoder_blocks(model) for module in block.modules()}
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and m in inside]
-    return [layer.weight for name, layer in linears if name not in dense]
+    dense = routers(model)
+    return [layer.weight for name, layer in body_linears(model).items() if name not in dense]
+
+
+def body_sizes(model: nn.Module) -> dict[int, int]:
+    """id -> number of weights of every parameter in the decoder blocks that has two or more dimensions."""
+    return {id(p): p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1}
 
 
 def outermost_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
@@ -117,13 +130,7 @@ def prunable_layers(
         InputError: no layer is left, an expression is malformed, or a layer cannot be split into blocks.
     """
     refuse_packed(model)
-    blocks = {id(block) for block in decoder_blocks(model)}
-    inside = [f"{name}." for name, module in model.named_modules() if id(module) in blocks]
-    candidates, weights = {}, set()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.startswith(tuple(inside)) and id(module.weight) not in weights:
-            candidates[name] = module
-            weights.add(id(module.weight))
+    candidates = body_linears(model)
     dense = {} if isinstance(pattern, dict) else routers(model)
     layers = {
         name: layer
@@ -134,7 +141,7 @@ def prunable_layers(
         if unknown := pattern.keys() - candidates.keys():
             raise InputError(f"pattern of layer {sorted(unknown)[0]}: no such nn.Linear to prune; check the name")
         layers = {name: layer for name, layer in layers.items() if name in pattern}
-    refuse_fused_weights(model, tuple(inside), include, exclude)
+    refuse_fused_weights(model, include, exclude)
     if not layers:
         raise InputError(
             f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none selected by "
@@ -171,34 +178,27 @@ def names_router(include: list[str] | None, name: str, holder: str) -> bool:
 @torch.no_grad()
 def pruned_layers(layers: dict[str, nn.Linear], pattern: NMPattern) -> list[str]:
     """The names of the layers that have at most n weights other than 0 in every m, and are not 0 everywhere."""
-    found = []
-    for name, layer in layers.items():
-        counts = layer.weight.reshape(-1, pattern.m).count_nonzero(dim=1)
-        if counts.max() <= pattern.n and counts.any():
-            found.append(name)
-    return found
+    return [name for name, layer in layers.items() if pattern.is_feasible(layer.weight) and layer.weight.any()]
 
 
 def dense_share(model: nn.Module, layers: dict[str, nn.Linear]) -> float:
     """The share of the decoder blocks' weights that are not in `layers`; norms and biases are not counted."""
-    matrices = {id(p): p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1}
-    pruned = sum(matrices.get(id(layer.weight), 0) for layer in layers.values())
-    return 1 - pruned / sum(matrices.values())
+    sizes = body_sizes(model)
+    return 1 - sum(sizes.get(id(layer.weight), 0) for layer in layers.values()) / sum(sizes.values())
 
 
-def refuse_fused_weights(
-    model: nn.Module, inside: tuple[str, ...], include: list[str] | None, exclude: list[str] | None
-) -> None:
+def refuse_fused_weights(model: nn.Module, include: list[str] | None, exclude: list[str] | None) -> None:
     """Raises InputError for selected modules with several matrices in one tensor, which would not be pruned."""
+    inside = {module for block in decoder_blocks(model) for module in block.modules()}
     fused = {
         name: module
         for name, module in model.named_modules()
-        if fused_matrices(module) and name.startswith(inside) and is_selected(name, include, exclude)
+        if module in inside and fused_matrices(module) and is_selected(name, include, exclude)
     }
     if fused:
         first, module = next(iter(fused.items()))
         held = sum(p.numel() for module in fused.values() for p in module.parameters(recurse=False) if p.ndim == 3)
-        whole = sum(p.numel() for block in decoder_blocks(model) for p in block.parameters() if p.ndim > 1)
+        whole = sum(body_sizes(model).values())
         leaves = " ".join(dict.fromkeys(name.rpartition(".")[2] for name in fused))
         raise InputError(
             f"{first}: {type(module).__name__} has {fused_matrices(module)} matrices in one tensor instead of "

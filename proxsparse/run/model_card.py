@@ -84,10 +84,8 @@ def card_text(result: dict) -> str:
         kept = "were not trained"
     if result.get("already_pruned"):
         kept += f" ({number(result['already_pruned'])} of these layers were {pattern} before the run)"
-        kept, rest = (
-            kept.replace("the pretrained ones", "those of the given model"),
-            rest.replace("pretrained", "given"),
-        )
+        kept = kept.replace("the pretrained ones", "those of the given model")
+        rest = rest.replace("pretrained", "given")
     length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if trained else ""
     return f"""\
 {front_matter(model, pattern, UPDATED if result.get("updated") else FROZEN)}

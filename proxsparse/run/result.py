@@ -25,7 +25,7 @@ from proxsparse.run.config import EVAL_SEQ_LEN, RunConfig
 from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
-from proxsparse.runtime.distributed import on_rank_zero
+from proxsparse.runtime.distributed import on_rank_zero, world_size
 
 # If fewer blocks than this are N:M, the final projection determines most of the mask.
 FEW_DECIDED = 0.5
@@ -86,6 +86,8 @@ def scores_under(
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
     except Exception as error:  # of any type: that of a library, or out of memory
+        if world_size() > 1:  # the other processes would wait for this one
+            raise
         print(f"measuring the perplexity failed: {describe_error(error)}", file=sys.stderr)
     return scores
 

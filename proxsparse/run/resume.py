@@ -35,13 +35,8 @@ AGAIN = "give the same, or start again with --overwrite_output_dir instead of --
 NOT_SETTINGS = (*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit", "pretrained_weights")
 # Flags that may differ when a run is resumed; 4 processes without accumulation equal 1 process with 4 passes.
 FREE = (*NOT_SETTINGS, "device", "gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node")
-MAY_DIFFER = (
-    *FREE,
-    "eval_data",
-    "eval_seq_len",
-    "eval_max_windows",
-    "eval_bos",
-)  # if there is no checkpoint or it is complete
+# If there is no checkpoint, or it is complete.
+MAY_DIFFER = (*FREE, "eval_data", "eval_seq_len", "eval_max_windows", "eval_bos")
 
 
 def identity_of(config: RunConfig, digest: str, eval_digest: str) -> dict:

@@ -96,10 +96,8 @@ def translated(ptx: str, name: str) -> tuple[Entry, ctypes.CDLL]:
     """A kernel as C++, compiled."""
     header = str(HERE / "ptx.h")
     precompiled = made("header", [*GXX, "-x", "c++-header", header, "-o", "{folder}/ptx.h.gch"], header, "")
-    entry, command = (
-        translate(ptx, name),
-        ["g++", f"-I{precompiled}", *GXX[1:], "{folder}/step.cpp", "-o", "{folder}/step.so"],
-    )
+    entry = translate(ptx, name)
+    command = ["g++", f"-I{precompiled}", *GXX[1:], "{folder}/step.cpp", "-o", "{folder}/step.so"]
     return entry, ctypes.CDLL(str(made("kernel", command, entry.code, contents("tests/ptx/*.h")) / "step.so"))
 
 
