@@ -33,7 +33,7 @@ def attempt(main, flags: list[str]) -> str:
     try:
         while True:
             try:
-                main([*flags, *more])
+                main([*flags, *more, *["--overwrite_output_dir"] * bool(more)])  # which the first attempt began
                 return f"works with {' '.join(more)}" if more else "works"
             except ValueError as error:  # the command line prints it as one line
                 remedy = REMEDY.search(str(error))
