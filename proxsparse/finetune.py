@@ -8,7 +8,6 @@ from pathlib import Path
 
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.mask_files import recorded_masks
-from proxsparse.methods.finetune import FINETUNE
 from proxsparse.models.loading import locate
 from proxsparse.run import job
 from proxsparse.run.config import FinetuneConfig
@@ -19,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     config = parse_finetune(sys.argv[1:] if arguments is None else arguments)
     complete_(config)
-    return job.run(config, FINETUNE)
+    return job.finetune(config)
 
 
 def complete_(config: FinetuneConfig) -> None:

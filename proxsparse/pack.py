@@ -24,7 +24,6 @@ from proxsparse.inference.linear import BITS
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, read_tensor, weight_files
-from proxsparse.io.reading import files_to_read, require_unchanged
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.checks import fit_window
 from proxsparse.models.loading import load_model, skeleton
@@ -51,30 +50,23 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
     repo = hub.check_repository(options.push_to_hub)
-    files = files_to_read(source)
     config = disk.read_packed_config(source / CONFIG, packed=options.unpack)
     check_folder(source)
     found, model = headers(weight_files(source)), skeleton(source)
-    if target.exists() and target.samefile(source):
-        raise InputError(f"--output_dir {options.output_dir!r}: the folder of the model; choose another folder")
     bits = config["quantization_config"].get("bits", {}).values() if options.unpack else [options.bits]
     work, verb, done = UNPACK if options.unpack else PACK
-    before, overwrite = file_bytes(source), options.overwrite_output_dir
-    inputs = {"model": options.model} | ({} if options.calibrate is None else {"calibrate": options.calibrate})
-    with output_folder.opened(target, "pack", vars(options), overwrite=overwrite, inputs=inputs) as folder:
-        require_space(folder.path, growth(bits, options.unpack) * before)
+    before = file_bytes(source)
+    with output_folder.opened(target, "pack", vars(options)):
+        require_space(target, growth(bits, options.unpack) * before)
         layers, stream, count = work(options, config, found, model)
-        with atomic_directory(folder.path) as scratch:
+        with atomic_directory(target) as scratch:
             with phase(verb, count, "tensor") as current:
                 disk.write_shards(scratch, current.count(stream), shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
-            require_unchanged(source, files)
             after, written = file_bytes(scratch), headers(weight_files(scratch))
             refuse_differences(scratch, found, written, config)
             disk.annotate(scratch / CARD, bits, packed=not options.unpack)
-            output_folder.claim(folder.path, [entry.name for entry in scratch.iterdir()])
-        output_folder.publish(folder)
     linears = convert.names_of_modules(model, nn.Linear)
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
     if options.bits != 16:
@@ -175,7 +167,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seq_len", type=int, metavar="N", help=seq_len_help)
     limit_help = "largest file, also limits memory; default: 5GB"
     add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
-    add("--overwrite_output_dir", action="store_true", help="replace an earlier result in --output_dir")
     add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     options = parser.parse_args(arguments)
     flags = flags_of_packing(options)

@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     if "--list" in arguments:
         print(tables())
         return 0
-    return job.run(parse_prune(arguments))
+    return job.prune(parse_prune(arguments))
 
 
 if __name__ == "__main__":

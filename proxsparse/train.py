@@ -12,7 +12,7 @@ from proxsparse.run.parse import parse_config
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
-    return job.run(parse_config(sys.argv[1:] if arguments is None else arguments))
+    return job.prune(parse_config(sys.argv[1:] if arguments is None else arguments))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     with Forks() as forks:
         codes = forks.run(["--model", ...], processes=2)          # as torchrun starts them
         codes = forks.run(["--model", ...], kill=(7, 0.03))       # kill -9, 0.03 seconds after 7 rows of metrics.jsonl
-        codes = forks.run(["--model", ...], die_in=("proxsparse.training.checkpoint.finish", 2))  # in the 2nd call
-        codes = forks.run(["--model", ...], term_in=("proxsparse.training.checkpoint.finish", 2))  # SIGTERM
-        codes = forks.run(["--model", ...], fill=("proxsparse.training.checkpoint.clear", 2, "/disk"))  # disk full
+        codes = forks.run(["--model", ...], die_in=("proxsparse.io.checkpoints.finish", 2))  # in the 2nd call
+        codes = forks.run(["--model", ...], term_in=("proxsparse.io.checkpoints.finish", 2))  # SIGTERM
+        codes = forks.run(["--model", ...], fill=("proxsparse.io.checkpoints.clear", 2, "/disk"))  # disk full
         codes = forks.run([...], main="trainer_processes.main")   # another function of a list of texts
     codes = forks.run_together([job, ...])                    # several at once, see `run_together`
 

@@ -21,18 +21,17 @@ PLACES = {
     "inference": "convert linear packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_requests transformers_server "
     "transformers_trainer vllm_config vllm_linear vllm_plugin",
-    "io": "atomic file_lock mask_files model_files output_folder reading text_table yaml_files",
-    "methods": "admm block_masks finetune finished_blocks gptq magnitude maskllm proxsparse registry sparsegpt store "
-    "swap walk wanda",
+    "io": "atomic checkpoints file_lock mask_files model_files output_folder text_table yaml_files",
+    "methods": "admm block_masks finetune gptq magnitude maskllm proxsparse pruned registry sparsegpt swap walk wanda",
     "models": "checks layers loading matching saving snap unfold_linears",
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
     "reference": "adamw_prox mask pack prox quantize regularizers",
-    "run": "config flags folder hub job memory model_card parse recipes report result resume sections",
+    "run": "config flags folder hub job memory model_card parse recipes report result sections teacher",
     "runtime": "command device distributed progress sharding signals",
-    "training": "checkpoint distillation early_stopping held_layer hidden_states "
-    "learnable_layer log loop mask_monitor optimizer options scaling",
+    "training": "distillation early_stopping held_layer hidden_states learnable_layer log loop mask_monitor optimizer "
+    "options scaling state",
 }
 # Layers from the lowest to the highest: packages and single modules.
 LAYERS = {
@@ -75,7 +74,7 @@ OWNERS = {
     "lm_eval": "evaluation/zero_shot.py",
     "transformers": "models/loading.py models/matching.py models/unfold_linears.py run/config.py "
     "integrations/transformers_",
-    "safetensors": "io/mask_files.py io/model_files.py methods/finished_blocks.py inference/packed_checkpoint.py",
+    "safetensors": "io/mask_files.py io/model_files.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
     "fastapi": "integrations/transformers_server.py",
     "vllm": "integrations/vllm_",

@@ -1,9 +1,6 @@
 """Recovery: the mask is held, the kept weights are trained on text and on the predictions of the dense model."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,115 +8,81 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL, add_labels
 from proxsparse.errors import InputError
-from proxsparse.methods.proxsparse import run_loop
-from proxsparse.methods.registry import Method
-from proxsparse.methods.store import Store
+from proxsparse.io.checkpoints import Checkpoints
+from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.walk import Batches
 from proxsparse.models.checks import evaluating
-from proxsparse.models.layers import decoder_blocks
-from proxsparse.models.loading import load_model, load_tokenizer
 from proxsparse.patterns import NMPattern
-from proxsparse.runtime.device import autocast
+from proxsparse.runtime.device import autocast, autocast_dtype
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
-from proxsparse.runtime.sharding import shard_and_move_
-from proxsparse.training.distillation import calibration_loss, teacher_targets
+from proxsparse.runtime.signals import StopSignal
+from proxsparse.training.distillation import calibration_loss
 from proxsparse.training.early_stopping import EarlyStopping
-from proxsparse.training.held_layer import HeldLayer, hold_layers, require_held
-from proxsparse.training.log import check_tracker
-from proxsparse.training.loop import TrainState, step_count
+from proxsparse.training.held_layer import hold_layers
+from proxsparse.training.loop import own_samples, step_count, train_step, training
 from proxsparse.training.optimizer import adamw, weights_of
 from proxsparse.training.options import HELD_OUT, FinetuneOptions
+from proxsparse.training.state import TrainState
 
 
-def check(**options) -> None:
-    """Raises InputError for an option that is out of range or not available."""
-    options = FinetuneOptions(**options).check()
-    check_tracker(options.report_to)
-
-
-def check_model(
-    layers: dict[str, nn.Linear],
-    patterns: dict[str, NMPattern],
-    _base: dict,
-    tokenizer,
-    teacher: str | None = None,
-    **_options,
-) -> None:
-    """Raises InputError if a layer is not N:M, or the teacher has other tokens, before anything is measured."""
-    require_held(layers, patterns)
-    if teacher:
-        check_tokens(tokenizer, teacher)
-
-
-def finetune(
+def train_kept_weights(
     model: nn.Module,
     layers: dict[str, nn.Linear],
     batches: Batches,
     patterns: dict[str, NMPattern],
-    store: Store | None = None,
+    checkpoints: Checkpoints | None = None,
     **options,
-) -> dict[str, Tensor]:
+) -> Pruned:
     """min over the kept weights of  (1 - a) * -log p(y)  +  a * KL(teacher || p),  a = `distill`, with AdamW.
 
     The mask is that of the zeros in the model; pruned weights stay +0.0. Embeddings and the output layer are not
     trained. The weights with the smallest loss on the held-out samples are kept.
 
     Args:
+        batches: with a > 0 they include the predictions of the teacher, see `distillation.teacher_targets`.
+        checkpoints: where the state is saved; a call with the same arguments resumes from it.
         options: the fields of `FinetuneOptions`.
     Returns:
-        Layer name -> bool [out_features, in_features] on the CPU, True = kept; for a sharded model the rows of this
-        process.
+        The masks; for a sharded model the rows of this process.
     Raises:
-        InputError: a layer is not N:M; the teacher has another vocabulary; a loss or gradient is not finite.
+        InputError: a layer is not N:M; a loss or gradient is not finite.
     """
-    options, store = FinetuneOptions(**options).check(), store or Store()
-    dtype = torch.get_autocast_dtype(model.device.type) if torch.is_autocast_enabled(model.device.type) else None
+    options, compute_dtype = FinetuneOptions(**options).check(), autocast_dtype(model.device)
     learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
     held = hold_layers(layers, patterns)
-    batches = [add_labels(batch) for batch in batches]
-    batches, held_out = split(batches, options)
+    batches, held_out = split([add_labels(batch) for batch in batches], options)
     steps = step_count(len(batches), options)
-    if options.distill:
-        if not options.teacher:
-            raise InputError(f"teacher=None: distill={options.distill} needs the dense model; give its name or folder")
-        teacher = load_teacher(options.teacher, model, store)
-        targets = teacher_targets(teacher, [*batches, *held_out])
-        batches, held_out = targets[: len(batches)], targets[len(batches) :]
-        del teacher, targets
-
-    measure = partial(held_out_loss, model, held_out, dtype, options.distill) if held_out else None
-    state = start_state(model, layers, held, options, steps, measure)
-    stopping, trained = state.monitor, weights_of(state.optimizer)
-    if not store.checkpoint:  # a checkpoint has what was measured before it
+    trained = trained_parameters(model, layers, options)
+    # one group for each parameter, as --step_in_backward needs
+    optimizer = adamw([{"params": [pair], "lr": options.learning_rate} for pair in trained.items()], options)
+    measure = partial(held_out_loss, model, held_out, compute_dtype, options.distill) if held_out else None
+    stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
+    state = TrainState(model, held, options, steps, optimizer, stopping)
+    if newest := checkpoints and checkpoints.newest_step():
+        state.restore_(checkpoints, *newest)
+    else:
         stopping.observe(0)
-    run_loop(state, store, batches, dtype, "training the kept weights")
+    seconds_before = state.seconds
+
+    loss = partial(calibration_loss, model, distill=options.distill)
+    samples, stop = own_samples(batches, state), StopSignal()
+    with training(state, checkpoints, "training the kept weights", stop) as (end_step, update):
+        while not state.complete and not stop.number:
+            row = train_step(state, samples, loss, compute_dtype, update)
+            end_step(row | stopping.observe(state.step))
+
     stopping.take_best_()
-    store.figures |= {
+    figures = {
         "steps": state.step,
         "tokens": state.tokens,
         "held_out": {"losses": stopping.losses, "best_step": stopping.best_step if stopping.losses else None},
-        "trained_weights": sum(weight.numel() for weight in trained.values()),
+        "trained_weights": sum(weight.numel() for weight in weights_of(optimizer).values()),
     }
     for name, weight in model.named_parameters():
-        weight.requires_grad_(learns.get(name, False))
-    store.trained = frozenset(trained)
-    return {name: one.mask().cpu() for name, one in held.items()}
-
-
-def start_state(
-    model: nn.Module,
-    layers: dict[str, nn.Linear],
-    held: dict[str, HeldLayer],
-    options: FinetuneOptions,
-    steps: int,
-    measure: Callable[[], float] | None = None,
-) -> TrainState:
-    """The state before the first step; sets requires_grad of every parameter. `measure`: the held-out loss."""
-    trained = trained_parameters(model, layers, options)
-    # one group for each parameter, as --step_in_backward needs
-    optimizer = adamw([{"params": [one], "lr": options.learning_rate} for one in trained.items()], options)
-    stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
-    return TrainState(model, held, options, steps, optimizer, stopping)
+        weight.requires_grad_(learns[name])
+    masks = {name: layer.mask().cpu() for name, layer in held.items()}
+    more = {"trained": frozenset(trained), "seconds_before": seconds_before}
+    return Pruned(masks, figures, **more, complete=state.complete, stop=stop)
 
 
 def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[list, list]:
@@ -136,63 +99,6 @@ def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[l
     return batches[: len(batches) - count], batches[len(batches) - count :]
 
 
-def check_tokens(tokenizer, teacher: str) -> None:
-    """Raises InputError if a token id has different texts in the tokenizers of the model and of the teacher.
-
-    An id that only one of the two has is accepted, such as that of an added padding token.
-    """
-    with named_teacher():
-        other = load_tokenizer(teacher)
-    own, others = ({i: text for text, i in one.get_vocab().items()} for one in (tokenizer, other))
-    different = [i for i in sorted(own.keys() & others.keys()) if own[i] != others[i]]
-    if different:
-        i = different[0]
-        raise InputError(
-            f"--teacher {teacher}: its tokens are not those of {tokenizer.name_or_path}: {len(different):,} token ids "
-            f"differ, such as {i}: {others[i]!r} in the teacher, {own[i]!r} in the model; give the dense model that "
-            "was pruned"
-        )
-
-
-@contextmanager
-def named_teacher() -> Iterator[None]:
-    """Within the block an InputError gets the name of the flag."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"--teacher: {error}") from error
-
-
-def read_teacher(name: str, model: nn.Module) -> nn.Module:
-    """The teacher of the model, on the CPU.
-
-    Raises:
-        InputError: it cannot be loaded, or has another vocabulary.
-    """
-    with named_teacher():
-        teacher, _ = load_model(name)
-    sizes = [len(one.get_input_embeddings().weight) for one in (model, teacher)]
-    if sizes[0] != sizes[1]:
-        raise InputError(
-            f"--teacher {name}: its vocabulary has {sizes[1]:,} tokens, that of the model {sizes[0]:,}; give the dense "
-            "model that was pruned"
-        )
-    return teacher
-
-
-def load_teacher(name: str, model: nn.Module, store: Store) -> nn.Module:
-    """The teacher on the device of the model; also measures its held-out perplexity, as that of "dense".
-
-    Raises:
-        InputError: as `read_teacher`.
-    """
-    teacher = read_teacher(name, model)
-    weight = next(model.parameters())
-    shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node=False)
-    store.score("dense", teacher)
-    return teacher
-
-
 def trained_parameters(
     model: nn.Module, layers: dict[str, nn.Linear], options: FinetuneOptions
 ) -> dict[str, nn.Parameter]:
@@ -206,7 +112,7 @@ def trained_parameters(
 
 @torch.no_grad()
 def held_out_loss(
-    model: nn.Module, batches: list[dict[str, Tensor]], dtype: torch.dtype | None, distill: float
+    model: nn.Module, batches: list[dict[str, Tensor]], compute_dtype: torch.dtype | None, distill: float
 ) -> float:
     """The mean loss over all predicted tokens of the batches of all processes.
 
@@ -214,7 +120,7 @@ def held_out_loss(
         InputError: it is not finite.
     """
     loss, tokens = 0.0, 0
-    with evaluating(model), autocast(model.device, dtype):
+    with evaluating(model), autocast(model.device, compute_dtype):
         for batch, counts in shard_items(batches):
             predicted = counts * int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
             loss += predicted * calibration_loss(model, batch, distill).item()
@@ -223,17 +129,3 @@ def held_out_loss(
     if not math.isfinite(loss):
         raise InputError("the held-out loss is not finite; lower --learning_rate, or use --precision fp32")
     return loss / tokens
-
-
-FINETUNE = Method(
-    name="finetune",
-    needs_data=True,
-    updates_weights=True,
-    paper="fine-tuning under a fixed mask with distillation",
-    prune=finetune,
-    options={one.name: one.default for one in dataclasses.fields(FinetuneOptions)},
-    starts_as="pruned",
-    keeps="checkpoints",
-    check=check,
-    check_model=check_model,
-)

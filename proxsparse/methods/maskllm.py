@@ -10,6 +10,7 @@ from torch.func import functional_call
 from proxsparse.data.calibration import add_labels, sample_stream
 from proxsparse.errors import InputError, require
 from proxsparse.methods.block_masks import block_masks
+from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import compute_masks, get_method, register_method
 from proxsparse.methods.walk import Batches, apply_mask_, full_precision
 from proxsparse.models.checks import evaluating, first_not_finite
@@ -59,7 +60,7 @@ def prune_maskllm(
     weight_decay: float = 0.1,
     max_grad_norm: float = 1.0,
     seed: int = 0,
-) -> dict[str, Tensor]:
+) -> Pruned:
     """min over logits of  E_g loss(W * mask) - weight_reg * (1 - t / T) * ||W * mask||_F^2  with, for every block,
 
         mask = sum over its C(m, n) masks k of y_k mask_k;   y = softmax((scale * logits + g) / tau),   g ~ Gumbel(0, 1)
@@ -91,7 +92,7 @@ def prune_maskllm(
         max_grad_norm: bound of the gradient norm of all logits together.
         seed: seed of the initial logits, the noise, and the order of the batches after the first pass.
     Returns:
-        Layer name -> bool [out_features, in_features] on the CPU, True = kept.
+        The masks.
     Raises:
         InputError: no batch, a block with too many masks, a loss or a gradient that is not finite.
     """
@@ -132,7 +133,7 @@ def prune_maskllm(
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()
             current.note = f"loss {loss.item():.3f}"
-    return {name: apply_mask_(layer, hard_mask(logits[name], choices[name])) for name, layer in layers.items()}
+    return Pruned({name: apply_mask_(layer, hard_mask(logits[name], choices[name])) for name, layer in layers.items()})
 
 
 def initial_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:

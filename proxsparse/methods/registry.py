@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.methods.store import Store
+from proxsparse.io.checkpoints import Checkpoints
+from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.walk import Batches, prune_layers_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.unfold_linears import unfold_linears_
@@ -22,13 +23,12 @@ from proxsparse.runtime.progress import shown
 class Method:
     """A registered method.
 
-    `prune(model, layers, batches, patterns, **options)` prunes the model in place and returns the masks:
+    `prune(model, layers, batches, patterns, **options)` prunes the model in place and returns a `Pruned`:
 
         layers: layer name -> nn.Linear, in model order
         batches: calibration samples, dicts of input_ids, attention_mask and optionally labels, int64 [B, T]
         patterns: layer name -> NMPattern, one for every layer
         options: see below
-        returns: layer name -> bool [out_features, in_features] on the CPU, True = kept
 
     Pruned weights become +0.0; kept weights are bit-identical to before unless `updates_weights`.
     """
@@ -37,13 +37,10 @@ class Method:
     needs_data: bool
     updates_weights: bool
     paper: str
-    prune: Callable[..., dict[str, Tensor]]
+    prune: Callable[..., Pruned]
     options: dict[str, bool | int | float | str]  # name -> default; the default determines the type
-    starts_as: str = "dense"  # what the model is before the run, in tables of perplexities
-    keeps: str = ""  # what it saves in a `Store`, "blocks" or "checkpoints"; if set, `prune` also takes `store`
     check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
-    # check_model(layers, patterns, base, tokenizer, **options): InputError for options that do not fit a loaded model
-    check_model: Callable[..., None] = lambda layers, patterns, base, tokenizer, **options: None
+    takes: tuple[str, ...] = ()  # which of `checkpoints` and `pretrained` are arguments of `prune`
     descriptions: dict[str, str] = field(default_factory=dict)  # of the options, for --help
 
 
@@ -56,9 +53,7 @@ def register_method(
     updates_weights: bool,
     paper: str,
     options: dict | None = None,
-    keeps: str = "",
     check: Callable[..., None] = Method.check,
-    check_model: Callable[..., None] = Method.check_model,
 ):
     """Decorator: registers a function that prunes a whole model, see `Method`.
 
@@ -66,9 +61,10 @@ def register_method(
     """
 
     def add(prune: Callable) -> Callable:
-        own = options_of(prune) if options is None else options
-        more = {"keeps": keeps, "check": check, "check_model": check_model, "descriptions": describe_options(prune)}
-        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, own, **more)
+        defaults = options_of(prune) if options is None else options
+        takes = tuple(name for name in ("checkpoints", "pretrained") if name in inspect.signature(prune).parameters)
+        more = {"check": check, "takes": takes, "descriptions": describe_options(prune)}
+        _methods[name] = Method(name, needs_data, updates_weights, paper, prune, defaults, **more)
         return prune
 
     return add
@@ -93,7 +89,8 @@ def register_layer_method(
     def add(prune_layer: Callable) -> Callable:
         prune = partial(prune_layers_, name, prune_layer, statistics)
         options = options_of(prune_layer)
-        more = {"keeps": "blocks" if needs_data else "", "check": check, "descriptions": describe_options(prune_layer)}
+        takes = ("checkpoints",) if needs_data else ()
+        more = {"check": check, "takes": takes, "descriptions": describe_options(prune_layer)}
         _methods[name] = Method(name, needs_data, updates_weights, paper, prune, options, **more)
         return prune_layer
 
@@ -145,7 +142,7 @@ def prune_(
     include: list[str] | None = None,
     exclude: list[str] | None = None,
     progress: bool = False,
-    store: Store | None = None,
+    checkpoints: Checkpoints | None = None,
     **options,
 ) -> dict[str, Tensor]:
     """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
@@ -157,8 +154,8 @@ def prune_(
             layers that are not in the dict are not pruned.
         include, exclude: which layers, as in `models.prunable_layers`.
         progress: show progress bars on stderr.
-        store: where the method saves finished decoder blocks or checkpoints; the same call with the same store
-            resumes from them. maskllm and methods that need no data save none.
+        checkpoints: where the method saves its progress; the same call resumes from it. maskllm and methods that need
+            no data save nothing.
         options: options of the method, such as damping=0.1; `get_method(name).options` has names and defaults.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
@@ -169,10 +166,12 @@ def prune_(
     check_option_names(options, chosen.options, f"method {name!r}")
     chosen.check(**chosen.options | options)
     layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
-    if chosen.keeps:
-        options |= {"store": store}
+    if "checkpoints" in chosen.takes:
+        options |= {"checkpoints": checkpoints}
     with shown(progress):
-        return chosen.prune(model, layers, batches, patterns, **options)
+        pruned = chosen.prune(model, layers, batches, patterns, **options)
+    pruned.stop.restore()
+    return pruned.masks
 
 
 @torch.no_grad()
@@ -187,7 +186,7 @@ def compute_masks(
     options = {name: False for name in chosen.options if name == "update_weights"}
     weights = {name: layer.weight.detach().clone() for name, layer in layers.items()}
     try:
-        return chosen.prune(model, layers, batches, patterns, **options)
+        return chosen.prune(model, layers, batches, patterns, **options).masks
     finally:
         for name, layer in layers.items():
             layer.weight.copy_(weights[name])

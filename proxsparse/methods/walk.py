@@ -3,10 +3,11 @@
 For each decoder block in order: the calibration samples run through the block to collect statistics, its layers are
 pruned, and the samples run again to compute the inputs of the next block. Memory: the model on its device, the
 statistics of one decoder block, and for each sample one hidden state [T, hidden_size] and the other arguments of the
-blocks (rotary tables [T, head_dim], for some models [T, T] masks). A pruned decoder block can be saved to disk and
-restored by a later run, see `finished_blocks`.
+blocks (rotary tables [T, head_dim], for some models [T, T] masks). Pruned decoder blocks are saved as checkpoints: a
+resumed run restores their masks and updated weights exactly, and continues after them.
 """
 
+import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
-from proxsparse.io.output_folder import FINISHED_BLOCKS
-from proxsparse.methods.finished_blocks import load_block, save_block
-from proxsparse.methods.store import Store
+from proxsparse.io.checkpoints import Checkpoints
+from proxsparse.io.mask_files import pack_mask, unpack_mask
+from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.patterns import NMPattern
@@ -37,12 +38,11 @@ def prune_layers_(
     layers: dict[str, nn.Linear],
     batches: Batches,
     patterns: dict[str, NMPattern],
-    store: Store | None = None,
+    checkpoints: Checkpoints | None = None,
     **options,
-) -> dict[str, Tensor]:
+) -> Pruned:
     """`Method.prune` for a function that prunes one layer; computes in full precision even under autocast."""
     masks = {}
-    finished_blocks = store.directory / FINISHED_BLOCKS if store and store.directory else None
 
     def visit(collected: dict) -> None:
         updated = {}
@@ -56,14 +56,20 @@ def prune_layers_(
             masks[name] = apply_mask_(layer, mask, new_weight)
             if new_weight is not None:
                 updated[name] = layer.weight
-        if finished_blocks:
-            save_block(finished_blocks, {name: masks[name] for name in collected}, updated, store.run_id)
+        if checkpoints:
+            tensors = {f"mask.{name}": pack_mask(masks[name]) for name in collected}
+            tensors |= {f"weight.{name}": weight.detach() for name, weight in updated.items()}
+            checkpoints.save(block_name(collected), tensors, {})
 
     def restored(inside: dict[str, nn.Linear]) -> bool:
-        finished = load_block(finished_blocks, inside, patterns, store.run_id) if finished_blocks else {}
-        for name, (mask, new_weight) in finished.items():
-            masks[name] = apply_mask_(inside[name], mask, new_weight)
-        return bool(finished)
+        name = block_name(inside)
+        if not checkpoints or checkpoints.facts(name) is None:
+            return False
+        tensors = checkpoints.load(name, prefixes=("",))
+        for name, layer in inside.items():
+            mask = unpack_mask(tensors[f"mask.{name}"], layer.weight.shape[-1])
+            masks[name] = apply_mask_(layer, mask, tensors.get(f"weight.{name}"))
+        return True
 
     if statistics is None:
         with phase(method, len(layers), "layer") as current:
@@ -71,7 +77,12 @@ def prune_layers_(
                 visit({name: None})
     else:
         walk(model, layers, batches, statistics, visit, method, restored)
-    return {name: masks[name] for name in layers}
+    return Pruned({name: masks[name] for name in layers})
+
+
+def block_name(layers: Iterable[str]) -> str:
+    """The common prefix of the names of a decoder block's layers: model.layers.0."""
+    return os.path.commonpath([name.replace(".", "/") for name in layers]).replace("/", ".")
 
 
 @torch.no_grad()

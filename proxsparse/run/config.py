@@ -10,7 +10,7 @@ from proxsparse.training.options import FinetuneOptions, LearningOptions, Ranges
 
 LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
 # not in config.yaml
-NOT_REPEATED = ("config", "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "plan", "push_to_hub")
+NOT_REPEATED = ("config", "output_dir", "resume_from_checkpoint", "plan", "push_to_hub")
 EVAL_SEQ_LEN = 1024  # default in tokens; fewer if the model's context is shorter
 
 
@@ -55,13 +55,13 @@ class RunConfig:
         "data",
         ("first", "each"),
     )
-    output_dir: str | None = flag(None, "output directory; default: runs/<model>-<date>-<time>", "output")
-    overwrite_output_dir: bool = flag(
-        False, "replace the result of an earlier run in the output directory once this run is complete", "output"
-    )
+    output_dir: str | None = flag(None, "output directory, new or empty; default: runs/<model>-<date>-<time>", "output")
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run", "output")
     resume_from_checkpoint: str | None = flag(
-        None, "a checkpoint directory; last: resume the run in --output_dir, or start it if there is none", "output"
+        None,
+        "last: resume the run in --output_dir, or start it if there is none; or one of its directories "
+        "checkpoints/step-N",
+        "output",
     )
     push_to_hub: str | None = flag(
         None, "a Hub repository, OWNER/NAME: the complete model is uploaded to it, see proxsparse push --help", "output"
@@ -132,7 +132,7 @@ class TrainConfig(LearningOptions, LoopConfig):
         RunConfig.check(self)
         LearningOptions.check(self)
         if self.pretrained_weights is None:  # masked layers need them at every step
-            self.pretrained_weights = "device" if self.forward == "masked" else "cpu"
+            self.pretrained_weights = "device" if self.masked else "cpu"
         check_steps(self)
         return self
 

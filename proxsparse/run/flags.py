@@ -19,7 +19,7 @@ def add_fields(parser: argparse.ArgumentParser, flags: type, but: Collection[str
     groups = {group.title: group for group in parser._action_groups}
     types = typing.get_type_hints(flags)
     for one in sorted(dataclasses.fields(flags), key=lambda one: GROUPS.index(one.metadata["group"])):
-        if one.metadata["yaml_only"] or one.name in but:
+        if one.name in but:
             continue
         title = one.metadata["group"]
         groups[title] = groups.get(title) or parser.add_argument_group(title)

@@ -1,8 +1,8 @@
 """Uploads a result to the Hugging Face Hub: the files of the model, or the masks alone.
 
-The local folder is complete before the upload begins, and does not change. Marker, lock, checkpoints, logs, calibration
-text and the files of the user are not uploaded. The uploaded result.json and masks.safetensors do not name the folders
-of this machine.
+The local folder is complete before the upload begins, and does not change. Only files with the names of a model's
+files are uploaded: no marker, lock, checkpoints, logs or calibration text. The uploaded result.json and
+masks.safetensors do not name the folders of this machine.
 """
 
 import json
@@ -15,19 +15,18 @@ from proxsparse._version import __version__
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import copy_masks
 from proxsparse.io.model_files import INDEX, ONE_FILE, check_folder, is_inside, weight_files
-from proxsparse.io.output_folder import MASKS, RESULT, TOKENIZERS, read_marker, read_result
-from proxsparse.io.reading import files_to_read, require_unchanged
+from proxsparse.io.output_folder import MASKS, RESULT, read_marker, read_result
 from proxsparse.models.loading import reason_of
 from proxsparse.run.model_card import masks_card_text
 from proxsparse.run.sections import shareable, shortened
 from proxsparse.runtime.progress import phase
 
 CARD, CONFIG = "README.md", "config.json"
-FILES = {*TOKENIZERS, MASKS, RESULT, CARD, CONFIG, "generation_config.json", INDEX}  # and the weights
-# Further names that belong to a model, uploaded if a command has written or copied the file.
-COPIED = (
-    *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*_config.json", "tokenizer*.json", "vocab*.*"),
-    *("tekken.json", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates"),
+# The names of a model's files, in addition to those of its weights.
+FILES = (
+    *(MASKS, RESULT, CARD, CONFIG, INDEX, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*_config.json"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab*.*", "merges.txt", "tekken.json"),
+    *("*.model", "*.tiktoken", "*.jinja", "additional_chat_templates"),
 )
 # Deleted in the repository if they are not uploaded again: transformers would load an old model.safetensors.
 REPLACED = [ONE_FILE, "model-?????-of-?????.safetensors", INDEX, MASKS, RESULT]
@@ -83,14 +82,12 @@ def upload(folder: Path, repo: str, masks_only: bool = False) -> None:
     Raises:
         InputError: the folder is not complete, or the upload failed; the message says how to repeat it.
     """
-    before = files_to_read(folder)
     with tempfile.TemporaryDirectory() as scratch:
         (stage_masks if masks_only else stage_model)(folder, Path(scratch))
         names = sorted(path.name for path in Path(scratch).iterdir())
         size = sum(path.stat().st_size for path in Path(scratch).rglob("*"))
         with phase(f"uploading {size / 1e6:.1f} MB to {repo}"):
             send(folder, Path(scratch), repo, masks_only)
-    require_unchanged(folder, before)
     print(f"uploaded to {repo}: {', '.join(names)}")
     if left := sorted(path.name for path in folder.iterdir() if path.name not in names and path.name[0] != "."):
         print(f"not uploaded: {', '.join(left)}")
@@ -137,11 +134,9 @@ def stage_model(folder: Path, target: Path) -> None:
     marker, result = read_marker(folder), read_result(folder)
     if marker and marker["command"] not in ("pack", "apply") and not result:
         raise InputError(f"{str(folder)!r}: no {RESULT}; wait until the run is complete, or resume it")
-    copied = marker["others"] if marker else []
-    wanted = FILES | {path.name for path in weight_files(folder)}
+    weights = {path.name for path in weight_files(folder)}
     for path in sorted(folder.iterdir()):
-        is_copied = path.name in copied and any(map(path.match, COPIED))
-        if not (path.name in wanted or is_copied) or not is_inside(path, folder):
+        if not (path.name in weights or any(map(path.match, FILES))) or not is_inside(path, folder):
             continue
         if path.is_dir():
             shutil.copytree(path, target / path.name)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from proxsparse.errors import InputError
+from proxsparse.io.checkpoints import FILE_BYTES
 from proxsparse.io.model_files import refuse_quantized
 from proxsparse.io.text_table import text_table
 from proxsparse.models.checks import fit_window
@@ -15,7 +16,6 @@ from proxsparse.models.loading import auto_class, import_transformers, locate, r
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.run.config import EVAL_SEQ_LEN, FinetuneConfig, TrainConfig
 from proxsparse.runtime.device import PRECISIONS, choose_precision
-from proxsparse.training.checkpoint import FILE_BYTES
 from proxsparse.training.distillation import KEPT_TOKENS
 
 # From the config.json of the models of our recipes, which need a network or an account; all are stored in 2 bytes.
@@ -83,7 +83,7 @@ class Plan:
         self.weights, self.layers = numel(model.parameters()), [layer.weight.numel() for layer in layers.values()]
         self.prunable, vectors = sum(self.layers), numel(p for p in model.parameters() if p.ndim == 1)
         counts = {"prunable": self.prunable, "all": self.weights, "kept": self.prunable + vectors, "norms": vectors}
-        self.learns = config.train if self.finetune else config.update
+        self.learns = config.train if self.finetune else "prunable" if config.masked else "all"
         self.learned, head = counts[self.learns], model.get_output_embeddings().weight
         self.head, self.vocabulary = head.numel(), len(head)
         self.tied = self.head * (model.get_input_embeddings().weight is head)
@@ -109,7 +109,7 @@ class Plan:
         """The stages of the run in which a place can be fullest -> items of the device, the host and the disk."""
         config, w, f, mine = self.config, self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices
         option = vars(config).get  # some are flags of `train` only
-        masked, all_learn, several = option("forward") == "masked", self.learns == "all", devices > 1
+        masked, all_learn, several = self.learns == "prunable", self.learns == "all", devices > 1
         kept_in = option("pretrained_weights") or "cpu"
         moments = 2 * (BF16 if (config.moment_dtype or config.precision) == "bf16" else FP32)
         frozen = w * self.prunable * bool(option("frozen_lambda"))

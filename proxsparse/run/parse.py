@@ -17,20 +17,15 @@ from proxsparse.run.config import NOT_REPEATED, FinetuneConfig, RunConfig, Train
 from proxsparse.run.flags import add_fields, add_flag, convert, read_settings
 from proxsparse.run.recipes import DEFAULT_RECIPE, recipe_path
 from proxsparse.runtime.command import Parser
-from proxsparse.training.options import OBJECTIVES, SCALING_DEFAULTS
+from proxsparse.training.options import OBJECTIVES
 
 PROXSPARSE = TrainConfig.method
 MODEL_HELP = "folder of the pruned model, such as the --output_dir of proxsparse train"
 SHARED = tuple(one.name for one in dataclasses.fields(RunConfig))
-MASKED = ("match_hidden",)  # chosen for a loss with W0 under the mask
 TRAIN_TYPES = typing.get_type_hints(TrainConfig)
-# If a source changes the key, values of the other flags from sources of lower precedence are dropped: they were chosen
-# for the old value.
-CHOSEN_FOR = {
-    "objective": ("scaling", "forward", "update", *SCALING_DEFAULTS["none"], *MASKED),
-    "scaling": tuple(SCALING_DEFAULTS["none"]),
-    "forward": ("update", *MASKED),
-}
+# If a source changes --objective, the values of these flags from sources of lower precedence are dropped: they were
+# chosen for the old one.
+CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "match_hidden")
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
 
@@ -70,12 +65,10 @@ def make_config(**given) -> TrainConfig:
     from_recipe = settings_file(recipe_path(recipe), "recipe") if recipe else {}
     merged: dict = {}
     for source in (from_recipe, from_file, given):
-        for name, others in CHOSEN_FOR.items():
-            objective = merged.get("objective", TrainConfig.objective)
-            current = merged.get(name) or OBJECTIVES.get(objective, {}).get(name, objective)  # `check` refuses others
-            if source.get(name, current) != current:
-                for other in others:
-                    merged.pop(other, None)
+        current = merged.get("objective", TrainConfig.objective)
+        if source.get("objective", current) != current:
+            for name in CHOSEN_FOR_OBJECTIVE:
+                merged.pop(name, None)
         for pair in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
             if source.get(pair[0]) is not None:
                 merged.pop(pair[1], None)

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -37,30 +36,27 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 def perplexity_of(
     config: RunConfig, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
-) -> tuple[Callable[[nn.Module, str], Perplexity | None], str]:
-    """Reads the held-out text.
+) -> Callable[[nn.Module, str], Perplexity | None]:
+    """Reads the held-out text. Returns a function (model, name) -> its perplexity, or None with --eval_data none.
 
-    Returns:
-        A function (model, name) -> its perplexity, which returns None with --eval_data none; the sha256 of the text.
     Raises:
         InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
     if config.eval_data == "none":
-        return lambda model, name: None, ""
+        return lambda model, name: None
     source = config.eval_data
     text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
     where, bos = window_bos(model, tokenizer, config.eval_bos, "eval_bos")
     tokens = evaluation_tokens(text, tokenizer)
     fit = functools.partial(fit_window, model, config.eval_seq_len, EVAL_SEQ_LEN, "eval_seq_len")
     how = on_rank_zero(lambda: fit(len(tokens))), config.eval_max_windows, autocast_dtype
-    digest = hashlib.sha256(text.encode() + where.encode()).hexdigest()
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         shown = {"finetune": "fine-tuned"}.get(name, name)
         score = perplexity(model, tokens, *how, f"perplexity of the {shown} model", bos)
         return replace(score, bos=where)
 
-    return measure, digest
+    return measure
 
 
 def scores_under(
@@ -135,7 +131,7 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, config:
 
     Args:
         table: from `perplexity_table`.
-        figures: from `Store.figures`.
+        figures: from `Pruned.figures`.
         samples: number of calibration samples; None: the method needs none.
     """
     found = [] if samples is None else few_samples(samples, config)
@@ -153,7 +149,7 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, config:
             f"{config.learning_rate:g})" + (", or use --objective masked" if config.objective == "paper" else "")
         )
     decided = figures.get("feasible_share")
-    if decided is not None and config.forward == "dense" and decided < FEW_DECIDED:  # masked has no final projection
+    if decided is not None and config.objective == "paper" and decided < FEW_DECIDED:  # masked has no final projection
         found.append(
             f"only {decided:.1%} of the blocks were {config.pattern} before the final projection, which prunes the "
             "others by magnitude; raise --reg_lambda_rel (or --reg_lambda), or use more steps"

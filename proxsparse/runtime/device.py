@@ -71,6 +71,11 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
         ) from error
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype of autocast on the device within `autocast`; None outside."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def version(package: str) -> str:
     """The installed version of a package, or "missing"."""
     try:

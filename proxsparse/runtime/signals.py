@@ -1,35 +1,31 @@
-"""Signals that end a run between two steps."""
+"""Signals that end a training loop between two steps."""
 
 import signal
 import threading
 
 from proxsparse.runtime.distributed import all_reduce_sum
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopSignal:
-    """Within the block, after `defer`, SIGINT and SIGTERM do not interrupt; `agree` reports them."""
+    """From `defer` to `restore`, SIGINT and SIGTERM do not interrupt; `agree` reports them."""
 
     def __init__(self):
         self.number: int | None = None  # set by `agree`, equal on all ranks
         self.seen: int | None = None
-        self.previous: dict | None = None  # the deferred signals with their handlers; None: outside the block
-
-    def __enter__(self) -> "StopSignal":
-        self.previous = {}
-        return self
+        self.previous: dict = {}  # signal -> its handler before `defer`
 
     def defer(self) -> None:
-        """From now on to the end of the block signals do not interrupt.
+        """Does nothing in a thread other than the main one, where Python sets no handlers."""
+        if threading.current_thread() is threading.main_thread():
+            self.previous = {number: signal.signal(number, self._see) for number in SIGNALS}
 
-        It does nothing outside a block, and in a thread other than the main one, where Python sets no handlers.
-        """
-        if self.previous == {} and threading.current_thread() is threading.main_thread():
-            self.previous = {number: signal.signal(number, self._see) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *_exception) -> None:
+    def restore(self) -> None:
+        """Restores the handlers; does nothing if the signals are not deferred."""
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        self.previous = None
+        self.previous = {}
 
     def _see(self, number, _frame) -> None:
         self.seen = number

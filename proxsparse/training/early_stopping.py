@@ -63,8 +63,6 @@ class EarlyStopping:
         for name, weight in source.items():
             target[name].copy_(weight)
 
-    # what a checkpoint saves, see training.checkpoint
-
     def tensors(self) -> dict[str, Tensor]:
         """Name in the checkpoint -> tensor, which loading fills in place."""
         return {f"best.{name}": weight for name, weight in self.best.items()}
@@ -73,9 +71,6 @@ class EarlyStopping:
         """The rest as JSON."""
         return {"losses": self.losses}
 
-    def prepare_(self, facts: dict) -> None:
-        """Sets the facts, before the tensors are loaded."""
+    def restore_(self, _tensors: dict[str, Tensor], facts: dict) -> None:
+        """Takes over what a checkpoint has saved; the tensors have been loaded in place."""
         self.losses = facts["losses"]
-
-    def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """After the tensors have been loaded in place there is nothing left to do."""

@@ -2,9 +2,9 @@
 
 Dense (the paper): the weights are learned, then projected: blocks that are not N:M are pruned, and the kept weights
 are reset to W0. This projection changes the model at the end. Masked: the model computes with m = W0 where the mask of
-v keeps, else +0, so every step measures the model that would be saved (with --update all the layers that are not
-pruned are still reset to W0). The gradient is passed straight through, dL/dv = dL/dm (Bengio et al. 2013, arXiv
-1308.3432, section 4). v only determines the mask; the prox shrinks weights that are small relative to their block.
+v keeps, else +0, so every step measures the model that would be saved. The gradient is passed straight through, dL/dv =
+dL/dm (Bengio et al. 2013, arXiv 1308.3432, section 4). v only determines the mask; the prox shrinks weights that are
+small relative to their block.
 """
 
 from collections.abc import Iterable

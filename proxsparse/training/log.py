@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from proxsparse.errors import InputError
-from proxsparse.io.output_folder import NEXT
+from proxsparse.io.atomic import write_file
 from proxsparse.runtime.distributed import is_rank_zero
 from proxsparse.runtime.progress import phase
 
@@ -41,7 +41,10 @@ class RunLog:
         report_to: str = "none",
     ):
         writes = run_dir is not None and is_rank_zero()
-        self.file = (run_dir / "metrics.jsonl" if writes else Path(os.devnull)).open("a", encoding="utf-8")
+        path = run_dir / "metrics.jsonl" if writes else Path(os.devnull)
+        if writes and path.exists():  # rows after the checkpoint are written again
+            write_file(path, b"".join(path.read_bytes().splitlines(keepends=True)[:done]))
+        self.file = path.open("a", encoding="utf-8")
         self.bar = phase(title, steps, done=done)
         self.track, self.close_tracker = TRACKERS[report_to if writes else "none"](run_dir, done)
 
@@ -91,8 +94,7 @@ def _wandb(run_dir: Path, done: int):
 
     id_file = run_dir / "wandb" / "run-id"  # in wandb's own folder
     same = {"id": id_file.read_text(), "resume": "allow"} if done and id_file.is_file() else {}
-    final = run_dir.parent if run_dir.name == NEXT else run_dir
-    run = wandb.init(project="proxsparse", dir=run_dir, name=final.name, **same)
+    run = wandb.init(project="proxsparse", dir=run_dir, name=run_dir.name, **same)
     id_file.parent.mkdir(exist_ok=True)
     id_file.write_text(run.id)
     return lambda row: run.log(row, step=row["step"]), run.finish

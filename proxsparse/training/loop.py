@@ -1,11 +1,9 @@
-"""The parts of Algorithm 1: training state, gradients, steps."""
+"""One training step, and what both training loops need around their steps."""
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,68 +11,84 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL, sample_stream
 from proxsparse.errors import InputError
-from proxsparse.models.checks import first_not_finite
-from proxsparse.optim import ProxAdamW
+from proxsparse.io.checkpoints import Checkpoints
+from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
-from proxsparse.training.distillation import calibration_loss
-from proxsparse.training.hidden_states import matching_loss
-from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
-from proxsparse.training.mask_monitor import MaskMonitor
-from proxsparse.training.optimizer import prox_adamw, weights_of
-from proxsparse.training.options import LearningOptions
+from proxsparse.runtime.signals import StopSignal
+from proxsparse.training.log import RunLog
+from proxsparse.training.optimizer import lr_factor, set_rates_, weights_of
+from proxsparse.training.options import LoopOptions
+from proxsparse.training.state import TrainState
+
+Batch = dict[str, Tensor]
 
 
-@dataclass
-class TrainState:
-    """The state of the training, which a checkpoint saves: learned weights, optimizer and counters."""
+@contextmanager
+def training(
+    state: TrainState, checkpoints: Checkpoints | None, title: str, stop: StopSignal
+) -> Iterator[tuple[Callable[[dict], None], Callable[[], float]]]:
+    """The surroundings of a training loop: modes, log, checkpoints, signals.
 
-    model: nn.Module
-    learned: dict[str, LearnableLayer]
-    options: LearningOptions
-    steps: int
-    optimizer: ProxAdamW
-    monitor: MaskMonitor
-    step: int = 0  # finished steps
-    batches: int = 0  # batches used by all processes
-    tokens: int = 0
-    seconds: float = 0.0
-    clock: float = field(default_factory=time.monotonic)  # time of the last update of `seconds`
+    Args:
+        checkpoints: where the state and metrics.jsonl are saved; None: nowhere.
+        title: title of the progress bar.
+        stop: defers SIGINT and SIGTERM, also after the block, unless it fails.
+    Yields:
+        `end_step(row)`, which logs a step and saves a checkpoint if it is due; and `update()`, see `updating`.
+    """
+    if checkpoints:
+        distributed.on_rank_zero(lambda: state.require_space(checkpoints))
+    with (
+        torch.autocast(state.model.device.type, enabled=False),
+        torch.enable_grad(),
+        evaluating(state.model),  # restores the train/eval modes at the end
+        RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title, state.options.report_to) as log,
+        updating(state) as update,
+    ):
 
-    @classmethod
-    def begin(
-        cls, model: nn.Module, learned: dict[str, LearnableLayer], options: LearningOptions, steps: int
-    ) -> "TrainState":
-        """The state before the first step; sets requires_grad of every parameter."""
-        optimizer = prox_adamw(model, learned, options)
-        return cls(model, learned, options, steps, optimizer, MaskMonitor(learned.values(), steps))
+        def end_step(row: dict[str, float]) -> None:
+            log.step({"step": state.step, "tokens": state.tokens, "seconds": state.seconds} | row)
+            stop.agree()
+            every = state.options.save_steps
+            due = stop.number or (every and state.step % every == 0)
+            if checkpoints and due and state.step < state.steps:
+                state.save(checkpoints)
 
-    def remask_(self) -> None:
-        """Applies the current masks to the weights of masked layers."""
-        for one in self.learned.values():
-            one.remask_()
-
-    def count_(self, micro_batches: list[dict[str, Tensor]]) -> None:
-        """Updates the counters after a step."""
-        (tokens,) = distributed.all_reduce_sum([sum(int(batch["attention_mask"].sum()) for batch in micro_batches)])
-        now = time.monotonic()
-        self.seconds, self.clock = self.seconds + now - self.clock, now
-        self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
-        self.batches += self.options.gradient_accumulation_steps * world_size()
-
-    def masks(self) -> dict[str, Tensor]:
-        """The masks of the learned weights: layer name -> bool [local rows, in_features] on the CPU, True = kept.
-
-        Raises:
-            InputError: a weight is not finite: the run has diverged.
-        """
-        if count_not_finite(self.learned.values()):
-            raise InputError("the weights became NaN or infinite during training; lower --learning_rate")
-        return {name: one.mask().cpu() for name, one in self.learned.items()}
+        start_training(state.model, state.options.gradient_checkpointing)
+        stop.defer()
+        try:
+            yield end_step, update
+        except BaseException:
+            stop.restore()
+            raise
 
 
-def step_count(batches: int, options: LearningOptions) -> int:
+def train_step(
+    state: TrainState,
+    samples: Iterator[Batch],
+    loss_of_batch: Callable[[Batch], Tensor],
+    compute_dtype: torch.dtype | None,
+    update: Callable[[], float],
+) -> dict[str, float]:
+    """One optimizer step: forward and backward passes, the base step, the prox. Returns its figures for the log.
+
+    Args:
+        samples: the batches of this process, see `own_samples`.
+        compute_dtype: autocast dtype of the forward pass; None: no autocast.
+        update: from `updating`.
+    """
+    micro_batches = list(itertools.islice(samples, state.options.gradient_accumulation_steps))
+    factor = lr_factor(state.step, state.steps, state.options)
+    set_rates_(state.optimizer, factor)
+    loss = backward(state.model, micro_batches, compute_dtype, loss_of_batch)
+    norm = update()
+    state.count_(micro_batches)
+    return {"loss": loss, "learning_rate": state.options.learning_rate * factor, "grad_norm": norm}
+
+
+def step_count(batches: int, options: LoopOptions) -> int:
     """Optimizer steps of a run: --max_steps, or --num_train_epochs converted to steps; at least 1.
 
     Raises:
@@ -91,9 +105,10 @@ def step_count(batches: int, options: LearningOptions) -> int:
     return max(1, int(batches * options.num_train_epochs) // a_step)
 
 
-def own_samples(batches: list[dict[str, Tensor]], seed: int, taken: int) -> Iterator[dict[str, Tensor]]:
-    """The batches of this process: every world_size-th one of the stream, after the first `taken` batches."""
-    return itertools.islice(sample_stream(batches, seed), taken + distributed.rank(), None, world_size())
+def own_samples(batches: list[Batch], state: TrainState) -> Iterator[Batch]:
+    """The batches of this process: every world_size-th one of the stream, after those of the finished steps."""
+    stream = sample_stream(batches, state.options.seed)
+    return itertools.islice(stream, state.batches + distributed.rank(), None, world_size())
 
 
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
@@ -105,20 +120,11 @@ def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
         enable({"use_reentrant": False})
 
 
-def loss_of(state: TrainState) -> Callable[[dict[str, Tensor]], Tensor]:
-    """A function: batch -> its loss, a scalar."""
-    options = state.options
-    if options.match_hidden:
-        masked = state.learned.values()
-        return partial(matching_loss, state.model, masked, distill=options.distill, weight=options.match_hidden)
-    return partial(calibration_loss, state.model, distill=options.distill)
-
-
 def backward(
     model: nn.Module,
-    batches: list[dict[str, Tensor]],
+    batches: list[Batch],
     compute_dtype: torch.dtype | None,
-    loss_of_batch: Callable[[dict[str, Tensor]], Tensor],
+    loss_of_batch: Callable[[Batch], Tensor],
 ) -> float:
     """Adds the gradient of the loss to `.grad`. Returns the loss, the mean over all predicted tokens of all processes.
 
@@ -152,37 +158,37 @@ def backward(
 
 
 @contextmanager
-def stepping(state: TrainState) -> Iterator[Callable[[], float]]:
-    """Yields a function that ends a step: the base step, then the prox, of every weight.
+def updating(state: TrainState) -> Iterator[Callable[[], float]]:
+    """Yields `update()`: the base step, then the prox, of every weight.
 
-    The function returns the norm of all gradients before clipping, and raises InputError if it is not finite. With
+    It returns the norm of all gradients before clipping, and raises InputError if that is not finite. With
     step_in_backward the backward pass updates each weight and frees its gradient as soon as the gradient is computed.
-    Then the function only returns the norm, and its error comes after the update.
+    Then `update` only returns the norm, and its error comes after the update.
     """
     if not state.options.step_in_backward:
-        yield partial(step_, state)
+        yield partial(update_all, state)
         return
-    learned = {id(one.layer.weight): one for one in state.learned.values()}
+    layers = {id(layer.layer.weight): layer for layer in state.layers.values()}
     parameters = [parameter for parameter in state.model.parameters() if parameter.requires_grad]
     squares: list[Tensor] = []
 
-    def step(parameter: Tensor) -> None:
-        one = learned.get(id(parameter))
-        if one:
-            one.take_gradient_()
-        weight = one.weight if one else parameter
+    def update_one(parameter: Tensor) -> None:
+        layer = layers.get(id(parameter))
+        if layer:
+            layer.take_gradient_()
+        weight = layer.weight if layer else parameter
         squares.append(sharding.local(weight.grad).float().square().sum())
         state.optimizer.step_parameter(weight)
         weight.grad = None
-        if one:
-            one.remask_()
+        if layer:
+            layer.remask_()
 
     def norm() -> float:
         square = sharding.sum_of_shards(torch.stack(squares).sum(), parameters[0])
         squares.clear()
         return checked_norm(square.sqrt().item())
 
-    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in parameters]
+    handles = [parameter.register_post_accumulate_grad_hook(update_one) for parameter in parameters]
     try:
         yield norm
     finally:
@@ -190,14 +196,14 @@ def stepping(state: TrainState) -> Iterator[Callable[[], float]]:
             handle.remove()
 
 
-def step_(state: TrainState) -> float:
+def update_all(state: TrainState) -> float:
     """The base step, then the prox, of every weight. Returns the norm of all gradients before clipping.
 
     Raises:
         InputError: the norm is not finite; no weight has been updated.
     """
-    for one in state.learned.values():
-        one.take_gradient_()
+    for layer in state.layers.values():
+        layer.take_gradient_()
     norm = nn.utils.clip_grad_norm_(weights_of(state.optimizer).values(), state.options.max_grad_norm or math.inf)
     norm = checked_norm((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
     state.optimizer.step()

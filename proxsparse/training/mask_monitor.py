@@ -83,14 +83,10 @@ class MaskMonitor:
         """What else a checkpoint saves, as JSON."""
         return {"snapshots": [step for step, _ in self.snapshots]}
 
-    def prepare_(self, facts: dict) -> None:
-        """Makes room for the tensors of a checkpoint."""
-        self.snapshots = [(step, torch.empty_like(self.mask)) for step in facts["snapshots"]]
-
-    def restore_(self, tensors: dict[str, Tensor]) -> None:
-        """Takes over the loaded tensors."""
-        self.mask, steps = tensors["monitor.mask"], [step for step, _ in self.snapshots]
-        self.snapshots = list(zip(steps, tensors["monitor.snapshots"], strict=True))
+    def restore_(self, tensors: dict[str, Tensor], facts: dict) -> None:
+        """Takes over what a checkpoint has saved."""
+        self.mask = tensors["monitor.mask"]
+        self.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
 
     def similarity(self) -> list[dict[str, float]]:
         """Share of mask bits equal to the last mask, for every stored mask."""

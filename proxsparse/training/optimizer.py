@@ -15,7 +15,7 @@ def layer_lambda(weight: Tensor, options: LearningOptions) -> float:
     """lambda_1 of a layer: --reg_lambda, or --reg_lambda_rel / mean|w| (the mean of scaled weights is 1)."""
     if options.reg_lambda is not None:
         return options.reg_lambda
-    if options.scaling == "activation":
+    if options.masked:
         return options.reg_lambda_rel
     mean = mean_size(weight)
     return options.reg_lambda_rel / mean if mean > 0 else 0.0
@@ -31,27 +31,24 @@ def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: Le
 
     By default the moments of bf16 weights are bf16, as in torch's AdamW, and weights and moments are rounded
     stochastically (with --master_weights, fp32 copies are learned instead). Rounding to nearest would lose much of the
-    prox, which changes a weight by 1 to 3 units in the last place. With a scaling, the learning rate of a parameter
-    that is not pruned is multiplied by its mean magnitude, so that one dimensionless learning rate fits all.
+    prox, which changes a weight by 1 to 3 units in the last place. With --objective paper all weights are trained.
     """
-    prunable = {id(one.layer.weight): one for one in learned.values()}
-    scaled = any(one.scale is not None for one in learned.values())
+    prunable = {id(layer.layer.weight): layer for layer in learned.values()}
     groups = []
     for name, parameter in model.named_parameters():
-        one = prunable.get(id(parameter))
-        parameter.requires_grad_(one is not None or options.update == "all")
-        weight = parameter if one is None else one.weight
+        layer = prunable.get(id(parameter))
+        # under masks, training the other weights would make the loss differ from that of the saved model
+        parameter.requires_grad_(layer is not None or not options.masked)
+        weight = parameter if layer is None else layer.weight
         group = {"params": [(name, weight)], "lr": options.learning_rate, "reg_lambda": 0.0, "frozen_lambda": 0.0}
-        if one is not None:
+        if layer is not None:
             group |= {"reg_lambda": layer_lambda(weight, options), "frozen_lambda": options.frozen_lambda}
-        elif scaled:
-            group["lr"] *= mean_size(parameter)
         if parameter.requires_grad:
             groups.append(group)
     optimizer = adamw(groups, options, options.frozen_eps)
-    for one in learned.values():
-        if one.scale is not None:
-            optimizer.set_scale(one.weight, one.scale)
+    for layer in learned.values():
+        if layer.scale is not None:
+            optimizer.set_scale(layer.weight, layer.scale)
     return optimizer
 
 

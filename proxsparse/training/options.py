@@ -3,29 +3,20 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from proxsparse.errors import InputError, require
 
-# The settings that --objective selects. A YAML file may set each of them separately, as the studies do.
+# Defaults by --objective. masked: dimensionless, because the weights are scaled; measured on SmolLM2-135M
+# (docs/results.md). paper: the values of the paper.
 OBJECTIVES = {
-    "masked": {"scaling": "activation", "forward": "masked"},
-    "paper": {"scaling": "none", "forward": "dense"},
-}
-# The learning rate and lambda_1 depend on the unit of the weights. activation: dimensionless, measured on
-# SmolLM2-135M (docs/results.md). none: the values of the paper.
-SCALING_DEFAULTS = {
-    "activation": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3},
-    "none": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3},
+    "masked": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3},
+    "paper": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3},
 }
 
 
-def flag(default, help: str, group: str = "learning", choices: tuple[str, ...] = (), yaml_only: bool = False):
-    """A flag with its default, help text, group in --help, and allowed values (empty: any).
-
-    yaml_only: the flag is not on the command line; a YAML file may set it.
-    """
-    return field(default=default, metadata={"help": help, "group": group, "choices": choices, "yaml_only": yaml_only})
+def flag(default, help: str, group: str = "learning", choices: tuple[str, ...] = ()):
+    """A flag with its default, help text, group in --help, and allowed values (empty: any)."""
+    return field(default=default, metadata={"help": help, "group": group, "choices": choices})
 
 
 @dataclass
@@ -84,9 +75,6 @@ class MaskOptions:
         "their input activations; paper: with the learned weights, without scaling, and all weights are trained",
         choices=tuple(OBJECTIVES),
     )
-    scaling: str | None = flag(None, "scaling of the weights", choices=("activation", "none"), yaml_only=True)
-    forward: str | None = flag(None, "weights of the forward pass", choices=("masked", "dense"), yaml_only=True)
-    update: str | None = flag(None, "weights that are trained", choices=("prunable", "all"), yaml_only=True)
     scaling_samples: int = flag(128, "samples on which the input activations are measured")
     reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
     reg_lambda_rel: float | None = flag(
@@ -111,14 +99,14 @@ class LearningOptions(LoopOptions, MaskOptions):
         None, "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4"
     )
 
+    @property
+    def masked(self) -> bool:
+        """Whether the loss is that of W0 under the mask, with scaled weights; else the objective of the paper."""
+        return self.objective == "masked"
+
     def fill_in(self) -> None:
         """Replaces every None that has a default by that default."""
-        for name, value in OBJECTIVES[self.objective].items():
-            setattr(self, name, getattr(self, name) or value)
-        paper = (self.scaling, self.forward) == ("none", "dense")
-        # with masked layers, training the other weights would make the loss differ from that of the saved model
-        self.update = self.update or ("all" if paper else "prunable")
-        defaults = SCALING_DEFAULTS[self.scaling]
+        defaults = OBJECTIVES[self.objective]
         self.learning_rate = defaults["learning_rate"] if self.learning_rate is None else self.learning_rate
         if self.reg_lambda is None and self.reg_lambda_rel is None:
             self.reg_lambda_rel = defaults["reg_lambda_rel"]
@@ -135,30 +123,20 @@ class LearningOptions(LoopOptions, MaskOptions):
         check_ranges(self, RANGES)
         if self.reg_lambda is not None and self.reg_lambda_rel is not None:
             raise InputError("--reg_lambda and --reg_lambda_rel are mutually exclusive; give one of them")
-        if self.scaling == "activation" and (self.reg_lambda or 0) > 0.1:
+        if self.masked and (self.reg_lambda or 0) > 0.1:
             raise InputError(
                 f"--reg_lambda {self.reg_lambda}: too large for scaled weights, which have mean 1; use about 0.002, or "
                 "--objective paper for the values of the paper"
             )
-        if (self.forward, self.scaling) == ("dense", "activation") and 0 in (self.reg_lambda, self.reg_lambda_rel):
-            raise InputError(
-                "forward: dense with scaling: activation needs a lambda above 0, because only the prox uses the "
-                "scaling; raise --reg_lambda_rel"
-            )
-        if self.forward == "dense" and self.match_hidden:
-            raise InputError(
-                f"--match_hidden {self.match_hidden:g}: needs --objective masked, because it compares the model with "
-                "and without its masks"
-            )
-        if self.update == "all" and self.match_hidden:
-            raise InputError(
-                f"--match_hidden {self.match_hidden:g}: needs update: prunable, because the dense model, which is the "
-                "teacher, must not change"
-            )
-        if self.forward == "masked" and self.frozen_lambda:
+        if self.masked and self.frozen_lambda:
             raise InputError(
                 f"--frozen_lambda {self.frozen_lambda}: needs --objective paper; with --objective masked the weights "
                 "are frozen already"
+            )
+        if not self.masked and self.match_hidden:
+            raise InputError(
+                f"--match_hidden {self.match_hidden:g}: needs --objective masked, because it compares the model with "
+                "and without its masks"
             )
         return self
 
@@ -196,8 +174,6 @@ class RecoveryOptions:
 @dataclass
 class FinetuneOptions(LoopOptions, RecoveryOptions):
     """Options of `proxsparse finetune` in addition to those of every run."""
-
-    match_hidden: ClassVar[float] = 0.0
 
     distill: float = flag(0.67, "weight of the distillation from the teacher in the loss, 0 to 1")
     learning_rate: float | None = flag(

@@ -1,0 +1,237 @@
+"""Checkpoints of a run, from which it resumes bit for bit.
+
+    RUN/checkpoints/NAME/*.safetensors   tensors, written by torch.distributed.checkpoint
+    RUN/checkpoints/NAME/facts.json      JSON values, and the sha256 of every other file; written last
+
+NAME is a training step ("step-200"), a decoder block ("model.layers.3") or "patterns". A checkpoint is written under a
+temporary name, synced and renamed: one with its final name is complete. Each process writes its rows of the tensors;
+any number of processes can read them. Nothing is pickled.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError, describe_error
+from proxsparse.io.atomic import SCRATCH, sync, write_file
+from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
+
+CHECKPOINTS, FACTS, STEP = "checkpoints", "facts.json", re.compile(r"step-(\d+)")
+FILE_BYTES = 2**28  # approximate size of a file; each file is serialized in memory
+SAMPLED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Attributes:
+        run_dir: the directory of the run.
+        identity: JSON values that a run must have in common with the checkpoints from which it resumes.
+    """
+
+    run_dir: Path
+    identity: dict
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / CHECKPOINTS
+
+    def save(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
+        """Writes a checkpoint, or replaces it. All processes must call it.
+
+        Raises:
+            OSError: it could not be written; the other checkpoints are unchanged.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        scratch = self.folder / f"{SCRATCH}-{name}"
+        try:
+            on_rank_zero(lambda: clear(scratch))
+            if tensors:
+                with quiet():
+                    writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
+                    dcp.save(tensors, storage_writer=writer)
+            on_rank_zero(lambda: finish(scratch, self.folder / name, {"identity": self.identity, **facts}))
+        except (Exception, dcp.CheckpointException) as error:  # CheckpointException is not an Exception
+            if is_rank_zero():
+                shutil.rmtree(scratch, ignore_errors=True)
+            reason = describe_error(cause_of(error))
+            raise OSError(f"checkpoint {name} could not be written to {str(self.folder)!r}: {reason}") from error
+
+    def facts(self, name: str) -> dict | None:
+        """The JSON values of a checkpoint, after its files have been verified; None if there is no such checkpoint.
+
+        Raises:
+            InputError: it is damaged, or its identity differs from that of this run.
+        """
+        path = self.folder / name
+        facts = on_rank_zero(lambda: verified(path) if path.is_dir() else None)
+        for key, now in self.identity.items() if facts else ():
+            if (before := facts["identity"].get(key)) == now:
+                continue
+            if key == "digest":
+                raise InputError(
+                    f"{path}: the model or the calibration text has changed since the run was stopped; give the same, "
+                    "or write to another directory"
+                )
+            raise InputError(f"{path}: its run has {key} {before} (now {now}); give the same, or delete {self.folder}")
+        return facts
+
+    def load(
+        self, name: str, into: dict[str, Tensor] | None = None, prefixes: tuple[str, ...] = ()
+    ) -> dict[str, Tensor]:
+        """Reads tensors, or the rows of this process, after `facts` has verified them. All processes must call it.
+
+        Args:
+            into: name -> tensor that is filled in place.
+            prefixes: tensors whose names begin with one of these are created on the CPU.
+        Returns:
+            name -> tensor, of `into` and `prefixes`.
+        Raises:
+            InputError: a tensor is missing, or has another shape or dtype than in `into`.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        path, tensors = self.folder / name, dict(into or {})
+        if not any(path.glob("*.safetensors")):
+            return tensors
+        saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        for key, tensor in tensors.items():
+            held = (found := saved.get(key)) and (list(found.size), found.properties.dtype)
+            if held != (list(tensor.shape), tensor.dtype):
+                raise InputError(
+                    f"{path}: {key} is {held or 'missing'}, expected {list(tensor.shape)} {tensor.dtype}; the "
+                    "checkpoint belongs to another model or version"
+                )
+        for key, found in saved.items():
+            if key not in tensors and key.startswith(prefixes):
+                tensors[key] = torch.empty(found.size, dtype=found.properties.dtype)
+        with quiet():
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        return tensors
+
+    def steps(self) -> list[str]:
+        """The names of the checkpoints of training steps, in the order of the steps."""
+        found = [path.name for path in self.folder.glob("step-*") if STEP.fullmatch(path.name)]
+        return sorted(found, key=step_of)
+
+    def newest_step(self) -> tuple[str, dict] | None:
+        """The name and the facts of the checkpoint of the last training step; None if there is none."""
+        name = on_rank_zero(lambda: next(reversed(self.steps()), None))
+        return name and (name, self.facts(name))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes checkpoints. They are renamed first: a killed process leaves no partial one."""
+        for name in names:
+            aside = self.folder / f"{SCRATCH}-{secrets.token_hex(4)}"
+            (self.folder / name).rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def step_of(name: str) -> int:
+    """The training step of the checkpoint "step-200": 200."""
+    return int(STEP.fullmatch(name)[1])
+
+
+def saved_names(run_dir: Path) -> list[str]:
+    """The names of the complete checkpoints of a run, except "patterns"."""
+    found = (run_dir / CHECKPOINTS).iterdir() if (run_dir / CHECKPOINTS).is_dir() else ()
+    return sorted(path.name for path in found if not path.name.startswith(SCRATCH) and path.name != "patterns")
+
+
+def clear(folder: Path) -> None:
+    """Makes the folder, empty. Raises OSError if the directory of the run is gone, as after its disk was unmounted."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir()
+
+
+def finish(scratch: Path, target: Path, facts: dict) -> None:
+    """Writes facts.json and renames the folder to `target`."""
+    for path in scratch.iterdir():
+        sync(path)
+    write_file(scratch / FACTS, (json.dumps(facts | {"files": digests(scratch)}) + "\n").encode())
+    if target.exists():  # written before the run was resumed from an earlier checkpoint
+        Checkpoints(target.parent.parent, {}).remove([target.name])
+    scratch.rename(target)
+    sync(target.parent)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """File name -> sha256, for all files but facts.json; in parallel, because a step can have many gigabytes."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    paths = sorted(path for path in folder.iterdir() if path.name != FACTS)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip((path.name for path in paths), pool.map(digest, paths), strict=True))
+
+
+def verified(path: Path) -> dict:
+    """The content of facts.json. Raises InputError unless all files are as they were written."""
+    try:
+        facts = json.loads((path / FACTS).read_bytes())
+        found, expected, _ = digests(path), facts["files"], facts["identity"].keys()
+        changed = [name for name in {*found, *expected} if found.get(name) != expected.get(name)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path}: damaged ({describe_error(error)}); {DELETE}") from error
+    if changed:
+        raise InputError(f"{path}: damaged ({min(changed)} has changed); {DELETE}")
+    return facts
+
+
+DELETE = "delete this directory, and the run resumes from the other checkpoints"
+
+
+def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:
+    """sha256 of some weights of every parameter and of all tokens, to detect a changed model or text."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:SAMPLED]))
+    for batch in batches:
+        digest.update(bytes_of(batch["input_ids"]) + bytes_of(batch["attention_mask"]))
+    return digest.hexdigest()
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a tensor of any dtype."""
+    return tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+
+
+def file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Tensor name -> the number of its file, from 1; each file has about FILE_BYTES."""
+    numbers, held, number = {}, 0, 1
+    for name, tensor in tensors.items():
+        held += tensor.nbytes // world_size()
+        if held > FILE_BYTES:
+            held, number = 0, number + 1
+        numbers[name] = number
+    return numbers
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The first error inside a CheckpointException, which collects those of all processes; else the error itself."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppresses the warning of torch.distributed.checkpoint about a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,0 +1,146 @@
+"""The state of a training run, which its checkpoints save and from which it resumes bit for bit."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.errors import InputError
+from proxsparse.io.atomic import require_space
+from proxsparse.io.checkpoints import Checkpoints, step_of
+from proxsparse.optim import ProxAdamW
+from proxsparse.runtime import distributed
+from proxsparse.runtime.distributed import all_gather, world_size
+from proxsparse.training.early_stopping import EarlyStopping
+from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
+from proxsparse.training.mask_monitor import MaskMonitor
+from proxsparse.training.optimizer import weights_of
+from proxsparse.training.options import LoopOptions
+
+COUNTERS = ("step", "batches", "tokens", "seconds")
+OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
+UNSIZED = ("random.", "monitor.snapshots")  # tensors whose shape may differ in the run that wrote the checkpoint
+
+
+@dataclass
+class TrainState:
+    """Learned weights, optimizer, counters, and the observer of the training."""
+
+    model: nn.Module
+    layers: dict[str, LearnableLayer]
+    options: LoopOptions
+    steps: int
+    optimizer: ProxAdamW
+    observer: MaskMonitor | EarlyStopping
+    step: int = 0  # finished steps
+    batches: int = 0  # batches used by all processes
+    tokens: int = 0
+    seconds: float = 0.0
+    clock: float = field(default_factory=time.monotonic)  # time of the last update of `seconds`
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is no step left to do."""
+        return self.step == self.steps or self.observer.finished
+
+    def remask_(self) -> None:
+        """Applies the current masks to the weights of masked layers."""
+        for layer in self.layers.values():
+            layer.remask_()
+
+    def count_(self, micro_batches: Iterable[dict[str, Tensor]]) -> None:
+        """Updates the counters after a step."""
+        (tokens,) = distributed.all_reduce_sum([sum(int(batch["attention_mask"].sum()) for batch in micro_batches)])
+        now = time.monotonic()
+        self.seconds, self.clock = self.seconds + now - self.clock, now
+        self.step, self.tokens = self.step + 1, self.tokens + int(tokens)
+        self.batches += self.options.gradient_accumulation_steps * world_size()
+
+    def masks(self) -> dict[str, Tensor]:
+        """Layer name -> its mask, bool [local rows, in_features] on the CPU, True = kept.
+
+        Raises:
+            InputError: a weight is not finite: the run has diverged.
+        """
+        if count_not_finite(self.layers.values()):
+            raise InputError("the weights became NaN or infinite during training; lower --learning_rate")
+        return {name: layer.mask().cpu() for name, layer in self.layers.items()}
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Name in a checkpoint -> tensor: scales, learned weights, moments, those of the observer."""
+        found = {f"scale.{name}": layer.scale for name, layer in self.layers.items() if layer.scale is not None}
+        for name, weight in weights_of(self.optimizer).items():
+            found[f"weight.{name}"] = weight.detach()
+            entries = self.optimizer.state.get(weight, {})
+            found |= {f"{key}.{name}": value for key, value in entries.items() if key != "step"}
+        return found | self.observer.tensors()
+
+    def facts(self) -> dict:
+        """The rest of the state as JSON."""
+        entries = {name: self.optimizer.state.get(weight, {}) for name, weight in weights_of(self.optimizer).items()}
+        return {
+            **{name: getattr(self, name) for name in COUNTERS},
+            "groups": [{key: group[key] for key in OF_A_GROUP} for group in self.optimizer.param_groups],
+            "parameter_steps": {name: int(entry["step"]) for name, entry in entries.items() if "step" in entry},
+            "observer": self.observer.facts(),
+        }
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Writes the checkpoint of this step; removes those beyond --save_total_limit. All processes must call it."""
+        name, limit = f"step-{self.step}", self.options.save_total_limit
+        checkpoints.save(name, self.tensors() | random_states(self.model.device), self.facts())
+
+        def remove_others() -> None:  # also later steps, abandoned when the run was resumed from an earlier one
+            older = [other for other in checkpoints.steps() if step_of(other) <= self.step]
+            checkpoints.remove({*checkpoints.steps()} - {*older[-limit:]})
+
+        distributed.on_rank_zero(remove_others)
+
+    def restore_(self, checkpoints: Checkpoints, name: str, facts: dict) -> None:
+        """Restores the state from a checkpoint, given its facts. Raises InputError as `Checkpoints.load`."""
+        for key, weight in weights_of(self.optimizer).items():
+            if key in facts["parameter_steps"]:  # a weight that has never had a gradient has no moments
+                self.optimizer.prepare_state(weight)["step"].fill_(facts["parameter_steps"][key])
+        into = {key: tensor for key, tensor in self.tensors().items() if not key.startswith(UNSIZED)}
+        tensors = checkpoints.load(name, into, UNSIZED)
+        for kind, (_, put) in random_generators(self.model.device).items():
+            if (states := tensors.get(f"random.{kind}")) is not None:  # None if written on another type of device
+                put(states[distributed.rank() if distributed.rank() < len(states) else 0].clone())  # must be aligned
+        self.observer.restore_(tensors, facts["observer"])
+        for group, values in zip(self.optimizer.param_groups, facts["groups"], strict=True):
+            group |= {key: values[key] for key in OF_A_GROUP}
+        for key in COUNTERS:
+            setattr(self, key, facts[key])
+        self.remask_()
+
+    def require_space(self, checkpoints: Checkpoints) -> None:
+        """Raises InputError if the disk cannot hold --save_total_limit checkpoints and the one being written."""
+        if self.options.save_steps:
+            saved = sum(file.stat().st_size for file in checkpoints.folder.rglob("*.safetensors"))
+            needed = (self.options.save_total_limit + 1) * self.bytes() - saved
+            require_space(checkpoints.run_dir, needed, "the checkpoints (none with --save_steps 0) need")
+
+    def bytes(self) -> int:
+        """Approximate bytes of a checkpoint: learned weights, moments, master weights."""
+        added = (8 if self.optimizer.moment_dtype is None else 4) + (4 if self.optimizer.master_weights else 0)
+        weights = weights_of(self.optimizer).values()
+        copies = [*weights, *self.observer.tensors().values()]
+        return sum(copy.nbytes for copy in copies) + sum(weight.numel() for weight in weights) * added
+
+
+def random_generators(device: torch.device) -> dict[str, tuple]:
+    """Device type -> (get state, set state) of the random number generators that a run on this device uses."""
+    found = {"cpu": (torch.get_rng_state, torch.set_rng_state)}
+    if device.type == "cuda":
+        found["cuda"] = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
+    return found
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """Name in a checkpoint -> the states of a random number generator, uint8 [world size, bytes]."""
+    return {f"random.{kind}": all_gather(get()) for kind, (get, _) in random_generators(device).items()}

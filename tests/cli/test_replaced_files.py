@@ -1,0 +1,86 @@
+"""What the commands replace, and a signal at a bad moment."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from proxsparse import evaluate, report
+from proxsparse.errors import InputError
+from proxsparse.io.mask_files import save_masks
+from proxsparse.io.output_folder import MARKER, opened
+
+
+def test_a_signal_during_garbage_collection_is_not_lost():
+    code = """
+import os, signal, sys, time
+from proxsparse.errors import run_command
+class Loud:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+def main():
+    Loud()
+    time.sleep(30)
+sys.exit(run_command(main))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "\nstopped by SIGTERM\n")
+
+
+def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
+    final = tmp_path / "run"
+    final.mkdir()
+    (final / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "feasible_share": 0.5, "norm_gap": 0.1}\n')
+    report.main([str(final)])
+    (final / "report.md").write_text("mine")
+    with pytest.raises(InputError, match=r"report\.md: its folder has no .*; move it away"):
+        report.main([str(final)])
+    assert (final / "report.md").read_text() == "mine"
+    with opened(tmp_path / "marked", "train", {}):
+        pass
+    shutil.copy(tmp_path / "marked" / MARKER, final / MARKER)
+    report.main([str(final)])
+    assert (final / "report.md").read_text() != "mine"
+    (final / "loss.png").unlink(missing_ok=True)
+    (final / "loss.png").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"loss\.png: is a link or a folder, and the report would replace it"):
+        report.main([str(final)])
+
+
+def test_json_replaces_only_an_earlier_report(tmp_path):
+    mine, earlier, fifo, link = (tmp_path / name for name in ("mine.json", "scores.jsonl", "fifo", "link"))
+    mine.write_text('{"model": "a", "data": "b"}')
+    os.mkfifo(fifo)
+    row = json.dumps({"model": "a", "precision": "fp32", "data": "b", "perplexity": 1.0})
+    for path in (mine, fifo):
+        with pytest.raises(InputError, match=r"not written by `proxsparse evaluate`; name another file"):
+            evaluate.parse(["model", "--json", str(path)])
+    earlier.write_text(row + "\n")
+    link.symlink_to(earlier)
+    assert evaluate.parse(["model", "--json", str(earlier)]).json == str(earlier)
+    with pytest.raises(InputError, match="name another file"):
+        evaluate.parse(["model", "--data", str(earlier), "--json", str(link)])
+    evaluate.Report({"model": "a", "precision": "fp32"}, str(link)).add({"task": "piqa", "error": "none"})
+    assert link.is_symlink()
+    assert json.loads(earlier.read_text())["task"] == "piqa"
+
+
+def test_the_callback_replaces_only_masks(tmp_path):
+    from proxsparse.integrations.transformers_trainer import ProxCallback
+
+    callback = ProxCallback()
+    callback.keep_pretrained = lambda model: next(iter(()))  # stops the callback: the file was accepted
+    arguments = (SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=0), None)
+    (tmp_path / "masks.safetensors").write_text("the user's")
+    with pytest.raises(ValueError, match=r"masks\.safetensors is not a mask file, and the masks would replace it"):
+        callback.on_train_begin(*arguments)
+    assert (tmp_path / "masks.safetensors").read_text() == "the user's"
+    save_masks(tmp_path / "masks.safetensors", {"layer": torch.tensor([[True, True, False, False]])}, "2:4", "model")
+    with pytest.raises(StopIteration):
+        callback.on_train_begin(*arguments)

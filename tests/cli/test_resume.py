@@ -1,0 +1,328 @@
+"""kill -9, a signal, a full disk: the same command with --resume_from_checkpoint last gives the same bits."""
+
+import errno
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+from functools import partial
+
+import pytest
+import torch
+from commands import refused
+from safetensors.torch import load_file
+from tiny_models import save_texts, save_tiny_model
+
+from proxsparse import finetune, prune, train
+from proxsparse.run import job
+
+RESUME = ["--resume_from_checkpoint", "last"]
+QUICK = ["--seq_len", "32", "--precision", "fp32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
+STEPS = ["--num_samples", "8", "--save_steps", "2"]
+OWL = ["--method", "wanda", "--allocation", "owl", "--spread", "6", "--outlier_factor", "2"]
+EVERYTHING = "--distill 0.5 --precision bf16 --moment_dtype fp32 --gradient_accumulation_steps 2 --save_total_limit 2"
+PAPER = "--objective paper --precision bf16 --frozen_lambda 0.2 --master_weights"
+RUNS = {
+    "prune sparsegpt": (prune.main, ["--method", "sparsegpt", "--num_samples", "4"]),
+    "prune owl": (prune.main, [*OWL, "--num_samples", "4"]),
+    "train": (train.main, STEPS),
+    "train everything": (train.main, [*STEPS, *EVERYTHING.split()]),
+    "train paper": (train.main, [*STEPS, *PAPER.split()]),
+    "finetune": (finetune.main, [*STEPS, "--packing", "false", "--held_out", "2", "--evals", "4"]),
+}
+QUICK_RUNS = ("prune sparsegpt", "train", "finetune")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """The model, the pruned model, the text."""
+    folder = tmp_path_factory.mktemp("inputs")
+    model, text = save_tiny_model("llama", folder / "model", num_hidden_layers=3), save_texts(folder / "text.jsonl")
+    flags = ["--method", "magnitude", "--model", str(model), "--output_dir", str(folder / "pruned")]
+    assert prune.main([*flags, "--eval_data", "none"]) == 0
+    return model, folder / "pruned", text
+
+
+@pytest.fixture(scope="module")
+def arguments_of(inputs):
+    """arguments_of(run, output_dir, *more) -> the main function and the command line."""
+    model, pruned, text = inputs
+
+    def arguments(run, output_dir, *more):
+        main, flags = RUNS[run]
+        source = [str(pruned)] if main is finetune.main else ["--model", str(model)]
+        data = ["--data", str(text), "--eval_data", str(text), "--output_dir", str(output_dir)]
+        return main, [*source, *data, *QUICK, *flags, *more]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def undisturbed(arguments_of, tmp_path_factory):
+    """undisturbed(run) -> the outcome of a run without interruption."""
+    found = {}
+
+    def outcome_of(run):
+        if run not in found:
+            output_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+            main, arguments = arguments_of(run, output_dir)
+            assert main(arguments) == 0
+            found[run] = outcome(output_dir)
+        return found[run]
+
+    return outcome_of
+
+
+def outcome(output_dir):
+    """What must not depend on interruptions: masks and weights bit by bit, perplexity, the figures of every step."""
+    assert {path.name for path in output_dir.glob(".*")} <= {".proxsparse.json"}
+    assert not (output_dir / "checkpoints").exists()
+    result = json.loads((output_dir / "result.json").read_text())
+    tensors = load_file(output_dir / "masks.safetensors") | load_file(output_dir / "model.safetensors")
+    bits = {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+    metrics = output_dir / "metrics.jsonl"
+    rows = (
+        [json.loads(line) | {"seconds": None} for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    )
+    figures = (
+        "status",
+        "masks_sha256",
+        "perplexity",
+        "steps",
+        "tokens",
+        "mask_similarity",
+        "feasible_share",
+        "held_out",
+    )
+    return bits, rows, {name: result.get(name) for name in figures}
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_rename(number, act):
+    """Sabotage: `act()` before the rename of that number. Every file and folder of a run gets its name by a rename."""
+
+    def prepare():
+        count = itertools.count(1)
+
+        def sabotaged(rename, *paths, **more):
+            if next(count) == number:
+                act()
+            rename(*paths, **more)
+
+        os.rename, os.replace = partial(sabotaged, os.rename), partial(sabotaged, os.replace)
+
+    return prepare
+
+
+def saved(output_dir):
+    return sorted(path.name for path in (output_dir / "checkpoints").glob("[!.]*"))
+
+
+# ---------------------------------------------------------------------------------------------- killed
+
+
+@pytest.mark.parametrize(
+    "run", [run if run in QUICK_RUNS else pytest.param(run, marks=pytest.mark.slow) for run in RUNS]
+)
+def test_killed_in_the_middle(run, arguments_of, undisturbed, command_in_child, tmp_path):
+    """Before the first checkpoint has its name, after it, and before the model has its names."""
+    main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
+    counts = []
+    for number in (4, 6, 8):
+        code, stderr = command_in_child(main, arguments, at_rename(number, die))
+        assert code == -signal.SIGKILL, stderr
+        counts.append(len(saved(tmp_path / "run")))
+    assert counts[0] < counts[-1] or main is not prune.main
+    assert command_in_child(main, arguments)[0] == 0
+    assert outcome(tmp_path / "run") == undisturbed(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_killed_at_every_rename(run, arguments_of, undisturbed, command_in_child, tmp_path):
+    """The same command again and again, each time killed one rename later; at last it gets through."""
+    main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
+    for number in itertools.count(1):
+        code, stderr = command_in_child(main, arguments, at_rename(number, die))
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL, stderr
+    assert number > 5
+    assert outcome(tmp_path / "run") == undisturbed(run)
+    code, stderr = command_in_child(main, arguments)
+    assert code == 0
+    assert outcome(tmp_path / "run") == undisturbed(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", QUICK_RUNS)
+def test_killed_at_twenty_random_moments(run, arguments_of, undisturbed, command_in_child, tmp_path):
+    main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
+    moments, kills = random.Random(0), 0
+    while kills < 20:
+        seconds = moments.uniform(0.0, 1.5)
+        code, stderr = command_in_child(main, arguments, lambda: threading.Timer(seconds, die).start())  # noqa: B023
+        assert code in (0, -signal.SIGKILL), stderr
+        kills += code != 0
+        if code == 0:
+            assert outcome(tmp_path / "run") == undisturbed(run)
+            shutil.rmtree(tmp_path / "run")
+    assert command_in_child(main, arguments)[0] == 0
+    assert outcome(tmp_path / "run") == undisturbed(run)
+
+
+# ---------------------------------------------------------------------------------------------- stopped
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("run", QUICK_RUNS)
+def test_a_signal_says_how_to_resume(run, number, arguments_of, undisturbed, command_in_child, tmp_path):
+    """During mask learning and fine-tuning the model so far is saved as well."""
+    main, arguments = arguments_of(run, tmp_path / "run")
+    code, stderr = command_in_child(main, arguments, at_rename(6, lambda: os.kill(os.getpid(), number)))
+    assert code == 128 + number
+    last = stderr.strip().splitlines()[-1]
+    assert f"to resume, run the same command with --output_dir {tmp_path / 'run'} --resume_from_checkpoint last" in last
+    if main is not prune.main:
+        assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
+        assert (tmp_path / "run" / "model.safetensors").exists()
+    assert command_in_child(main, [*arguments, *RESUME])[0] == 0
+    assert outcome(tmp_path / "run") == undisturbed(run)
+
+
+def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturbed, command_in_child, tmp_path):
+    main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "0")
+
+    def interrupt_the_save():
+        save = job.run_folder.save_pruned
+        job.run_folder.save_pruned = lambda *given: (os.kill(os.getpid(), signal.SIGTERM), save(*given))
+
+    assert command_in_child(main, arguments, interrupt_the_save)[0] == 128 + signal.SIGTERM
+    bits, rows, figures = outcome(tmp_path / "run")
+    assert (bits, rows) == undisturbed("train")[:2]
+    assert (figures["status"], figures["perplexity"]) == ("complete", None)
+
+
+@pytest.mark.parametrize("run", QUICK_RUNS)
+def test_a_full_disk_keeps_what_is_saved(run, arguments_of, undisturbed, command_in_child, tmp_path):
+    def no_space():
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+
+    main, arguments = arguments_of(run, tmp_path / "run")
+    code, stderr = command_in_child(main, arguments, at_rename(6, no_space))
+    assert code == 2
+    assert "the disk is full" in stderr
+    assert stderr.strip().endswith(f"--output_dir {tmp_path / 'run'} --resume_from_checkpoint last")
+    assert saved(tmp_path / "run")
+    assert command_in_child(main, [*arguments, *RESUME])[0] == 0
+    assert outcome(tmp_path / "run") == undisturbed(run)
+
+
+# ---------------------------------------------------------------------------------------------- refused
+
+
+@pytest.fixture
+def stopped(arguments_of, command_in_child, tmp_path):
+    """stopped(run) -> the main function and the command line of a run that was killed after its first checkpoint."""
+
+    def stop(run):
+        main, arguments = arguments_of(run, tmp_path / "run")
+        for number in itertools.count(4):
+            assert command_in_child(main, [*arguments, *RESUME], at_rename(number, die))[0] == -signal.SIGKILL
+            if len(saved(tmp_path / "run")) >= 1:
+                return main, arguments
+
+    return stop
+
+
+@pytest.mark.parametrize(
+    ("run", "flags", "words"),
+    [
+        ("prune sparsegpt", ["--seed", "1"], "--seed 42 (now 1); give the same, or choose another --output_dir"),
+        ("prune sparsegpt", ["--damping", "0.5"], "--damping 0.01 (now 0.5)"),
+        ("prune sparsegpt", ["--method", "wanda"], "--method sparsegpt (now wanda)"),
+        ("prune sparsegpt", ["--method", "proxsparse"], "the command proxsparse prune (now train)"),
+        ("prune sparsegpt", ["--include", "mlp"], "--include not set (now ['mlp'])"),
+        ("train", ["--learning_rate", "0.1"], "--learning_rate 0.005 (now 0.1)"),
+        ("train", ["--gradient_accumulation_steps", "2"], "times processes) 1 (now 2)"),
+        ("finetune", ["--distill", "0.5"], "--distill 0.67 (now 0.5)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_other_flags_are_refused_by_name(run, flags, words, stopped, capsys):
+    main, arguments = stopped(run)
+    refused(capsys, main, [*arguments, *flags, *RESUME], words)
+    refused(capsys, main, arguments, "is not empty", "--resume_from_checkpoint last")
+
+
+def test_flags_of_the_evaluation_may_differ(stopped, inputs, tmp_path):
+    main, arguments = stopped("prune sparsegpt")
+    assert main([*arguments, *RESUME, "--eval_max_windows", "1", "--device", "cpu"]) == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["perplexity"]["windows"] == 1
+
+
+def test_a_changed_text_is_refused(inputs, stopped, capsys):
+    main, arguments = stopped("train")
+    text, content = inputs[2], inputs[2].read_text()
+    text.write_text(content.replace("Document", "Paper"))
+    try:
+        refused(capsys, main, [*arguments, *RESUME], "calibration text has changed since the run was stopped")
+    finally:
+        text.write_text(content)
+
+
+@pytest.mark.parametrize("run", QUICK_RUNS)
+def test_a_damaged_checkpoint_is_named_and_the_rest_is_used(run, stopped, undisturbed, capsys, tmp_path):
+    main, arguments = stopped(run)
+    path = tmp_path / "run" / "checkpoints" / saved(tmp_path / "run")[-1]
+    tensors = next(path.glob("*.safetensors"))
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    for damaged, words in (
+        (lambda: tensors.write_bytes(content), "has changed"),
+        (lambda: (path / "facts.json").write_bytes(b"{"), "damaged"),
+        (lambda: tensors.unlink(), "damaged"),
+    ):
+        damaged()
+        refused(capsys, main, [*arguments, *RESUME], str(path), words, "delete this directory")
+    shutil.rmtree(path)
+    assert main([*arguments, *RESUME]) == 0
+    assert outcome(tmp_path / "run") == undisturbed(run)
+
+
+def test_by_its_path(arguments_of, undisturbed, command_in_child, capsys, tmp_path):
+    """An earlier step than the last."""
+    main, arguments = arguments_of("train", run_dir := tmp_path / "run", "--save_total_limit", "9")
+    code, _ = command_in_child(main, arguments, at_rename(8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert code == 128 + signal.SIGTERM
+    first, *later = saved(run_dir)
+    assert later
+    named = ["--resume_from_checkpoint", str(run_dir / "checkpoints" / first)]
+    refused(capsys, main, [*arguments, *named[:1], str(run_dir)], "not a checkpoint step-N in", first, "or last")
+    output = arguments.index("--output_dir")
+    assert main([*arguments[:output], *arguments[output + 2 :], *named]) == 0
+    assert outcome(run_dir) == undisturbed("train")
+
+
+def test_last_starts_a_run_and_leaves_a_complete_one_alone(arguments_of, capsys, monkeypatch, tmp_path):
+    main, arguments = arguments_of("prune sparsegpt", run_dir := tmp_path / "run", *RESUME)
+    assert main(arguments) == 0
+    assert f"no run to resume in {str(run_dir)!r}: starting it" in capsys.readouterr().err
+    before = {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()}
+    (run_dir / "checkpoints").mkdir()  # of a run that was killed after its last file
+    monkeypatch.setattr(job, "load_model", None)
+    assert main(arguments) == 0
+    assert "this run is complete; nothing to do" in capsys.readouterr().out
+    assert {path.name: path.stat().st_mtime_ns for path in run_dir.iterdir()} == before
+    refused(capsys, main, [*arguments, "--seed", "1"], "--seed 42 (now 1)")
+    refused(capsys, main, arguments[:-2], "is not empty; choose another, or delete it")
+    for flag in ("--resume_from_checkpoint", "last"):
+        arguments.remove(flag)
+    output = arguments.index("--output_dir")
+    refused(capsys, main, [*arguments[:output], *arguments[output + 2 :], *RESUME], "requires --output_dir")
