@@ -15,7 +15,7 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 # Every module of the package; add a new one here.
 PLACES = {
     "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune push report serve train",
-    "allocations": "alphapruning budget owl registry uniform",
+    "allocations": "alphapruning budget owl registry",
     "data": "calibration sources",
     "evaluation": "masks perplexity zero_shot",
     "inference": "convert linear packed_checkpoint",

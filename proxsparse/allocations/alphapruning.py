@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from proxsparse.allocations.budget import Layers, check_choice, mean_over_weights, merge_layers, relative
-from proxsparse.allocations.registry import register_allocation
+from proxsparse.allocations.budget import Layers, mean_over_weights, relative
 from proxsparse.errors import InputError, require
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.progress import phase
@@ -23,12 +22,6 @@ def check_alphapruning(epsilon: float) -> None:
     require("epsilon", epsilon, 0 < epsilon < 1, "above 0 and below 1")
 
 
-@register_allocation(
-    "alphapruning",
-    needs_data=False,
-    paper="Lu et al. 2024, AlphaPruning: Using Heavy-Tailed Self Regularization Theory for Improved Layer-wise Pruning",
-    check=check_alphapruning,
-)
 def alphapruning_targets(
     model: nn.Module, blocks: list[Layers], batches, pattern: NMPattern, *, epsilon: float = 0.3
 ) -> list[float]:
@@ -42,11 +35,9 @@ def alphapruning_targets(
         epsilon: in (0, 1): the pruned shares are within s (1 +- epsilon) before the division by mean(q). The authors'
             scripts for Llama-2-7B use 0.3 with Wanda, 0.5 with magnitude and 0.2 with SparseGPT.
     """
-    check_choice(blocks, pattern)
-    layers = merge_layers(blocks)
-    with phase("alphapruning: spectra", len(layers), "layer") as current:
-        alphas = {name: alpha_of_layer(name, layer) for name, layer in current.count(layers.items())}
-    quotas = 1 - epsilon + 2 * epsilon * relative([sum(map(alphas.get, block)) / len(block) for block in blocks])
+    with phase("alphapruning: spectra", len(blocks), "decoder block") as current:
+        alphas = [sum(map(alpha_of_layer, block, block.values())) / len(block) for block in current.count(blocks)]
+    quotas = 1 - epsilon + 2 * epsilon * relative(alphas)
     pruned = (1 - pattern.density) * quotas / mean_over_weights(quotas, blocks)
     return (pattern.m * (1 - pruned)).tolist()
 
@@ -86,12 +77,12 @@ def alpha_peak(eigenvalues: Tensor) -> float:
     peak = logs[0] + fullest * (logs[-1] - logs[0]) / HISTOGRAM_BINS
     low, high = (peak + math.log(factor) for factor in PEAK_WINDOW)
     starts = ((low <= logs) & (logs <= high)).nonzero().flatten().tolist()
-    return min(fit_tail(logs[start:] - logs[start]) for start in starts if start < len(logs) - 1)[1]
-
-
-def fit_tail(logs: Tensor) -> tuple[float, float]:
-    """ln(x_j / x_i) for j >= i, ascending -> (Kolmogorov-Smirnov distance, alpha)."""
-    count = len(logs)
-    decay = count / logs.sum()  # alpha - 1
-    distance = (1 - (-decay * logs).exp() - torch.arange(count) / count).abs().max()
-    return distance.item(), 1 + decay.item()
+    fits = []
+    for start in starts:
+        tail = logs[start:] - logs[start]  # ln(x_j / x_i), ascending
+        count = len(tail)
+        if count > 1:
+            decay = count / tail.sum()  # alpha - 1
+            distance = (1 - (-decay * tail).exp() - torch.arange(count) / count).abs().max()
+            fits.append((distance.item(), 1 + decay.item()))
+    return min(fits)[1]

@@ -14,25 +14,20 @@ Layers = dict[str, nn.Linear]
 MOST_SUMS = 10_000  # sums of kept weights that `nearest_counts` distinguishes; takes seconds if all sizes differ
 
 
-def budget(layers: Layers, patterns: dict[str, NMPattern]) -> float:
-    """The share of the layers' weights that is kept: (sum of numel * n / m) / (sum of numel)."""
-    return sum(layer.weight.numel() * patterns[name].density for name, layer in layers.items()) / numel(layers)
-
-
 def numel(layers: Layers) -> int:
     """Number of weights of all layers."""
     return sum(layer.weight.numel() for layer in layers.values())
+
+
+def budget(layers: Layers, patterns: dict[str, NMPattern]) -> float:
+    """The share of the layers' weights that is kept: (sum of numel * n / m) / (sum of numel)."""
+    return sum(layer.weight.numel() * patterns[name].density for name, layer in layers.items()) / numel(layers)
 
 
 def by_decoder_block(model: nn.Module, layers: Layers) -> list[Layers]:
     """The layers of each decoder block, in model order; decoder blocks without layers are left out."""
     blocks = [layers_inside(block, layers) for block in decoder_blocks(model)]
     return [block for block in blocks if block]
-
-
-def merge_layers(blocks: list[Layers]) -> Layers:
-    """The layers of all decoder blocks in one dict."""
-    return {name: layer for block in blocks for name, layer in block.items()}
 
 
 def nearest_counts(targets: list[float], sizes: list[int], pattern: NMPattern) -> list[int]:
@@ -73,8 +68,8 @@ def relative(scores: list[float]) -> Tensor:
     low, high = scores.min(), scores.max()
     if not low < high:
         raise InputError(
-            f"all {len(scores)} decoder blocks have the score {low:.4g}, so they cannot be ranked; choose uniform, or "
-            "with owl lower outlier_factor"
+            f"the {len(scores)} decoder blocks with layers to prune all have the score {low:.4g}, so they cannot be "
+            "ranked; choose uniform, exclude fewer layers, or with owl lower outlier_factor"
         )
     return (scores - low) / (high - low)
 
@@ -83,17 +78,3 @@ def mean_over_weights(values: Tensor, blocks: list[Layers]) -> Tensor:
     """The mean of one value per decoder block, weighted by the number of weights."""
     weights = torch.tensor([numel(block) for block in blocks], dtype=torch.float64)
     return (values * weights).sum() / weights.sum()
-
-
-def check_choice(blocks: list[Layers], pattern: NMPattern) -> None:
-    """Raises InputError if every decoder block would get the given pattern."""
-    if not 1 < pattern.n < pattern.m - 1:
-        raise InputError(
-            f"pattern {pattern}: every decoder block would keep {pattern.n}, because each keeps 1 to m - 1 of every m; "
-            "choose a pattern with 1 < n < m - 1, such as 2:4, or uniform"
-        )
-    if len(blocks) < 2:
-        raise InputError(
-            f"{len(blocks)} decoder block with layers to prune: an allocation needs at least 2; choose uniform, or "
-            "exclude fewer layers"
-        )

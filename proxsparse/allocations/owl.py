@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from proxsparse.allocations.budget import Layers, check_choice, mean_over_weights, merge_layers, relative
-from proxsparse.allocations.registry import register_allocation
+from proxsparse.allocations.budget import Layers, mean_over_weights, relative
 from proxsparse.errors import require
 from proxsparse.methods.walk import Batches, walk
 from proxsparse.methods.wanda import FeatureNorms
@@ -17,12 +16,6 @@ def check_owl(outlier_factor: float, spread: float) -> None:
     require("spread", spread, spread > 0, "a finite number > 0")
 
 
-@register_allocation(
-    "owl",
-    needs_data=True,
-    paper="Yin et al. 2024, Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs",
-    check=check_owl,
-)
 def owl_targets(
     model: nn.Module,
     blocks: list[Layers],
@@ -46,8 +39,7 @@ def owl_targets(
             default 0.08 is for unstructured sparsity; here all targets would round to n. With 2, as in their N:M
             example, at least one target differs from n by 1 or more.
     """
-    check_choice(blocks, pattern)
-    layers, shares = merge_layers(blocks), []
+    layers, shares = {name: layer for block in blocks for name, layer in block.items()}, []
 
     def visit(statistics: dict[str, FeatureNorms]) -> None:
         scores = [(layers[name].weight.abs() * norms.norms()).float() for name, norms in statistics.items()]

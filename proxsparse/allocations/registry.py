@@ -1,60 +1,83 @@
-"""The registry of allocations, and `allocate`, which chooses the pattern of every layer."""
+"""The allocations, and `allocate`, which chooses the pattern of every layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
+from proxsparse.allocations.alphapruning import alphapruning_targets, check_alphapruning
 from proxsparse.allocations.budget import Layers, by_decoder_block, nearest_counts, numel
+from proxsparse.allocations.owl import check_owl, owl_targets
 from proxsparse.errors import InputError
 from proxsparse.methods.registry import check_option_names, describe_options, options_of
 from proxsparse.methods.walk import Batches
 from proxsparse.patterns import NMPattern, PatternLike
-from proxsparse.runtime.progress import shown
+
+UNIFORM = "uniform"
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A registered allocation.
+    """An allocation.
 
     `targets(model, blocks, batches, pattern, **options)` returns one target for each decoder block: how many of every
     m weights to keep, a real number. `blocks`: the layers of each decoder block, name -> nn.Linear. `batches` are
-    calibration samples if `needs_data`.
+    calibration samples if `needs_data`. Its keyword-only parameters are the options.
     """
 
     name: str
     needs_data: bool
     paper: str
     targets: Callable[..., list[float]]
-    options: dict[str, bool | int | float | str]  # name -> default
     check: Callable[..., None] = lambda **options: None  # raises InputError for options out of range
-    descriptions: dict[str, str] = field(default_factory=dict)  # of the options, for --help
+
+    @cached_property
+    def options(self) -> dict[str, bool | int | float | str]:
+        """Name -> default."""
+        return options_of(self.targets)
+
+    @cached_property
+    def descriptions(self) -> dict[str, str]:
+        """Name of an option -> its description, for --help."""
+        return describe_options(self.targets)
 
 
-_allocations: dict[str, Allocation] = {}
+def uniform_targets(model: nn.Module, blocks: list[Layers], batches: Batches, pattern: NMPattern) -> list[float]:
+    """target_b = n."""
+    return [float(pattern.n)] * len(blocks)
 
 
-def register_allocation(name: str, needs_data: bool, paper: str, check: Callable[..., None] = Allocation.check):
-    """Decorator: registers a function `targets`, see `Allocation`; its keyword-only parameters are its options."""
-
-    def add(targets: Callable) -> Callable:
-        options, descriptions = options_of(targets), describe_options(targets)
-        _allocations[name] = Allocation(name, needs_data, paper, targets, options, check, descriptions)
-        return targets
-
-    return add
+ALLOCATIONS = (
+    Allocation(
+        "alphapruning",
+        False,
+        "Lu et al. 2024, AlphaPruning: Using Heavy-Tailed Self Regularization Theory for Improved Layer-wise Pruning",
+        alphapruning_targets,
+        check_alphapruning,
+    ),
+    Allocation(
+        "owl",
+        True,
+        "Yin et al. 2024, Outlier Weighed Layerwise Sparsity (OWL): A Missing Secret Sauce for Pruning LLMs",
+        owl_targets,
+        check_owl,
+    ),
+    Allocation(UNIFORM, False, "none: one pattern for all layers", uniform_targets),
+)
 
 
 def list_allocations() -> list[str]:
-    """The names of all registered allocations."""
-    return sorted(_allocations)
+    """The names of all allocations."""
+    return [row.name for row in ALLOCATIONS]
 
 
 def get_allocation(name: str) -> Allocation:
     """The allocation of that name. Raises InputError, listing the choices, if there is none."""
-    if name not in _allocations:
-        raise InputError(f"allocation {name!r}: no such allocation; choose from {', '.join(list_allocations())}")
-    return _allocations[name]
+    for row in ALLOCATIONS:
+        if row.name == name:
+            return row
+    raise InputError(f"allocation {name!r}: no such allocation; choose from {', '.join(list_allocations())}")
 
 
 def allocate(
@@ -63,7 +86,6 @@ def allocate(
     layers: Layers,
     batches: Batches,
     pattern: PatternLike,
-    progress: bool = False,
     **options,
 ) -> dict[str, NMPattern]:
     """Layer name -> its pattern n_b:m, where b is the layer's decoder block; the model is not changed.
@@ -73,7 +95,6 @@ def allocate(
         layers: the layers to prune, from `models.prunable_layers(model, pattern)`.
         batches: calibration samples as in `prune_`; ignored unless the allocation needs data.
         pattern: the budget: as many weights are kept as with this pattern in all layers, see `nearest_counts`.
-        progress: show progress bars on stderr.
         options: options of the allocation; `get_allocation(name).options` has names and defaults.
     Raises:
         InputError: an unknown allocation or option, an option out of range, or all layers would get `pattern`.
@@ -83,8 +104,12 @@ def allocate(
     chosen.check(**chosen.options | options)
     blocks = by_decoder_block(model, layers)
     try:
-        with shown(progress):
-            targets = chosen.targets(model, blocks, batches, pattern, **options)
+        if name != UNIFORM and not 1 < pattern.n < pattern.m - 1:
+            raise InputError(
+                f"pattern {pattern}: every decoder block would keep {pattern.n}, because each keeps 1 to m - 1 of "
+                "every m; choose a pattern with 1 < n < m - 1, such as 2:4, or uniform"
+            )
+        targets = chosen.targets(model, blocks, batches, pattern, **options)
     except InputError as error:
         raise InputError(f"allocation {name!r}: {error}") from error
     counts = nearest_counts(targets, [numel(block) for block in blocks], pattern)

@@ -8,8 +8,7 @@ import dataclasses
 import textwrap
 import typing
 
-from proxsparse.allocations.registry import Allocation, get_allocation, list_allocations
-from proxsparse.allocations.uniform import UNIFORM
+from proxsparse.allocations.registry import UNIFORM, Allocation, get_allocation, list_allocations
 from proxsparse.errors import InputError
 from proxsparse.io.text_table import text_table
 from proxsparse.methods import Method, get_method, list_methods
