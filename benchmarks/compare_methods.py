@@ -153,7 +153,7 @@ def accuracy_in(task: str, args: argparse.Namespace) -> Measurement:
 
     def measure(model, tokenizer) -> dict:
         options = {"autocast_dtype": compute_dtype, "batch_size": args.batch_size}
-        return zero_shot.zero_shot(model, tokenizer, [task], args.data_dir, args.limit, **options)[task]
+        return zero_shot.zero_shot(model, tokenizer, task, args.data_dir, args.limit, **options)
 
     settings = {"limit": args.limit, "task_data": label(args.data_dir) if args.data_dir else "hub"}
     return Measurement({"task": task, "lm_eval": version("lm_eval")}, settings, measure)

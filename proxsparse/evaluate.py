@@ -10,7 +10,7 @@ from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
 from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
-from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, choose_tasks, zero_shot
+from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
 from proxsparse.io.atomic import write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
 from proxsparse.models.checks import fit_window, refuse_not_finite
@@ -66,12 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
         report.add(what | {"seq_len": window, "windows": score.windows, "tokens": score.tokens, "bos": where})
     how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
     scores, failed = {}, []
-    for task in choose_tasks(options.tasks):
+    for task in options.tasks:
         try:
-            (scores[task],) = zero_shot(
-                model, tokenizer, [task], options.data_dir, options.limit, options.batch_size, options.num_fewshot,
+            scores[task] = zero_shot(
+                model, tokenizer, task, options.data_dir, options.limit, options.batch_size, options.num_fewshot,
                 autocast_dtype,
-            ).values()  # fmt: skip
+            )  # fmt: skip
             report.add({"task": task} | scores[task] | how)
         except Exception as error:  # of any type, raised by lm-eval or its data sets; the other tasks still run
             failed.append(task)
@@ -138,7 +138,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.json not in (None, "-"):
         check_json_file(Path(options.json), [*(options.data or ()), options.masks or "", options.model])
     if options.tasks:
-        check_request(options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot)
+        options.tasks = check_request(
+            options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot
+        )
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]
     return options

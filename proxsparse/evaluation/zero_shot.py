@@ -1,7 +1,7 @@
 """The seven zero-shot tasks of the ProxSparse paper, evaluated by lm-eval.
 
 This is the only file that imports lm_eval. The data sets come from the Hugging Face hub or, with `data_dir`, from local
-files; only the data source of lm-eval's task changes (`task_from_file`). The scores are those of the `lm_eval` command
+files; only the data source of lm-eval's task changes (`task_settings`). The scores are those of the `lm_eval` command
 with the same model, dtype, data and `softmax_dtype=float32`.
 
 The paper's tables report one accuracy per task without saying which. `acc` is our reading of their dense rows: the
@@ -10,7 +10,6 @@ model of the paper.
 """
 
 import functools
-import importlib.util
 import itertools
 import logging
 import math
@@ -48,73 +47,63 @@ class Task:
         return self.file.rpartition("_")[2]
 
 
-ARC = ("question", "choices.text", "choices.label", "answerKey")
+ARC = ("choices.text", "choices.label", "answerKey")
+TRUTHFUL = ("mc1_targets.choices", "mc1_targets.labels", "mc2_targets.choices", "mc2_targets.labels")
 TASKS = {  # in the order of the paper's columns
-    "arc_challenge": Task(("arc_challenge",), "arc_challenge_test", ARC),
-    "arc_easy": Task(("arc_easy",), "arc_easy_test", ARC),
+    "arc_challenge": Task(("arc_challenge",), "arc_challenge_test", ("question", *ARC)),
+    "arc_easy": Task(("arc_easy",), "arc_easy_test", ("question", *ARC)),
     "social_iqa": Task(
-        ("social_iqa",),
-        "social_i_qa_validation",
-        ("context", "question", "answerA", "answerB", "answerC", "label"),
+        ("social_iqa",), "social_i_qa_validation", ("context", "question", "answerA", "answerB", "answerC", "label")
     ),
     "hellaswag": Task(("hellaswag",), "hellaswag_validation", ("activity_label", "ctx_a", "ctx_b", "endings", "label")),
-    "openbookqa": Task(
-        ("openbookqa",), "openbookqa_test", ("question_stem", "choices.text", "choices.label", "answerKey")
-    ),
+    "openbookqa": Task(("openbookqa",), "openbookqa_test", ("question_stem", *ARC)),
     "piqa": Task(("piqa",), "piqa_validation", ("goal", "sol1", "sol2", "label")),
-    "truthfulqa_mc": Task(
-        ("truthfulqa_mc1", "truthfulqa_mc2"),
-        "truthful_qa_mc_validation",
-        ("question", "mc1_targets.choices", "mc1_targets.labels", "mc2_targets.choices", "mc2_targets.labels"),
-    ),
+    "truthfulqa_mc": Task(("truthfulqa_mc1", "truthfulqa_mc2"), "truthful_qa_mc_validation", ("question", *TRUTHFUL)),
 }
 
 
 def zero_shot(
     model: nn.Module,
     tokenizer,
-    tasks: list[str],
+    task: str,
     data_dir: Path | str | None = None,
     limit: int | None = None,
     batch_size: int = 1,
     num_fewshot: int = 0,
     autocast_dtype: torch.dtype | None = None,
-) -> dict[str, dict[str, float | int | None]]:
+) -> dict[str, float | int | None]:
     """Zero-shot accuracy: the chosen answer has the largest log-likelihood (`acc`) or log-likelihood per character
     (`acc_norm`, for the tasks for which lm-eval reports it).
 
     Args:
-        tasks: names from `TASKS`, or "all".
+        task: a name from `TASKS`.
         data_dir: folder with the data sets; None: the hub.
-        limit: largest number of documents of each task; None: all.
+        limit: largest number of documents; None: all.
         batch_size: requests per forward pass; they are sorted by length.
         num_fewshot: solved examples before each question, 0 in the paper; truthfulqa_mc always has its own six.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
     Returns:
-        Task -> {acc, acc_stderr, acc_norm, acc_norm_stderr, documents}, for truthfulqa_mc {acc = (mc1 + mc2) / 2, mc1,
+        {acc, acc_stderr, acc_norm, acc_norm_stderr, documents}; for truthfulqa_mc {acc = (mc1 + mc2) / 2, mc1,
         mc1_stderr, mc2, mc2_stderr, documents}. A standard error is None if there is only one document.
     Raises:
-        InputError: an unknown task, a number out of range, lm-eval or a file missing, a damaged file, a missing field.
+        InputError: lm-eval or a file is missing, a damaged file, a missing field, an answer that is too long.
     """
-    names = check_request(tasks, data_dir, limit, batch_size, num_fewshot)
+    require_lm_eval()
     import lm_eval.models.huggingface
     from lm_eval import simple_evaluate
 
     with (
-        phase(", ".join(names), unit="request") as current,
+        phase(task, unit="request") as current,
         current.instead_of_tqdm(lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface),
         without_bars(),
         # outside a checkout git prints an error
         mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None),
     ):
-        specifications = [
-            task_from_hub(name) if data_dir is None else task_from_file(name, Path(data_dir)) for name in names
-        ]
-        loaded = [task for specification in specifications for task in load_tasks(specification)]
+        loaded = load_tasks(task_settings(task, data_dir))
         lm = language_model(model, tokenizer, batch_size, autocast_dtype)
-        for task in loaded:
-            refuse_long_answers(task, lm, limit)
-        # One call for all tasks: requests are batched across tasks, and those that mc1 and mc2 share run only once.
+        for part in loaded:
+            refuse_long_answers(part, lm, limit)
+        # One call for mc1 and mc2: the requests that they share run only once.
         results = simple_evaluate(
             model=lm,
             tasks=loaded,
@@ -126,8 +115,8 @@ def zero_shot(
             numpy_random_seed=None,
             torch_random_seed=None,
         )
-        found = {name: scores(TASKS[name], results) for name in names}
-        current.result = ", ".join(f"acc {score['acc']:.4f}" for score in found.values())
+        found = scores(TASKS[task], results)
+        current.result = f"acc {found['acc']:.4f}"
     return found
 
 
@@ -146,8 +135,15 @@ def check_request(
     batch_size: int = 1,
     num_fewshot: int = 0,
 ) -> list[str]:
-    """The tasks in the paper's order. Raises the InputErrors of `zero_shot` that need neither model nor network."""
-    names = choose_tasks(tasks)
+    """The tasks in the paper's order, without repetition; "all" is all seven. Needs neither model nor network.
+
+    Raises:
+        InputError: an unknown task, a number out of range, or as `zero_shot`.
+    """
+    for name in tasks:
+        if name != "all" and name not in TASKS:
+            raise InputError(f"task {name!r}: unknown; choose from {', '.join(TASKS)}, or all")
+    names = [name for name in TASKS if name in tasks or "all" in tasks]
     for name, value, minimum in (("limit", limit, 1), ("batch_size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
         if value is not None and value < minimum:
             raise InputError(f"--{name} {value}: must be at least {minimum}")
@@ -162,19 +158,6 @@ def check_request(
     return names
 
 
-def choose_tasks(names: list[str]) -> list[str]:
-    """The names in the paper's order, without repetition; "all" is all seven. Raises InputError for other names."""
-    for name in names:
-        if name != "all" and name not in TASKS:
-            raise InputError(f"task {name!r}: unknown; choose from {', '.join(TASKS)}, or all")
-    return [name for name in TASKS if name in names or "all" in names]
-
-
-def is_installed() -> bool:
-    """Whether lm-eval is installed; does not import it."""
-    return importlib.util.find_spec("lm_eval") is not None
-
-
 def require_lm_eval() -> None:
     """Raises InputError with the command that installs lm-eval."""
     try:
@@ -187,25 +170,18 @@ def require_lm_eval() -> None:
 # ---------------------------------------------------------------------------------------------- lm-eval's tasks
 
 
-def task_from_hub(name: str) -> list[dict]:
-    """lm-eval's tasks with their data sets on the hub."""
-    return [{"task": lm_eval_name} for lm_eval_name in TASKS[name].lm_eval]
+def task_settings(name: str, folder: Path | str | None) -> list[dict]:
+    """lm-eval's tasks; the data set comes from the hub if `folder` is None, else from a local file.
 
-
-def task_from_file(name: str, folder: Path) -> list[dict]:
-    """lm-eval's tasks with the data set replaced by a local file.
-
-    The other splits of the task are unset, because lm-eval would look for few-shot examples in them.
+    The other splits of a local task are unset, because lm-eval would look for few-shot examples in them.
     """
-    path = task_file(name, folder)
-    split = TASKS[name].split
-    unset = {f"{other}_split": None for other in ("training", "validation", "test") if other != split}
-    data_set = {
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {split: str(path.resolve())}},
-    }
-    return [{"task": lm_eval_name, **data_set, **unset} for lm_eval_name in TASKS[name].lm_eval]
+    local = {}
+    if folder is not None:
+        split = TASKS[name].split
+        local = {f"{other}_split": None for other in ("training", "validation", "test") if other != split}
+        files = {"data_files": {split: str(task_file(name, Path(folder)).resolve())}}
+        local |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
+    return [{"task": lm_eval_name, **local} for lm_eval_name in TASKS[name].lm_eval]
 
 
 def task_file(name: str, folder: Path) -> Path:
@@ -294,19 +270,15 @@ def scores(task: Task, results: dict) -> dict[str, float | int | None]:
     """The scores of one task of the paper as `zero_shot` returns them, from lm-eval's results."""
     documents = {"documents": results["n-samples"][task.lm_eval[0]]["effective"]}
     if len(task.lm_eval) == 1:
-        return metrics(results["results"][task.lm_eval[0]]) | documents
-    first, second = (metrics(results["results"][name]) for name in task.lm_eval)
-    halves = {"mc1": first["acc"], "mc1_stderr": first["acc_stderr"]}
-    halves |= {"mc2": second["acc"], "mc2_stderr": second["acc_stderr"]}
-    return {"acc": (first["acc"] + second["acc"]) / 2} | halves | documents
+        found = results["results"][task.lm_eval[0]]
+        return metric("acc", found) | (metric("acc_norm", found) if "acc_norm,none" in found else {}) | documents
+    first, second = (results["results"][name] for name in task.lm_eval)
+    mc1, mc2 = metric("acc", first, "mc1"), metric("acc", second, "mc2")
+    return {"acc": (mc1["mc1"] + mc2["mc2"]) / 2} | mc1 | mc2 | documents
 
 
-def metrics(result: dict) -> dict[str, float | None]:
-    """lm-eval's {"acc,none": 0.3, "acc_stderr,none": ...} -> {"acc": 0.3, "acc_stderr": ...}."""
-    found = {}
-    for metric in ("acc", "acc_norm"):
-        if f"{metric},none" in result:
-            stderr = result[f"{metric}_stderr,none"]
-            known = isinstance(stderr, float) and math.isfinite(stderr)
-            found |= {metric: float(result[f"{metric},none"]), f"{metric}_stderr": stderr if known else None}
-    return found
+def metric(name: str, result: dict, to: str = "") -> dict[str, float | None]:
+    """lm-eval's {"acc,none": 0.3, "acc_stderr,none": ...} -> {"acc": 0.3, "acc_stderr": ...}, renamed to `to`."""
+    stderr = result[f"{name}_stderr,none"]
+    known = isinstance(stderr, float) and math.isfinite(stderr)
+    return {to or name: float(result[f"{name},none"]), f"{to or name}_stderr": stderr if known else None}

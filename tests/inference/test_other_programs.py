@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def folders(tmp_path_factory):
     return packed_copy(tmp_path_factory.mktemp("llama"), dtype=torch.float32)
 
 
-@pytest.mark.skipif(not zero_shot.is_installed(), reason=f"lm-eval is not installed; run: {zero_shot.INSTALL}")
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason=f"lm-eval is not installed; run: {zero_shot.INSTALL}")
 def test_lm_eval_gives_the_scores_of_the_dense_model(folders, tmp_path):
     answers = [" red", " blue", " a deep green", " none of these"]
     rows = [{"question": f"Colour {n}?", "answers": answers, "label": n % 4} for n in range(20)]
