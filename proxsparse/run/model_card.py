@@ -8,7 +8,15 @@ from pathlib import Path
 import yaml
 
 from proxsparse.io.atomic import write_file
-from proxsparse.run.sections import number, perplexity_text, settings_text, shortened, shortened_command, top_text
+from proxsparse.run.sections import (
+    number,
+    page,
+    perplexity_text,
+    settings_text,
+    shortened,
+    shortened_command,
+    top_text,
+)
 
 # How the model tree of the Hub lists the result below its base model. It knows adapter, finetune, merge and quantized.
 # Frozen weights under a mask, also packed, are a smaller form of the same model, as quantized weights are; new values
@@ -32,15 +40,14 @@ for name, bits in load_file("masks.safetensors").items():
 ```"""
 
 USAGE = """\
-## How to use it
-
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "."  # this folder, or its name on the hub
 model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-```
-"""
+```"""
+
+LICENCE = "The licence and the limitations of the pretrained model apply."
 
 
 def write_card(run_dir: Path, result: dict) -> None:
@@ -61,53 +68,46 @@ def is_edited(path: Path) -> bool:
 
 
 def card_text(result: dict) -> str:
-    """The text of README.md: front matter for the hub, description, perplexity, usage and settings of the model.
-
-    `result`: the content of result.json, of `proxsparse train` or `proxsparse prune`.
-    """
-    model, pattern = shortened(result.get("base_model") or result["model"]), result["pattern"]
-    trained = "steps" in result
-    made, credit = "with ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
-    rest = "All other parameters are the pretrained ones."
-    if result.get("method") == "finetune":
-        made = "and fine-tuned"
-        credit = f"It is {shortened(result['model'])}, which was trained while the mask was held"
-        credit += f" (`--train {result['config'].get('train')}`)."
-        rest = "Norms and biases were trained too; all other parameters are the pretrained ones."
-    elif not trained:
-        made, credit = f"with {result['method']}", f"The mask was chosen by `{result['method']}` ({result['paper']})."
+    """The model card of a pruned model. `result`: the content of its result.json."""
+    base, pattern, method = shortened(result.get("base_model") or result["model"]), result["pattern"], result["method"]
+    already, updated, trained = result.get("already_pruned"), result.get("updated"), result["config"].get("train")
+    given = "those of the given model" if already else "the pretrained ones"
+    name, others = f"with {method}", f"All other parameters are {given}."
+    how = f"The mask was chosen by `{method}` ({result.get('paper')})."
+    if method == "proxsparse":
+        name, how = "with ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
+    if method == "finetune":
+        name = "and fine-tuned"
+        how = f"It is {shortened(result['model'])}, trained while the mask was held (`--train {trained}`)."
+        others = f"Norms and biases were trained too; all other parameters are {given}."
     kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
     if result.get("allocation", "uniform") != "uniform":
         kept_share += f" on average (`{result['allocation']}` chose the number for each decoder block)"
-    kept = "have new values" if result.get("updated") else "are the pretrained ones, unchanged"
-    if result.get("method") == "finetune" and result["config"].get("train") == "norms":
+    kept = "have new values" if updated else f"are {given}, unchanged"
+    if method == "finetune" and trained == "norms":
         kept = "were not trained"
-    if result.get("already_pruned"):
-        kept += f" ({number(result['already_pruned'])} of these layers were {pattern} before the run)"
-        kept = kept.replace("the pretrained ones", "those of the given model")
-        rest = rest.replace("pretrained", "given")
-    length = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if trained else ""
-    return f"""\
-{front_matter(model, pattern, UPDATED if result.get("updated") else FROZEN)}
-# {Path(model).name}, pruned to {pattern} {made}
+    if already:
+        kept += f" ({number(already)} of these layers were {pattern} before the run)"
+    steps = f"{number(result['steps'])} steps, {number(result['tokens'])} tokens. " if "steps" in result else ""
+    return page(
+        front_matter(base, pattern, UPDATED if updated else FROZEN),
+        f"# {Path(base).name}, pruned to {pattern} {name}",
+        top_text(result),
+        f"{base} with {kept_share} in {number(result['layers'])} linear layers.\n{how} The kept weights {kept}; the "
+        f"other weights\nof these layers are +0.0. {others} {LICENCE}",
+        "## Held-out perplexity",
+        perplexity_text(result["perplexity"]),
+        "## How to use it",
+        USAGE,
+        "## How it was made",
+        f"{command_text(result)}{steps}{settings_text(result)}",
+        sha256_text(result["masks_sha256"]),
+    )
 
-{top_text((), result)}
 
-{model} with {kept_share} in {number(result["layers"])} linear layers.
-{credit} The kept weights {kept}; the other weights
-of these layers are +0.0. {rest} The licence and the limitations of the pretrained model apply.
-
-## Held-out perplexity
-
-{perplexity_text(result["perplexity"])}
-
-{USAGE}
-## How it was made
-
-{command_text(result)}{length}{settings_text(result)}
-
-SHA-256 of the masks (names and packed bits): `{result["masks_sha256"]}`
-"""
+def sha256_text(digest: str) -> str:
+    """The last line of a card."""
+    return f"SHA-256 of the masks (names and packed bits): `{digest}`"
 
 
 def command_text(result: dict) -> str:
@@ -123,7 +123,7 @@ def front_matter(model: str, pattern: str, relation: str) -> str:
     library = "proxsparse" if relation == MASKS_ALONE else "transformers"
     head |= {"library_name": library, "pipeline_tag": "text-generation"}
     head["tags"] = [pattern, "semi-structured-sparsity", "pruned", "proxsparse"]
-    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n"
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---"
 
 
 def applied_card_text(
@@ -138,22 +138,19 @@ def applied_card_text(
     """
     base, made_for = shortened(base), shortened(made_for)
     other = f" The masks were made for {made_for}." if made_for not in ("", base) else ""
-    warnings = "".join(f"\n> **Warning:** {note}\n" for note in notes)
-    return f"""\
-{front_matter(base, pattern, FROZEN)}
-# {Path(base).name}, pruned to {pattern}
-{warnings}
-{base} under the masks of a run of proxsparse: {pattern} in {number(layers)} linear layers.{other} The kept weights
-are the pretrained ones, unchanged; the other weights of these layers are +0.0. All other parameters are the
-pretrained ones. The licence and the limitations of the pretrained model apply.
-
-{USAGE}
-## How it was made
-
-`proxsparse apply {base} masks.safetensors --output_dir DIR`
-
-SHA-256 of the masks (names and packed bits): `{masks_sha256}`
-"""
+    return page(
+        front_matter(base, pattern, FROZEN),
+        f"# {Path(base).name}, pruned to {pattern}",
+        *(f"> **Warning:** {note}" for note in notes),
+        f"{base} under the masks of a run of proxsparse: {pattern} in {number(layers)} linear layers.{other} The kept "
+        "weights\nare the pretrained ones, unchanged; the other weights of these layers are +0.0. All other parameters "
+        f"are the\npretrained ones. {LICENCE}",
+        "## How to use it",
+        USAGE,
+        "## How it was made",
+        f"`proxsparse apply {base} masks.safetensors --output_dir DIR`",
+        sha256_text(masks_sha256),
+    )
 
 
 def masks_card_text(metadata: dict[str, str], layers: int, masks_sha256: str, result: dict) -> str:
@@ -169,28 +166,17 @@ def masks_card_text(metadata: dict[str, str], layers: int, masks_sha256: str, re
     figures = perplexity_text(result.get("perplexity"))
     if result.get("updated"):  # the figures are those of other weights
         figures = "Not measured: the run also changed the kept weights, and this model has the pretrained ones."
-    made = f"{command_text(result)}{settings_text(result)}" if result else "By proxsparse."
-    return f"""\
-{front_matter(base if metadata.get("base_revision") else "", pattern, MASKS_ALONE)}
-# {pattern} masks for {Path(base).name}
-
-masks.safetensors has one bit per weight of {number(layers)} linear layers of {base}{revision}: 1 is a kept weight. It
-contains no weights. The licence and the limitations of the pretrained model apply.
-
-## Held-out perplexity under the masks
-
-{figures}
-
-## How to use it
-
-`proxsparse apply {base} masks.safetensors --output_dir DIR` makes the pruned model. It checks that the weights are
-those for which the masks were made. In plain Python:
-
-{APPLY_MASKS}
-
-## How it was made
-
-{made}
-
-SHA-256 of the masks (names and packed bits): `{masks_sha256}`
-"""
+    return page(
+        front_matter(base if revision else "", pattern, MASKS_ALONE),
+        f"# {pattern} masks for {Path(base).name}",
+        f"masks.safetensors has one bit per weight of {number(layers)} linear layers of {base}{revision}: 1 is a kept "
+        f"weight. It\ncontains no weights. {LICENCE}",
+        "## Held-out perplexity under the masks",
+        figures,
+        "## How to use it",
+        f"`proxsparse apply {base} masks.safetensors --output_dir DIR` makes the pruned model. It checks "
+        f"that the weights are\nthose for which the masks were made. In plain Python:\n\n{APPLY_MASKS}",
+        "## How it was made",
+        f"{command_text(result)}{settings_text(result)}" if result else "By proxsparse.",
+        sha256_text(masks_sha256),
+    )

@@ -3,22 +3,20 @@
 They are made only from metrics.jsonl (one row per step) and result.json (absent until the run has ended).
 """
 
-import fnmatch
 import io
 import json
 import math
-import reprlib
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import write_file
 from proxsparse.run.model_card import APPLY_MASKS, card_text, is_edited, sealed
 from proxsparse.run.sections import (
-    MEASURED_ON,
     duration,
     number,
+    page,
     perplexity_text,
     settings_text,
     share,
@@ -28,35 +26,20 @@ from proxsparse.run.sections import (
 )
 from proxsparse.runtime.progress import phase
 
-MOST = 2**63  # larger integers do not occur in a run, and may be too large for a float
 PLOTTABLE = 1e30  # larger values overflow in matplotlib's axes
-NUMBER = (int, float, type(None))  # NaN and infinity are null in strict JSON
-METRICS_KEYS = {NUMBER: ["step", "loss"]}  # type -> keys
-RESULT_KEYS = {
-    str: ["status", "version", "model", "data", "pattern", "command", "masks_sha256"],
-    **{int: ["layers", "weights", "steps", "tokens"], (int, float): ["seconds"], NUMBER: ["peak_memory_bytes"]},
-    **{dict: ["config", "environment"], list: ["warnings"], (dict, type(None)): ["perplexity"]},
-}
-# What a method adds.
-ADDED_KEYS = {
-    "proxsparse": {
-        **{str: ["objective"], NUMBER: ["feasible_share", "magnitude_agreement"]},
-        **{dict: ["reg_lambda"], list: ["mask_similarity"]},
-    },
-    "finetune": {dict: ["held_out"], int: ["trained_weights"]},
-}
-TITLES = {"proxsparse": "ProxSparse {0} masks for {1}", "finetune": "{1}, {0}, fine-tuned"}
-SCORES = {"proxsparse": ["dense", "magnitude", "proxsparse"], "finetune": ["pruned", "finetune"]}
-FILES = {
-    "masks.safetensors": "the masks, one bit per weight",
-    "model*.safetensors*": "the pruned model's weights",
-    "*config.json": "the configuration of the model and the tokenizer, for `from_pretrained`",
-    "tokenizer.*": "the tokenizer",
-    "config.yaml": "the flags of the run; --config repeats it",
-    "metrics.jsonl": "one row per step; the data of the plots",
-    "result.json": "the results of the run in JSON",
-    "report.md": "this page; its plots are *.png",
-    "README.md": "the model card",
+FIGURES = {  # key of result.json -> name and format in the report; the methods have different ones
+    "steps": ("steps", number),
+    "tokens": ("tokens", number),
+    "seconds": ("time (h:min:s)", duration),
+    "layers": ("layers pruned", number),
+    "weights": ("weights in these layers", number),
+    "trained_weights": ("weights that were trained", number),
+    "best_step": ("step with the smallest held-out loss, whose weights were kept", number),
+    "feasible_share": ("blocks that were N:M before the final projection", share),
+    "magnitude_agreement": ("mask bits equal to those of the magnitude mask", share),
+    "peak_memory_bytes": ("peak memory", lambda size: "n/a" if size is None else f"{size / 2**30:.2f} GiB"),
+    "masks_sha256": ("SHA-256 of the masks (names and packed bits)", lambda digest: f"`{digest}`"),
+    "version": ("proxsparse", str),
 }
 PLOTS = {  # file -> title, y axis, its limits, key of a row
     "loss.png": ("Training loss", "loss (nats per token)", (None, None), "loss"),
@@ -85,18 +68,17 @@ def report_files(run_dir: Path) -> dict[str, bytes]:
         InputError: no such folder, no metrics.jsonl, or a malformed file; names the file and the line.
     """
     run_dir = Path(run_dir)
-    rows, result = read_metrics(run_dir), read_result(run_dir)
-    plots = draw_plots(rows, result)
-    names = {path.name for path in run_dir.iterdir()} | {"report.md", *(plots or {})}
-    names |= {"README.md"} if result else set()
+    rows, path = read_metrics(run_dir), run_dir / "result.json"
+    result = parsed(path.read_bytes(), str(path)) if path.is_file() else None
     try:
-        card = sealed(card_text(result).encode()) if result else b""
-        page = report_text(rows, result, plots, names).encode()
-    except (RecursionError, UnicodeEncodeError) as error:
-        raise InputError(f"{run_dir / 'result.json'}: cannot be shown ({error}); fix or delete the file") from error
-    texts = {"README.md": card, "report.md": page} if result else {"report.md": page}
-    if is_edited(run_dir / "README.md"):
-        texts.pop("README.md", None)
+        plots = draw_plots(rows, (result or {}).get("mask_similarity", ()))
+        texts = {"report.md": report_text(rows, result, plots).encode()}
+        if result and not is_edited(run_dir / "README.md"):
+            texts["README.md"] = sealed(card_text(result).encode())
+    except Exception as error:  # of many types: any value of the file may be missing or of another type
+        raise InputError(
+            f"{path}: cannot be shown ({type(error).__name__}: {error}); use the version that wrote it, or delete it"
+        ) from error
     return {**(plots or {}), **texts}
 
 
@@ -110,126 +92,69 @@ def read_metrics(run_dir: Path) -> list[dict]:
     rows = []
     for index, line in enumerate(lines, 1):
         try:
-            where = f"{path}, line {index}"
-            row = parsed(line, METRICS_KEYS, where)
-            rows.append(checked(row, {NUMBER: [key for *_, key in PLOTS.values() if key in row]}, where))
+            row = parsed(line, f"{path}, line {index}")
+            for key in ("step", "loss", *(key for *_, key in PLOTS.values() if key in row)):
+                if not isinstance(row.get(key, ""), int | float | None):  # NaN and infinity are null in strict JSON
+                    raise InputError(f"{path}, line {index}: {key} is missing or not a number; delete this line")
+            rows.append(row)
         except InputError:
             if index < len(lines):
                 raise
     return rows
 
 
-def read_result(run_dir: Path) -> dict | None:
-    """The content of result.json, or None if there is none."""
-    path = run_dir / "result.json"
-    if not path.is_file():
-        return None
-    result = parsed(path.read_bytes(), RESULT_KEYS, str(path))
-    method = method_of(result)
-    checked(result, ADDED_KEYS[method], str(path))
-    if result["perplexity"] is not None:
-        texts = [key for key in ("data", "bos") if key == "data" or key in result["perplexity"]]
-        scores = [key for key in result["perplexity"] if key not in texts]
-        numbers = [*MEASURED_ON[1:4], *SCORES[method], *scores]
-        checked(result["perplexity"], {str: texts, NUMBER: numbers}, f"{path}, perplexity")
-    if method == "proxsparse":
-        checked(result["reg_lambda"], {NUMBER: ["min", "max"]}, f"{path}, reg_lambda")
-        for point in result["mask_similarity"]:
-            checked(point, {NUMBER: ["step", "to_final"]}, f"{path}, mask_similarity")
-    return result
-
-
-def method_of(result: dict) -> str:
-    """The method that trained: "proxsparse", or "finetune"."""
-    return "finetune" if result.get("method") == "finetune" else "proxsparse"
-
-
-def parsed(text: bytes, schema: dict, where: str) -> dict:
+def parsed(text: bytes, where: str) -> dict:
+    """The JSON object in a file or line. Raises InputError, which begins with `where`, if there is none."""
     try:
-        record = json.loads(text, parse_int=integer)
+        record = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where}: not valid JSON ({error}); fix or delete the file") from error
-    return checked(record, schema, where)
-
-
-def integer(digits: str) -> int:
-    """An integer of JSON. Raises ValueError if it is too large."""
-    if abs(value := int(digits)) >= MOST:
-        raise ValueError(f"{digits:.20}... is out of range")
-    return value
-
-
-def checked(record: object, schema: dict, where: str) -> dict:
-    """Returns `record`. Raises InputError unless it is a JSON object with the keys and types of `schema`."""
     if not isinstance(record, dict):
-        raise InputError(f"{where}: expected a JSON object, found {reprlib.repr(record)}; fix or delete the file")
-    missing = object()
-    wrong = [key for types, keys in schema.items() for key in keys if not isinstance(record.get(key, missing), types)]
-    if wrong:
-        raise InputError(f"{where}: {', '.join(wrong)} missing or of wrong type; use the version that wrote the file")
+        raise InputError(f"{where}: expected a JSON object; fix or delete the file")
     return record
 
 
-def figures_text(result: dict) -> str:
-    memory = result["peak_memory_bytes"]
-    return table(
-        ("quantity", "value"),
-        ("steps", number(result["steps"])),
-        ("tokens", number(result["tokens"])),
-        ("time (h:min:s)", duration(result["seconds"])),
-        ("layers pruned", number(result["layers"])),
-        ("weights in these layers", number(result["weights"])),
-        *added_figures(result),
-        ("peak memory", "n/a" if memory is None else f"{memory / 2**30:.2f} GiB"),
-        ("SHA-256 of the masks (names and packed bits)", f"`{result['masks_sha256']}`"),
-        ("proxsparse", result["version"]),
-        *result["environment"].items(),
+def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -> str:
+    """The text of report.md. `plots`: None without matplotlib."""
+    pictures = ["No plots: `pip install matplotlib`, then `proxsparse report` on this folder."]
+    if plots is not None:
+        pictures = [f"![{PLOTS[name][0]}]({name})" for name in plots]
+    if result is None:
+        reason = "There is no result.json: the run is still in progress, or was stopped before it was complete."
+        last = f", the last with loss {number(rows[-1]['loss'])}" if rows else ""
+        top = f"> **Warning:** {reason} This page shows {len(rows):,} finished steps{last}."
+        return page("# Report of a run", top, "## Training", *pictures)
+    values = result.get("held_out", {}) | result
+    figures = [(name, shown(values[key])) for key, (name, shown) in FIGURES.items() if key in values]
+    return page(
+        f"# {shortened(result['model'])}, {result['pattern']}: report of {result['method']}",
+        top_text(result),
+        "## Held-out perplexity",
+        perplexity_text(result["perplexity"]),
+        "## Training",
+        *pictures,
+        "## Measurements",
+        table(("quantity", "value"), *figures, *result["environment"].items()),
+        "## Command and settings",
+        f"```sh\n{result['command']}\n```",
+        settings_text(result),
+        "## The masks",
+        APPLY_MASKS,
     )
 
 
-def added_figures(result: dict) -> list[tuple[str, str]]:
-    """The rows of the table of figures that only one method has."""
-    if method_of(result) == "finetune":
-        best = result["held_out"].get("best_step")
-        return [
-            ("weights that were trained", number(result["trained_weights"])),
-            ("step with the smallest held-out loss, whose weights were kept", number(best)),
-        ]
-    return [
-        (f"blocks that were {result['pattern']} before the final projection", share(result["feasible_share"])),
-        ("mask bits equal to those of the magnitude mask", share(result["magnitude_agreement"])),
-    ]
+def draw_plots(rows: Sequence[dict], similarity: Sequence[dict]) -> dict[str, bytes] | None:
+    """File name -> PNG for every plot with at least one finite value; None without matplotlib.
 
-
-def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None, names: Collection[str]) -> str:
-    """The text of report.md. `plots`: None without matplotlib; `names`: the files in the folder."""
-    title = "ProxSparse run"
-    if result:
-        title = TITLES[method_of(result)].format(result["pattern"], shortened(result["model"]))
-    parts = [f"# {title}", top_text(rows, result)]
-    if result:
-        parts += ["## Held-out perplexity", perplexity_text(result["perplexity"])]
-    no_plots = "No plots: `pip install matplotlib`, then `proxsparse report` on this folder."
-    pictures = [no_plots] if plots is None else [f"![{PLOTS[name][0]}]({name})" for name in plots]
-    parts += ["## Training", *pictures]
-    if result:
-        parts += ["## Measurements", figures_text(result)]
-        parts += ["## Command and settings", f"```sh\n{result['command']}\n```", settings_text(result)]
-    found = ((sorted(fnmatch.filter(names, pattern)), what) for pattern, what in FILES.items())
-    files = [(", ".join(f"`{name}`" for name in have), what) for have, what in found if have]
-    parts += ["## Files", table(("file", "content"), *files)]
-    return "\n\n".join(parts + [APPLY_MASKS] * ("masks.safetensors" in names)) + "\n"
-
-
-def draw_plots(rows: Sequence[dict], result: dict | None) -> dict[str, bytes] | None:
-    """File name -> PNG for every plot with at least one finite value; None without matplotlib."""
+    `similarity`: the rows of the plot that is known only at the end.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
     drawn = {}
     for name, (title, y_label, limits, key) in PLOTS.items():
-        points = rows if key != "to_final" else (result or {}).get("mask_similarity", ())
+        points = similarity if key == "to_final" else rows
         x, y = ([plottable(point[k]) for point in points if key in point] for k in ("step", key))
         if not any(map(math.isfinite, y)):
             continue

@@ -21,7 +21,7 @@ from proxsparse.models.layers import dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.config import EVAL_SEQ_LEN, RunConfig
-from proxsparse.run.sections import BOS
+from proxsparse.run.sections import BOS, each_value, named_scores
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero, world_size
@@ -116,16 +116,6 @@ def what_was_pruned(
     }
 
 
-def few_samples(samples: int, config: RunConfig) -> list[str]:
-    """A warning if the calibration text was too short."""
-    if samples >= config.num_samples:
-        return []
-    return [
-        f"the calibration text has only {samples} of --num_samples {config.num_samples} samples: give more "
-        f"documents, or use {'' if config.packing else '--packing with '}a shorter --seq_len"
-    ]
-
-
 def warnings_for(table: dict | None, figures: dict, samples: int | None, config: RunConfig) -> list[str]:
     """Warnings about the quality of the masks, each with a remedy.
 
@@ -134,7 +124,12 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, config:
         figures: from `Pruned.figures`.
         samples: number of calibration samples; None: the method needs none.
     """
-    found = [] if samples is None else few_samples(samples, config)
+    found = []
+    if samples is not None and samples < config.num_samples:
+        found.append(
+            f"the calibration text has only {samples} of --num_samples {config.num_samples} samples: give more "
+            f"documents, or use {'' if config.packing else '--packing with '}a shorter --seq_len"
+        )
     if table and "pruned" in table and not table[config.method] < table["pruned"]:
         found.append(
             f"fine-tuning has not improved the model (perplexity {table[config.method]:.2f}, before "
@@ -172,11 +167,7 @@ def as_result(config: RunConfig, device: torch.device, figures: dict) -> dict:
 
 def finite(value):
     """The same value with None for every NaN and infinity, which JSON does not support."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return each_value(value, lambda item: None if isinstance(item, float) and not math.isfinite(item) else item)
 
 
 def summary(result: dict, run_dir: Path) -> str:
@@ -186,9 +177,7 @@ def summary(result: dict, run_dir: Path) -> str:
         lines += [
             f"perplexity on {table['data']}, {table['windows']} windows of {table['seq_len']} tokens{BOS[table['bos']]}"
         ]
-        names = {"dense": "dense", "pruned": "before", result["method"]: result["method"]}
-        names |= {"magnitude": "magnitude", "proxsparse": "ProxSparse", "finetune": "fine-tuned"}
-        lines += [f"  {name:<12}{table[key]:>10.2f}" for key, name in names.items() if key in table]
+        lines += [f"  {name:<20}{score:>10.2f}" for name, score in named_scores(table).items()]
     counts = collections.Counter(result["patterns"].values())
     spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
     kept, asked = result["budget"]["kept"], result["budget"]["asked"]

@@ -2,22 +2,19 @@
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-MEASURED_ON = ("data", "seq_len", "windows", "tokens", "bos")
+MEASURED_ON = ("data", "seq_len", "windows", "tokens", "bos")  # of the perplexity entry; the others are scores
 BOS = {"each": ", bos before each", "first": ", bos before the first", "none": ""}  # where bos stands in the windows
 NAMES = {
-    "dense": "dense (pretrained)",
+    "dense": "dense model",
     "magnitude": "magnitude mask",
     "proxsparse": "ProxSparse mask",
-    "pruned": "pruned, before fine-tuning",
+    "pruned": "before fine-tuning",
     "finetune": "fine-tuned",
 }
-
-
-OTHERS = {"pruned": "before fine-tuning", "dense": "dense model"}
 
 
 def number(value: float | None) -> str:
@@ -30,6 +27,7 @@ def number(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
+    """A share in percent."""
     return "n/a" if value is None else f"{100 * value:.4f} %"
 
 
@@ -56,15 +54,21 @@ def shortened_command(command: str) -> str:
     return shlex.join(f"{flag}{equals}{shortened(value)}" for flag, equals, value in parts)
 
 
+def each_value(value: object, change: Callable[[object], object]) -> object:
+    """The same dicts and lists, with `change` applied to every value in them."""
+    if isinstance(value, dict):
+        return {key: each_value(item, change) for key, item in value.items()}
+    return [each_value(item, change) for item in value] if isinstance(value, list) else change(value)
+
+
 def shareable(result: dict) -> dict:
     """The content of result.json with the file names of absolute paths only."""
+    return each_value(result, shortened) | {"command": shortened_command(str(result.get("command", "")))}
 
-    def walk(value):
-        if isinstance(value, dict):
-            return {key: walk(item) for key, item in value.items()}
-        return [walk(item) for item in value] if isinstance(value, list) else shortened(value)
 
-    return walk(result) | {"command": shortened_command(str(result.get("command", "")))}
+def page(*parts: str) -> str:
+    """A Markdown page of headings, paragraphs and tables."""
+    return "\n\n".join(parts) + "\n"
 
 
 def table(*rows: Sequence[object]) -> str:
@@ -73,44 +77,35 @@ def table(*rows: Sequence[object]) -> str:
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
 
 
-def top_text(rows: Sequence[dict], result: dict | None) -> str:
-    """The top of the page: warnings and the perplexity."""
-    if result is None:
-        reason = "There is no result.json: the run is still in progress, or was stopped before it was complete."
-        last = f", the last with loss {number(rows[-1]['loss'])}" if rows else ""
-        return f"> **Warning:** {reason} This page shows {len(rows):,} finished steps{last}."
-    found = []
+def top_text(result: dict) -> str:
+    """The top of a page: warnings and the perplexity."""
+    warnings, scores = list(result["warnings"]), named_scores(result["perplexity"])
     if result["status"] != "complete":
         steps = number(result["steps"])
-        found.append(f"The run was {result['status']} after {steps} steps; the model is the one learned so far.")
-    scores, verdict = result["perplexity"], "Held-out perplexity was not measured."
-    if scores is not None and "proxsparse" not in scores:
-        others = [f"; {name}: {number(scores[key])}" for key, name in OTHERS.items() if key in scores]
-        verdict = f"Held-out perplexity {number(scores[result['method']])}{''.join(others)}."
-    elif scores is not None:
-        learned, magnitude = scores["proxsparse"], scores["magnitude"]
-        verdict = f"Held-out perplexity {number(learned)}; magnitude mask: {number(magnitude)}; "
-        verdict += f"dense model: {number(scores['dense'])}."
-        learned, magnitude = (math.inf if x is None or math.isnan(x) else x for x in (learned, magnitude))
-        if learned >= magnitude and not any("than the magnitude mask" in str(text) for text in result["warnings"]):
-            word = "no better" if learned == magnitude else "worse"
-            found.append(f"The learned mask is {word} than the magnitude mask, which needs no training: do not use it.")
-    lines = [f"> **Warning:** {' '.join(str(text).split())}" for text in (*found, *result["warnings"])]
-    return "\n>\n".join(lines) + f"\n\n**{verdict}**" if lines else f"**{verdict}**"
+        warnings.insert(0, f"The run was {result['status']} after {steps} steps; the model is the one learned so far.")
+    verdict = "; ".join(f"{name}: {number(score)}" for name, score in scores.items())
+    verdict = f"Held-out perplexity of the {verdict}." if scores else "Held-out perplexity was not measured."
+    lines = [f"> **Warning:** {' '.join(str(text).split())}" for text in warnings]
+    return "\n>\n".join(lines) + "\n\n" * bool(lines) + f"**{verdict}**"
+
+
+def named_scores(scores: dict | None) -> dict[str, float]:
+    """What was measured -> its perplexity."""
+    return {NAMES.get(key, key): value for key, value in (scores or {}).items() if key not in MEASURED_ON}
 
 
 def perplexity_text(scores: dict | None) -> str:
+    """The table of perplexities, and what they were measured on."""
     if scores is None:
         return "Not measured."
-    windows = (
-        f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens{BOS.get(scores.get('bos'), '')}"
-    )
-    values = ((NAMES.get(key, key), number(value)) for key, value in scores.items() if key not in MEASURED_ON)
-    scored = table(("weights", "perplexity"), *values)
+    bos = BOS.get(scores.get("bos"), "")
+    windows = f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens{bos}"
+    scored = table(("weights", "perplexity"), *((name, number(value)) for name, value in named_scores(scores).items()))
     return f"{scored}\n\n{shortened(scores['data'])}; {windows}, {number(scores['tokens'])} tokens. Lower is better."
 
 
 def settings_text(result: dict) -> str:
+    """The calibration data and the flags of a run."""
     used = {"seq_len": result.get("seq_len"), "eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
     settings = {key: used.get(key) if value is None else value for key, value in result["config"].items()}
     rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in settings.items()]
