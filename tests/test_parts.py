@@ -14,6 +14,7 @@ from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, wind
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
+from proxsparse.ops.registry import list_ops
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.parse import make_config, parse_config
 from proxsparse.run.recipes import RECIPE_NAMES
@@ -258,11 +259,12 @@ def test_perplexity_of_what_is_not_finite_is_nan_and_a_window_that_does_not_fit_
 
 def test_env_names_the_backend_of_every_op_and_why_not_another(capsys, monkeypatch):
     env.main([])
+    assert env.TYPICAL_ARGUMENTS.keys() == {*list_ops()} - {"sparse_linear"}
     assert "supports only CUDA GPUs" in capsys.readouterr().out or torch.cuda.is_available()
     monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
     env.main([])
     printed = capsys.readouterr().out
     rows = {line.split("  ")[0]: line.split() for line in printed.splitlines() if line}
     assert rows["prox_nm_"][-1] == "selected"
-    assert rows["512 rows"][-1] == "selected"
-    assert "gemv for 1 row, 16 rows, 512 rows: supports only CUDA GPUs" in printed or torch.cuda.is_available()
+    assert rows["sparse_linear(512 rows)"][-1] == "selected"
+    assert "sparse_linear(512 rows): supports only CUDA GPUs" in printed or torch.cuda.is_available()

@@ -199,8 +199,11 @@ def test_env_says_what_to_do_for_a_faster_backend(monkeypatch, capsys):
     assert env.main([]) == 0
     if torch.cuda.is_available():
         return
-    *_, ops, torch_build = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"  cpp for adamw_prox_, .*masked_weight_, .*, packed layers: apt install g\+\+", ops)
+    printed = capsys.readouterr().out.splitlines()
+    (ops,), torch_build = [line for line in printed if line.startswith("  cpp")], printed[-1]
+    assert re.fullmatch(
+        r"  cpp for prox_nm_, .*, sparse_linear\(512 rows\): the .* missing; remedy: apt install g\+\+", ops
+    )
     assert re.search("torch.*GPU|GPU.*torch", torch_build)
 
 
