@@ -14,7 +14,7 @@ from proxsparse.io.output_folder import MASKS
 from proxsparse.patterns import NMPattern, PatternLike
 
 MASK_FORMAT = "proxsparse-masks-1"
-BASE = ("base_model", "base_revision", "base_sha256", "base_weights_sha256")  # what a file says of its base model
+BASE = ("base_model", "base_revision", "base_weights_sha256")  # what a file says of its base model
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 
@@ -35,7 +35,6 @@ def save_masks(
     pattern: PatternLike | dict[str, PatternLike],
     base_model: str,
     base_revision: str = "",
-    base_sha256: str = "",
     base_weights_sha256: str = "",
 ) -> None:
     """Writes masks.safetensors.
@@ -48,8 +47,8 @@ def save_masks(
         masks: layer name -> bool [out_features, in_features], True = kept.
         pattern: one for all layers, or layer name -> pattern. If they differ, the metadata has pattern "mixed", and
             `patterns` with the pattern of every layer as JSON.
-        base_model, base_revision, base_sha256, base_weights_sha256: name, commit on the Hub and digests of the
-            pretrained model, see `models.loading.base_identity`; "" if unknown.
+        base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
+            `models.loading.base_identity`; "" if unknown.
     """
     from safetensors.torch import save_file
 
@@ -61,7 +60,6 @@ def save_masks(
         "bitorder": "little",
         "base_model": base_model,
         "base_revision": base_revision,
-        "base_sha256": base_sha256,
         "base_weights_sha256": base_weights_sha256,
         "in_features": json.dumps({name: mask.shape[-1] for name, mask in masks.items()}),
     }
@@ -192,15 +190,13 @@ def is_mask_file(path: Path) -> bool:
 def refuse_other_base(path: Path | str, base: dict[str, str], flag: str) -> None:
     """Raises InputError if the masks in a file belong to another model than `base` (see `base_identity`).
 
-    Compares the digests of all weights. An older file has only that of the first weights of every parameter; a file
-    without digests is compared by name.
+    Compares the digests of all weights; a file without a digest is compared by name.
     """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         recorded = file.metadata() or {}
-    digests = ("base_weights_sha256", "base_sha256")
-    key = next((key for key in digests if recorded.get(key) and base.get(key)), "base_model")
+    key = "base_weights_sha256" if recorded.get("base_weights_sha256") else "base_model"
     if recorded.get(key) != base[key]:
         revision = f" at revision {recorded['base_revision']}" if recorded.get("base_revision") else ""
         raise InputError(

@@ -4,10 +4,11 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from proxsparse.errors import InputError
 from proxsparse.runtime.progress import phase, write_line
@@ -45,19 +46,15 @@ BIDIRECTIONAL |= {"use_bidirectional_attention": True}
 
 def refuse_not_causal(model: nn.Module, source: str) -> None:
     """Raises InputError for a model with bidirectional attention, which would see the tokens that it predicts."""
+    code = inspect.getsource(inspect.getmodule(type(model)))
     for config in (model.config, model.config.get_text_config()):
         for name, value in BIDIRECTIONAL.items():
-            if getattr(config, name, None) == value and reads_setting(model, name):
+            # the code must read the setting: that of GPT-NeoX, for example, only mentions is_decoder
+            if getattr(config, name, None) == value and re.search(rf"\.{name}\b(?!\s*=[^=])", code):
                 raise InputError(
                     f"{source}: {config.model_type} is not a causal decoder ({name} is {str(value).lower()}), so it "
                     "sees the tokens that it predicts; give a decoder-only language model"
                 )
-
-
-def reads_setting(model: nn.Module, name: str) -> bool:
-    """Whether the code of the model reads the setting: that of GPT-NeoX, for example, only mentions is_decoder."""
-    source = inspect.getsource(inspect.getmodule(type(model)))
-    return bool(re.search(rf"\.{name}\b(?!\s*=[^=])", source))
 
 
 @contextmanager
@@ -97,16 +94,14 @@ def first_not_finite(model: nn.Module, input_ids: Tensor) -> str:
     Args:
         input_ids: int64 [B, T]; the forward pass is repeated on them.
     """
+    names = {module: name for name, module in model.named_modules() if not any(module.children())}
     found = []
 
-    def look(name: str, output: object) -> None:
+    def look(module: nn.Module, _inputs: object, output: object) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        if not all(torch.isfinite(part).all() for part in outputs if isinstance(part, Tensor)):
-            found.append(name)
+        if module in names and not all(part.isfinite().all() for part in outputs if isinstance(part, Tensor)):
+            found.append(names[module])
 
-    with evaluating(model), ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if not any(module.children()):
-                hooks.enter_context(module.register_forward_hook(lambda _m, _in, output, name=name: look(name, output)))
+    with evaluating(model), register_module_forward_hook(look):
         model(input_ids=input_ids.to(model.device), use_cache=False)
     return f", and the first output that is not finite is that of {found[0]}" if found else ""

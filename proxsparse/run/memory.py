@@ -6,13 +6,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import FILE_BYTES
 from proxsparse.io.model_files import refuse_quantized
 from proxsparse.io.text_table import text_table
 from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import decoder_blocks, prunable_layers
-from proxsparse.models.loading import auto_class, import_transformers, locate, reason_of
+from proxsparse.models.loading import auto_class, import_transformers, locate, one_line
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.run.config import EVAL_SEQ_LEN, FinetuneConfig, TrainConfig
 from proxsparse.runtime.device import PRECISIONS, choose_precision
@@ -222,7 +221,7 @@ def meta_model(name: str) -> tuple[nn.Module, torch.dtype, bool]:
     transformers = import_transformers()
     source, gguf_file = locate(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
+    with one_line(f"--plan: no config of model {name!r}", "give a folder with config.json"):
         if name == source and name in KNOWN:
             model_type, *values = KNOWN[name]
             config = transformers.AutoConfig.for_model(model_type, **dict(zip(FIELDS, values, strict=True)))
@@ -232,12 +231,6 @@ def meta_model(name: str) -> tuple[nn.Module, torch.dtype, bool]:
         refuse_quantized(config.to_dict(), name)
         with torch.device("meta"):
             model = unfold_linears_(auto_class(config).from_config(config, trust_remote_code=False))
-    except InputError:
-        raise
-    except Exception as error:  # of many types, as in load_model
-        raise InputError(
-            f"--plan: no config of model {name!r} ({reason_of(error)}); give a folder with config.json"
-        ) from error
     dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.float32
     return model, dtype, not gguf_file
 
