@@ -8,7 +8,6 @@ from pathlib import Path
 
 from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
-from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
 from proxsparse.io.atomic import write_file
@@ -16,6 +15,7 @@ from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
 from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
+from proxsparse.models.snap import apply_masks_
 from proxsparse.run.result import finite
 from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import Parser

@@ -17,7 +17,7 @@ PLACES = {
     "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune push report serve train",
     "allocations": "alphapruning budget owl registry",
     "data": "calibration sources",
-    "evaluation": "masks perplexity zero_shot",
+    "evaluation": "perplexity zero_shot",
     "inference": "convert linear packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_requests transformers_server "
     "transformers_trainer vllm_config vllm_linear vllm_plugin",

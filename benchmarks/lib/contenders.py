@@ -13,10 +13,10 @@ from torch import nn
 
 from proxsparse.allocations.registry import get_allocation
 from proxsparse.errors import InputError
-from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.io.mask_files import load_masks, masks_sha256
 from proxsparse.methods import get_method
 from proxsparse.models.loading import load_model
+from proxsparse.models.snap import apply_masks_
 from proxsparse.run.parse import parse_prune
 
 LEARNED = "proxsparse"  # its options are the flags of `proxsparse train`

@@ -16,9 +16,6 @@ from proxsparse.runtime.progress import Phase, phase
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
 
 
-# ---------------------------------------------------------------------------------------------- batches
-
-
 def calibration_batches(
     texts: list[str],
     tokenizer,
@@ -45,13 +42,9 @@ def calibration_batches(
     Raises:
         InputError: a number is out of range, or no sample can be made.
     """
-    for name, value, minimum in (
-        ("num_samples", num_samples, 1),
-        ("seq_len", seq_len, 2),
-        ("batch_size", batch_size, 1),
-    ):
-        if value < minimum:
-            raise InputError(f"{name}={value}: must be at least {minimum}")
+    for name, value, least in (("num_samples", num_samples, 1), ("seq_len", seq_len, 2), ("batch_size", batch_size, 1)):
+        if value < least:
+            raise InputError(f"{name}={value}: must be at least {least}")
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     documents = (texts[index] for index in order if texts[index].strip())
@@ -60,10 +53,7 @@ def calibration_batches(
             samples = packed_samples(documents, tokenizer, num_samples, seq_len, current)
         else:
             tokenized = (tokenizer(text, truncation=True, max_length=seq_len)["input_ids"] for text in documents)
-            samples = []
-            for tokens in islice((tokens for tokens in tokenized if len(tokens) >= 2), num_samples):
-                samples.append(tokens)
-                current.step()
+            samples = list(current.count(islice((tokens for tokens in tokenized if len(tokens) >= 2), num_samples)))
         current.result = f"{sum(map(len, samples)):,} tokens"
     if not samples:
         needed = f"{seq_len} tokens in total; add text or lower seq_len" if packing else "2 tokens; add text"
@@ -71,11 +61,6 @@ def calibration_batches(
     if len(samples) < num_samples:
         short = f"{len(texts)} texts give only {len(samples)} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
-    return batches_of(samples, tokenizer, batch_size)
-
-
-def batches_of(samples: list[list[int]], tokenizer, batch_size: int) -> list[dict[str, Tensor]]:
-    """The samples, in their order, as batches of `calibration_batches`."""
     padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]
 

@@ -20,7 +20,7 @@ Rows = Iterator[tuple[str, object]]
 DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set; the samples are drawn from these
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
-UNPACKED_RATIO, UNPACKED_ALWAYS = 100, 64 << 20
+UNPACKED_RATIO, UNPACKED_ALWAYS, UNLIMITED = 100, 64 << 20, 1 << 62
 BUILTIN_HELD_OUT_EVERY = 5  # topics 0, 5, 10, ... in alphabetical order are the validation split
 
 
@@ -131,12 +131,13 @@ def suffix_of(path: Path) -> str:
 def read_path(path: Path) -> Rows:
     """The rows of a file, or of all files with a known suffix in a folder, sorted by name."""
     known = ", ".join(FILE_READERS)
-    files = sorted(f for f in path.iterdir() if suffix_of(f) in FILE_READERS) if path.is_dir() else [path]
-    for file in files:
-        if path.is_dir() and not (file.is_file() and is_inside(file, path)):  # a pipe would block
-            raise InputError(f"{file}: not a regular file in this folder; remove it, or give the file itself")
-    if not files:
-        raise InputError(f"{path}: no text file in this folder; add files in one of {known}")
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if suffix_of(file) in FILE_READERS)
+        if not files:
+            raise InputError(f"{path}: no text file in this folder; add files in one of {known}")
+        if others := [file for file in files if not (file.is_file() and is_inside(file, path))]:  # a pipe would block
+            raise InputError(f"{others[0]}: not a regular file in this folder; remove it, or give the file itself")
     for file in files:
         if suffix_of(file) not in FILE_READERS:
             raise InputError(f"{file}: unknown format {suffix_of(file)!r}; convert it to one of {known}")
@@ -149,12 +150,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number, line with its newline) of a UTF-8 file, gzip or plain. An error names the line."""
     number, packed = 0, path.suffix.lower() == ".gz"
     try:
-        left = unpacked_limit(path) if packed else -2  # readline(-1) has no limit
+        left = unpacked_limit(path) if packed else UNLIMITED
         with gzip.open(path) if packed else path.open("rb") as stream:
             while line := stream.readline(left + 1):
                 number += 1
-                if packed:
-                    left = within_limit(path, left - len(line))
+                left = within_limit(path, left - len(line))
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error

@@ -1,1 +1,1 @@
-"""Evaluation of models: perplexity, zero-shot tasks, masks."""
+"""Evaluation of models: perplexity and zero-shot tasks."""

@@ -1,11 +1,41 @@
-"""Copying and casting weights, and restoring the pretrained weights under masks."""
+"""Copying and casting weights, and the pretrained weights under masks."""
 
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
+from proxsparse.errors import InputError
 from proxsparse.runtime.sharding import local
+
+
+def masked(weight: Tensor, mask: Tensor) -> Tensor:
+    """The weight where the mask keeps, +0.0 elsewhere; a kept -0.0 becomes +0.0 too."""
+    return torch.where(mask.to(weight.device) & (weight != 0), weight, 0.0)
+
+
+@torch.no_grad()
+def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
+    """W <- W where the mask keeps, +0 elsewhere, in place; layers without a mask are unchanged.
+
+    Args:
+        masks: layer name -> bool [out_features, in_features], True = kept.
+    Raises:
+        InputError: no mask, or a layer that the model does not have in this shape; the model is then unchanged.
+    """
+    if not masks:
+        raise InputError("the mask file has no masks; give the masks.safetensors of a run")
+    modules = dict(model.named_modules())
+    for name, mask in masks.items():
+        layer = modules.get(name)
+        has = f"shape {list(layer.weight.shape)}" if isinstance(layer, nn.Linear) else "no such linear layer"
+        if has != f"shape {list(mask.shape)}":
+            raise InputError(
+                f"masks of another model: layer {name} has shape {list(mask.shape)}, the model has {has}; give masks "
+                "of this model"
+            )
+    for name, mask in masks.items():
+        modules[name].weight.copy_(masked(modules[name].weight, mask))
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -41,7 +71,7 @@ def snap_(
         if name in trained:
             weight = local(parameter.detach()).to("cpu", weight.dtype)
         if mask is not None:
-            weight = torch.where(mask.to(weight.device) & (weight != 0), weight, 0.0)  # a kept -0.0 becomes +0.0 too
+            weight = masked(weight, mask)
         if hasattr(parameter, "to_local"):
             local(parameter).copy_(weight)
         else:

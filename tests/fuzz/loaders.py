@@ -29,11 +29,11 @@ from torch import nn
 import proxsparse
 from proxsparse import pack
 from proxsparse.data.sources import load_texts
-from proxsparse.evaluation.masks import apply_masks_
 from proxsparse.inference import convert, packed_checkpoint
 from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.io.model_files import check_folder, headers, is_inside, weight_files
 from proxsparse.models.loading import load_model, locate, skeleton
+from proxsparse.models.snap import apply_masks_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import report
 from proxsparse.run.parse import parse_config
