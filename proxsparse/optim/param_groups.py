@@ -56,29 +56,28 @@ def check_something_to_prune(param_groups: Iterable[dict]) -> None:
         )
 
 
-def skip_others(groups: list[dict], own: list[bool], model: nn.Module | None) -> None:
+def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None) -> None:
     """Sets `prox_skip` for parameters that are not to be pruned, and warns where this was decided without `model`.
 
     Args:
         groups: with all settings; those with reg_lambda = 0 do not change.
-        own: for each group, whether the caller gave it a reg_lambda: then without `model` it does not change.
+        chosen: for each group, whether the caller gave it a reg_lambda: then without `model` it does not change.
         model: only the `body_weights` of this model are pruned.
     """
-    wanted = None if model is None else {id(weight) for weight in body_weights(model)}
-    left, tall = [], []
-    for group, given in zip(groups, own, strict=True):
-        matrices = [parameter.ndim >= 2 for parameter in group["params"]]
-        if group["reg_lambda"] == 0 or (given and model is None):
-            continue
-        if model is not None:
+    active = [(group, given) for group, given in zip(groups, chosen, strict=True) if group["reg_lambda"] != 0]
+    if model is not None:
+        wanted = {id(weight) for weight in body_weights(model)}
+        for group, _ in active:
             group["prox_skip"] = [id(parameter) not in wanted for parameter in group["params"]]
-        elif names := group.get("param_names"):
+        return
+    left, tall = [], []
+    for group in (group for group, given in active if not given):
+        if names := group.get("param_names"):
             skip = [bool(re.search(NOT_PRUNED, name)) for name in names]
-            left += [name for name, no, matrix in zip(names, skip, matrices, strict=True) if no and matrix]
+            left += [n for n, no, p in zip(names, skip, group["params"], strict=True) if no and p.ndim >= 2]
             group["prox_skip"] = skip if any(skip) else None
         else:
-            shapes = [list(p.shape) for p, matrix in zip(group["params"], matrices, strict=True) if matrix]
-            tall += [shape for shape in shapes if len(shape) == 2 and shape[0] >= TALL * shape[1]]
+            tall += [list(p.shape) for p in group["params"] if p.ndim == 2 and p.shape[0] >= TALL * p.shape[1]]
     if left:
         warnings.warn(
             f"not pruned, because of the names: {', '.join(left)}; pass model= to select layers", stacklevel=3
@@ -289,10 +288,11 @@ def prox_step(strengths: list[tuple[dict, float]]) -> None:
         group["prox_step"] += 1
 
 
-def describe_group(group: dict) -> str:
-    """One line for `repr`."""
-    shown = [
-        f"{key}={group[key]}" for key in ("lr", *SETTINGS) if key in group and key not in ("prox_scale", "prox_skip")
-    ]
-    scales = sum(scale is not None for scale in group["prox_scale"] or ())
-    return ", ".join([f"{len(group['params'])} parameters", *shown, f"scales={scales}"])
+def describe(title: str, groups: list[dict]) -> str:
+    """The `repr` of an optimizer, a line for each group."""
+    lines, keys = [title], [key for key in ("lr", *SETTINGS) if key not in ("prox_scale", "prox_skip")]
+    for i, group in enumerate(groups):
+        shown = [f"{key}={group[key]}" for key in keys if key in group]
+        scales = sum(scale is not None for scale in group["prox_scale"] or ())
+        lines.append(f"  group {i}: {len(group['params'])} parameters, {', '.join(shown)}, scales={scales}")
+    return "\n".join([*lines, ")"])

@@ -125,9 +125,9 @@ class ProxAdamW(Optimizer):
                 self.state[parameter] = self._loaded_state(parameter, state) if isinstance(parameter, Tensor) else state
 
     def __repr__(self) -> str:
-        lines = [f"ProxAdamW({', '.join(f'{name}={getattr(self, name)}' for name in SETUP)}"]
-        lines += [f"  group {i}: {param_groups.describe_group(group)}" for i, group in enumerate(self.param_groups)]
-        return "\n".join(lines) + "\n)"
+        return param_groups.describe(
+            f"ProxAdamW({', '.join(f'{name}={getattr(self, name)}' for name in SETUP)}", self.param_groups
+        )
 
     def add_param_group(self, param_group: dict) -> None:
         """As in any optimizer; raises ValueError for a group that is not supported, and does not add it."""
@@ -173,12 +173,7 @@ class ProxAdamW(Optimizer):
             ValueError: a gradient is sparse, or has another dtype or sharding than its parameter.
         """
         param_groups.check_not_capturing(self)
-        rates = [float(group["lr"]) for group in self.param_groups]
-        lambdas = [
-            param_groups.reg_lambda_now(group) if lr else 0.0
-            for group, lr in zip(self.param_groups, rates, strict=True)
-        ]
-        loss = None
+        settings, loss = [lr_and_lambda(group) for group in self.param_groups], None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -186,7 +181,7 @@ class ProxAdamW(Optimizer):
             for parameter in group["params"]:
                 check_gradient(parameter)
         number = 0
-        for group, lr, reg_lambda in zip(self.param_groups, rates, lambdas, strict=True):
+        for group, (lr, reg_lambda) in zip(self.param_groups, settings, strict=True):
             self._step_group(group, number, lr, reg_lambda)
             number += len(group["params"])
         return loss
@@ -213,8 +208,7 @@ class ProxAdamW(Optimizer):
                 f"but this group has {len(group['params'])}"
             )
         check_gradient(parameter)
-        lr = float(group["lr"])
-        self._step_group(group, number, lr, param_groups.reg_lambda_now(group) if lr else 0.0)
+        self._step_group(group, number, *lr_and_lambda(group))
 
     def prepare_state(self, parameter: Tensor) -> dict:
         """The state of the parameter, initialized if there is none, for loading a checkpoint into it."""
@@ -232,8 +226,9 @@ class ProxAdamW(Optimizer):
             if parameter.grad is not None:
                 prox = WITHOUT_PROX
                 if parameter in pruned:
-                    scale, frozen_lambda = pruned[parameter], group["frozen_lambda"]
-                    prox = {"reg_lambda": reg_lambda, "frozen_lambda": frozen_lambda, "scale": scale}
+                    scale = pruned[parameter]
+                    scale = None if scale is None else scale.to(parameter.device)
+                    prox = {"reg_lambda": reg_lambda, "frozen_lambda": group["frozen_lambda"], "scale": scale}
                 self._step_parameter(parameter, number, group, lr, prox)
         group["prox_step"] += 1 if lr else 0
 
@@ -250,13 +245,9 @@ class ProxAdamW(Optimizer):
             **{key: local(state[key]) for key in ("master", "pretrained") if key in state},
             step=step,
             lr=lr,
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            pattern=group["pattern"],
-            frozen_eps=group["frozen_eps"],
+            **{key: group[key] for key in ("betas", "eps", "weight_decay", "pattern", "frozen_eps")},
             seed=call_seed(group["seed"], number, step) if stochastic else None,
-            **prox | {"scale": None if prox["scale"] is None else prox["scale"].to(parameter.device)},
+            **prox,
         )
         state["step"] += 1
 
@@ -264,9 +255,8 @@ class ProxAdamW(Optimizer):
         """The state of the parameter, with missing entries added."""
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["step"] = torch.tensor(
-                0.0, dtype=torch.float32
-            )  # on the CPU, as in torch: reading it does not synchronize
+            # on the CPU, as in torch: reading it does not synchronize
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter, dtype=self._state_dtype(parameter, key))
         if self._has_master(parameter) and "master" not in state:
@@ -326,26 +316,30 @@ class ProxAdamW(Optimizer):
             )
 
 
+def lr_and_lambda(group: dict) -> tuple[float, float]:
+    """The learning rate of the group and its lambda_1, which is 0 at lr = 0."""
+    lr = float(group["lr"])
+    return lr, param_groups.reg_lambda_now(group) if lr else 0.0
+
+
 def check_gradient(parameter: Tensor) -> None:
     """Raises ValueError for a gradient that is sparse, or of another dtype or sharding than its parameter."""
-    grad = parameter.grad
+    grad, what = parameter.grad, f"parameter of shape {list(parameter.shape)}"
     if grad is None:
         return
     if grad.layout != torch.strided:
         raise ValueError(
-            f"parameter of shape {list(parameter.shape)} has a sparse gradient, which AdamW does not support; create "
-            "its layer with sparse=False, or use another optimizer for it"
+            f"{what} has a sparse gradient, which AdamW does not support; create its layer with sparse=False, or use "
+            "another optimizer for it"
         )
     if grad.dtype != parameter.dtype:
         raise ValueError(
-            f"parameter of shape {list(parameter.shape)} is {parameter.dtype}, but its gradient is {grad.dtype}; "
-            "convert the gradient before the step"
+            f"{what} is {parameter.dtype}, but its gradient is {grad.dtype}; convert the gradient before the step"
         )
-    here, there = getattr(parameter, "placements", None), getattr(grad, "placements", None)
-    if here != there:
+    placements, others = (getattr(tensor, "placements", None) for tensor in (parameter, grad))
+    if placements != others:
         raise ValueError(
-            f"parameter of shape {list(parameter.shape)} has placements {here}, but its gradient {there}; redistribute "
-            "the gradient before the step"
+            f"{what} has placements {placements}, but its gradient {others}; redistribute the gradient before the step"
         )
 
 

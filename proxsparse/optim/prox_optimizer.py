@@ -103,9 +103,7 @@ class ProxOptimizer(Optimizer):
         super().__setstate__({})
 
     def __repr__(self) -> str:
-        lines = [f"ProxOptimizer({type(self.base_optimizer).__name__}"]
-        lines += [f"  group {i}: {param_groups.describe_group(group)}" for i, group in enumerate(self.param_groups)]
-        return "\n".join(lines) + "\n)"
+        return param_groups.describe(f"ProxOptimizer({type(self.base_optimizer).__name__}", self.param_groups)
 
     def add_param_group(self, param_group: dict) -> None:
         """As in the base; raises ValueError for a group that the prox does not support, and does not add it."""

@@ -52,17 +52,15 @@ def check_repository(repo: str | None) -> str | None:
     try:
         validate_repo_id(repo)
         user = HfApi().whoami()
-    except HFValidationError as error:
-        raise InputError(f"{what}: not a valid name ({reason_of(error)}); give one such as OWNER/NAME") from error
-    except LocalTokenNotFoundError as error:
-        raise InputError(f"{what}: not logged in to the Hub; {LOGIN}") from error
     except Exception as error:  # of many types: HTTP errors, no network
-        if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
-            raise InputError(f"{what}: the Hub does not accept the token of this machine; {LOGIN}") from error
-        raise InputError(
-            f"{what}: cannot reach the Hub ({reason_of(error)}); check the network, or upload the result later with "
-            "`proxsparse push`"
-        ) from error
+        reason = f"cannot reach the Hub ({reason_of(error)}); check the network, or upload later with `proxsparse push`"
+        if isinstance(error, HFValidationError):
+            reason = f"not a valid name ({reason_of(error)}); give one such as OWNER/NAME"
+        elif isinstance(error, LocalTokenNotFoundError):
+            reason = f"not logged in to the Hub; {LOGIN}"
+        elif isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+            reason = f"the Hub does not accept the token of this machine; {LOGIN}"
+        raise InputError(f"{what}: {reason}") from error
     token = (user.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
         raise InputError(f"{what}: the token {token.get('displayName', '')!r} can only read; {LOGIN}")
@@ -86,40 +84,36 @@ def upload(folder: Path, repo: str, masks_only: bool = False) -> None:
         (stage_masks if masks_only else stage_model)(folder, Path(scratch))
         names = sorted(path.name for path in Path(scratch).iterdir())
         size = sum(path.stat().st_size for path in Path(scratch).rglob("*"))
-        with phase(f"uploading {size / 1e6:.1f} MB to {repo}"):
-            send(folder, Path(scratch), repo, masks_only)
+        command = ["proxsparse", "push", str(folder), repo, *["--masks_only"] * masks_only]
+        later = f"{folder} is complete; to upload it, run: {shlex.join(command)}"
+        try:
+            with phase(f"uploading {size / 1e6:.1f} MB to {repo}"):
+                send(Path(scratch), repo, masks_only)
+        except InputError:
+            raise
+        except KeyboardInterrupt as stop:
+            stop.add_note(later)
+            raise
+        except Exception as error:  # of many types: HTTP errors, no network
+            causes = [error, error.__cause__] if type(error) is RuntimeError and error.__cause__ else [error]
+            raise InputError(f"upload to {repo} failed ({'; '.join(map(reason_of, causes))}); {later}") from error
     print(f"uploaded to {repo}: {', '.join(names)}")
     if left := sorted(path.name for path in folder.iterdir() if path.name not in names and path.name[0] != "."):
         print(f"not uploaded: {', '.join(left)}")
 
 
-def send(folder: Path, scratch: Path, repo: str, masks_only: bool) -> None:
-    """Creates the repository if needed and uploads the files of `scratch`, which are those of `folder`."""
+def send(files: Path, repo: str, masks_only: bool) -> None:
+    """Creates the repository if needed and uploads a folder."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
 
-    command = ["proxsparse", "push", str(folder), repo, *["--masks_only"] * masks_only]
-    later = f"{folder} is complete; to upload it, run: {shlex.join(command)}"
     disable_progress_bars()  # `phase` shows the time
-    try:
-        api = HfApi()
-        api.create_repo(repo, exist_ok=True)
-        if masks_only and CONFIG in api.list_repo_files(repo):
-            raise InputError(f"Hub repository {repo!r}: has a model, whose card would be replaced; choose another one")
-        api.upload_folder(
-            repo_id=repo,
-            folder_path=scratch,
-            commit_message=f"Upload with proxsparse {__version__}",
-            delete_patterns=None if masks_only else REPLACED,
-        )
-    except InputError:
-        raise
-    except KeyboardInterrupt as stop:
-        stop.add_note(later)
-        raise
-    except Exception as error:  # of many types: HTTP errors, no network
-        causes = [error, error.__cause__] if type(error) is RuntimeError and error.__cause__ else [error]
-        raise InputError(f"upload to {repo} failed ({'; '.join(map(reason_of, causes))}); {later}") from error
+    api = HfApi()
+    api.create_repo(repo, exist_ok=True)
+    if masks_only and CONFIG in api.list_repo_files(repo):
+        raise InputError(f"Hub repository {repo!r}: has a model, whose card would be replaced; choose another one")
+    message, replaced = f"Upload with proxsparse {__version__}", None if masks_only else REPLACED
+    api.upload_folder(repo_id=repo, folder_path=files, commit_message=message, delete_patterns=replaced)
 
 
 def stage_model(folder: Path, target: Path) -> None:
