@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.output_folder import MARKER
 from proxsparse.report import main
+from proxsparse.run.model_card import APPLY_MASKS
 from proxsparse.run.report import number, table, write_report
 from proxsparse.run.sections import shareable
 
@@ -91,10 +92,10 @@ def test_complete_run_has_verdict_figures_settings_and_plots(tmp_path, matplotli
         assert "perplexity of the dense model: 20.68; magnitude mask: 3,015; ProxSparse mask: 66.21.**" in text
         assert "wikitext test; 12 windows of 2,048 tokens" in text
         assert "| magnitude mask | 3,015 |" in text
-        assert "| `learning_rate` | 0.0001 |" in text
         assert "ab12" * 16 in text
         assert "Warning" not in text
         assert "/home/jane" not in text
+    assert "| `learning_rate` | 0.0001 |" in card
     figures = "| weights in these layers | 1,234,567 |", "| 1:02:05 |", "98.7600 %", "81.2500 %", "3.00 GiB"
     assert all(figure in report for figure in (*figures, "python -m proxsparse.train"))
     for plot in PLOTS:
@@ -213,12 +214,11 @@ def test_malformed_result_is_named(tmp_path, outcome, named):
 def test_the_lines_that_apply_the_masks_work(tmp_path, monkeypatch):
     mask = torch.tensor([[1, 0, 0, 1] * 3, [0, 1, 1, 0] * 3], dtype=torch.bool)
     save_file({"0": numpy.packbits(mask.numpy(), axis=-1, bitorder="little")}, tmp_path / "masks.safetensors")
-    report, _ = written(make_run(tmp_path, rows(2), result()))
     monkeypatch.chdir(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         model = torch.nn.Sequential(torch.nn.Linear(12, 2, dtype=dtype))
         torch.nn.init.constant_(model[0].weight, -2.0)
-        exec(report.split("```python\n")[1].split("```")[0], {"model": model})
+        exec(APPLY_MASKS.split("```python\n")[1].split("```")[0], {"model": model})
         weight = model[0].weight
         assert weight.dtype == dtype
         assert torch.equal(weight != 0, mask)

@@ -63,10 +63,7 @@ def evaluation_text(source: str, split: str | None = None, text_field: str = "te
     Any other source: the documents of the validation split joined by two newlines. The papers evaluate all windows of
     WikiText-2 and 256 windows of C4.
 
-    Args:
-        split: replaces the split of the papers.
-    Raises:
-        InputError: as `load_texts`.
+    `split` replaces the split of the papers.
     """
     _, documents, separator = PAPERS_TEXTS.get(source, ("validation", read_limit(source), "\n\n"))
     return separator.join(load_texts(source, split or evaluation_split(source), text_field, documents))

@@ -14,10 +14,8 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     """The decoder blocks of a causal language model of transformers, in order.
 
     They are the outermost list with num_hidden_layers modules that have linear layers; where no single list has this
-    length, the only list, or all lists if their modules are of one class (two stacks that the model repeats).
-
-    Raises:
-        InputError: there is no such list, or the parts of the blocks are in several.
+    length, the only list, or all lists if their modules are of one class (two stacks that the model repeats). Raises
+    InputError if there is no such list, or if the parts of the blocks are in several.
     """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
@@ -163,11 +161,7 @@ def prunable_layers(
 
 
 def is_selected(name: str, include: list[str] | None, exclude: list[str] | None) -> bool:
-    """Whether `name` matches an `include` expression (None: any name) and no `exclude` expression.
-
-    Raises:
-        InputError: an expression is malformed.
-    """
+    """Whether `name` matches an `include` expression (None: any name) and no `exclude` expression."""
     try:
         included = not include or any(re.search(expression, name) for expression in include)
         return included and not any(re.search(expression, name) for expression in exclude or [])

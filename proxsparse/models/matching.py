@@ -27,17 +27,14 @@ class Match:
 def model_names(
     found: Iterable[str], model: nn.Module, packed: Iterable[str] = ()
 ) -> tuple[dict[str, str], set[str], list[str]]:
-    """`names`, `merged` and `extra` of `Match`, by the renaming rules of transformers.
-
-    Args:
-        packed: names that the model has besides those of its state_dict.
-    """
+    """`names`, `merged` and `extra` of `Match`; `packed` are names of the model that are not in its state_dict."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     steps = get_model_conversion_mapping(model)
-    renamings = [step for step in steps if isinstance(step, loading.WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, loading.WeightConverter)]
+    renamings, converters = (
+        [step for step in steps if isinstance(step, kind)] for kind in (loading.WeightRenaming, loading.WeightConverter)
+    )
     known, prefix = {**dict.fromkeys(packed, True), **model.state_dict()}, model.base_model_prefix
     names, merged, extra = {}, set(), []
     for name in found:
@@ -56,9 +53,7 @@ def model_names(
 def match(found: dict[str, Header], model: nn.Module) -> Match:
     """Renames, splits and merges the tensors of the files on the meta device, as `from_pretrained` does.
 
-    Args:
-        found: the headers of the files.
-        model: the dense model of their config.json on the meta device; its parameters are replaced.
+    `model` is the dense model of their config.json on the meta device; its parameters are replaced.
     """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping

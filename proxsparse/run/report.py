@@ -12,13 +12,12 @@ from pathlib import Path
 
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import write_file
-from proxsparse.run.model_card import APPLY_MASKS, card_text, is_edited, sealed
+from proxsparse.run.model_card import card_text, is_edited, sealed
 from proxsparse.run.sections import (
     duration,
     number,
     page,
     perplexity_text,
-    settings_text,
     share,
     shortened,
     table,
@@ -129,17 +128,13 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -
     return page(
         f"# {shortened(result['model'])}, {result['pattern']}: report of {result['method']}",
         top_text(result),
+        f"```sh\n{result['command']}\n```\n\nREADME.md has the settings.",
         "## Held-out perplexity",
         perplexity_text(result["perplexity"]),
         "## Training",
         *pictures,
         "## Measurements",
         table(("quantity", "value"), *figures, *result["environment"].items()),
-        "## Command and settings",
-        f"```sh\n{result['command']}\n```",
-        settings_text(result),
-        "## The masks",
-        APPLY_MASKS,
     )
 
 

@@ -32,11 +32,8 @@ def share(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """h:min:s; "n/a" for values such as NaN."""
-    try:
-        return str(timedelta(seconds=round(seconds)))
-    except (ValueError, OverflowError):
-        return "n/a"
+    """h:min:s."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def shortened(value: object) -> object:
