@@ -4,10 +4,10 @@
     python benchmarks/solver_quality.py --hard           # also blocks on and near ties, some of which EnumALM misses
 
 Table 1 of the paper solves 100 random blocks for 200 lambdas each, without saying which. Here the blocks are standard
-normal and the lambdas evenly spaced in [0.01, 3], in float64 on the CPU. Vectorised code solves all 20,000 problems
-together; `EnumALM in plain Python`, the paper's own form, solves them one by one; `prox_nm_` is called once for each
-lambda. `suboptimality` is the largest objective(w) - best, and `misses` counts those above 1e-9. `best` is the least
-objective found by any of these solvers or by coordinate descent from a dozen random starts, up to about 1e-16.
+normal and the lambdas evenly spaced in [0.01, 3], in float64 on the CPU. Vectorized code solves all 20,000 problems
+together; `prox_nm_` is called once for each lambda. `suboptimality` is the largest objective(w) - best, and `misses`
+counts those above 1e-9. `best` is the least objective found by any of these solvers or by coordinate descent from a
+dozen random starts, up to about 1e-16.
 
 Rows are appended to results/solver_quality.jsonl. Pictures: regularisation_path.png, the weights of one block over
 lambda with the paper's KKT thresholds; enum_alm_misses.png, which blocks EnumALM misses, and by how much.
@@ -15,16 +15,16 @@ lambda with the paper's KKT thresholds; enum_alm_misses.png, which blocks EnumAL
 
 import argparse
 import math
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from lib import paper_solvers, plots
-from lib.common import FOLDER, Results, new_parser
-from lib.measure import repeated
+from lib.common import Results, columns, new_parser
+from lib.measure import elapsed_ms
 from torch import Tensor
 
 from proxsparse import reference
@@ -32,15 +32,21 @@ from proxsparse.errors import run_command
 from proxsparse.ops import prox_nm_
 from proxsparse.ops.registry import select
 
-HEADER = ["problems", "solver", "seconds", "suboptimality", "misses", "iterations", "paper: s", "paper: subopt."]
-CPU = torch.device("cpu")
-# (solver, tolerance, limit of iterations of a subproblem, the paper's seconds, the paper's largest suboptimality)
-PAPER = {
-    "EnumIPM": (paper_solvers.ipm, 1e-13, 1_000, "561.70", "1e-13"),
-    "EnumPGD": (paper_solvers.pgd, 1e-10, 100_000, "43.31", "1e-6"),
-    "EnumALM": (paper_solvers.alm, 1e-10, 100_000, "8.52", "<1e-13"),
+COLUMNS = {
+    "problems": "{problems}",
+    "solver": "{solver}",
+    "seconds": "{seconds:.4f}",
+    "suboptimality": "{max_suboptimality:.1e}",
+    "misses": "{misses}",
+    "iterations": "{mean_iterations:.0f}",
+    "most": "{max_iterations:.0f}",
 }
-PLAIN = "EnumALM in plain Python"
+CPU = torch.device("cpu")
+PAPER = {  # solver, tolerance, limit of iterations of a subproblem; the paper's own took 561.70, 43.31 and 8.52 s
+    "EnumIPM": (paper_solvers.ipm, 1e-13, 1_000),
+    "EnumPGD": (paper_solvers.pgd, 1e-10, 100_000),
+    "EnumALM": (paper_solvers.alm, 1e-10, 100_000),
+}
 MISS = 1e-9
 
 
@@ -69,10 +75,10 @@ def main(arguments: list[str] | None = None) -> None:
     results = Results("solver_quality", CPU, not args.no_save, arguments)
     for problems in (table_1, hard_problems) if args.hard else (table_1,):
         results.add(compare(problems(args.instances, args.lambdas, generator), generator))
-    results.show(HEADER, cells, f"misses: objectives more than {MISS:g} above the best")
-    if not args.no_plots:
-        plots.draw(args.plots / "regularisation_path.png", path_figure)
-        plots.draw(args.plots / "enum_alm_misses.png", misses_figure)
+    results.show(*columns(COLUMNS), f"misses: objectives more than {MISS:g} above the best")
+    if results.save:
+        plots.draw(results.file.with_name("regularisation_path.png"), path_figure)
+        plots.draw(results.file.with_name("enum_alm_misses.png"), misses_figure)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -82,9 +88,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lambdas", type=int, default=200, help="number of lambdas for each block")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hard", action="store_true", help="also blocks on and near ties, lambda * z_1 in [0.3, 1.21]")
-    parser.add_argument("--plots", type=Path, default=FOLDER / "results", help="folder of the pictures")
-    parser.add_argument("--no-plots", action="store_true", help="only Table 1")
-    parser.add_argument("--no-save", action="store_true", help="append no rows")
+    parser.add_argument("--no-save", action="store_true", help="print only")
     return parser.parse_args(arguments)
 
 
@@ -112,7 +116,8 @@ def compare(problems: Problems, generator: torch.Generator) -> list[dict[str, ob
         def run(name: str = name, solve: Callable = solve) -> None:
             answers[name] = solve(problems)
 
-        seconds[name] = repeated(run, CPU, repetitions=1, seconds=0.5)["p50_ms"] / 1000
+        run()
+        seconds[name] = statistics.median(elapsed_ms(run, CPU) for _ in range(3)) / 1000
     z = problems.blocks.abs()
     objectives = {name: reference.objective(w.abs(), z, problems.lam, 2) for name, (w, _) in answers.items()}
     best = torch.stack([*objectives.values(), least_objective(problems, generator)]).amin(0)
@@ -121,72 +126,29 @@ def compare(problems: Problems, generator: torch.Generator) -> list[dict[str, ob
         above = objectives[name] - best
         row = {"problems": problems.name, "count": len(best), "solver": name, "seconds": seconds[name]}
         row |= {"max_suboptimality": above.max().item(), "misses": (above > MISS).sum().item()}
-        found = (None, None) if iterations is None else (iterations.double().mean().item(), iterations.max().item())
-        rows.append(row | dict(zip(("mean_iterations", "max_iterations"), found, strict=True)))
+        row |= {"mean_iterations": None if iterations is None else iterations.double().mean().item()}
+        rows.append(row | {"max_iterations": None if iterations is None else iterations.max().item()})
     return rows
 
 
 def solvers() -> dict[str, Callable[[Problems], tuple[Tensor, Tensor | None]]]:
     """Name -> solver: problems -> (w [problems, 4], iterations [problems])."""
-    paper = {name: partial(run_paper, *settings[:3]) for name, settings in PAPER.items()}
-    kernel = select("prox_nm_", torch.zeros(1, 4, dtype=torch.float64), 1.0, 2, 4, None)
-    return paper | {PLAIN: plain_alm, "ours: reference": run_reference, f"ours: {kernel.backend}": run_op}
 
+    def paper(name: str, problems: Problems) -> paper_solvers.Solution:
+        return paper_solvers.enum_solve(PAPER[name][0], problems.blocks, problems.lam[:, None], *PAPER[name][1:3])
 
-def run_paper(
-    solver: paper_solvers.Solver, tolerance: float, max_iterations: int, problems: Problems
-) -> paper_solvers.Solution:
-    """EnumIPM, EnumPGD or EnumALM."""
-    return paper_solvers.enum_solve(solver, problems.blocks, problems.lam[:, None], tolerance, max_iterations)
+    def plain_torch(problems: Problems) -> tuple[Tensor, None]:
+        lam = problems.lam[:, None]  # lambda * y makes every lambda 1
+        return reference.prox_nm(lam * problems.blocks, 1.0) / lam, None
 
+    def op(problems: Problems) -> tuple[Tensor, None]:
+        w = problems.blocks
+        for blocks, reg_lambda in zip(w.split(len(problems.y)), problems.lambdas.tolist(), strict=True):
+            prox_nm_(blocks, reg_lambda)
+        return w, None
 
-def run_reference(problems: Problems) -> tuple[Tensor, None]:
-    """reference.prox_nm on lambda * y, which makes every lambda 1."""
-    lam = problems.lam[:, None]
-    return reference.prox_nm(lam * problems.blocks, 1.0) / lam, None
-
-
-def run_op(problems: Problems) -> tuple[Tensor, None]:
-    """The op on the fastest backend, in place, once for each lambda."""
-    w = problems.blocks
-    for blocks, reg_lambda in zip(w.split(len(problems.y)), problems.lambdas.tolist(), strict=True):
-        prox_nm_(blocks, reg_lambda)
-    return w, None
-
-
-def plain_alm(problems: Problems) -> tuple[Tensor, Tensor]:
-    """EnumALM as the paper prints it, one block at a time, in Python floats."""
-    _, tolerance, max_iterations, *_ = PAPER["EnumALM"]
-    found = []
-    for y, lam in zip(problems.blocks.tolist(), problems.lam.tolist(), strict=True):
-        order = sorted(range(4), key=lambda i: -abs(y[i]))
-        z = [abs(y[i]) for i in order]
-        candidates = [([*z[:2], 0.0, 0.0], 0), *(descend(z, lam, s, tolerance, max_iterations) for s in (3, 4))]
-        best, _ = min(candidates, key=lambda candidate: plain_objective(candidate[0], z, lam))
-        w = [0.0] * 4
-        for value, i in zip(best, order, strict=True):
-            w[i] = math.copysign(value, y[i])
-        found.append((w, sum(sweeps for _, sweeps in candidates)))
-    w, sweeps = zip(*found, strict=True)
-    return torch.tensor(w, dtype=torch.float64), torch.tensor(sweeps)
-
-
-def descend(z: list[float], lam: float, support: int, tolerance: float, max_iterations: int) -> tuple[list[float], int]:
-    """Algorithm 1 of the paper: (w, sweeps)."""
-    w = [*z[:support], *[0.0] * (4 - support)]
-    sweeps, moved = 0, math.inf
-    while sweeps < max_iterations and moved > tolerance:
-        before = tuple(w)
-        for i, (j, k, n) in enumerate(((1, 2, 3), (0, 2, 3), (0, 1, 3), (0, 1, 2))[:support]):
-            w[i] = max(z[i] - lam * (w[j] * w[k] + w[k] * w[n] + w[n] * w[j]), 0.0)
-        sweeps, moved = sweeps + 1, math.dist(w, before)
-    return w, sweeps
-
-
-def plain_objective(w: list[float], z: list[float], lam: float) -> float:
-    """1/2 |w - z|^2 + lambda * e_3(w)."""
-    a, b, c, d = w
-    return 0.5 * sum((x - y) ** 2 for x, y in zip(w, z, strict=True)) + lam * (a * b * (c + d) + c * d * (a + b))
+    backend = select("prox_nm_", torch.zeros(1, 4, dtype=torch.float64), 1.0, 2, 4, None).backend
+    return {name: partial(paper, name) for name in PAPER} | {"ours: reference": plain_torch, f"ours: {backend}": op}
 
 
 def least_objective(problems: Problems, generator: torch.Generator, starts: int = 12) -> Tensor:
@@ -200,14 +162,6 @@ def least_objective(problems: Problems, generator: torch.Generator, starts: int 
 
     w, _ = paper_solvers.iterate(step, start, (z, lam), max_iterations=300)
     return reference.objective(w, z, lam, 2).view(starts, -1).amin(0)
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the printed table."""
-    mean, most = row["mean_iterations"], row["max_iterations"]
-    paper = PAPER[row["solver"]][3:] if row["solver"] in PAPER and row["problems"] == "Table 1" else ("", "")
-    found = [f"{row['max_suboptimality']:.1e}", str(row["misses"]), "" if mean is None else f"{mean:.0f}, max {most}"]
-    return [row["problems"], row["solver"], f"{row['seconds']:.4f}", *found, *paper]
 
 
 COLORS = ("#1f5a92", "#d9822b", "#3a8f5c", "#b8433a")
@@ -229,7 +183,7 @@ def path_figure():
         axes.text(-0.008, PATH_Y[i], f"$y_{i + 1}={PATH_Y[i]}$", color=color, ha="right", va="center")
     axes.plot([], color=plots.GRAY, linewidth=2, label="exact solver")
     some = lambdas[40::60]
-    for marker, size, (name, (solver, tolerance, most, *_)) in zip("sxo", (8, 6, 4), PAPER.items(), strict=True):
+    for marker, size, (name, (solver, tolerance, most)) in zip("sxo", (8, 6, 4), PAPER.items(), strict=True):
         w = paper_solvers.enum_solve(solver, y.repeat(len(some), 1), some[:, None], tolerance, most).w
         style = {"ls": "", "marker": marker, "ms": size, "mfc": "none", "mec": "black", "mew": 0.8}
         axes.plot(some, w[:, 0], label=name, **style)

@@ -88,17 +88,16 @@ def commit() -> str:
 
     Outside a checkout it is the value of PROXSPARSE_COMMIT, or "unknown".
     """
+
+    def git(*arguments: str) -> str:
+        line = ["git", "-C", str(FOLDER), *arguments]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = git("rev-parse", "--short=12", "HEAD")
-        return head + ("-dirty" if git("status", "--porcelain", "--", ".", ":!benchmarks/results") else "")
+        changed = git("status", "--porcelain", "--", "..", ":!results")
+        return git("rev-parse", "--short=12", "HEAD") + "-dirty" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("PROXSPARSE_COMMIT", "unknown")
-
-
-def git(*arguments: str) -> str:
-    """The output of git in this checkout."""
-    line = ["git", "-C", str(FOLDER.parent), *arguments]
-    return subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def results_file(benchmark: str) -> Path:
@@ -123,16 +122,19 @@ def read_rows(file: Path) -> list[dict]:
         raise InputError(f"{file}: a row is not JSON ({error}); fix or delete it") from error
 
 
-def save(benchmark: str, rows: Iterable[dict[str, object]]) -> None:
-    """Appends the rows to the file of the benchmark, and prints its name."""
-    append_rows(results_file(benchmark), rows)
-    print(f"appended to {results_file(benchmark)}")
+def columns(formats: dict[str, str]) -> tuple[list[str], Callable[[dict], list[str]]]:
+    """Header of a table, and row -> its cells.
 
+    formats: column -> format string of the fields of a row; the cell is empty where the row lacks them.
+    """
 
-def show(where: dict[str, object], header: list[str], rows: list[list[str]], summary: str) -> None:
-    """Prints the provenance of the rows, their table and a summary."""
-    print(f"\n{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}\n")
-    print(f"{text_table(header, rows)}\n\n{summary}")
+    def cell(text: str, row: dict) -> str:
+        try:
+            return text.format_map(row)
+        except (KeyError, TypeError):  # TypeError: the figure is None
+            return ""
+
+    return list(formats), lambda row: [cell(text, row) for text in formats.values()]
 
 
 class Results:
@@ -158,18 +160,16 @@ class Results:
         return rows
 
     def show(
-        self, header: list[str], cells: Callable[[dict], list[str]], summary: str, page: Path | None = None
+        self, header: list[str], cells: Callable[[dict], list[str]], summary: str = "", page: Path | None = None
     ) -> None:
         """Prints all rows as a table; with `page` also written there, in Markdown."""
-        lines = [cells(row) for row in self.rows]
-        show(self.where, header, lines, summary)
+        lines, where = [cells(row) for row in self.rows], self.where
+        measured = f"{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}"
+        print(f"\n{measured}\n\n{text_table(header, lines)}\n\n{summary}")
         if self.save:
             print(f"appended to {self.file}")
         if page:
-            where = self.where
-            measured = f"{where['device']}, torch {where['torch']}, commit {where['commit']}: `{where['command']}`"
-            page.parent.mkdir(parents=True, exist_ok=True)
-            page.write_text(f"{measured}\n\n{markdown_table(header, *lines)}\n\n{summary}\n", encoding="utf-8")
+            page.write_text(f"{measured}: `{where['command']}`\n\n{markdown_table(header, *lines)}\n\n{summary}\n")
             print(f"written to {page}")
 
     def picture(self, device: torch.device) -> Path:

@@ -59,28 +59,7 @@ def enum_alm(weight: Tensor, reg_lambda: float, tolerance: float = 1e-8, max_swe
             moved = float((w - before).abs().sum())
         return Solution(w, torch.full_like(z[:, 0], sweeps, dtype=torch.int64))
 
-    check_reg_lambda(reg_lambda)
     return best_candidate(alm_together, weight, reg_lambda).w
-
-
-def enum_pgd(
-    weight: Tensor, reg_lambda: float | Tensor, tolerance: float = 1e-10, max_iterations: int = 100_000
-) -> Tensor:
-    """EnumPGD: Algorithm 2 with `pgd`; arguments and errors of `enum_solve`.
-
-    A global minimizer is not guaranteed, but `benchmarks/solver_quality.py --hard` finds no miss.
-    """
-    return enum_solve(pgd, weight, reg_lambda, tolerance, max_iterations).w
-
-
-def enum_ipm(
-    weight: Tensor, reg_lambda: float | Tensor, tolerance: float = 1e-13, max_iterations: int = 1000
-) -> Tensor:
-    """EnumIPM: Algorithm 2 with `ipm`; arguments and errors of `enum_solve`. Within `tolerance` of the global minimum.
-
-    The barrier keeps weights that should be zero slightly above zero, unless [z_1, z_2, 0, 0] is the best candidate.
-    """
-    return enum_solve(ipm, weight, reg_lambda, tolerance, max_iterations).w
 
 
 def enum_solve(
@@ -89,33 +68,16 @@ def enum_solve(
     """Algorithm 2 of the paper with `alm`, `pgd` or `ipm`, separately for each block.
 
     Args:
-        solver: `alm`, `pgd` or `ipm`.
         weight: float64 [..., in_features], in_features a multiple of 4; any signs and order.
         reg_lambda: lambda > 0, one number or one for each block, [..., in_features / 4].
-        tolerance: > 0; see the solver.
+        tolerance: see the solver.
         max_iterations: for each of the two subproblems.
     Returns:
         w, the shape of `weight`, and the iterations of both subproblems together, [..., in_features / 4].
-    Raises:
-        ValueError: another dtype, in_features not a multiple of 4, lambda or tolerance not positive and finite.
     """
-    if weight.dtype != torch.float64:
-        raise ValueError(
-            f"weight has dtype {weight.dtype}: the solvers of the paper need float64; pass weight.double()"
-        )
-    if not (math.isfinite(tolerance) and tolerance > 0):
-        raise ValueError(f"tolerance={tolerance!r} must be a finite number > 0")
-    check_reg_lambda(reg_lambda)
     blocks = NMPattern(2, 4).blocks(weight)
     lam = torch.as_tensor(reg_lambda, dtype=weight.dtype, device=weight.device).expand(blocks.shape[:-1]).flatten()
     return best_candidate(lambda z, support: solver(z, lam, support, tolerance, max_iterations), weight, lam)
-
-
-def check_reg_lambda(reg_lambda: float | Tensor) -> None:
-    """Raises ValueError unless every lambda is finite and positive."""
-    lam = torch.as_tensor(reg_lambda)
-    if not bool((lam.isfinite() & (lam > 0)).all()):
-        raise ValueError(f"reg_lambda={reg_lambda!r} must be finite and > 0; at 0 the prox is the identity")
 
 
 def best_candidate(solve: Callable[[Tensor, int], Solution], weight: Tensor, lam: float | Tensor) -> Solution:
@@ -166,17 +128,13 @@ def iterate(
     return Solution(state, iterations)
 
 
-# ---------------------------------------------------------------------------------------------- EnumALM
-
-
 def alm(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: int) -> Solution:
     """ALM, Algorithm 1 of the paper: starting at w = z, sweeps of exact minimization over one weight at a time.
 
     Each sweep decreases g by at least 1/2 |w - w'|^2, so it stops after at most 3 lambda |z|^3 / tolerance^2 sweeps
     (Proposition 6), at a critical point that may not be the minimum.
 
-    Args:
-        tolerance: epsilon of the paper; a problem stops when |w - w'| <= tolerance.
+    `tolerance` is the epsilon of the paper: a problem stops when |w - w'| <= tolerance.
     """
     target = truncated(z, support)
 
@@ -202,18 +160,13 @@ def slope(members: Sequence[Tensor], i: int) -> Tensor:
     return a * b + b * c + c * a
 
 
-# ---------------------------------------------------------------------------------------------- EnumPGD
-
-
 def pgd(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: int) -> Solution:
     """Projected gradient descent from w = z: w <- max(w - grad g(w) / L, 0), without the semidefinite constraint.
 
     The paper does not give a step size. With steps of at most 1 all iterates stay in the box [0, z]. There the row sums
     of the Hessian are at most L = 1 + lambda * (S - 2) * (z_1 + ... + z_{S-1}) for the support S, so a step of 1 / L
-    decreases g and the iterates converge to a critical point.
-
-    Args:
-        tolerance: a problem stops when |L (w - w')| <= tolerance: the projected gradient, in units of z.
+    decreases g and the iterates converge to a critical point. A problem stops when the projected gradient
+    |L (w - w')| <= tolerance, in units of z.
     """
     target = truncated(z, support)
     lipschitz = 1 + lam * (support - 2) * z[:, : support - 1].sum(-1)
@@ -228,9 +181,6 @@ def pgd(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: 
     return iterate(step, target, (target, lam, lipschitz), max_iterations)
 
 
-# ---------------------------------------------------------------------------------------------- EnumIPM
-
-
 def ipm(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: int) -> Solution:
     """Interior point method for the convex problem: minimize g subject to its Hessian H being positive semidefinite.
 
@@ -240,11 +190,8 @@ def ipm(z: Tensor, lam: Tensor, support: int, tolerance: float, max_iterations: 
 
     F is self-concordant, because H and the barrier of H bound the third derivative of g. So the Newton step divided by
     1 + decrement stays in the domain and decreases F by a fixed amount (Nesterov, Introductory Lectures, 4.1.5). No
-    line search is needed.
-
-    Args:
-        tolerance: bound on g minus its constrained minimum, in units of z^2. At least 1e-13 |z|^2 is used, because
-            otherwise rounding makes H singular where the constraint is active.
+    line search is needed. The tolerance is at least 1e-13 |z|^2, because otherwise rounding makes H singular where the
+    constraint is active. The barrier keeps weights that should be zero slightly above zero.
     """
     start = (1 / (4 * lam))[:, None].expand(-1, support)  # all eigenvalues of H are >= 1/2 here
     last = (1e-13 * z.square().sum(-1, keepdim=True)).clamp_min(tolerance) / (2 * support + 1)
