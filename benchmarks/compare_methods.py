@@ -16,10 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from lib import common, contenders, plots
+from lib import common, contenders
 from lib.contenders import LEARNED, Contender
 from lib.runs import is_committed, label, quoted
 
@@ -27,7 +26,6 @@ from proxsparse.data.sources import PAPERS_TEXTS, evaluation_text
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
-from proxsparse.io.atomic import write_file
 from proxsparse.io.text_table import text_table
 from proxsparse.methods import list_methods
 from proxsparse.models.checks import fit_window
@@ -56,24 +54,16 @@ def main(arguments: list[str] | None = None) -> None:
     lines += [contenders.saved(text, args) for text in args.masks]
     measurements = texts_of(args) + tasks_of(args)
     for names in ([line.name for line in lines], [column(each.key) for each in measurements]):
-        if repeated := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(f"{repeated!r} is given twice: every row and column of the table needs its own name")
-    if not lines:
-        raise InputError("nothing to compare: give --methods or --masks")
-    if not measurements:
-        raise InputError("nothing to measure: give --eval_data (texts for the perplexity) or --tasks")
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise InputError(f"{repeated[0]!r} is given twice: every row and column of the table needs its own name")
+    if not (lines and measurements):
+        raise InputError("nothing to measure: give --methods or --masks, and --eval_data or --tasks")
     if not is_committed(common.commit()):
         print("the code has uncommitted changes: a later call will measure these rows again", file=sys.stderr)
     command = f"python benchmarks/compare_methods.py {quoted(arguments)}"
     rows = [row for line in lines for row in rows_of(line, measurements, args, command)]
     header, cells, sentence = table(rows)
     print(f"{sentence}\n\n{text_table(header, cells)}")
-    if args.table:
-        page = f"{sentence}\n\n{common.markdown_table(header, *cells)}\n\n```sh\n{command}\n```\n"
-        write_file(args.table, page.encode())
-        if args.eval_data:
-            scored = [row for row in rows if "perplexity" in row]
-            plots.draw(args.table.with_suffix(".png"), partial(plots.comparison, scored))
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -105,22 +95,17 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--again", action="store_true", help="also prune and measure again what already exists")
     add("--work_dir", type=Path, default=Path("runs/compare"), help="folder of the runs")
     add("--results", type=Path, default=common.results_file("compare_methods"), help="the file of rows")
-    add("--table", type=Path, metavar="FILE.md", help="also write the table there, and bars to FILE.png")
     return parser.parse_args(arguments)
 
 
 def texts_of(args: argparse.Namespace) -> list[Measurement]:
     """The columns of the texts. Raises InputError unless there is one number of windows, or one for each text."""
-    given = args.eval_max_windows
-    what = f"--eval_max_windows {' '.join(map(str, given))}"
-    if any(number == 0 or number < -1 for number in given):
-        raise InputError(f"{what}: must be at least 1, or -1 for all windows")
-    if len(given) not in (1, len(args.eval_data)):
-        raise InputError(f"{what}: {len(given)} numbers for {len(args.eval_data)} text(s); give one, or one for each")
-    max_windows = [None if number == -1 else number for number in given]  # None in the rows: all windows
-    if len(given) == 1:
-        max_windows *= len(args.eval_data)
-    return [perplexity_on(text, limit, args) for text, limit in zip(args.eval_data, max_windows, strict=True)]
+    given, texts = args.eval_max_windows, args.eval_data
+    if len(given) not in (1, len(texts)) or any(number == 0 or number < -1 for number in given):
+        text = " ".join(map(str, given))
+        raise InputError(f"--eval_max_windows {text}: give one number, or one for each text; at least 1, or -1 for all")
+    limits = given * len(texts) if len(given) == 1 else given
+    return [perplexity_on(text, None if n == -1 else n, args) for text, n in zip(texts, limits, strict=True)]
 
 
 def perplexity_on(source: str, max_windows: int | None, args: argparse.Namespace) -> Measurement:
@@ -144,56 +129,49 @@ def tasks_of(args: argparse.Namespace) -> list[Measurement]:
     if not args.tasks:
         return []
     names = zero_shot.check_request(args.tasks, args.data_dir, args.limit, args.batch_size)
-    return [accuracy_in(name, args) for name in names]
-
-
-def accuracy_in(task: str, args: argparse.Namespace) -> Measurement:
-    """The column of one task."""
-    compute_dtype = choose_precision(args.precision, choose_device(args.device))[1]
-
-    def measure(model, tokenizer) -> dict:
-        options = {"autocast_dtype": compute_dtype, "batch_size": args.batch_size}
-        return zero_shot.zero_shot(model, tokenizer, task, args.data_dir, args.limit, **options)
-
+    options = {"autocast_dtype": choose_precision(args.precision, choose_device(args.device))[1]}
+    options |= {"batch_size": args.batch_size}
     settings = {"limit": args.limit, "task_data": label(args.data_dir) if args.data_dir else "hub"}
-    return Measurement({"task": task, "lm_eval": version("lm_eval")}, settings, measure)
+
+    def accuracy_in(task: str) -> Measurement:
+        def measure(model, tokenizer) -> dict:
+            return zero_shot.zero_shot(model, tokenizer, task, args.data_dir, args.limit, **options)
+
+        return Measurement({"task": task, "lm_eval": version("lm_eval")}, settings, measure)
+
+    return list(map(accuracy_in, names))
 
 
 def rows_of(contender: Contender, measurements: list[Measurement], args, command: str) -> list[dict]:
     """A row for every measurement: from the results file if it is there, else measured and appended."""
     device = choose_device(args.device)
     weight_dtype, compute_dtype = choose_precision(args.precision, device)
-    where = common.provenance(device)
-    settings = {"weights": contender.weights, "dtypes": f"{weight_dtype}, autocast {compute_dtype}"}
-    base = {"method": contender.name, "model": label(args.model), "device": where["device"]}
-    base |= {"settings": contender.settings | settings}
-    identities = [base | m.key | {"settings": base["settings"] | m.settings} for m in measurements]
-    known = [] if args.again else common.read_rows(args.results)
+    where, known = common.provenance(device), [] if args.again else common.read_rows(args.results)
+    settings = contender.settings | {"weights": contender.weights}
+    settings |= {"dtypes": f"{weight_dtype}, autocast {compute_dtype}"}
+    base = {"method": contender.name, "model": label(args.model), "device": where["device"], "settings": settings}
+    identities = [base | m.key | {"settings": settings | m.settings} for m in measurements]
     rows = [find(identity, known) for identity in identities]
     if None not in rows:
         print(f"{contender.name}: already in {args.results.name}; --again measures it again", file=sys.stderr)
         return rows
     model, tokenizer, figures = contender.load(base, weight_dtype)
     model.to(device)
-    for place, (row, identity, measurement) in enumerate(zip(rows, identities, measurements, strict=True)):
-        if row is None:
+    for place, (identity, measurement) in enumerate(zip(identities, measurements, strict=True)):
+        if rows[place] is None:
             start = time.perf_counter()
-            measured = finite(measurement.measure(model, tokenizer))
-            seconds = {"eval_seconds": round(time.perf_counter() - start, 1)}
-            rows[place] = where | identity | measured | figures | seconds | {"command": command}
-            common.append_rows(args.results, [rows[place]])
-            print(f"{contender.name}, {column(rows[place])}: {cell(rows[place])}", file=sys.stderr)
+            row = where | identity | finite(measurement.measure(model, tokenizer)) | figures
+            row |= {"eval_seconds": round(time.perf_counter() - start, 1), "command": command}
+            common.append_rows(args.results, [row])
+            print(f"{contender.name}, {column(row)}: {cell(row)}", file=sys.stderr)
+            rows[place] = row
     return rows
 
 
 def find(identity: dict, rows: list[dict]) -> dict | None:
     """The latest row of the same measurement, of any commit without changes; older rows lack some fields."""
-    same = (
-        row
-        for row in reversed(rows)
-        if is_committed(row["commit"]) and all(row.get(key) == identity.get(key) for key in IDENTITY)
-    )
-    return next(same, None)
+    same = [row for row in rows if all(row.get(key) == identity.get(key) for key in IDENTITY)]
+    return next((row for row in reversed(same) if is_committed(row["commit"])), None)
 
 
 def column(row: dict) -> str:
@@ -214,20 +192,17 @@ def table(rows: list[dict]) -> tuple[list[str], list[list[str]], str]:
     for row in rows:
         by_method.setdefault(row["method"], []).append(row)
     first = next(iter(by_method.values()))
-    averaged = sum("task" in row for row in first) > 1
-    header = ["method", "weights", *map(column, first), *(["average"] if averaged else []), "seconds to prune"]
+    tasks = [row["settings"]["limit"] or "all" for row in first if "task" in row]
+    header = ["method", "weights", *map(column, first), *["average"] * (len(tasks) > 1), "seconds to prune"]
     lines = []
     for name, found in by_method.items():
-        accuracies = {row["task"]: row for row in found if "task" in row}
-        means = [f"{zero_shot.average(accuracies):.3f}"] if averaged else []
+        scores = {row["task"]: row for row in found if "task" in row}
+        mean = [f"{zero_shot.average(scores):.3f}"] if len(tasks) > 1 else []
         seconds = f"{max(row['seconds'] for row in found):.1f}"
-        lines.append([name, found[0]["settings"]["weights"], *map(cell, found), *means, seconds])
-    parts = [
-        f"perplexity on {r['windows']} windows of {r['seq_len']} tokens of {r['data']}" for r in first if "data" in r
-    ]
-    if tasks := [row for row in first if "task" in row]:
-        limit = tasks[0]["settings"]["limit"]
-        parts.append(f"accuracy (zero-shot, {f'the first {limit}' if limit else 'all'} questions of each task)")
+        lines.append([name, found[0]["settings"]["weights"], *map(cell, found), *mean, seconds])
+    texts = "perplexity on {windows} windows of {seq_len} tokens of {data}"
+    parts = [texts.format_map(row) for row in first if "data" in row]
+    parts += [f"accuracy (zero-shot, first questions of each task: {limit})" for limit in tasks[:1]]
     return header, lines, f"{first[0]['model']}: {'; '.join(parts)}."
 
 

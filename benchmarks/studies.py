@@ -1,8 +1,6 @@
 """The paper's studies, and one of fine-tuning: each is one command that writes rows and a plot. NAME comes first.
 
-    python benchmarks/studies.py --list
     python benchmarks/studies.py lambda1                            # with the demo recipe of `proxsparse train`
-    python benchmarks/studies.py lambda1 --objective paper --quick  # the paper's form; a rehearsal of seconds
     python benchmarks/studies.py all --recipe smollm2-135m --data c4_train_sample.jsonl.gz --eval_data wiki.valid.raw
 
 Flags that are not listed below are those of `proxsparse train`. Each run has its own folder in --output_dir/cells. A
@@ -12,10 +10,9 @@ complete run with the same settings is not repeated: a study continues where it 
 import argparse
 import contextlib
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -37,33 +34,31 @@ from proxsparse.run.resume import NOT_SETTINGS
 
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.
 PROJECTION = 1e9
-QUICK = {"num_samples": 16, "seq_len": 64, "eval_seq_len": 64, "eval_max_windows": 2}
 WINDOW = 1024  # of fine-tuning
+COLUMNS = {
+    "": "{cell}",
+    "perplexity": "{perplexity[proxsparse]:.5g}",
+    "then fine-tuned": "{finetuned:.5g}",
+    "N:M before projection": "{feasible_share:.1%}",
+    "norm gap": "{norm_gap:.4g}",
+    "seconds": "{seconds:.0f}",
+}
 CURVE_POINTS = 100  # about the largest number of points of a curve in a row
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """The runs of a study: one for each value, with the settings that `settings(value, config of the flags)` adds."""
-
-    values: tuple
-    quick: tuple  # the values with --quick
-    parse: Callable[[str], object]
-    settings: Callable[[object, TrainConfig], dict[str, float]]
-    fixed: dict[str, object] = field(default_factory=dict)  # settings of all runs, unless a flag says otherwise
-
-
-@dataclass(frozen=True)
 class Study:
-    """One table or figure.
+    """One table or figure: a run for each value, with the settings that `settings(value, config of the flags)` adds.
 
-    `curve`: what it shows over the steps (a key of `CURVES`); None: it shows the final perplexity. `finetunes`: every
-    run is followed by `proxsparse finetune` on as many tokens of the same text.
+    `fixed`: settings of all runs, unless a flag says otherwise. `curve`: what it shows over the steps (a key of
+    `CURVES`); None: it shows the final perplexity. `finetunes`: every run is followed by `proxsparse finetune` on as
+    many tokens of the same text.
     """
 
-    paper: str
-    title: str
-    sweep: Sweep
+    values: tuple
+    settings: Callable[[object, TrainConfig], dict[str, float]]
+    parse: Callable[[str], object] = float
+    fixed: dict[str, object] = field(default_factory=dict)
     curve: str | None = None
     finetunes: bool = False
 
@@ -87,25 +82,31 @@ def hard_or_soft(cell: str, config: TrainConfig) -> dict[str, float]:
 
 
 # The constraints on the learned weights can be studied only where the loss sees these weights.
-DENSE = {"forward": "dense"}
+DENSE = {"fixed": {"forward": "dense"}}
 CELLS = ("both soft", "hard frozen weights", "hard sparsity", "both hard")
-CONSTRAINTS = Sweep(CELLS, CELLS, str, hard_or_soft, DENSE)
 # Factors of the lambda of the flags; the paper's sweeps reach from 1/1000 to 50 times its best value.
-LAMBDA_1 = Sweep((0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), (0.1, 1.0, 10.0), float, times_reg_lambda)
-PAPERS = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf)  # those of the paper's table
-LAMBDA_2 = Sweep(PAPERS, (0.0, 20.0, math.inf), float, lambda value, config: {"frozen_lambda": value}, DENSE)
-SAMPLES = Sweep((100, 200, 400), (4, 8, 16), int, lambda value, config: {"num_samples": value})
-DOCUMENTS = replace(SAMPLES, values=(100, 200, 400, 800, 2000), fixed={"distill": 0.5})
-GAP = "Distance of the kept weights from pretrained, by λ₂"
+LAMBDA_1 = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), times_reg_lambda
+LAMBDA_2 = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf), lambda value, config: {"frozen_lambda": value}
+COUNT = (lambda value, config: {"num_samples": value}), int
+TITLES = {
+    "constraints": "Hard and soft constraints (Table 3)",
+    "lambda1": "Strength of the sparsity regularizer (Table 4)",
+    "lambda2": "Strength of the frozen-weight regularizer (Table 5)",
+    "samples": "Calibration samples (Table 6, its ProxSparse rows)",
+    "convergence": "Share of N:M blocks by λ₁ (Figures 1 and 4, (a) to (c))",
+    "early_mask": "Mask bits equal to the final mask, by λ₁ (Figures 1 and 4, (d))",
+    "norm_gap": "Distance of the kept weights from pretrained, by λ₂ (Figure 2)",
+    "recovery": "Documents of mask learning and of fine-tuning (not in the paper)",
+}
 STUDIES = {
-    "constraints": Study("Table 3", "Hard and soft constraints", CONSTRAINTS),
-    "lambda1": Study("Table 4", "Strength of the sparsity regularizer", LAMBDA_1),
-    "lambda2": Study("Table 5", "Strength of the frozen-weight regularizer", LAMBDA_2),
-    "samples": Study("Table 6, its ProxSparse rows", "Calibration samples", SAMPLES),
-    "convergence": Study("Figures 1 and 4, (a) to (c)", "Share of N:M blocks by λ₁", LAMBDA_1, "feasible_share"),
-    "early_mask": Study("Figures 1 and 4, (d)", "Mask bits equal to the final mask, by λ₁", LAMBDA_1, "similarity"),
-    "norm_gap": Study("Figure 2", GAP, LAMBDA_2, "norm_gap"),
-    "recovery": Study("not in the paper", "Documents of mask learning and of fine-tuning", DOCUMENTS, finetunes=True),
+    "constraints": Study(CELLS, hard_or_soft, parse=lambda text: CELLS[CELLS.index(text)], **DENSE),
+    "lambda1": Study(*LAMBDA_1),
+    "lambda2": Study(*LAMBDA_2, **DENSE),
+    "samples": Study((100, 200, 400), *COUNT),
+    "convergence": Study(*LAMBDA_1, curve="feasible_share"),
+    "early_mask": Study(*LAMBDA_1, curve="similarity"),
+    "norm_gap": Study(*LAMBDA_2, **DENSE, curve="norm_gap"),
+    "recovery": Study((100, 200, 400, 800, 2000), *COUNT, fixed={"distill": 0.5}, finetunes=True),
 }
 CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
     "feasible_share": lambda folder, result: [[row["step"], row["feasible_share"]] for row in read_metrics(folder)],
@@ -117,22 +118,16 @@ CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
 def main(arguments: list[str] | None = None) -> None:
     """Runs each named study."""
     args, flags = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-    if args.list or args.study is None:
-        print(text_table(["study", "paper", "title"], [[name, s.paper, s.title] for name, s in STUDIES.items()]))
-        return
     for name in STUDIES if args.study == "all" else [args.study]:
         run_study(name, args, flags)
 
 
 def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags of this command, and all others, which are those of `proxsparse train`."""
-    parser = common.new_parser(__doc__, allow_abbrev=False)
-    names = [*STUDIES, "all"]
-    parser.add_argument("study", nargs="?", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--list", action="store_true", help="print the studies and the paper's tables and figures")
+    parser, names = common.new_parser(__doc__, allow_abbrev=False), [*STUDIES, "all"]
+    parser.add_argument("study", choices=names, metavar="NAME", help=", ".join(names))
     values_help = "values of the sweep; lambda1: factors of the lambda of the flags"
     parser.add_argument("--values", nargs="+", metavar="V", help=values_help)
-    parser.add_argument("--quick", action="store_true", help="a rehearsal: few values, few short samples")
     parser.add_argument("--again", action="store_true", help="repeat runs that already exist")
     folder = Path("runs/studies")
     parser.add_argument("--output_dir", type=Path, default=folder, help="folder of pictures, and of runs in cells/")
@@ -143,40 +138,28 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 def run_study(name: str, args: argparse.Namespace, flags: list[str]) -> None:
     """The runs of a study that are missing, a row for each of its runs, and the picture of all."""
     study, known = STUDIES[name], common.read_rows(args.results)
-    given = study.sweep.fixed | (QUICK if args.quick else {}) | parse_train_flags(flags)
+    given = study.fixed | parse_train_flags(flags)
     config = make_config(**given)
     if study.curve is None and config.eval_data == "none":
         raise InputError(f"{name}: measures the perplexity; give --eval_data")
-    cells = {value: study.sweep.settings(value, config) for value in chosen_values(name, args)}
+    try:
+        values = study.values if args.values is None else list(map(study.parse, args.values))
+    except ValueError as error:
+        raise InputError(f"--values {' '.join(args.values)}: {name} takes values such as {study.values}") from error
+    cells = {value: study.settings(value, config) for value in values}
     configs = [make_config(**given | finite(settings)) for settings in cells.values()]  # bad flags before the first run
     rows = []
     for (value, settings), config in zip(cells.items(), configs, strict=True):
         print(f"\n{name}, {cell_name(value)}: {settings or 'the flags as given'}", file=sys.stderr)
-        again = [*(["--quick"] if args.quick else []), "--values", cell_name(value), *flags]
-        row = row_of(name, config, settings, args) | {"cell": cell_name(value)}
-        rows.append(row | {"command": f"python benchmarks/studies.py {name} {quoted(again)}"})
+        command = f"python benchmarks/studies.py {name} {quoted(['--values', cell_name(value), *flags])}"
+        rows.append(row_of(name, config, settings, args) | {"cell": cell_name(value), "command": command})
         if rows[-1] not in known:
             common.append_rows(args.results, rows[-1:])
-    header = ["", "perplexity", "N:M before projection", "norm gap", "minutes"]
-    title = f"{study.title} ({study.paper})"
-    print(f"\n{title}; {plots.measured_on(rows[0])}\n\n{text_table(header, list(map(cells_of, rows)))}\n")
+    header, cells_of = common.columns(COLUMNS)
+    print(f"\n{TITLES[name]}; {plots.measured_on(rows[0])}\n\n{text_table(header, list(map(cells_of, rows)))}\n")
     if len(rows) > 1:  # a single run repeats a part of a picture
         picture = args.output_dir / f"{name}-{label(config.model)}-{config.scaling}-{config.forward}.png"
-        plots.draw(picture, partial(plots.curves if study.curve else plots.perplexities, rows, study.title))
-
-
-def chosen_values(name: str, args: argparse.Namespace) -> list:
-    """The values of the sweep that this call runs. Raises InputError for wrong --values."""
-    sweep = STUDIES[name].sweep
-    if not args.values:
-        return list(sweep.quick if args.quick else sweep.values)
-    try:
-        values = [sweep.parse(text) for text in args.values]
-    except ValueError as error:
-        raise InputError(f"--values {' '.join(args.values)}: {name} takes values such as {sweep.values}") from error
-    if sweep is CONSTRAINTS and not set(values) <= set(CELLS):
-        raise InputError(f"--values {shlex.join(values)}: {name} takes {shlex.join(CELLS)}")
-    return values
+        plots.draw(picture, partial(plots.curves if study.curve else plots.perplexities, rows, TITLES[name]))
 
 
 def cell_name(value: object) -> str:
@@ -256,13 +239,6 @@ def finetuned(config: TrainConfig, folder: Path, tokens: int, again: bool) -> di
     tuned = FinetuneConfig(**shared | text).check()
     finetune.complete_(tuned)
     return run_once(tuned, folder.with_name(f"{folder.name}-finetuned"), again, method=FINETUNE)[1]
-
-
-def cells_of(row: dict) -> list[str]:
-    """A row of the printed table."""
-    figures = [f"{row['feasible_share']:.1%}", plots.number(row["norm_gap"]), f"{row['seconds'] / 60:.1f}"]
-    tuned = f", then {plots.number(row['finetuned'])}" if "finetuned" in row else ""
-    return [row["cell"], plots.number(plots.learned(row)) + tuned, *figures]
 
 
 if __name__ == "__main__":

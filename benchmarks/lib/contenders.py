@@ -47,15 +47,14 @@ def method(text: str, args: Namespace) -> Contender:
         InputError: an unknown method, allocation or option, or a bad value.
     """
     first, _, second = text.partition("+")
-    names, options = {}, {}
+    options = {}
     for kind, part in (("method", first), ("allocation", second)):
         name, _, rest = part.partition(":")
-        names |= {kind: name} if name else {}
-        options |= dict(item.partition("=")[::2] for item in rest.split(",") if item)
+        options |= ({kind: name} if name else {}) | dict(item.partition("=")[::2] for item in rest.split(",") if item)
     for name in options.keys() & {*SHARED_FLAGS, "eval_data"} - {"precision"}:
         raise InputError(f"{text!r}: {name} is the same for the whole table; give it as --{name}")
     shared = {name: getattr(args, name) for name in SHARED_FLAGS} | {"eval_data": "none"}
-    flags = [word for name, value in (shared | names | options).items() for word in (f"--{name}", str(value))]
+    flags = [word for name, value in (shared | options).items() for word in (f"--{name}", str(value))]
     try:
         config = parse_prune(flags)
     except InputError as error:

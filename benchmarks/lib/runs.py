@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 from lib import common
@@ -46,8 +47,9 @@ def run_once(
         again = again or (keep_model and not list(folder.glob(WEIGHTS)))
         if not again:
             return made, result_of(folder)
-    config.output_dir, config.overwrite_output_dir = str(folder), again or not resumes
-    config.resume_from_checkpoint = None if config.overwrite_output_dir else LAST
+    if again or not resumes:
+        shutil.rmtree(folder, ignore_errors=True)
+    config.output_dir, config.resume_from_checkpoint = str(folder), LAST
     record.unlink(missing_ok=True)
     code, result = job.run(config, method), result_of(folder)
     if code != 0 or (result["perplexity"] is None and config.eval_data != "none"):  # Ctrl-C in the last evaluation
