@@ -16,6 +16,7 @@ this model and text.
 import argparse
 import sys
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -37,31 +38,33 @@ from proxsparse.runtime.device import choose_device, choose_precision
 GROUP = 64
 DENSE_BITS, SPARSE_BITS = (16, 8, 4, 3), (16, 8, 4)
 GPTQ = "2:4, GPTQ"
-HEADER = ["weights", "form", "bits of a value", "bits a weight", "perplexity"]
+COLUMNS = {
+    "weights": "{name}",
+    "form": "{form}",
+    "bits of a value": "{bits}",
+    "bits a weight": "{bits_a_weight:.2f}",
+    "perplexity": "{perplexity:,.2f}",
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures every form, prints a table and draws a picture."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    args = parse_arguments(arguments)
-    rows = []
-    for name, kind in [("dense", "dense"), *((text, "2:4") for text in args.masks)]:
-        contender = contenders.dense(args) if kind == "dense" else contenders.saved(name, args)
-        forms = [(kind, bits) for bits in (DENSE_BITS if kind == "dense" else SPARSE_BITS)]
-        forms += [(GPTQ, 4)] if args.calibrate and kind != "dense" else []
+    args, rows, command = parse_arguments(arguments), [], f"python benchmarks/bits_quality.py {quoted(arguments)}"
+    sparse = [("2:4", bits) for bits in SPARSE_BITS] + [(GPTQ, 4)] * bool(args.calibrate)
+    models = [(contenders.dense(args), [("dense", bits) for bits in DENSE_BITS])]
+    for model, forms in models + [(contenders.saved(text, args), sparse) for text in args.masks]:
         for form, bits in forms:
-            rows.append(row_of(contender, form, bits, args, arguments))
+            rows.append(row_of(model, form, bits, args) | {"command": command})
             common.append_rows(args.results, rows[-1:])
-    print(text_table(HEADER, [cells(row) for row in rows]))
+    header, cells = common.columns(COLUMNS)
+    print(text_table(header, list(map(cells, rows))))
+    measured = itemgetter("model", "data", "seq_len", "windows")
+    same = [row for row in common.read_rows(args.results) if measured(row) == measured(rows[0])]
+    same = [row for row in same if (row.get("bos") == "each") == (rows[0]["bos"] == "each")]  # older rows: not each
+    newest = {(row["name"], row["form"], row["bits"]): row for row in same}
     picture = args.results.with_name(f"bits_quality_{label(args.model)}.png")
-    plots.draw(picture, partial(plots.bits_quality, newest(common.read_rows(args.results), rows[0])))
-
-
-def newest(rows: list[dict], like: dict) -> list[dict]:
-    """The last row of each form, of the model and text of the row `like`."""
-    same = [row for row in rows if all(row[name] == like[name] for name in ("model", "data", "seq_len", "windows"))]
-    same = [row for row in same if (row.get("bos") == "each") == (like.get("bos") == "each")]  # older rows: not each
-    return list({(row["name"], row["form"], row["bits"]): row for row in same}.values())
+    plots.draw(picture, partial(plots.bits_quality, list(newest.values())))
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -80,24 +83,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def row_of(contender: contenders.Contender, kind: str, bits: int, args: argparse.Namespace, arguments: list) -> dict:
+def row_of(contender: contenders.Contender, form: str, bits: int, args: argparse.Namespace) -> dict:
     """The row of one model in one form."""
     device = choose_device(args.device)
-    compute_dtype = choose_precision("auto", device)[1]
     model, tokenizer, _ = contender.load({}, torch.float32)
-    if kind == GPTQ:
-        size = round_by_gptq_(model, tokenizer, bits, args.calibrate)
+    if form == "dense":
+        size = round_dense_(model, bits)
     else:
-        size = round_dense_(model, bits) if kind == "dense" else round_sparse_(model, bits)
+        size = round_by_gptq_(model, tokenizer, bits, args.calibrate) if form == GPTQ else round_sparse_(model, bits)
     tokens = evaluation_tokens(evaluation_text(args.eval_data), tokenizer)
     where, bos = window_bos(model, tokenizer)
-    model.to(device)
-    found = perplexity(model, tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype, bos=bos)
+    compute_dtype = choose_precision("auto", device)[1]
+    found = perplexity(model.to(device), tokens, args.eval_seq_len, args.eval_max_windows, compute_dtype, bos=bos)
     print(f"{contender.name}, {bits} bits: {found.value:.2f}", file=sys.stderr)
     return common.provenance(device) | {
         "model": label(args.model),
         "name": contender.name,
-        "form": kind,
+        "form": form,
         "updated": contender.weights != "frozen",
         "bits": bits,
         "bits_a_weight": round(size, 3),
@@ -106,7 +108,6 @@ def row_of(contender: contenders.Contender, kind: str, bits: int, args: argparse
         "windows": found.windows,
         "bos": where,
         "perplexity": found.value,
-        "command": f"python benchmarks/bits_quality.py {quoted(arguments)}",
     }
 
 
@@ -121,19 +122,19 @@ def round_dense_(model: nn.Module, bits: int) -> float:
         raise InputError(f"the dense peers need torchao ({error}); pip install torchao") from error
     granularity = PerAxis(0) if bits == 8 else PerGroup(GROUP)
     config = IntxWeightOnlyConfig(getattr(torch, f"int{bits}"), granularity, scale_dtype=torch.bfloat16)
-    layers = prunable_layers(model)
-    for layer in layers.values():
+    layers = prunable_layers(model).values()
+    for layer in layers:
         quantize_(layer, config)
         layer.weight = nn.Parameter(layer.weight.dequantize().float())
-    scales = sum(w.shape[0] * (1 if bits == 8 else w.shape[1] // GROUP) for w in weights_of(layers))
-    return bits + 16 * scales / sum(weight.numel() for weight in weights_of(layers))
+    scales = sum(layer.out_features * (1 if bits == 8 else layer.in_features // GROUP) for layer in layers)
+    return bits + 16 * scales / sum(layer.weight.numel() for layer in layers)
 
 
 @torch.no_grad()
 def round_sparse_(model: nn.Module, bits: int) -> float:
     """Rounds the 2:4 layers as `pack --bits` does for a model in bfloat16; returns the bits a packed weight."""
-    total, layers = 0, prunable_layers(model)
-    for weight in weights_of(layers):
+    total, weights = 0, [layer.weight for layer in prunable_layers(model).values()]
+    for weight in weights:
         values, indices = pack_nm(weight)
         parts = [values.bfloat16(), indices]
         if bits != 16:
@@ -141,7 +142,7 @@ def round_sparse_(model: nn.Module, bits: int) -> float:
             parts = [codes, scales, indices]
             weight.copy_(unpack_nm(dequantize_nm(codes, scales.float()), indices))
         total += 8 * sum(part.nbytes for part in parts)
-    return total / sum(weight.numel() for weight in weights_of(layers))
+    return total / sum(weight.numel() for weight in weights)
 
 
 def round_by_gptq_(model: nn.Module, tokenizer, bits: int, source: str) -> float:
@@ -151,18 +152,7 @@ def round_by_gptq_(model: nn.Module, tokenizer, bits: int, source: str) -> float
     batches = calibration_batches(texts, tokenizer, NUM_SAMPLES, SEQ_LEN)
     codes = quantize_layers_(model, layers, batches, bits, dict.fromkeys(layers, torch.bfloat16))
     total = 8 * sum(part.nbytes for parts in codes.values() for part in parts)
-    return total / sum(weight.numel() for weight in weights_of(layers))
-
-
-def weights_of(layers: dict[str, nn.Linear]) -> list[torch.Tensor]:
-    """Their weights."""
-    return [layer.weight.data for layer in layers.values()]
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the printed table."""
-    name = f"{row['name']}{', updated' if row['updated'] else ''}"
-    return [name, row["form"], str(row["bits"]), f"{row['bits_a_weight']:.2f}", f"{row['perplexity']:,.2f}"]
+    return total / sum(layer.weight.numel() for layer in layers.values())
 
 
 if __name__ == "__main__":
