@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from lib.common import Results, command_line, error_note, with_defaults
-from lib.measure import WeightSet, interleaved, once, peak_bytes, weight_set
+from lib.common import Results, columns, command_line, error_note, with_defaults
+from lib.measure import WeightSet, interleaved, once, peak_bytes, rotation
 from lib.paper_solvers import enum_alm
 from lib.shapes import MODELS, prunable_layers
 from torch.optim import AdamW, Optimizer
@@ -27,7 +27,18 @@ from proxsparse.errors import run_command
 from proxsparse.optim import ProxAdamW, ProxOptimizer
 from proxsparse.runtime.device import choose_device
 
-HEADER = ["layers", "dtype", "optimizer", "ms", "bytes", "GB/s", "copy", "state", "peak", "note"]
+COLUMNS = {
+    "layers": "{weights}",
+    "dtype": "{dtype}",
+    "optimizer": "{optimizer}",
+    "ms": "{p50_ms:.3f}",
+    "bytes": "{bytes_a_weight:.0f}",
+    "GB/s": "{gb_per_s:.2f}",
+    "copy": "{share_of_copy:.1%}",
+    "state": "{state_bytes_a_weight:.0f}",
+    "peak": "{peak_bytes_a_weight:.1f}",
+    "note": "{note}",
+}
 # Even a copy of the weights exceeds the last-level cache. On a GPU a step takes 1 to 3 ms and the pause that hides its
 # launches 20 ms: rounds are counted there, not seconds.
 DEFAULTS = {
@@ -49,9 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
         for dtype in args.dtypes:
             case = {"weights": f"{chosen.model} x {chosen.blocks}", "dtype": dtype, "lambda": args.reg_lambda}
             shapes = prunable_layers(chosen.model, chosen.blocks)
-            layers = weight_set(shapes, getattr(torch, dtype), device, args.sigma)
+            (layers,) = rotation(shapes, getattr(torch, dtype), device, args.sigma, sets=1)
             results.add([case | row for row in benchmark(layers, chosen)])
-        results.show(HEADER, cells, summary(results.rows))
+        results.show(*columns(COLUMNS))
         failed |= any("p50_ms" not in row for row in results.rows)
     return 1 if failed else 0
 
@@ -64,7 +75,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reg_lambda", type=float, default=0.25, help="lambda_1; the paper's for Llama-2-7b is 0.25")
     parser.add_argument("--repetitions", type=int, help="minimum number of steps of each optimizer")
     parser.add_argument("--seconds", type=float, help="minimum total time of each optimizer")
-    parser.add_argument("--slow", action=argparse.BooleanOptionalAction, default=True, help=f"whether to run {SLOW}")
     return parser.parse_args(arguments)
 
 
@@ -114,32 +124,34 @@ def benchmark(layers: WeightSet, args: argparse.Namespace) -> list[dict[str, obj
         parameter.grad = torch.randn_like(parameter) * 1e-3
     device, optimizers, peaks, notes = layers.flat.device, {}, {}, {}
     for name, make in (OPTIMIZERS | FOR_DTYPE.get(layers.flat.dtype, {})).items():
-        if args.slow or name != SLOW:
-            try:
-                optimizer = make(parameters, args.reg_lambda)
-                optimizer.step()  # creates the state
-                layers.renew()
-                peaks[name] = peak_bytes(optimizer.step, device) if name != SLOW else None
-                optimizers[name] = optimizer
-            except Exception as error:  # whatever a kernel does, the others are measured
-                notes[name] = {"optimizer": name, "note": error_note(error)}
+        try:
+            optimizer = make(parameters, args.reg_lambda)
+            optimizer.step()  # creates the state
+            layers.renew()
+            peaks[name] = peak_bytes(optimizer.step, device) if name != SLOW else None
+            optimizers[name] = optimizer
+        except Exception as error:  # whatever a kernel does, the others are measured
+            notes[name] = {"optimizer": name, "note": error_note(error)}
     fast = {name: optimizer.step for name, optimizer in optimizers.items() if name != SLOW}
     try:
-        samples = interleaved(fast, layers.renew, device, args.repetitions, args.seconds, 16 * len(parameters))
+        rows = interleaved(fast, layers.renew, device, args.repetitions, args.seconds, 16 * len(parameters))
     except Exception as error:  # an earlier step has ended the CUDA context: the reason is in its note
         return [*notes.values(), *({"optimizer": name, "note": error_note(error)} for name in optimizers)]
-    rows = {name: sample.row() for name, sample in samples.items() if name != "copy"}
     if SLOW in optimizers:
         layers.renew()
         rows[SLOW] = once(lambda: slow_step(parameters, optimizers[SLOW].step, args.reg_lambda), device)
-    copy_gb_per_s = 2 * layers.flat.nbytes / samples["copy"].row()["p50_ms"] / 1e6
-    return [*notes.values()] + [
-        {"optimizer": name, "copy_gb_per_s": copy_gb_per_s}
-        | rows[name]
-        | memory(optimizer, parameters, rows[name], copy_gb_per_s)
-        | {"peak_bytes": peaks[name], "peak_bytes_a_weight": peaks[name] and peaks[name] / layers.flat.numel()}
-        for name, optimizer in optimizers.items()
-    ]
+    copy_gb_per_s = 2 * layers.flat.nbytes / rows["copy"]["p50_ms"] / 1e6
+    weights, found = layers.flat.numel(), [*notes.values()]
+    for name, optimizer in optimizers.items():
+        entries = [entry for state in optimizer.state.values() for entry in state.values()]
+        kept = sum(entry.nbytes for entry in entries if isinstance(entry, torch.Tensor) and entry.ndim > 0)
+        moved = 2 * kept + 3 * layers.flat.nbytes  # the weights are read and written, the gradients read
+        speed, peak = moved / rows[name]["p50_ms"] / 1e6, peaks[name]
+        row = {"optimizer": name, "copy_gb_per_s": copy_gb_per_s} | rows[name]
+        row |= {"share_of_copy": speed / copy_gb_per_s, "bytes_a_weight": moved / weights}
+        row |= {"state_bytes_a_weight": kept / weights, "gb_per_s": speed, "peak_bytes": peak}
+        found.append(row | {"peak_bytes_a_weight": None if peak is None else peak / weights})
+    return found
 
 
 @torch.no_grad()
@@ -148,35 +160,6 @@ def slow_step(parameters: list[torch.nn.Parameter], step: Callable, reg_lambda: 
     step()
     for parameter in parameters:
         parameter.copy_(enum_alm(parameter, reg_lambda))
-
-
-def memory(optimizer: Optimizer, parameters: list[torch.nn.Parameter], row: dict, copy_gb_per_s: float) -> dict:
-    """Bytes per weight that the optimizer keeps and that its step has to move, and the resulting speed."""
-    weights = sum(parameter.numel() for parameter in parameters)
-    entries = (entry for state in optimizer.state.values() for entry in state.values())
-    kept = sum(entry.nbytes for entry in entries if isinstance(entry, torch.Tensor) and entry.ndim > 0)
-    moved = 2 * kept + sum(2 * parameter.nbytes + parameter.grad.nbytes for parameter in parameters)
-    speed = moved / row["p50_ms"] / 1e6
-    bytes_a_weight = {"bytes_a_weight": moved / weights, "state_bytes_a_weight": kept / weights}
-    return bytes_a_weight | {"gb_per_s": speed, "share_of_copy": speed / copy_gb_per_s}
-
-
-def summary(rows: list[dict]) -> str:
-    """The share of the copy's speed that the fused step reaches."""
-    measured = [row for row in rows if row["optimizer"] == "ProxAdamW" and "p50_ms" in row]
-    shares = [f"{row['share_of_copy']:.1%} in {row['dtype']}" for row in measured]
-    return f"share of the copy's speed: ProxAdamW {', '.join(shares)}"
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the printed table."""
-    case = [row["weights"], row["dtype"], row["optimizer"]]
-    if "p50_ms" not in row:
-        return [*case, "", "", "", "", "", "", row["note"]]
-    peak = row["peak_bytes_a_weight"]
-    speed = [f"{row['p50_ms']:.3f}", f"{row['bytes_a_weight']:.0f}", f"{row['gb_per_s']:.2f}"]
-    held = [f"{row['state_bytes_a_weight']:.0f}", "" if peak is None else f"{peak:.1f}"]
-    return [*case, *speed, f"{row['share_of_copy']:.1%}", *held, row.get("note", "")]
 
 
 if __name__ == "__main__":

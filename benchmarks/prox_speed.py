@@ -12,15 +12,14 @@ them. What fails gets a note instead of a time, and the exit code is 1.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from lib import plots
-from lib.common import Results, command_line, dtype_name, error_note, matrix_shape, with_defaults
+from lib.common import Results, columns, command_line, dtype_name, error_note, matrix_shape, with_defaults
 from lib.measure import WeightSet, elapsed_ms, interleaved, once, rotation
 from lib.paper_solvers import enum_alm
 from lib.shapes import MODELS, PAPER, Shape, distinct, layer_shapes, prunable_layers
@@ -48,27 +47,18 @@ DEFAULTS = {
         "seconds": 0.0,  # most of a round is the pause that hides the launches
     },
 }
-HEADER = ["weights", "dtype", "lambda", "lambda*|w|", "kernel", "ms", "GB/s", "copy", "EnumALM", "note"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """The weights of one call: one weight, or all layers of a model."""
-
-    name: str
-    shapes: list[Shape]
-    dtype: torch.dtype
-    device: torch.device
-    slow: bool = False  # whether the reference and EnumALM run
-
-    @property
-    def op(self) -> str:
-        """The op of the call."""
-        return "prox_nm_" if len(self.shapes) == 1 else "prox_nm_list_"
-
-    def weights(self) -> int:
-        """Their number."""
-        return sum(rows * columns for rows, columns in self.shapes)
+COLUMNS = {
+    "weights": "{weights}",
+    "dtype": "{dtype}",
+    "lambda": "{lambda:g}",
+    "lambda*|w|": "{lambda_mean:.4f}",
+    "kernel": "{kernel}",
+    "ms": "{p50_ms:.3f}",
+    "GB/s": "{gb_per_s:.2f}",
+    "copy": "{share_of_copy:.1%}",
+    "EnumALM": "{times_enum_alm:.1f}x",
+    "note": "{note}",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,16 +69,20 @@ def main(arguments: list[str] | None = None) -> int:
     for device in map(choose_device, args.devices):
         results = Results("prox_speed", device, not args.no_save, arguments)
         chosen = with_defaults(args, DEFAULTS, device)
-        for case in cases(chosen, device):
+        cases = {"{}x{}".format(*shape): [shape] for shape in chosen.shapes}
+        cases |= {model: prunable_layers(model) for model in distinct(chosen.models)}
+        for dtype, (name, shapes) in itertools.product(args.dtypes, cases.items()):
             try:
-                for rows in benchmark(case, chosen):
-                    failed |= any(row.get("failed") for row in results.add(rows))
-            except Exception as error:  # such as too little memory; the other cases are still measured
-                print(f"failed: {case.name} in {case.dtype}: {error_note(error)}", flush=True)
+                for rows in benchmark(shapes, getattr(torch, dtype), device, chosen):
+                    failed |= any(row.get("failed") for row in results.add([{"weights": name} | row for row in rows]))
+            except torch.OutOfMemoryError as error:
+                print(f"skipped: {name} in {dtype}: {error_note(error)}", flush=True)
+            except Exception as error:  # the other cases are still measured
+                print(f"failed: {name} in {dtype}: {error_note(error)}", flush=True)
                 failed = True
             torch.cuda.empty_cache()
         if results.rows:
-            results.show(HEADER, cells, summary(results.rows))
+            results.show(*columns(COLUMNS))
             if results.save:
                 plots.draw(results.picture(device), partial(plots.prox_speed, results.rows))
     return 1 if failed else 0
@@ -107,46 +101,33 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """Each weight and each model in each dtype, as far as they fit into memory."""
-    for dtype in (getattr(torch, name) for name in args.dtypes):
-        slow = [shape for shape in args.shapes if shape[0] * shape[1] <= args.slow_weights]
-        for shape in args.shapes:
-            yield Case("{}x{}".format(*shape), [shape], dtype, device, shape in slow)
-        for model in distinct(args.models):
-            case = Case(model, prunable_layers(model), dtype, device)
-            gigabytes = 2 * case.weights() * dtype.itemsize / 1e9
-            if gigabytes <= 0.8 * free_gigabytes(device):
-                yield case
-            else:
-                print(f"skipped: {model} in {dtype_name(dtype)} needs {gigabytes:.0f} GB for weights and their copy")
-
-
-def free_gigabytes(device: torch.device) -> float:
-    """Free memory of the GPU, or available memory of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] / 1e9
-    meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return 1024 * int(meminfo["MemAvailable"].split()[0]) / 1e9
-
-
-def benchmark(case: Case, args: argparse.Namespace) -> Iterator[list[dict[str, object]]]:
-    """For every lambda: one row for the copy and one for each provider."""
-    sets = rotation(case.shapes, case.dtype, case.device, args.sigma)
-    mean = sum(part.float().abs().sum().item() for part in sets[0].source.split(2**26)) / case.weights()
+def benchmark(
+    shapes: list[Shape], dtype: torch.dtype, device: torch.device, args: argparse.Namespace
+) -> Iterator[list[dict[str, object]]]:
+    """For every lambda one row for the copy and one for each provider, of one weight or of all layers of a model."""
+    sets = rotation(shapes, dtype, device, args.sigma)
+    source = sets[0].source
+    mean = sum(part.float().abs().sum().item() for part in source.split(2**26)) / source.numel()
     for reg_lambda in args.lambdas:
-        times = fast_times(case, sets, reg_lambda, args)
-        times |= slow_times(case, sets[0], reg_lambda) if case.slow else {}
-        identity = {"weights": case.name, "dtype": dtype_name(case.dtype), "lambda": reg_lambda}
-        identity |= {"sigma": args.sigma, "lambda_mean": reg_lambda * mean}
-        yield [identity | {"kernel": name} | row | speeds(case, row, times) for name, row in times.items()]
+        times = fast_times(sets, reg_lambda, args)
+        if len(shapes) == 1 and source.numel() <= args.slow_weights:
+            times |= slow_times(sets[0], reg_lambda)
+        case = {"dtype": dtype_name(dtype), "lambda": reg_lambda, "sigma": args.sigma, "lambda_mean": reg_lambda * mean}
+        for name, row in times.items():
+            if ms := row.get("p50_ms"):
+                row["gb_per_s"] = 2 * source.nbytes / ms / 1e6
+                row.setdefault("share_of_copy", times["copy"]["p50_ms"] / ms)
+                if "p50_ms" in times.get("EnumALM", {}) and name != "copy":
+                    row["times_enum_alm"] = times["EnumALM"]["p50_ms"] / ms
+        yield [case | {"kernel": name} | row for name, row in times.items()]
 
 
-def fast_times(case: Case, sets: list[WeightSet], reg_lambda: float, args: argparse.Namespace) -> dict[str, dict]:
+def fast_times(sets: list[WeightSet], reg_lambda: float, args: argparse.Namespace) -> dict[str, dict]:
     """The times of the copy and of every backend except the reference, for one set; a run visits all sets.
 
     A backend that fails gets a note. If it has ended the CUDA context, the copy after it raises.
     """
+    device, number = sets[0].flat.device, len(sets[0].weights)
 
     def renew() -> None:
         for weights in sets:
@@ -155,41 +136,29 @@ def fast_times(case: Case, sets: list[WeightSet], reg_lambda: float, args: argpa
     def run_backend(name: str) -> None:
         with use_backend(name):
             for weights in sets:
-                apply_prox_(weights, reg_lambda)
+                if number == 1:
+                    prox_nm_(weights.weights[0], reg_lambda)
+                else:
+                    prox_nm_list_(weights.weights, [reg_lambda] * number)
 
-    runs, notes, launches = {}, {}, len(sets) * len(case.shapes)
-    for name in backends(case):
+    op, arguments = ("prox_nm_", (1.0, 2, 4, None)) if number == 1 else ("prox_nm_list_", (2, 4))
+    weight = torch.empty(1, 4, dtype=sets[0].flat.dtype, device=device)
+    names = [name for name in list_backends(op) if get_kernel(op, name).supports(weight, *arguments) is None]
+    runs, notes = {}, {}
+    for name in names:
         try:
-            elapsed_ms(partial(run_backend, name), case.device)
-            runs[name] = partial(run_backend, name)
+            if name != "reference":
+                elapsed_ms(partial(run_backend, name), device)
+                runs[name] = partial(run_backend, name)
         except Exception as error:  # whatever a kernel does, the others are measured
             notes[name] = {"note": error_note(error), "failed": True}
     renew()
-    rounds = args.repetitions if case.op == "prox_nm_" else max(3, args.repetitions // 3)  # a model takes longer
-    samples = interleaved(runs, renew, case.device, rounds, args.seconds, launches)
-    for sample in samples.values():
-        sample.ms = [ms / len(sets) for ms in sample.ms]
-        sample.copy_ms = [ms / len(sets) for ms in sample.copy_ms]
-    return {name: sample.row() for name, sample in samples.items()} | notes
+    rounds = args.repetitions if number == 1 else max(3, args.repetitions // 3)  # a model takes longer
+    calls = dict.fromkeys(("copy", *runs), len(sets))
+    return interleaved(runs, renew, device, rounds, args.seconds, len(sets) * number, calls) | notes
 
 
-def backends(case: Case) -> list[str]:
-    """The backends that support this case on this machine, except the reference."""
-    weight = torch.empty(1, 4, dtype=case.dtype, device=case.device)
-    arguments = (1.0, 2, 4, None) if case.op == "prox_nm_" else (2, 4)
-    names = [name for name in list_backends(case.op) if get_kernel(case.op, name).supports(weight, *arguments) is None]
-    return [name for name in names if name != "reference"]
-
-
-def apply_prox_(weights: WeightSet, reg_lambda: float) -> None:
-    """In place, in one call."""
-    if len(weights.weights) == 1:
-        prox_nm_(weights.weights[0], reg_lambda)
-    else:
-        prox_nm_list_(weights.weights, [reg_lambda] * len(weights.weights))
-
-
-def slow_times(case: Case, weights: WeightSet, reg_lambda: float) -> dict[str, dict]:
+def slow_times(weights: WeightSet, reg_lambda: float) -> dict[str, dict]:
     """The rows of the reference and of EnumALM, which are too slow for rounds: one run of each."""
     (weight,) = weights.weights
 
@@ -197,48 +166,16 @@ def slow_times(case: Case, weights: WeightSet, reg_lambda: float) -> dict[str, d
         with use_backend("reference"):
             prox_nm_(weight, reg_lambda)
 
-    if case.device.type == "cuda":
+    if weight.is_cuda:
         enum_alm(weight, 1.0, max_sweeps=1)  # loads its kernels
     runs, found = {"reference": reference, "EnumALM": partial(enum_alm, weight, reg_lambda)}, {}
     for name, run in runs.items():
         weights.renew()
         try:
-            found[name] = once(run, case.device, "once" if name == "reference" else "once, at most 100 sweeps")
+            found[name] = once(run, weight.device, "once" if name == "reference" else "once, at most 100 sweeps")
         except Exception as error:  # such as too little memory; the other rows are still measured
             found[name] = {"note": error_note(error), "failed": True}
     return found
-
-
-def speeds(case: Case, row: dict, times: dict[str, dict]) -> dict[str, float]:
-    """GB/s, the share of the copy's speed and the ratio to EnumALM, of the median, as far as they were measured."""
-    if "p50_ms" not in row:
-        return {}
-    found = {"gb_per_s": 2 * case.weights() * case.dtype.itemsize / row["p50_ms"] / 1e6}
-    found["share_of_copy"] = row.get("share_of_copy", times["copy"]["p50_ms"] / row["p50_ms"])
-    if "p50_ms" in times.get("EnumALM", {}):
-        found["times_enum_alm"] = times["EnumALM"]["p50_ms"] / row["p50_ms"]
-    return found
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the printed table."""
-    numbers = ["", "", "", ""]
-    if "p50_ms" in row:
-        numbers = [f"{row['p50_ms']:.3f}", f"{row['gb_per_s']:.2f}", f"{row['share_of_copy']:.1%}"]
-        numbers += [f"{row['times_enum_alm']:.1f}x" if "times_enum_alm" in row and row["kernel"] != "copy" else ""]
-    case = [row["weights"], row["dtype"], f"{row['lambda']:g}", f"{row['lambda_mean']:.4f}", row["kernel"]]
-    return [*case, *numbers, row.get("note", "")]
-
-
-def summary(rows: list[dict]) -> str:
-    """For each lambda, the share of the copy's speed that the fastest backend reaches in the worst case."""
-    best: dict[tuple, float] = {}
-    for row in rows:
-        if "p20_ms" in row and "note" not in row and row["kernel"] != "copy":
-            case = row["lambda"], row["weights"], row["dtype"]
-            best[case] = max(best.get(case, 0.0), row["share_of_copy"])
-    least = {x: min((share for case, share in best.items() if case[0] == x), default=0.0) for x in {c[0] for c in best}}
-    return "lowest share of the copy's speed: " + ", ".join(f"{least[x]:.1%} at lambda {x:g}" for x in sorted(least))
 
 
 if __name__ == "__main__":

@@ -35,12 +35,6 @@ class WeightSet:
         self.flat.copy_(self.source)
 
 
-def weight_set(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, sigma: float) -> WeightSet:
-    """Gaussian weights of standard deviation `sigma`, one of each shape."""
-    size = sum(rows * columns for rows, columns in shapes)
-    return views(shapes, torch.empty(size, dtype=dtype, device=device).normal_(0, sigma))
-
-
 def views(shapes: Sequence[Shape], source: Tensor) -> WeightSet:
     """Weights of these shapes with the values of `source`, one after the other."""
     flat = source.clone()
@@ -48,11 +42,17 @@ def views(shapes: Sequence[Shape], source: Tensor) -> WeightSet:
     return WeightSet([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], flat, source)
 
 
-def rotation(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, sigma: float) -> list[WeightSet]:
-    """Equal sets, enough that a kernel which runs over all of them reads each from memory, as in a training step."""
-    first = weight_set(shapes, dtype, device, sigma)
-    count = min(max(1, ROTATION_BYTES // first.flat.nbytes), ROTATION_SETS)
-    return [first] + [views(shapes, first.source.clone()) for _ in range(count - 1)]
+def rotation(
+    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, sigma: float, sets: int | None = None
+) -> list[WeightSet]:
+    """Equal sets of Gaussian weights of standard deviation `sigma`, one of each shape.
+
+    sets: their number; default: enough that a kernel that runs over all of them reads each from memory, as in training.
+    """
+    size = sum(rows * columns for rows, columns in shapes)
+    source = torch.empty(size, dtype=dtype, device=device).normal_(0, sigma)
+    count = sets or min(max(1, ROTATION_BYTES // source.nbytes), ROTATION_SETS)
+    return [views(shapes, source)] + [views(shapes, source.clone()) for _ in range(count - 1)]
 
 
 def packed_weight(shape: Shape, dtype: torch.dtype, device: torch.device, sigma: float) -> tuple[Tensor, Tensor]:
@@ -110,8 +110,7 @@ class LinearWeights:
     ) -> float:
         """The largest error of call(0), x W^T for `rows` rows, compared with float64 in the rows that are checked.
 
-        weight: W in float64, if it is not the weight of the others.
-        rounded_x: what it is multiplied by instead of x, in float64.
+        weight, rounded_x: W in float64, and x -> what it is multiplied by, if they are not those of the others.
         """
         known = [number for number, place in enumerate(self.places) if place < rows]
         places = [self.places[number] for number in known]
@@ -124,19 +123,6 @@ class LinearWeights:
         return max(1, min(len(self.dense), math.ceil(RUN_MS[self.x.device.type] / max(one, 1e-4))))
 
 
-@dataclass
-class Samples:
-    """Times of one function in milliseconds, and of the copy measured directly before each of them."""
-
-    ms: list[float]
-    copy_ms: list[float]
-
-    def row(self) -> dict[str, float]:
-        """The percentiles of the time, and the median share of the copy's speed."""
-        shares = [copy / ms for copy, ms in zip(self.copy_ms, self.ms, strict=True)]
-        return percentiles(self.ms) | {"share_of_copy": statistics.median(shares)}
-
-
 def interleaved(
     runs: dict[str, Callable[[], object]],
     renew: Callable[[], object],
@@ -144,7 +130,8 @@ def interleaved(
     repetitions: int,
     seconds: float = 0.25,
     launches: int = 1,
-) -> dict[str, Samples]:
+    calls: dict[str, int] | None = None,
+) -> dict[str, dict[str, float]]:
     """Times copy, run, copy, the next run, copy ... in rounds, so that a drift of the machine affects all equally.
 
     Args:
@@ -153,31 +140,29 @@ def interleaved(
         repetitions, seconds: the least number of rounds, and the least total time of each run. One more round before
             them warms up.
         launches: the largest number of kernel launches in a run.
+        calls: name -> the calls in a run, by which its time is divided; default: 1.
     Returns:
-        The samples of every run, and of "copy" itself.
+        Of every run, and of "copy" itself: the percentiles of the time, and the median of its share of the speed of the
+        copy measured directly before it.
     """
     runs = runs or {"copy": renew}  # without runs, only the copy is measured
-    samples = {name: Samples([], []) for name in ("copy", *runs)}
+    ms: dict[str, list[float]] = {name: [] for name in ("copy", *runs)}
+    shares: dict[str, list[float]] = {name: [] for name in runs} | {"copy": [1.0]}
     rounds = 0
-    while rounds <= repetitions or any(sum(samples[name].ms) < 1000 * seconds for name in runs):
+    while rounds <= repetitions or any(sum(ms[name]) < 1000 * seconds for name in runs):
         for name, run in runs.items():
-            copy_ms = elapsed_ms(renew, device, launches)
-            ms = elapsed_ms(run, device, launches)
+            copy_ms, run_ms = elapsed_ms(renew, device, launches), elapsed_ms(run, device, launches)
             if rounds > 0:
-                for sample, time_ms in ((samples[name], ms), (samples["copy"], copy_ms)):
-                    sample.ms.append(time_ms)
-                    sample.copy_ms.append(copy_ms)
+                ms["copy"].append(copy_ms)
+                ms[name].append(run_ms)
+                shares[name].append(copy_ms / run_ms)
         rounds += 1
-    return samples
-
-
-def repeated(run: Callable[[], object], device: torch.device, repetitions: int, seconds: float) -> dict[str, float]:
-    """The percentiles of at least `repetitions` runs that take `seconds` in total, after one run that warms up."""
-    run()
-    times: list[float] = []
-    while len(times) < repetitions or sum(times) < 1000 * seconds:
-        times.append(elapsed_ms(run, device))
-    return percentiles(times)
+    calls = calls or {}
+    return {
+        name: percentiles([time_ms / calls.get(name, 1) for time_ms in times])
+        | {"share_of_copy": statistics.median(shares[name])}
+        for name, times in ms.items()
+    }
 
 
 def once(run: Callable[[], object], device: torch.device, note: str = "once") -> dict[str, object]:
