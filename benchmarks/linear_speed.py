@@ -5,9 +5,9 @@
     python benchmarks/linear_speed.py --update_choice     # no measurement: the table of `auto` from the saved rows
 
 All backends and `dense` (F.linear) multiply by the same random 2:4 weight. A backend whose error against float64 is
-more than twice that of dense plus a rounding gets a note instead of a time, and the exit code is 1. With --states
-cold every run reads equal weights from memory, one after the other, as a model does; warm: always the same weight. On a
-GPU a run is one CUDA graph. benchmarks/README.md describes the columns.
+more than twice that of dense plus a rounding gets a note instead of a time, and the exit code is 1. A run reads equal
+weights from memory, one after the other, as a model does; on a GPU it is one CUDA graph. benchmarks/README.md describes
+the columns.
 
 Rows are appended to results/linear_speed.jsonl after each shape; results/linear_speed_<device>.png shows them. After an
 illegal access in a kernel every later call of its process fails: --backends NAME measures only one backend and dense.
@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lib import common, cusparselt, plots
-from lib.codes import Contender, contenders
+from lib import common, plots
+from lib.codes import Contender, contenders, cusparselt
 from lib.common import Results, dtype_name, error_note
 from lib.decode import capture_graph
-from lib.measure import COPY_BYTES, LinearWeights, copy_buffers, interleaved, percentiles
+from lib.measure import LinearWeights, copy_buffers, interleaved
 from lib.shapes import PAPER, Shape, layer_shapes
 from torch import Tensor
 from torch.nn import functional
@@ -61,7 +61,20 @@ DEFAULTS = {
     },
 }
 PEAK_ROWS = 512  # from this number of rows the dense matmul is at its best
-HEADER = ["weight", "dtype", "rows", "state", "backend", "ms", "speed", "limit", "x dense", "auto", "note"]
+COLUMNS = {
+    "weight": "{weights}",
+    "dtype": "{dtype}",
+    "rows": "{rows}",
+    "backend": "{backend}",
+    "ms": "{p50_ms:.4f}",
+    "GB/s": "{gb_per_s:.1f}",
+    "TFLOP/s": "{tflop_per_s:.3g}",
+    "share": "{share_of_limit:.0%}",
+    "of": "{limit}",
+    "x dense": "{times_dense:.2f}",
+    "auto": "{auto}",
+    "note": "{note}",
+}
 ORIGIN = ("device", "torch", "commit", "command")  # what the table of `auto` says about its rows
 
 
@@ -83,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
                 rows = results.add(benchmark(shape, getattr(torch, dtype), device, chosen))
                 failed |= any("note" in row for row in rows)
                 print(f"measured {shape[0]}x{shape[1]} in {dtype}", flush=True)
-        results.show(HEADER, cells, summary(results.rows), args.table)
+        results.show(*common.columns(COLUMNS))
         if results.save:
             same = {name: results.where[name] for name in ("when", "device")}
             rows = [row for row in common.read_rows(results.file) if same.items() <= row.items()]  # of all processes
@@ -99,17 +112,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
     backends_help = "default: all that support the call; no name: only dense; also cusparselt, NVIDIA's library"
-    names = [*list_backends(OP), cusparselt.NAME]
+    names = [*list_backends(OP), "cusparselt"]
     parser.add_argument("--backends", nargs="*", choices=names, default=names, metavar="NAME", help=backends_help)
     bits_help = (
         "8, 4: also codes, as cpp:8 and cpp:4, on a GPU gemv:8, gemv:4, cutlass_int8:8 and cutlass_fp8:8; also torch's "
         "dense layers, such as torch:8"
     )
     parser.add_argument("--bits", type=int, nargs="+", choices=[16, 8, 4], help=bits_help)
-    parser.add_argument("--states", nargs="+", choices=["cold", "warm"], default=["cold"])
     parser.add_argument("--repetitions", type=int, help="minimum number of rounds")
     parser.add_argument("--seconds", type=float, help="minimum total time of each backend")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table there, in Markdown")
     parser.add_argument("--update_choice", action="store_true", help=f"write {choice.MEASURED.name} from the rows")
     parser.set_defaults(dtypes=None)
     return parser.parse_args(arguments)
@@ -117,17 +128,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 @torch.no_grad()
 def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> list[dict]:
-    """One row for dense and each backend, for every number of rows and state."""
+    """One row for dense and each backend, for every number of rows."""
     weights = LinearWeights.random(shape, dtype, device, args.sigma, args.rows)
     others = contenders(weights, args.bits)
-    others |= cusparselt.contender(weights) if cusparselt.NAME in args.backends else {}
-    source, target = copy_buffers(device)
-    rows = []
+    others |= cusparselt(weights) if "cusparselt" in args.backends else {}
+    rows, buffers = [], copy_buffers(device)
     for count in args.rows:
-        for state in args.states:
-            case = {"weights": "{}x{}".format(*shape), "dtype": dtype_name(dtype)}
-            case |= {"rows": count, "state": state, "sigma": args.sigma}
-            rows += [case | row for row in times(weights, others, count, state, lambda: target.copy_(source), args)]
+        case = {"weights": "{}x{}".format(*shape), "dtype": dtype_name(dtype)}
+        case |= {"rows": count, "state": "cold", "sigma": args.sigma}
+        rows += [case | row for row in times(weights, others, count, buffers, args)]
     return [row | shares(row, rows) for row in rows]
 
 
@@ -135,8 +144,7 @@ def times(
     weights: LinearWeights,
     others: dict[str, Contender],
     rows: int,
-    state: str,
-    copy: Callable[[], object],
+    buffers: tuple[Tensor, Tensor],
     args: argparse.Namespace,
 ) -> list[dict]:
     """The rows of dense, of every backend that supports the call, and of the others; what fails has only a note."""
@@ -152,29 +160,33 @@ def times(
             exact = (others[name].weight, others[name].rounded_x) if name in others else ()
             errors[name] = weights.error_of(call, rows, *exact)
             numbers[name] = weights.visits(call)
-            runs[name] = repeated_calls(call, numbers[name], state, x.device)
+            runs[name] = one_call_each(call, numbers[name], x.device)
         except Exception as error:  # whatever a kernel does, the others are measured
             notes[name] = error_note(error)
     of_dense = errors.get(DENSE, math.inf)
     wrong = [name for name in runs if not errors[name] <= weights.tolerance(of_dense)]
     notes |= {name: f"wrong: its error is {errors[name]:.2g}, that of dense {of_dense:.2g}" for name in wrong}
     runs = {name: run for name, run in runs.items() if name not in notes}
+    source, target = buffers
+    measured = {}
     try:
-        samples = interleaved(runs, copy, x.device, args.repetitions, args.seconds) if DENSE in runs else {}
+        if DENSE in runs:
+            copy = partial(target.copy_, source)
+            measured = interleaved(runs, copy, x.device, args.repetitions, args.seconds, calls=numbers)
     except Exception as error:  # an earlier call has ended the CUDA context: the rows of other sizes are kept
-        samples, notes = {}, notes | {name: error_note(error) for name in runs}
+        notes |= {name: error_note(error) for name in runs}
     found = [{"backend": name, "note": note} for name, note in notes.items()]
-    if not samples:
-        return found
-    copy_gb_per_s = 2 * COPY_BYTES[x.device.type] / samples["copy"].row()["p50_ms"] / 1e6
     auto = choice.choose(x, weights.packed[0][0]).backend
-    for name in runs:
-        row = percentiles([ms / numbers[name] for ms in samples[name].ms])
-        row |= {"calls_a_run": numbers[name], "copy_gb_per_s": copy_gb_per_s, "error": errors[name]}
-        weight_bytes = others[name].nbytes if name in others else bytes_of(name, weights)
-        found.append(
-            {"backend": name} | row | speeds(weight_bytes, weights.shape, x, row["p50_ms"]) | {"auto": name == auto}
-        )
+    for name in runs if measured else ():
+        row = {"backend": name, "calls_a_run": numbers[name], "error": errors[name], "auto": name == auto}
+        row |= {key: value for key, value in measured[name].items() if key != "share_of_copy"}
+        row |= {"copy_gb_per_s": 2 * source.nbytes / measured["copy"]["p50_ms"] / 1e6}
+        weight = others[name].nbytes if name in others else sum(part.nbytes for part in weights.packed[0])
+        moved = weights.dense[0].nbytes if name == DENSE else weight
+        moved += x.nbytes + rows * weights.shape[0] * x.element_size()
+        operations = 2 * rows * math.prod(weights.shape)  # of the dense matmul
+        speeds = {"gb_per_s": moved / row["p50_ms"] / 1e6, "tflop_per_s": operations / row["p50_ms"] / 1e9}
+        found.append(row | {"bytes": moved} | speeds)
     return found
 
 
@@ -190,29 +202,14 @@ def sparse_calls(kernel: Kernel, weights: LinearWeights, x: Tensor) -> dict[str,
     return calls
 
 
-def repeated_calls(
-    call: Callable[[int], Tensor], number: int, state: str, device: torch.device
-) -> Callable[[], object]:
-    """A run: `number` calls, each on another weight, or (warm) all on one."""
+def one_call_each(call: Callable[[int], Tensor], number: int, device: torch.device) -> Callable[[], object]:
+    """A run: `number` calls, each on another weight."""
 
     def run() -> None:
         for place in range(number):
-            call(place if state == "cold" else 0)
+            call(place)
 
     return capture_graph(run, device) if device.type == "cuda" else run
-
-
-def bytes_of(name: str, weights: LinearWeights) -> int:
-    """Bytes of the weight that a backend reads."""
-    return weights.dense[0].nbytes if name == DENSE else sum(part.nbytes for part in weights.packed[0])
-
-
-def speeds(weight_bytes: int, shape: Shape, x: Tensor, ms: float) -> dict[str, float]:
-    """GB/s of weight, x and y, and TFLOP/s of the dense matmul."""
-    out_features, in_features = shape
-    moved = weight_bytes + x.nbytes + x.shape[0] * out_features * x.element_size()
-    operations = 2 * x.shape[0] * out_features * in_features
-    return {"bytes": moved, "gb_per_s": moved / ms / 1e6, "tflop_per_s": operations / ms / 1e9}
 
 
 def shares(row: dict, rows: list[dict]) -> dict[str, object]:
@@ -224,7 +221,7 @@ def shares(row: dict, rows: list[dict]) -> dict[str, object]:
     if "p50_ms" not in row:
         return {}
     dense = [other for other in rows if other["backend"] == DENSE]
-    (same,) = (other for other in dense if (other["rows"], other["state"]) == (row["rows"], row["state"]))
+    (same,) = (other for other in dense if other["rows"] == row["rows"])
     peaks = [other["tflop_per_s"] for other in dense if max(other["rows"] for other in dense) >= PEAK_ROWS]
     found = {
         "memory": row["gb_per_s"] / row["copy_gb_per_s"],
@@ -232,32 +229,6 @@ def shares(row: dict, rows: list[dict]) -> dict[str, object]:
     }
     limit = max(found, key=found.get)
     return {"limit": limit, "share_of_limit": found[limit], "times_dense": same["p50_ms"] / row["p50_ms"]}
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the printed table."""
-    case = [row["weights"], row["dtype"], str(row["rows"]), row["state"], row["backend"]]
-    if "p50_ms" not in row:
-        return [*case, "", "", "", "", "", row["note"]]
-    speed = f"{row['gb_per_s']:.1f} GB/s" if row["limit"] == "memory" else f"{row['tflop_per_s']:.3g} TFLOP/s"
-    numbers = [f"{row['p50_ms']:.4f}", speed, f"{row['share_of_limit']:.0%}", f"{row['times_dense']:.2f}"]
-    return [*case, *numbers, "<-" if row["auto"] else "", row.get("note", "")]
-
-
-def summary(rows: list[dict]) -> str:
-    """Speedup of the fastest sparse backend over dense, for the fewest and the most rows; without prepared weights."""
-    sentences = []
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        for count in sorted({min(row["rows"] for row in rows), max(row["rows"] for row in rows)}):
-            ratios = defaultdict(list)
-            for row in rows:
-                is_sparse = row["backend"] != DENSE and ":" not in row["backend"]
-                if (row["dtype"], row["rows"]) == (dtype, count) and "times_dense" in row and is_sparse:
-                    ratios[row["weights"], row["state"]].append(row["times_dense"])
-            if best := [max(found) for found in ratios.values()]:
-                sentences.append(f"{dtype}, {count} rows: {min(best):.2f} to {max(best):.2f} times dense")
-    found = "the fastest sparse backend, by shape: " + "; ".join(sentences)
-    return found if sentences else "no sparse backend was measured"
 
 
 def update_choice(results: Path) -> None:

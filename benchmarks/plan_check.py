@@ -57,8 +57,9 @@ def compare(case: str, folder: Path) -> dict[str, object]:
         if not Path(pruned).exists():
             peak(["prune", "--model", model, *PRUNE, pruned])
     planned = memory(parse(flags))["host"]
-    flags += ["--output_dir", str(folder / "run"), "--overwrite_output_dir"]
-    return {"planned": sum(planned.values()), "measured": peak([command, *flags]), "items": planned}
+    with tempfile.TemporaryDirectory(dir=folder) as run:
+        measured = peak([command, *flags, "--output_dir", f"{run}/run"])
+    return {"planned": sum(planned.values()), "measured": measured, "items": planned}
 
 
 def peak(arguments: list[str]) -> int:

@@ -12,6 +12,7 @@ proxsparse[serve], and for --program vllm an environment as in docs/serving.md.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from lib.common import Results, devices, new_parser
+from lib.common import Results, columns, devices, new_parser
 from lib.random_models import KINDS, random_model
 
 from proxsparse import pack
@@ -44,57 +45,58 @@ SERVER = """import sys
 from proxsparse.integrations.transformers_server import PackedServer
 name, port, device, dtype = sys.argv[1:]
 PackedServer(name, 16384, host="127.0.0.1", port=int(port), device=device, dtype=dtype).wait()"""
-HEADER = ["model", "program", "batch", "prompt", "form", "tokens/s", "x dense", "first token ms", "x dense"]
+COLUMNS = {
+    "model": "{model}",
+    "program": "{program}",
+    "batch": "{batch}",
+    "prompt": "{prompt}",
+    "form": "{form}",
+    "tokens/s": "{tokens_per_s:.1f}",
+    "x dense": "{speed_times_dense:.2f}",
+    "first token s": "{first_token_s:.3f}",
+    "first token x dense": "{first_token_times_dense:.2f}",
+}
 
 
-def transformers_server(folder: Path, port: int, args: argparse.Namespace) -> list[str]:
-    """The command that serves a folder as `proxsparse serve` does."""
-    return [sys.executable, "-c", SERVER, folder.name, str(port), args.device, args.dtype]
+def transformers_server(folder: Path, port: int, args: argparse.Namespace) -> tuple[list[str], dict]:
+    """The command that serves a folder as `proxsparse serve` does, and the fields of a request for a greedy answer."""
+    settings = {"max_new_tokens": args.new_tokens, "do_sample": False, "eos_token_id": None}
+    command = [sys.executable, "-c", SERVER, folder.name, str(port), args.device, args.dtype]
+    return command, {"generation_config": json.dumps(settings)}
 
 
-def vllm_server(folder: Path, port: int, args: argparse.Namespace) -> list[str]:
-    """The command that serves a folder with vLLM."""
+def vllm_server(folder: Path, port: int, args: argparse.Namespace) -> tuple[list[str], dict]:
+    """The same for vLLM."""
     command = [args.vllm_python, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", folder.name]
     flags = {"host": "127.0.0.1", "port": port, "dtype": args.dtype, "max-model-len": 2048, "max-num-seqs": 16}
-    return [*command, "--enforce-eager", *(f"--{name}={value}" for name, value in flags.items())]
+    command += ["--enforce-eager", *(f"--{name}={value}" for name, value in flags.items())]
+    return command, {"max_tokens": args.new_tokens, "temperature": 0, "ignore_eos": True}
 
 
-def own_settings(new_tokens: int) -> dict:
-    """The fields of a request to transformers' server for a greedy answer of exactly that length."""
-    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
-    return {"generation_config": json.dumps(settings)}
-
-
-def vllm_settings(new_tokens: int) -> dict:
-    """The fields of a request to vLLM for a greedy answer of exactly that length."""
-    return {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-
-
-PROGRAMS = {"transformers": (transformers_server, own_settings), "vllm": (vllm_server, vllm_settings)}
+PROGRAMS = {"transformers": transformers_server, "vllm": vllm_server}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measures every batch and length of the prompt."""
     args = parse_arguments(arguments)
     results = Results("serve_speed", choose_device(args.device), not args.no_save, arguments)
+    layers = args.layers if args.model in KINDS else None
+    same = {"model": Path(args.model).name, "layers": layers, "dtype": args.dtype, "program": args.program}
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
         folders = save_models(args, Path(scratch))
         choose, pool = random.Random(0), single_words(args)
         asked = {form: running.enter_context(serving(folder, args)) for form, folder in folders.items()}
-        for batch, prompt in ((batch, prompt) for prompt in args.prompts for batch in args.batches):
+        for prompt, batch in itertools.product(args.prompts, args.batches):
             found = {form: [] for form in asked}
             for is_measured in [False] + [True] * args.repetitions:
                 for form, ask in asked.items():
                     times = send(ask, ["".join(choose.choices(pool, k=prompt)) for _ in range(batch)])
                     found[form] += [times] * is_measured
-            layers = args.layers if args.model in KINDS else None
-            case = {"model": Path(args.model).name, "layers": layers, "dtype": args.dtype, "program": args.program}
-            case |= {"batch": batch, "prompt": prompt, "new_tokens": args.new_tokens}
-            results.add(
-                [case | {"form": form} | row for form, row in summaries(found, batch * args.new_tokens).items()]
-            )
+            case = same | {"batch": batch, "prompt": prompt, "new_tokens": args.new_tokens}
+            rows = summaries(found, batch * args.new_tokens)
+            results.add([case | {"form": form} | row for form, row in rows.items()])
             print(f"measured batch {batch} with prompts of {prompt} tokens", flush=True)
-    results.show(HEADER, cells, "x dense: the median of the ratios of the rounds; above 1 packed is faster")
+    results.show(*columns(COLUMNS), "x dense: the median of the ratios of the rounds; above 1 packed is faster")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -146,45 +148,46 @@ def single_words(args: argparse.Namespace) -> list[str]:
 
 @contextlib.contextmanager
 def serving(folder: Path, args: argparse.Namespace) -> Iterator[Callable]:
-    """Yields ask(prompt) -> the times at which the parts of the answer arrived, while a server runs."""
+    """Yields ask(prompt) -> the times at which the parts of the answer arrived, while a server runs.
+
+    Raises InputError with the end of the log if the server does not start.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command, settings = PROGRAMS[args.program]
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command, settings = PROGRAMS[args.program](folder, port, args)
     here = os.pathsep.join(filter(None, [str(Path(pack.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment |= os.environ | {"PYTHONPATH": here}
     with tempfile.TemporaryFile("w+") as log:
-        server = subprocess.Popen(
-            command(folder, port, args),
-            cwd=folder.parent,
-            env=environment | os.environ | {"PYTHONPATH": here},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        files = {"stdout": log, "stderr": log, "start_new_session": True}
+        server = subprocess.Popen(command, cwd=folder.parent, env=environment, **files)
         try:
-            wait_until_healthy(server, port, log)
-            yield partial(ask, f"http://127.0.0.1:{port}/v1/completions", folder.name, settings(args.new_tokens))
+            end = time.monotonic() + START_SECONDS
+            while not is_healthy(port):
+                if server.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise InputError(f"the server did not start: {log.read()[-2000:]}")
+                time.sleep(0.2)
+            yield partial(ask, f"http://127.0.0.1:{port}/v1/completions", {"model": folder.name} | settings)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
             server.wait()
 
 
-def wait_until_healthy(server: subprocess.Popen, port: int, log) -> None:
-    """Raises InputError with the end of the log if the server does not start."""
-    end = time.monotonic() + START_SECONDS
-    while server.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-            return
-        time.sleep(0.2)
-    log.seek(0)
-    raise InputError(f"the server did not start: {log.read()[-2000:]}")
+def is_healthy(port: int) -> bool:
+    """Whether the server answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except OSError:
+        return False
 
 
-def ask(url: str, model: str, settings: dict, prompt: str) -> list[float]:
+def ask(url: str, settings: dict, prompt: str) -> list[float]:
     """The times at which the parts of a streamed answer arrived."""
-    body = json.dumps({"model": model, "prompt": prompt, "stream": True} | settings).encode()
+    body = json.dumps(settings | {"prompt": prompt, "stream": True}).encode()
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as answer:
             return [time.perf_counter() for line in answer if line.startswith(b"data: ")]
@@ -203,21 +206,14 @@ def send(ask: Callable, prompts: list[str]) -> tuple[float, float]:
 
 def summaries(found: dict[str, list[tuple[float, float]]], tokens: int) -> dict[str, dict]:
     """The fields of the row of each form, from the (seconds, seconds to the first part) of its rounds."""
-    dense = torch.tensor(found["dense"])
     rows = {}
     for form, rounds in found.items():
         times = torch.tensor(rounds)
-        (seconds, first), (speed, sooner) = times.quantile(0.5, 0).tolist(), (dense / times).quantile(0.5, 0).tolist()
-        rows[form] = {"tokens_per_s": tokens / seconds, "speed_times_dense": speed, "first_token_s": first}
-        rows[form] |= {"first_token_times_dense": sooner, "rounds": len(rounds)}
+        (seconds, first), ratios = times.quantile(0.5, 0).tolist(), torch.tensor(found["dense"]) / times
+        rows[form] = {"tokens_per_s": tokens / seconds, "first_token_s": first, "rounds": len(rounds)}
+        names = ("speed_times_dense", "first_token_times_dense")
+        rows[form] |= dict(zip(names, ratios.quantile(0.5, 0).tolist(), strict=True))
     return rows
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the printed table."""
-    case = [row["model"], row["program"], str(row["batch"]), str(row["prompt"]), row["form"]]
-    speed = [f"{row['tokens_per_s']:.1f}", f"{row['speed_times_dense']:.2f}"]
-    return [*case, *speed, f"{1e3 * row['first_token_s']:.0f}", f"{row['first_token_times_dense']:.2f}"]
 
 
 if __name__ == "__main__":

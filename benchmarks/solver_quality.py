@@ -164,38 +164,22 @@ def least_objective(problems: Problems, generator: torch.Generator, starts: int 
     return reference.objective(w, z, lam, 2).view(starts, -1).amin(0)
 
 
-COLORS = ("#1f5a92", "#d9822b", "#3a8f5c", "#b8433a")
 PATH_Y = (1.4, 1.1, 1.0, 0.7)  # the example of the paper's appendix C
 COUNTEREXAMPLE = (1.05, 1.05, 1.05, 0)  # lambda = 1
 
 
 def path_figure():
-    """The prox of PATH_Y over lambda, by the exact solver and the paper's three."""
+    """The optimum for PATH_Y over lambda, and the thresholds of the paper."""
     y = torch.tensor(PATH_Y, dtype=torch.float64)
     lambdas = torch.linspace(0.001, 0.8, 1600, dtype=torch.float64)
     exact = reference.prox_nm(lambdas[:, None] * y, 1.0) / lambdas[:, None]
     leap = exact.diff(dim=0).abs().amax(-1) > 0.05  # the optimum jumps there: the line is broken
-    (axes,) = plots.panels(1, 8.4, 4.4, f"Regularisation path of y = {list(PATH_Y)}")
-    axes.set(xlabel=r"$\lambda$   [1 / unit of y]", ylabel="weight after the prox   [unit of y]")
-    for i, color in enumerate(COLORS):
-        broken = torch.cat([exact[:1, i], exact[1:, i].masked_fill(leap, math.nan)])
-        axes.plot(lambdas, broken, color=color, linewidth=2)
-        axes.text(-0.008, PATH_Y[i], f"$y_{i + 1}={PATH_Y[i]}$", color=color, ha="right", va="center")
-    axes.plot([], color=plots.GRAY, linewidth=2, label="exact solver")
-    some = lambdas[40::60]
-    for marker, size, (name, (solver, tolerance, most)) in zip("sxo", (8, 6, 4), PAPER.items(), strict=True):
-        w = paper_solvers.enum_solve(solver, y.repeat(len(some), 1), some[:, None], tolerance, most).w
-        style = {"ls": "", "marker": marker, "ms": size, "mfc": "none", "mec": "black", "mew": 0.8}
-        axes.plot(some, w[:, 0], label=name, **style)
-        axes.plot(some, w[:, 1:], **style)
-    for (name, where), style, side in zip(thresholds(y).items(), ("--", "--", ":"), (1, -1, 1), strict=True):
-        axes.axvline(where, color=plots.GRAY, linestyle=style, linewidth=1.2)
-        place = {"ha": "left" if side > 0 else "right", "va": "top"}
-        axes.text(where + 0.006 * side, 1.62, f"{name} from {where:.3f}", size=9, color=plots.GRAY, **place)
-    axes.set(xlim=(0, 0.8), ylim=(-0.03, 1.64), yticks=[0, 0.5, 1, 1.5])
-    axes.tick_params(axis="y", pad=48)
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0.4, 0.03), ncols=2)
-    return axes.figure
+    exact[1:][leap] = math.nan
+    series = {}
+    for value, weight in zip(PATH_Y, exact.T.tolist(), strict=True):
+        series[f"y = {value}"] = [(lam, w, "") for lam, w in zip(lambdas.tolist(), weight, strict=True)]
+    title = "; ".join(f"{name} from {where:.3f}" for name, where in thresholds(y).items())
+    return plots.chart(f"Regularization path; {title}", [("", "λ   [1 / unit of y]", series)], "weight", (7, 4))
 
 
 def thresholds(z: Tensor) -> dict[str, float]:
@@ -207,9 +191,9 @@ def thresholds(z: Tensor) -> dict[str, float]:
     lam = torch.arange(0.001, 0.8, 1e-5, dtype=torch.float64)[:, None]
     three = reference.prox.three_sparse_candidate(lam * z, 1.0) / lam
     holds = {
-        "3-sparse point\ncritical": lam.squeeze() * reference.elementary_symmetric(three, 2) >= z[3],
-        "2-sparse point\ncritical": (lam * z[0] * z[1] >= z[2]).squeeze(),
-        "2-sparse point\noptimal": (reference.prox_nm(lam * z, 1.0)[:, 2:] == 0).all(-1),
+        "3-sparse point critical": lam.squeeze() * reference.elementary_symmetric(three, 2) >= z[3],
+        "2-sparse point critical": (lam * z[0] * z[1] >= z[2]).squeeze(),
+        "2-sparse point optimal": (reference.prox_nm(lam * z, 1.0)[:, 2:] == 0).all(-1),
     }
     return {name: lam[condition.nonzero()[0]].item() for name, condition in holds.items()}
 

@@ -1,4 +1,4 @@
-"""Layers with 8 and 4 bits: our packed codes, and their peers, torch's dense kernels.
+"""Layers with 8 and 4 bits: our packed codes, and their peers, torch's dense kernels; and NVIDIA's 2:4 product.
 
 On a CPU the peers are weight-only. On a GPU they, and CUTLASS's kernels for our codes, also round x, in each call.
 
@@ -29,6 +29,7 @@ from proxsparse.ops.backends.cutlass_codes import (
 )
 from proxsparse.ops.backends.gemv import MAX_ROWS
 from proxsparse.ops.registry import get_kernel
+from proxsparse.ops.sparse_linear import pad_rows
 from proxsparse.reference.quantize import CODES
 
 BACKENDS = {"cpu": "cpp", "cuda": "gemv"}  # of our codes
@@ -59,10 +60,17 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
     """Name -> contender; torch has kernels for the CPU, bfloat16 and sizes that are multiples of 64."""
     found, (values, indices), count = {}, weights.packed[0], len(weights.packed)
     backend = BACKENDS[values.device.type]
+
+    def multiply(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
+        return sparse_linear(x, codes, indices, backend=backend, scales=scales)
+
     for number in (number for number in bits if number in CODES):
         codes, scales = quantize_nm(values, number)
+
+        def serves(x: Tensor, codes: Tensor = codes) -> bool:
+            return get_kernel("sparse_linear", backend).supports(x, codes) is None
+
         exact = unpack_nm(dequantize_nm(codes, scales.double()), indices)
-        multiply, serves = partial(multiply_codes, backend), partial(serves_codes, backend, codes)
         form = copies((codes, indices, scales), count)
         found[f"{backend}:{number}"] = Contender(form, multiply, exact, serves)
         if number == 8 and values.device.type == "cuda":
@@ -71,8 +79,8 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
             found |= products_of_codes(FP8, sparse_linear_fp8, dense_fp8, (codes, indices, scales), count)
         fits = values.dtype == torch.bfloat16 and all(size % 64 == 0 for size in weights.shape)
         if fits and values.device.type == "cpu":
-            form, multiply, exact = PEERS[number](weights.dense[0])
-            found[f"torch:{number}"] = Contender(copies(form, count), multiply, exact)
+            form, torch_multiply, exact = PEERS[number](weights.dense[0])
+            found[f"torch:{number}"] = Contender(copies(form, count), torch_multiply, exact)
     return found
 
 
@@ -83,7 +91,10 @@ def products_of_codes(
     codes, indices, scales = weight
     exact = unpack_nm(codes.double() * scales.double(), indices)
     whole = unpack_nm(codes.float(), indices).to(kind.dtype)
-    serves, rounded_x = partial(serves_rows, kind, codes), partial(dequantized_rows, kind)
+    rounded_x = partial(dequantized_rows, kind)
+
+    def serves(x: Tensor) -> bool:  # fewer rows are for gemv, and `torch._int_mm` needs 17
+        return len(x) > MAX_ROWS and missing(kind, x, codes) is None
 
     def multiply(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor, metadata: Tensor) -> Tensor:
         return sparse(x, codes, indices, scales, metadata=metadata)
@@ -107,11 +118,6 @@ def dense_fp8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return torch._scaled_mm(codes, weight.t(), x_scales[:, None], scales.t(), out_dtype=x.dtype, use_fast_accum=False)
 
 
-def serves_rows(kind: Kind, codes: Tensor, x: Tensor) -> bool:
-    """Whether CUTLASS multiplies x by such codes; fewer rows are for gemv, and `torch._int_mm` needs 17."""
-    return len(x) > MAX_ROWS and missing(kind, x, codes) is None
-
-
 def dequantized_rows(kind: Kind, x: Tensor) -> Tensor:
     """x after rounding to codes, in float64."""
     codes, scales = quantize_rows(x, kind)
@@ -121,16 +127,6 @@ def dequantized_rows(kind: Kind, x: Tensor) -> Tensor:
 def copies(form: tuple, count: int) -> list[tuple]:
     """The form and clones of it."""
     return [tuple(part.clone() for part in form) for _ in range(count)]
-
-
-def multiply_codes(backend: str, x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
-    """With the packed codes."""
-    return sparse_linear(x, codes, indices, backend=backend, scales=scales)
-
-
-def serves_codes(backend: str, codes: Tensor, x: Tensor) -> bool:
-    """Whether the backend multiplies x by such codes."""
-    return get_kernel("sparse_linear", backend).supports(x, codes) is None
 
 
 def dense_8(weight: Tensor) -> tuple:
@@ -153,6 +149,32 @@ def dense_4(weight: Tensor) -> tuple:
         return torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)
 
     return (packed, scales_and_zeros), multiply, exact
+
+
+def cusparselt(weights: LinearWeights) -> dict[str, Contender]:
+    """cuSPARSELt as part of torch, "cusparselt:16"; {} if it cannot multiply by these weights.
+
+    A layer with it would hold the weight in a second format. torch creates the descriptors and the plan of a
+    multiplication on the host in every call (ATen, cuSPARSELtOps.cpp), so only a captured CUDA graph shows the speed of
+    the kernels. The first call for each number of rows runs all algorithms to find the fastest, which is not possible
+    in a capture: call it once before. Sizes are those of torch.sparse.SparseSemiStructuredTensorCUSPARSELT.
+    """
+    dense = weights.dense[0]
+    fits = dense.dtype in (torch.bfloat16, torch.float16) and all(size % 16 == 0 for size in dense.shape)
+    fits &= dense.is_cuda and torch.cuda.get_device_capability(dense.device) >= (8, 0)
+    if not (fits and torch.backends.cusparselt.is_available()):
+        return {}
+    algorithms = {}  # rows of x -> arguments of torch._cslt_sparse_mm
+
+    def multiply(x: Tensor, compressed: Tensor) -> Tensor:
+        columns = pad_rows(x, 8).t()
+        if len(x) not in algorithms:  # torch._cslt_sparse_mm_search does not return the split of in_features
+            found = torch._C._cusparselt.mm_search(compressed, columns, None, None, None, True)
+            algorithms[len(x)] = dict(zip(("alg_id", "split_k", "split_k_mode"), found, strict=False))
+        return torch._cslt_sparse_mm(compressed, columns, transpose_result=True, **algorithms[len(x)])[: len(x)]
+
+    compressed = [(torch._cslt_compress(weight),) for weight in weights.dense]
+    return {"cusparselt:16": Contender(compressed, multiply, dense.double())}
 
 
 def quantize_(model: nn.Module, bits: int) -> nn.Module:
