@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 from lib import common
-from lib.random_models import save_random_llama
 
 from proxsparse.run.memory import memory
 from proxsparse.run.parse import parse_config, parse_finetune
 
 SHORT = ["--device", "cpu", "--max_steps", "3", "--num_samples", "16", "--packing", "--eval_max_windows", "1"]
+RANDOM = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 20000}
+RANDOM |= {"num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 2048}
 PRUNE = ["--method", "magnitude", "--eval_data", "none", "--output_dir"]
 PAPER = "train --eval_data none --objective paper --seq_len 2048"
 CASES = (
@@ -32,13 +33,17 @@ CASES = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Measures every case."""
+    sys.path.insert(0, str(common.FOLDER.parent / "tests"))
+    from tiny_models import byte_tokenizer, tiny_model
+
     parser = common.new_parser(__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="cases that contain this")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args(arguments)
     results = common.Results("plan_check", torch.device("cpu"), not args.no_save, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        save_random_llama(Path(folder, "random"), 768, 8, vocabulary=20000)
+        for part in (tiny_model("llama", **RANDOM), byte_tokenizer()):
+            part.save_pretrained(Path(folder, "random"))
         for case in (case for case in CASES if args.only in case):
             print(*results.add([{"case": case} | compare(case, Path(folder))]), flush=True)
     results.show(["case", "planned GB", "measured GB", "plan / measured"], cells, "")

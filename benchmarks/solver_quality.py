@@ -1,4 +1,4 @@
-"""Repeats the paper's Table 1 with our solvers: their time, and the distance of their results from the optimum.
+"""The paper's Table 1 with EnumALM and our solvers: their time, and the distance of their results from the optimum.
 
     python benchmarks/solver_quality.py                  # Table 1 and both pictures: about a minute
     python benchmarks/solver_quality.py --hard           # also blocks on and near ties, some of which EnumALM misses
@@ -18,7 +18,6 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,11 +41,6 @@ COLUMNS = {
     "most": "{max_iterations:.0f}",
 }
 CPU = torch.device("cpu")
-PAPER = {  # solver, tolerance, limit of iterations of a subproblem; the paper's own took 561.70, 43.31 and 8.52 s
-    "EnumIPM": (paper_solvers.ipm, 1e-13, 1_000),
-    "EnumPGD": (paper_solvers.pgd, 1e-10, 100_000),
-    "EnumALM": (paper_solvers.alm, 1e-10, 100_000),
-}
 MISS = 1e-9
 
 
@@ -134,8 +128,8 @@ def compare(problems: Problems, generator: torch.Generator) -> list[dict[str, ob
 def solvers() -> dict[str, Callable[[Problems], tuple[Tensor, Tensor | None]]]:
     """Name -> solver: problems -> (w [problems, 4], iterations [problems])."""
 
-    def paper(name: str, problems: Problems) -> paper_solvers.Solution:
-        return paper_solvers.enum_solve(PAPER[name][0], problems.blocks, problems.lam[:, None], *PAPER[name][1:3])
+    def paper(problems: Problems) -> paper_solvers.Solution:
+        return paper_solvers.enum_alm_by_block(problems.blocks, problems.lam[:, None], 1e-10, 100_000)
 
     def plain_torch(problems: Problems) -> tuple[Tensor, None]:
         lam = problems.lam[:, None]  # lambda * y makes every lambda 1
@@ -148,19 +142,14 @@ def solvers() -> dict[str, Callable[[Problems], tuple[Tensor, Tensor | None]]]:
         return w, None
 
     backend = select("prox_nm_", torch.zeros(1, 4, dtype=torch.float64), 1.0, 2, 4, None).backend
-    return {name: partial(paper, name) for name in PAPER} | {"ours: reference": plain_torch, f"ours: {backend}": op}
+    return {"EnumALM": paper, "ours: reference": plain_torch, f"ours: {backend}": op}
 
 
 def least_objective(problems: Problems, generator: torch.Generator, starts: int = 12) -> Tensor:
     """The least objective that coordinate descent reaches from random points of the box [0, |y|]; [problems]."""
     z, lam = problems.blocks.abs().repeat(starts, 1), problems.lam.repeat(starts)
     start = z * torch.rand(z.shape, generator=generator, dtype=torch.float64)
-
-    def step(w: Tensor, z: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-        after = paper_solvers.sweep(w, z, lam)
-        return after, (after - w).abs().amax(-1) <= 1e-9
-
-    w, _ = paper_solvers.iterate(step, start, (z, lam), max_iterations=300)
+    w = paper_solvers.descend(start, z, lam, tolerance=1e-9, max_sweeps=300).w
     return reference.objective(w, z, lam, 2).view(starts, -1).amin(0)
 
 
@@ -229,7 +218,7 @@ def relative_miss(z: Tensor) -> Tensor:
     """objective(EnumALM) / objective(optimum) - 1 at lambda = 1; [..., 4] -> [...]."""
 
     def of_chunk(z: Tensor) -> Tensor:
-        found = paper_solvers.enum_solve(paper_solvers.alm, z, 1.0, tolerance=1e-6, max_iterations=1000).w
+        found = paper_solvers.enum_alm_by_block(z, 1.0, tolerance=1e-6, max_sweeps=1000).w
         optimum = reference.prox_nm(z, 1.0)
         return reference.objective(found, z, 1.0, 2) / reference.objective(optimum, z, 1.0, 2) - 1
 

@@ -1,10 +1,7 @@
-"""Models with random weights: decoders of published shapes, dense or packed, and a small Llama in a folder.
+"""Decoders of published shapes with random 2:4 weights, dense or packed, built layer by layer on their device.
 
-The decoders have 2:4 weights and are built layer by layer on their device. The same seed gives the dense and the packed
-form the same weights, and the packed format never holds a dense one.
+The same seed gives both forms the same weights, and the packed form never holds a dense one.
 """
-
-from pathlib import Path
 
 import torch
 from lib.measure import packed_weight
@@ -88,28 +85,3 @@ def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
             if parameter.is_meta:
                 tensor = torch.ones_like(parameter, device=device)
                 module.register_parameter(key, nn.Parameter(tensor.normal_(0, sigma) if tensor.ndim > 1 else tensor))
-
-
-def save_random_llama(folder: Path, hidden: int, blocks: int, vocabulary: int = 260) -> None:
-    """Saves a float32 Llama of this size with a tokenizer of one token per byte, for load_model.
-
-    vocabulary: at least 260; the tokens beyond these are never used.
-    """
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytes_ = Tokenizer(models.BPE(vocab={character: number for number, character in enumerate(alphabet)}, merges=[]))
-    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    config = transformers.AutoConfig.for_model(
-        "llama",
-        hidden_size=hidden,
-        intermediate_size=2 * hidden // 3 * 4,
-        num_hidden_layers=blocks,
-        num_attention_heads=max(1, hidden // 64),
-        vocab_size=vocabulary,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<eos>").save_pretrained(folder)
