@@ -107,17 +107,13 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
     parser = common.command_line(__doc__)
-    parser.add_argument(
-        "--shapes", type=common.matrix_shape, nargs="+", metavar="OUTxIN", help="out_features x in_features"
-    )
+    shape_help = "out_features x in_features"
+    parser.add_argument("--shapes", type=common.matrix_shape, nargs="+", metavar="OUTxIN", help=shape_help)
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows of x")
     backends_help = "default: all that support the call; no name: only dense; also cusparselt, NVIDIA's library"
     names = [*list_backends(OP), "cusparselt"]
     parser.add_argument("--backends", nargs="*", choices=names, default=names, metavar="NAME", help=backends_help)
-    bits_help = (
-        "8, 4: also codes, as cpp:8 and cpp:4, on a GPU gemv:8, gemv:4, cutlass_int8:8 and cutlass_fp8:8; also torch's "
-        "dense layers, such as torch:8"
-    )
+    bits_help = "8, 4: also codes, such as cpp:8 or gemv:4, and torch's dense layers, such as torch:8"
     parser.add_argument("--bits", type=int, nargs="+", choices=[16, 8, 4], help=bits_help)
     parser.add_argument("--repetitions", type=int, help="minimum number of rounds")
     parser.add_argument("--seconds", type=float, help="minimum total time of each backend")
@@ -223,10 +219,8 @@ def shares(row: dict, rows: list[dict]) -> dict[str, object]:
     dense = [other for other in rows if other["backend"] == DENSE]
     (same,) = (other for other in dense if other["rows"] == row["rows"])
     peaks = [other["tflop_per_s"] for other in dense if max(other["rows"] for other in dense) >= PEAK_ROWS]
-    found = {
-        "memory": row["gb_per_s"] / row["copy_gb_per_s"],
-        "compute": row["tflop_per_s"] / max(peaks, default=math.inf),
-    }
+    found = {"memory": row["gb_per_s"] / row["copy_gb_per_s"]}
+    found["compute"] = row["tflop_per_s"] / max(peaks, default=math.inf)
     limit = max(found, key=found.get)
     return {"limit": limit, "share_of_limit": found[limit], "times_dense": same["p50_ms"] / row["p50_ms"]}
 
@@ -235,12 +229,9 @@ def update_choice(results: Path) -> None:
     """Writes proxsparse/ops/measured.json, the table of `auto`, from the saved rows."""
     if not results.is_file():
         raise InputError(f"--update_choice: there is no {results}; measure first, without the flag")
-    kinds = choice_table(common.read_rows(results))
-    choice.MEASURED.write_text(json.dumps(kinds, indent=1) + "\n", encoding="utf-8")
+    choice.MEASURED.write_text(json.dumps(choice_table(common.read_rows(results)), indent=1) + "\n", encoding="utf-8")
     choice.forget()
-    for kind, dtypes in kinds.items():
-        for dtype, entry in dtypes.items():
-            print(f"{choice.MEASURED.name}: {kind}, {dtype}: {len(entry['fastest'])} shapes")
+    print(f"written to {choice.MEASURED}")
 
 
 def choice_table(rows: list[dict]) -> dict[str, dict]:
@@ -253,16 +244,15 @@ def choice_table(rows: list[dict]) -> dict[str, dict]:
         if row["state"] == "cold" and "p50_ms" in row:
             shape = tuple(map(int, row["weights"].split("x")))
             points[row["device_kind"], row["dtype"], shape, row["rows"]].append(row)
-    origins, fastest = defaultdict(list), defaultdict(lambda: defaultdict(dict))
+    table, origins = defaultdict(dict), defaultdict(list)
     for (kind, dtype, shape, count), found in sorted(points.items()):
         newest = [row for row in found if row["when"] == max(row["when"] for row in found)]
         origins[kind, dtype] += newest
-        fastest[kind, dtype]["{}x{}".format(*shape)][str(count)] = choice.ORDER.join(fastest_first(newest))
-    table = {}
-    for (kind, dtype), shapes in fastest.items():
         measured = {name: "; ".join(sorted({row[name] for row in origins[kind, dtype]})) for name in ORIGIN}
         measured["results"] = "benchmarks/results/linear_speed.jsonl"
-        table.setdefault(kind, {})[dtype] = {"measured": measured, "fastest": shapes}
+        fastest = table[kind].setdefault(dtype, {"measured": {}, "fastest": defaultdict(dict)})
+        fastest["measured"] = measured
+        fastest["fastest"]["{}x{}".format(*shape)][str(count)] = choice.ORDER.join(fastest_first(newest))
     return table
 
 
@@ -271,10 +261,9 @@ def fastest_first(rows: list[dict]) -> list[str]:
 
     Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own format.
     """
-    ms = {row["backend"]: row["p50_ms"] for row in rows}
-    names = [name for name in sorted(ms, key=ms.get) if name in list_backends(OP)]
-    place = names.index(choice.REFERENCE) if choice.REFERENCE in names else len(names)
-    return [*names[:place], choice.REFERENCE]
+    ms = {row["backend"]: row["p50_ms"] for row in rows if row["backend"] in list_backends(OP)}
+    slowest = ms.pop(choice.REFERENCE, math.inf)
+    return [*(name for name in sorted(ms, key=ms.get) if ms[name] < slowest), choice.REFERENCE]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Decoders of published shapes with random 2:4 weights, dense or packed, built layer by layer on their device.
 
-The same seed gives both forms the same weights, and the packed form never holds a dense one.
+The same seed gives both forms the same weights, and the packed form holds one dense layer at a time.
 """
 
 import torch
@@ -8,7 +8,7 @@ from lib.measure import packed_weight
 from lib.shapes import MODELS, Model
 from torch import nn
 
-from proxsparse.inference.linear import SparseLinear, empty_weight, frozen
+from proxsparse.inference.linear import SparseLinear, frozen
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.ops import unpack_nm
 
@@ -63,16 +63,10 @@ def fill_layers_(decoder: nn.ModuleList, dtype: torch.dtype, device: torch.devic
     """Gives every nn.Linear its weight, or replaces it with a SparseLinear of the same weight."""
     for name, layer in list(decoder.named_modules()):
         if isinstance(layer, nn.Linear):
-            values, indices = packed_weight((layer.out_features, layer.in_features), dtype, device, sigma)
-            bias = None if layer.bias is None else torch.zeros(layer.out_features, dtype=dtype, device=device)
+            layer.weight = frozen(unpack_nm(*packed_weight(layer.weight.shape, dtype, device, sigma)))
+            layer.bias = None if layer.bias is None else frozen(torch.zeros_like(layer.bias, device=device))
             if sparse:
-                packed = SparseLinear(layer.in_features, layer.out_features, False, "meta", dtype)
-                packed.values, packed.indices, packed.weight = frozen(values), indices, empty_weight(values)
-                packed.bias = None if bias is None else frozen(bias)
-                decoder.set_submodule(name, packed)
-            else:
-                layer.weight = frozen(unpack_nm(values, indices))
-                layer.bias = None if bias is None else frozen(bias)
+                decoder.set_submodule(name, SparseLinear.from_linear(layer))
 
 
 def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
