@@ -28,7 +28,7 @@ PLACES = {
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
     "reference": "adamw_prox mask pack prox quantize regularizers",
-    "run": "config flags folder hub job memory model_card parse recipes report result sections teacher",
+    "run": "args folder hub job memory model_card parse report result sections teacher",
     "runtime": "command device distributed progress sharding signals",
     "training": "distillation early_stopping held_layer hidden_states learnable_layer log loop mask_monitor optimizer "
     "options scaling state",
@@ -72,8 +72,7 @@ OWNERS = {
     "proxsparse._C_cutlass": "ops/backends/cutlass.py",
     "datasets": "data/sources.py",
     "lm_eval": "evaluation/zero_shot.py",
-    "transformers": "models/loading.py models/matching.py models/unfold_linears.py run/config.py "
-    "integrations/transformers_",
+    "transformers": "models/loading.py models/matching.py models/unfold_linears.py integrations/transformers_",
     "safetensors": "io/mask_files.py io/model_files.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
     "fastapi": "integrations/transformers_server.py",

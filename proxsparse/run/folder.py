@@ -1,9 +1,11 @@
-"""The output directory of a run: opening, saving the model, finishing."""
+"""A run and its output directory: opening, saving the model, scoring, finishing."""
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -13,20 +15,25 @@ import yaml
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError, is_full_disk
+from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
-from proxsparse.io.checkpoints import CHECKPOINTS, STEP, Checkpoints, saved_names, step_of
+from proxsparse.io.checkpoints import CHECKPOINTS, STEP, Checkpoints, digest_of, saved_names, step_of
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
+from proxsparse.methods.pruned import Pruned
+from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.loading import load_model
 from proxsparse.models.saving import save_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import LAST, NOT_REPEATED, RunConfig
+from proxsparse.run import result as results
+from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
 from proxsparse.run.model_card import write_card
 from proxsparse.run.report import write_report
-from proxsparse.run.result import finite
-from proxsparse.runtime.distributed import on_rank_zero, world_size
+from proxsparse.runtime.device import choose_precision
+from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
+from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_and_move_
 
 # Flags that a resumed run may change, because they change neither the masks nor the weights. 4 processes without
 # accumulation equal 1 process with 4 passes; a checkpoint records their product.
@@ -38,8 +45,148 @@ MAY_DIFFER = (
 )
 
 
+@dataclass
+class Run:
+    """A run that has begun."""
+
+    args: RunArgs
+    folder: OutputFolder
+    device: torch.device
+    evaluate: Callable[[nn.Module, str], Perplexity | None] = lambda model, name: None  # held-out perplexity
+    scores: dict[str, Perplexity | None] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return choose_precision(self.args.hardware.precision, self.device)[0]
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype of autocast."""
+        return choose_precision(self.args.hardware.precision, self.device)[1]
+
+    def checkpoints(self, model: nn.Module, batches: list[dict[str, Tensor]]) -> Checkpoints:
+        """The checkpoints of this run, for this model and these samples."""
+        identity = {"run_id": self.folder.run_id, "digest": digest_of(model, batches)}
+        if steps := vars(self.args.options).get("gradient_accumulation_steps"):
+            identity["batches per step (--gradient_accumulation_steps times processes)"] = steps * world_size()
+        return Checkpoints(self.folder.path, identity)
+
+    def begin(self, model: nn.Module, updated: dict[str, nn.Linear]) -> dict[str, Tensor]:
+        """Writes config.yaml and moves the model to its device.
+
+        Args:
+            updated: layers whose new weights are saved in checkpoints.
+        Returns:
+            parameter name -> W0, the rows of this process.
+        """
+        hardware, path, blocks = self.args.hardware, self.folder.path, decoder_blocks(model)
+        on_rank_zero(lambda: require_space_for(model, path, updated, self.weight_dtype))
+        on_rank_zero(self._write_config)
+        keep = hardware.pretrained_weights or "cpu"
+        return shard_and_move_(model, blocks, self.device, self.weight_dtype, keep, hardware.shard_within_node)
+
+    def _write_config(self) -> None:
+        (self.folder.path / RESULT).unlink(missing_ok=True)  # of the part of the run before it was interrupted
+        flags = {name: value for name, value in self.args.flags().items() if name not in NOT_REPEATED}
+        settings = {name: value for name, value in flags.items() if value is not None}
+        write_file(self.folder.path / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
+
+    def score(self, name: str, model: nn.Module) -> None:
+        """Measures the held-out perplexity of the model."""
+        self.scores[name] = self.evaluate(model, name)
+
+    def save(
+        self,
+        model: nn.Module,
+        tokenizer,
+        layers: dict[str, nn.Linear],
+        pretrained: dict[str, Tensor],
+        pruned: Pruned,
+        patterns: dict[str, NMPattern],
+        base: dict[str, str],
+    ) -> dict[str, Tensor]:
+        """Writes the model under its masks (dense, zeros +0.0), its tokenizer, and the masks, atomically.
+
+        Args:
+            patterns: layer name -> pattern.
+            base: the pretrained model, see `models.loading.base_identity`.
+        Returns:
+            All rows of the masks on rank zero, {} on other ranks.
+        """
+        snap_(model, pretrained, pruned.masks, pruned.trained)
+        masks = gather_masks(pruned.masks, {name: layer.weight for name, layer in layers.items()})
+        trained = gather_parameters(model, pruned.trained)
+
+        def write() -> None:
+            whole = whole_model(model, self.args.model.model, masks, trained)
+            with atomic_directory(self.folder.path) as scratch:
+                save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
+                save_model(scratch, whole, tokenizer)
+
+        on_rank_zero(write)
+        pruned.stop.agree()
+        pruned.stop.restore()
+        return masks
+
+    def score_masks(self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned) -> None:
+        """Measures the perplexity of the model under its masks, and under those of the baselines."""
+        if not pruned.stop.number:
+            contenders = {self.args.method: pruned.masks} | pruned.baselines
+            measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
+            self.scores |= results.scores_under(contenders, *measured)
+
+    def finish(self, model: nn.Module, pruned: Pruned, samples: int | None, figures: dict) -> int:
+        """Writes result.json, which marks the end of the run, and the report (with metrics.jsonl) or the model card.
+
+        A complete run removes its checkpoints.
+
+        Args:
+            samples: number of calibration samples; None: the method needs none.
+            figures: more entries of result.json.
+        Returns:
+            The exit code: 0, or 128 + the number of the signal that stopped the run.
+        """
+        signal, path, eval_data = pruned.stop.number, self.folder.path, self.args.evaluate.eval_data
+        code = 128 + signal if signal else 0
+        if not is_rank_zero():
+            return code
+        table = None if signal else results.perplexity_table(self.scores, eval_data)
+        warnings = results.warnings_for(table, pruned.figures, samples, self.args)
+        figures = {
+            "status": "complete" if pruned.complete else "interrupted",
+            "run_id": self.folder.run_id,
+            "samples": samples or 0,
+            **figures,
+            "seconds": time.monotonic() - self.started + pruned.seconds_before,
+            "resumed": self.folder.resumed,
+            "world_size": world_size(),
+            **pruned.figures,
+            "perplexity": table,
+            "warnings": [*model.source.notes, *warnings],
+        }
+        result = results.as_result(self.args, self.device, figures)
+        has_metrics = (path / METRICS).exists()
+        if has_metrics:
+            sync(path / METRICS)
+        else:
+            write_card(path, result)
+        write_file(path / RESULT, (json.dumps(results.finite(result), indent=2) + "\n").encode())
+        if has_metrics:
+            write_report(path)
+        print(results.summary(result, path))
+        if not pruned.complete:
+            print(f"{progress_text(saved_names(path))} saved; {how_to_resume(path)}", file=sys.stderr)
+            return code
+        output_folder.remove_checkpoints(path)
+        if table is None and eval_data != "none":
+            todo = f"the perplexity was not measured; to measure it, run proxsparse evaluate {path}"
+            print(f"the model is complete, but {todo}", file=sys.stderr)
+        return code
+
+
 @contextmanager
-def opened(config: RunConfig, command: str) -> Iterator[OutputFolder]:
+def opened(args: RunArgs) -> Iterator[OutputFolder]:
     """The output directory of a run, locked for this run within the block, see `output_folder.opened`.
 
     Rank 0 opens it for all processes. If the block fails with an error after which the same command may succeed, the
@@ -51,14 +198,14 @@ def opened(config: RunConfig, command: str) -> Iterator[OutputFolder]:
     with ExitStack() as stack:
 
         def enter() -> OutputFolder:
-            path, resume = output_dir_of(config), config.resume_from_checkpoint is not None
+            path, resume = output_dir_of(args), args.output.resume_from_checkpoint is not None
             folder = stack.enter_context(
-                output_folder.opened(path, command, vars(config), resume=resume, may_differ=MAY_DIFFER)
+                output_folder.opened(path, args.command, args.flags(), resume=resume, may_differ=MAY_DIFFER)
             )
             stack.enter_context(progress_in_errors(path))
             if not resume:
                 return folder
-            choose_checkpoint(path, config.resume_from_checkpoint)
+            choose_checkpoint(path, args.output.resume_from_checkpoint)
             saved = saved_names(path)
             what = f"resuming in {path}: {progress_text(saved) or 'nothing saved yet'}"
             print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
@@ -67,16 +214,16 @@ def opened(config: RunConfig, command: str) -> Iterator[OutputFolder]:
         yield on_rank_zero(enter)
 
 
-def output_dir_of(config: RunConfig) -> Path:
+def output_dir_of(args: RunArgs) -> Path:
     """--output_dir, else that of the checkpoint to resume from, else a new one. Raises InputError for `last`."""
-    named = config.resume_from_checkpoint
-    if config.output_dir is not None:
-        return Path(config.output_dir)
+    named = args.output.resume_from_checkpoint
+    if args.output.output_dir is not None:
+        return Path(args.output.output_dir)
     if named == LAST:
         raise InputError("--resume_from_checkpoint last requires --output_dir")
     if named is not None:
         return Path(named).parent.parent
-    return Path(f"runs/{Path(config.model).name or 'model'}-{datetime.now():%Y%m%d-%H%M%S}")
+    return Path(f"runs/{Path(args.model.model).name or 'model'}-{datetime.now():%Y%m%d-%H%M%S}")
 
 
 def choose_checkpoint(path: Path, named: str) -> None:
@@ -128,13 +275,6 @@ def progress_in_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def start(folder: OutputFolder, config: RunConfig) -> None:
-    """Writes config.yaml, and removes the result of the part of the run before it was interrupted."""
-    (folder.path / RESULT).unlink(missing_ok=True)
-    settings = {name: value for name, value in vars(config).items() if value is not None and name not in NOT_REPEATED}
-    write_file(folder.path / CONFIG, yaml.safe_dump(settings, sort_keys=False).encode())
-
-
 def require_space_for(
     model: nn.Module, path: Path, updated: dict[str, nn.Linear] | None = None, weight_dtype: torch.dtype | None = None
 ) -> None:
@@ -162,42 +302,6 @@ def whole_model(model: nn.Module, name: str, masks: dict[str, Tensor], trained: 
         parameter.data = value.to(parameter.dtype)
     snap_(model, {name: parameter.detach() for name, parameter in model.named_parameters()}, masks)
     return model
-
-
-def save_pruned(
-    path: Path,
-    model: nn.Module,
-    tokenizer,
-    masks: dict[str, Tensor],
-    patterns: dict[str, NMPattern],
-    base: dict[str, str],
-) -> None:
-    """Writes the pruned model (dense, zeros +0.0), its tokenizer and its masks, atomically.
-
-    Args:
-        patterns: layer name -> pattern.
-        base: the pretrained model, see `models.loading.base_identity`.
-    """
-    with atomic_directory(path) as scratch:
-        save_masks(scratch / output_folder.MASKS, masks, patterns, **base)
-        save_model(scratch, model, tokenizer)
-
-
-def finish(folder: OutputFolder, result: dict) -> None:
-    """Writes result.json, which marks the end of the run, and the report (with metrics.jsonl) or the model card.
-
-    A complete run removes its checkpoints.
-    """
-    path = folder.path
-    if (path / METRICS).exists():
-        sync(path / METRICS)
-    else:
-        write_card(path, result)
-    write_file(path / RESULT, (json.dumps(finite(result), indent=2) + "\n").encode())
-    if (path / METRICS).exists():
-        write_report(path)
-    if result["status"] == "complete":
-        output_folder.remove_checkpoints(path)
 
 
 def nothing_left(folder: OutputFolder) -> bool:

@@ -13,7 +13,7 @@ from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import auto_class, import_transformers, locate, one_line
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.run.config import EVAL_SEQ_LEN, FinetuneConfig, TrainConfig
+from proxsparse.run.args import RunArgs
 from proxsparse.runtime.device import PRECISIONS, choose_precision
 from proxsparse.training.distillation import KEPT_TOKENS
 
@@ -40,7 +40,7 @@ FREED = "freed, kept by malloc"
 Items = dict[str, int]  # what -> bytes
 
 
-def memory(config: TrainConfig | FinetuneConfig, devices: int = 1) -> dict[str, Items]:
+def memory(args: RunArgs, devices: int = 1) -> dict[str, Items]:
     """The peak memory of one of N devices, of its process on the host (rank zero), and of the disk.
 
     Returns:
@@ -48,25 +48,26 @@ def memory(config: TrainConfig | FinetuneConfig, devices: int = 1) -> dict[str, 
     Raises:
         InputError: the model or its config is missing, a window is too long, or no layer can be pruned.
     """
-    return Plan(config).memory(devices)
+    return Plan(args).memory(devices)
 
 
 class Plan:
     """The sizes of a model and a run, and the formulas; see `memory`."""
 
-    def __init__(self, config: TrainConfig | FinetuneConfig):
-        model, self.file_dtype, self.mapped = meta_model(config.model)
-        layers = prunable_layers(model, config.pattern or "2:4", config.include, config.exclude)
-        self.config, self.finetune = config, isinstance(config, FinetuneConfig)
-        self.tokens = fit_window(model, config.seq_len, config.window, "seq_len")
+    def __init__(self, args: RunArgs):
+        model, self.file_dtype, self.mapped = meta_model(args.model.model)
+        layers = prunable_layers(model, args.model.pattern or "2:4", args.model.include, args.model.exclude)
+        self.args, self.finetune = args, args.command == "finetune"
+        options, hardware = args.options, args.hardware
+        self.tokens = fit_window(model, args.data.seq_len, args.data.window, "seq_len")
         self.window = 0  # of the perplexity
-        if config.eval_data != "none":
-            self.window = fit_window(model, config.eval_seq_len, EVAL_SEQ_LEN, "eval_seq_len")
-        self.on_gpu = config.device.startswith("cuda") or (config.device == "auto" and torch.cuda.is_available())
-        if config.precision == "auto" and self.on_gpu:  # the GPU may be in another machine
+        if args.evaluate.eval_data != "none":
+            self.window = fit_window(model, args.evaluate.eval_seq_len, args.evaluate.window, "eval_seq_len")
+        self.on_gpu = hardware.device.startswith("cuda") or (hardware.device == "auto" and torch.cuda.is_available())
+        if hardware.precision == "auto" and self.on_gpu:  # the GPU may be in another machine
             self.dtype, self.autocast = PRECISIONS["mixed"]
         else:
-            self.dtype, self.autocast = choose_precision(config.precision, torch.device("cpu"))
+            self.dtype, self.autocast = choose_precision(hardware.precision, torch.device("cpu"))
         self.compute = (self.autocast or self.dtype).itemsize  # bytes of a number in products
         of = model.config.get_text_config()
         self.hidden, self.heads = of.hidden_size, of.num_attention_heads
@@ -74,7 +75,7 @@ class Plan:
         self.head_dim = getattr(of, "head_dim", None) or self.hidden // self.heads
         width = getattr(of, "moe_intermediate_size", None) or getattr(of, "intermediate_size", None) or 4 * self.hidden
         self.intermediate = width * (getattr(of, "num_experts_per_tok", None) or 1)  # of the experts of a token
-        padded = config.per_device_train_batch_size > 1 and not config.packing
+        padded = options.per_device_train_batch_size > 1 and not args.data.packing
         self.attention_mask = padded or self.tokens >= (getattr(of, "sliding_window", None) or math.inf)
         # numbers of weights
         self.matrices = numel(p for p in decoder_blocks(model)[0].parameters() if p.ndim > 1)  # of a block
@@ -82,7 +83,7 @@ class Plan:
         self.weights, self.layers = numel(model.parameters()), [layer.weight.numel() for layer in layers.values()]
         self.prunable, vectors = sum(self.layers), numel(p for p in model.parameters() if p.ndim == 1)
         counts = {"prunable": self.prunable, "all": self.weights, "kept": self.prunable + vectors, "norms": vectors}
-        self.learns = config.train if self.finetune else "prunable" if config.masked else "all"
+        self.learns = options.train if self.finetune else "prunable" if options.masked else "all"
         self.learned, head = counts[self.learns], model.get_output_embeddings().weight
         self.head, self.vocabulary = head.numel(), len(head)
         self.tied = self.head * (model.get_input_embeddings().weight is head)
@@ -96,7 +97,7 @@ class Plan:
         this mask, and k, v for every head; the MLP keeps gate, silu(gate), up and the product. With autocast each layer
         keeps a copy of its weight.
         """
-        w, c, documents = self.dtype.itemsize, self.compute, self.config.per_device_train_batch_size
+        w, c, documents = self.dtype.itemsize, self.compute, self.args.options.per_device_train_batch_size
         key_heads = self.heads if self.attention_mask else self.key_heads
         norms = self.hidden * (2 * FP32 + (5 * c if self.autocast else 2 * w) + 2 * w * (self.learns != "prunable"))
         attention = 2 * c * self.head_dim * (self.heads + key_heads) + FP32 * self.heads
@@ -106,13 +107,13 @@ class Plan:
 
     def stages(self, devices: int) -> dict[str, tuple[Items, Items, Items]]:
         """The stages of the run in which a place can be fullest -> items of the device, the host and the disk."""
-        config, w, f, mine = self.config, self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices
-        option = vars(config).get  # some are flags of `train` only
+        options, w, f, mine = self.args.options, self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices
+        num_samples = self.args.data.num_samples
         masked, all_learn, several = self.learns == "prunable", self.learns == "all", devices > 1
-        kept_in = option("pretrained_weights") or "cpu"
-        moments = 2 * (BF16 if (config.moment_dtype or config.precision) == "bf16" else FP32)
-        frozen = w * self.prunable * bool(option("frozen_lambda"))
-        held_out = self.finetune and (config.num_samples >= 8 if config.held_out is None else config.held_out > 0)
+        kept_in = self.args.hardware.pretrained_weights or "cpu"
+        moments = 2 * (BF16 if (options.moment_dtype or self.args.hardware.precision) == "bf16" else FP32)
+        frozen = w * self.prunable * (not self.finetune and options.frozen_lambda > 0)
+        held_out = self.finetune and (num_samples >= 8 if options.held_out is None else options.held_out > 0)
         model = {
             "weights": w * self.weights * mine,
             "W0": f * self.weights * mine * (kept_in == "device"),
@@ -121,31 +122,31 @@ class Plan:
         held = model | {
             "learned weights": w * self.prunable * mine * masked,
             "moments": moments * self.learned * mine,
-            "master weights": FP32 * self.learned * mine * config.master_weights,
+            "master weights": FP32 * self.learned * mine * options.master_weights,
             "W0 of the frozen-weight term": frozen * mine,
             "best weights": w * self.learned * mine * held_out,
         }
-        calibration = config.num_samples * self.tokens
+        calibration = num_samples * self.tokens
         host = {
             "process": PROCESS,
             "W0": f * self.weights * (mine if kept_in == "cpu" else kept_in == "disk" and not self.mapped),
             "text": TOKEN_BYTES * calibration,
-            "teacher's outputs": TEACHER_BYTES * calibration * (config.distill > 0),
+            "teacher's outputs": TEACHER_BYTES * calibration * (options.distill > 0),
         }
         loaded = {"model as loaded": f * self.weights * (not self.mapped)}
 
-        tokens = config.per_device_train_batch_size * self.tokens
+        tokens = options.per_device_train_batch_size * self.tokens
         block = self.block_bytes()
-        activations = len(self.blocks) * (w * tokens * self.hidden if config.gradient_checkpointing else block)
-        if option("match_hidden"):  # the states of the dense model, and their differences
+        activations = len(self.blocks) * (w * tokens * self.hidden if options.gradient_checkpointing else block)
+        if not self.finetune and options.match_hidden:  # the states of the dense model, and their differences
             activations += (w + FP32) * tokens * self.hidden * (len(self.blocks) - 1)
         of_a_block = block + tokens * (2 * self.compute * self.intermediate + 3 * FP32 * self.hidden)  # and gradients
         # in fp32: log p; its gradients from the text and, with distillation, the teacher; that of the logits; and with
         # autocast a copy of the output layer
-        loss = FP32 * (3 + (config.distill > 0)) * tokens * self.vocabulary
+        loss = FP32 * (3 + (options.distill > 0)) * tokens * self.vocabulary
         loss += self.compute * self.head if self.autocast else 0
         forward = (2 * FP32 + self.compute * (self.compute < FP32)) * self.vocabulary  # logits, in fp32, log p
-        gradients = w * (max(self.layers) if config.step_in_backward else self.learned * mine)
+        gradients = w * (max(self.layers) if options.step_in_backward else self.learned * mine)
         # FSDP2 gathers a block while another computes, and sends the gradients of a unit from a copy. Everything
         # outside the blocks is one unit.
         outside = self.weights - sum(self.blocks)
@@ -155,10 +156,10 @@ class Plan:
         freed = gradients * (not self.on_gpu and w * max(self.layers) < MAPPED)
         freed_after = freed + activations * (not self.on_gpu and self.compute * tokens * self.intermediate < MAPPED)
 
-        checkpoint = (w * (1 + held_out) + moments + FP32 * config.master_weights) * self.learned + frozen
-        a_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * devices
-        steps = config.max_steps if config.max_steps > 0 else config.num_samples * config.num_train_epochs / a_step
-        saves = 0 < config.save_steps < steps
+        checkpoint = (w * (1 + held_out) + moments + FP32 * options.master_weights) * self.learned + frozen
+        a_step = options.per_device_train_batch_size * options.gradient_accumulation_steps * devices
+        steps = options.max_steps if options.max_steps > 0 else num_samples * options.num_train_epochs / a_step
+        saves = 0 < options.save_steps < steps
         files = {"checkpoint file": 2 * min(checkpoint * mine, FILE_BYTES) * saves}
         masks = {"masks": self.prunable * mine * (1 if self.finetune else 2)}  # of finetune; learned and magnitude
         saving = {
@@ -167,9 +168,9 @@ class Plan:
         }
         snapped = {} if several else {"weights": f * self.weights}  # in the dtype of the files
         result = {"model and masks": f * self.weights + self.prunable // 8}
-        result["checkpoints"] = config.save_total_limit * checkpoint * saves
-        on_disk = {"checkpoints": (config.save_total_limit + 1) * checkpoint * saves}
-        before = {"gradients": gradients} if config.gradient_accumulation_steps > 1 else {FREED: freed}
+        result["checkpoints"] = options.save_total_limit * checkpoint * saves
+        on_disk = {"checkpoints": (options.save_total_limit + 1) * checkpoint * saves}
+        before = {"gradients": gradients} if options.gradient_accumulation_steps > 1 else {FREED: freed}
         last = {"activations": of_a_block, "gradients": gradients + w * self.tied * all_learn}
         stages = {
             "loading": ({}, host | loaded, {}),
@@ -180,7 +181,7 @@ class Plan:
             "scoring": (model | {"logits": self.window * forward, "gathered": gathered}, host | masks, {}),
             "saving": (model | snapped, host | masks | saving, result),
         }
-        if self.finetune and config.distill:
+        if self.finetune and options.distill:
             teacher = {"teacher": w * self.weights * mine, "gathered": gathered}
             stages["teacher"] = (model | teacher | {"logits": tokens * forward}, host | loaded, {})
         return stages
@@ -235,9 +236,9 @@ def meta_model(name: str) -> tuple[nn.Module, torch.dtype, bool]:
     return model, dtype, not gguf_file
 
 
-def page(config: TrainConfig | FinetuneConfig) -> str:
+def page(args: RunArgs) -> str:
     """What --plan prints. Raises InputError as `memory`."""
-    plan = Plan(config)
+    plan = Plan(args)
     one, eight = plan.memory(1), plan.memory(8)
     rows = []
     for place in one:
@@ -246,9 +247,9 @@ def page(config: TrainConfig | FinetuneConfig) -> str:
         rows.append((place, "total", *(f"{total(plan_[place]) / GB:.2f}" for plan_ in (one, eight))))
     names = [str(dtype).removeprefix("torch.") for dtype in (plan.dtype, plan.autocast) if dtype]
     return (
-        f"{config.model}: {plan.weights / 1e9:.3g} billion weights in {len(plan.blocks)} decoder blocks; "
+        f"{args.model.model}: {plan.weights / 1e9:.3g} billion weights in {len(plan.blocks)} decoder blocks; "
         f"{len(plan.layers)} layers, {plan.prunable / plan.weights:.0%} of the weights, are pruned\n"
         f"{' weights, compute in '.join(names)}{' weights' * (len(names) == 1)}; "
-        f"{config.per_device_train_batch_size} x {plan.tokens} tokens per device and pass\n\n"
+        f"{args.options.per_device_train_batch_size} x {plan.tokens} tokens per device and pass\n\n"
         f"{text_table(('GB of the', '', '1 device', 'each of 8'), rows)}\n"
     )

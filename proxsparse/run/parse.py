@@ -1,27 +1,53 @@
-"""Parses command lines to checked flags of a run.
+"""Parses the command lines of `proxsparse prune`, `train` and `finetune`.
 
-Precedence, highest first: the command line, the --config file, the --recipe, the default.
+A value comes from the command line, else from the --config file, else from the --recipe, else it is the default.
 """
 
 import argparse
 import dataclasses
-import textwrap
 import typing
+from pathlib import Path
+from types import SimpleNamespace
 
-from proxsparse.allocations.registry import UNIFORM, Allocation, get_allocation, list_allocations
+from proxsparse.allocations.registry import UNIFORM, get_allocation, list_allocations
 from proxsparse.errors import InputError
-from proxsparse.io.text_table import text_table
-from proxsparse.methods import Method, get_method, list_methods
-from proxsparse.run.config import NOT_REPEATED, FinetuneConfig, RunConfig, TrainConfig
-from proxsparse.run.flags import add_fields, add_flag, convert, read_settings
-from proxsparse.run.recipes import DEFAULT_RECIPE, recipe_path
+from proxsparse.io.yaml_files import MOST, read_yaml
+from proxsparse.methods import get_method, list_methods
+from proxsparse.run.args import (
+    DEFAULT_RECIPE,
+    HIDDEN,
+    NOT_REPEATED,
+    PROXSPARSE,
+    RECIPE_NAMES,
+    RECIPES,
+    SECTIONS,
+    SHARED,
+    RunArgs,
+    checked,
+)
 from proxsparse.runtime.command import Parser
-from proxsparse.training.options import OBJECTIVES
+from proxsparse.training.options import OBJECTIVES, LearningOptions
 
-PROXSPARSE = TrainConfig.method
-MODEL_HELP = "folder of the pruned model, such as the --output_dir of proxsparse train"
-SHARED = tuple(one.name for one in dataclasses.fields(RunConfig))
-TRAIN_TYPES = typing.get_type_hints(TrainConfig)
+
+def parse_train(arguments: list[str]) -> RunArgs:
+    """The flags of `proxsparse train`; without arguments, the demo recipe.
+
+    Raises:
+        InputError: an unknown flag or recipe, an absent or malformed file, an invalid value.
+    """
+    return train_args(**vars(train_parser().parse_args(arguments)))
+
+
+def train_parser() -> Parser:
+    parser = Parser(
+        "train",
+        usage="%(prog)s [--flag VALUE ...]",
+        description="Learn an N:M sparsity mask of a pretrained language model (ProxSparse, Algorithm 1).",
+        epilog="Without arguments, a 135M-parameter model is pruned on text that comes with Python; no network needed.",
+    )
+    return add_sections(parser, "train")
+
+
 # If a source changes --objective, the values of these flags from sources of lower precedence are dropped: they were
 # chosen for the old one.
 CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "match_hidden")
@@ -29,42 +55,20 @@ CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "match_hidden")
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
 
 
-def parse_config(arguments: list[str]) -> TrainConfig:
-    """The flags of a command line of `proxsparse train`; without arguments, the demo recipe.
+def train_args(**given) -> RunArgs:
+    """The checked flags of `proxsparse train`: `given`, completed from its `config` and `recipe` and from the defaults.
 
     Raises:
-        InputError: an unknown flag or recipe, an absent or malformed file, an invalid value.
+        InputError: as `parse_train`.
     """
-    return make_config(**parse_train_flags(arguments))
-
-
-def parse_train_flags(arguments: list[str]) -> dict[str, object]:
-    """The flags on a command line of `proxsparse train`, typed but not checked: arguments of `make_config`."""
-    parser = Parser(
-        "train",
-        usage="%(prog)s [--flag VALUE ...]",
-        description="Learn an N:M sparsity mask of a pretrained language model (ProxSparse, Algorithm 1).",
-        epilog="Without arguments, a 135M-parameter model is pruned on text that comes with Python; no network needed.",
-    )
-    add_fields(parser, TrainConfig)
-    given = vars(parser.parse_args(arguments))
-    return {name: convert(f"--{name}", value, TRAIN_TYPES[name]) for name, value in given.items()}
-
-
-def make_config(**given) -> TrainConfig:
-    """The checked flags of a run: `given`, completed from the files of `config` and `recipe` and from the defaults.
-
-    Raises:
-        InputError: as `parse_config`.
-    """
-    from_file = settings_file(given["config"], "--config") if given.get("config") else {}
+    from_file = file_flags(given["config"], "--config", train_parser()) if given.get("config") else {}
     recipe = given.get("recipe") or from_file.get("recipe")
     if not recipe and not {"model", "config", "data"} & given.keys():
         recipe = DEFAULT_RECIPE
-    from_recipe = settings_file(recipe_path(recipe), "recipe") if recipe else {}
+    from_recipe = file_flags(recipe_path(recipe), "recipe", train_parser()) if recipe else {}
     merged: dict = {}
     for source in (from_recipe, from_file, given):
-        current = merged.get("objective", TrainConfig.objective)
+        current = merged.get("objective", LearningOptions.objective)
         if source.get("objective", current) != current:
             for name in CHOSEN_FOR_OBJECTIVE:
                 merged.pop(name, None)
@@ -72,175 +76,166 @@ def make_config(**given) -> TrainConfig:
             if source.get(pair[0]) is not None:
                 merged.pop(pair[1], None)
         merged.update(source)
-    return TrainConfig(**{**merged, "recipe": recipe}).check()
+    args = checked("train", PROXSPARSE, UNIFORM, merged | {"recipe": recipe})
+    if args.hardware.pretrained_weights is None:  # masked layers need them at every step
+        args.hardware.pretrained_weights = "device" if args.options.masked else "cpu"
+    return args
 
 
-def settings_file(path, what: str) -> dict:
-    """The flags of `proxsparse train` in a YAML file."""
-    return read_settings(path, what, TRAIN_TYPES, NOT_REPEATED)
+def recipe_path(name: str) -> Path:
+    """The file of a recipe. Raises InputError, listing the recipes, for an unknown name."""
+    if name not in RECIPE_NAMES:
+        raise InputError(f"--recipe {name}: no such recipe; choose from {', '.join(RECIPE_NAMES)}")
+    return RECIPES / f"{name}.yaml"
 
 
-# ---------------------------------------------------------------------------------------------- proxsparse finetune
-
-
-def parse_finetune(arguments: list[str]) -> FinetuneConfig:
-    """The flags of a command line of `proxsparse finetune MODEL`.
-
-    Raises:
-        InputError: as `parse_config`; MODEL is missing.
-    """
-    types = typing.get_type_hints(FinetuneConfig)
+def parse_finetune(arguments: list[str]) -> RunArgs:
+    """The flags of `proxsparse finetune MODEL`. Raises InputError as `parse_train`, and if MODEL is missing."""
     parser = Parser(
         "finetune",
         usage="%(prog)s MODEL [--flag VALUE ...]",
         description="Train the kept weights of an N:M model; the pruned weights stay zero.",
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
-    add_fields(parser, FinetuneConfig, but=("model",))
-    given = vars(parser.parse_args(arguments))
-    given = {name: convert(f"--{name}", value, types[name]) for name, value in given.items()}
-    if "config" in given:
-        given = read_settings(given["config"], "--config", types, NOT_REPEATED) | given
+    what = "folder of the pruned model, such as the --output_dir of proxsparse train"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
+    given = vars(add_sections(parser, "finetune", {"model"}).parse_args(arguments))
+    if given.get("config"):
+        with_model = add_sections(Parser("finetune"), "finetune")
+        given = file_flags(given["config"], "--config", with_model) | given
     if "model" not in given:
         raise InputError("MODEL is missing; give the folder of a pruned model: proxsparse finetune MODEL")
-    return FinetuneConfig(**given).check()
+    return finetune_args(**given)
 
 
-# ---------------------------------------------------------------------------------------------- proxsparse prune
+def finetune_args(**given) -> RunArgs:
+    """The checked flags of `proxsparse finetune`."""
+    return checked("finetune", "finetune", UNIFORM, given)
 
 
-def parse_prune(arguments: list[str]) -> TrainConfig | argparse.Namespace:
-    """The command line of `proxsparse prune`: shared flags, method, allocation, and the options of these two.
+def parse_prune(arguments: list[str]) -> RunArgs:
+    """The flags of `proxsparse prune`: shared flags, and the options of the method and the allocation.
 
     --method proxsparse has the flags of `proxsparse train`.
 
     Raises:
         InputError: an unknown flag, method or allocation, an option of another method, an invalid value.
     """
-    asked, others = split_method(arguments)
-    if asked.method == PROXSPARSE:
-        if asked.allocation != UNIFORM:
+    chooser = Parser("prune", add_help=False, argument_default=argparse.SUPPRESS)
+    for name in ("--method", "--allocation", "--config"):
+        chooser.add_argument(name)
+    asked, others = chooser.parse_known_args(arguments)
+    asked = (read_yaml(Path(asked.config), "--config") if "config" in asked else {}) | vars(asked)
+    method, allocation = asked.get("method"), asked.get("allocation", UNIFORM)
+    if method == PROXSPARSE:
+        if allocation != UNIFORM:
             raise InputError(
-                f"--allocation {asked.allocation}: {PROXSPARSE} has one --pattern for all layers; leave it out, or "
-                f"choose another --method: {', '.join(own_flag_methods())}"
+                f"--allocation {allocation}: {PROXSPARSE} has one --pattern for all layers; leave it out, or choose "
+                "another --method"
             )
-        return parse_config(others)
-    given = vars(prune_parser().parse_args(arguments))
-    types = TRAIN_TYPES | {"method": str, "allocation": str}
-    types |= {name: type(default) for row in rows() for name, default in row.options.items()}
-    if "config" in given:
-        given = prune_settings(given.pop("config"), types) | given
-    if given.get("method") not in own_flag_methods():
-        what = f"--method {given['method']!r}: no such method" if "method" in given else "--method is missing"
+        return parse_train([*others, *(["--config", asked["config"]] if "config" in asked else [])])
+    parser = prune_parser(method, allocation)
+    given = vars(parser.parse_args(arguments))  # --help ends here
+    if method not in list_methods():
+        what = f"--method {method!r}: no such method" if method else "--method is missing"
         raise InputError(f"{what}; choose from {', '.join(list_methods())}; --list describes them")
-    names = {"method": given.pop("method"), "allocation": given.pop("allocation", UNIFORM)}
-    chosen = (get_method(names["method"]), get_allocation(names["allocation"]))
-    options = chosen[0].options | chosen[1].options
-    for name in given:
-        if name not in options and name not in SHARED:
-            raise InputError(
-                f"--{name} is an option of {', '.join(defaults_of(name))}, not of --method {names['method']} or "
-                f"--allocation {names['allocation']}, whose options are: {', '.join(options) or 'none'}"
-            )
-    types |= {name: type(default) for name, default in options.items() if name not in SHARED}
-    values = {name: convert(f"--{name}", value, types[name]) for name, value in given.items()}
-    shared = vars(RunConfig(**{name: value for name, value in values.items() if name in SHARED}).check())
-    for row in chosen:
-        row.check(**{name: {**shared, **values}.get(name, default) for name, default in row.options.items()})
-    return argparse.Namespace(**names, **{**options, **shared, **values})
+    given = (file_flags(given["config"], "--config", parser) if "config" in given else {}) | given
+    args = checked("prune", method, allocation, given)
+    rows = (get_method(method), get_allocation(allocation))
+    values = {name: default for row in rows for name, default in row.options.items()} | given | vars(args.hardware)
+    args.options = SimpleNamespace(**{name: values[name] for row in rows for name in row.options})
+    for row in rows:
+        row.check(**args.options_of(row))
+    return args
 
 
-def split_method(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of --method and --allocation, and the command line without them."""
-    parser = Parser("prune", add_help=False)
-    parser.add_argument("--method")
-    parser.add_argument("--allocation", default=UNIFORM)
-    return parser.parse_known_args(arguments)
-
-
-def prune_settings(path: str, types: dict[str, type]) -> dict:
-    """The flags in a --config file. Raises InputError for a config of `proxsparse train`, and as `read_settings`."""
-    settings = read_settings(path, "--config", types, NOT_REPEATED)
-    foreign = [name for name in settings if name not in (*SHARED, "method", "allocation") and not defaults_of(name)]
-    command = f"proxsparse train --config {path}"
-    if settings.get("method") == PROXSPARSE:
-        raise InputError(f"--config {path}: method {PROXSPARSE}: delete this line and run: {command}")
-    if foreign:
-        raise InputError(f"--config {path}: {foreign[0]} is a flag of proxsparse train; run: {command}")
-    return settings
-
-
-def prune_parser() -> Parser:
-    """All flags of `proxsparse prune`, including the options of all methods; values stay text."""
+def prune_parser(method: str | None, allocation: str) -> Parser:
+    """The flags of `proxsparse prune`, with the options of a method, if it exists, and an allocation."""
     parser = Parser(
         "prune",
         usage="%(prog)s --method NAME [--flag VALUE ...]",
-        description="Prune a pretrained language model to N:M sparsity; --list prints the methods.",
-        epilog=f"--method {PROXSPARSE} has the flags of proxsparse train; see proxsparse train --help.",
-        argument_default=argparse.SUPPRESS,
+        description="Prune a pretrained language model to N:M sparsity; --list prints the methods and their options.",
+        epilog="--method NAME --help also describes the options of that method.",
     )
-    parser.add_argument("--list", action="store_true", help="print the tables of methods and allocations, and exit")
-    parser.add_argument("--method", metavar="NAME", help=f"one of: {', '.join(list_methods())}")
-    parser.add_argument(
-        "--allocation",
-        metavar="NAME",
-        help=f"how the N:M of each decoder block is chosen; one of: {', '.join(list_allocations())} "
-        f"(default: {UNIFORM})",
+    parser.add_argument("--list", action="store_true", default=argparse.SUPPRESS, help="print the methods, and exit")
+    add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
+    names = ", ".join(list_allocations())
+    add_flag(
+        parser, "allocation", str, f"how N:M of each decoder block is chosen; one of: {names} (default: {UNIFORM})"
     )
-    add_fields(parser, RunConfig)
-    group = parser.add_argument_group("options of methods and allocations")
-    for name in {name: None for row in rows() for name in row.options if name not in SHARED}:
-        defaults = defaults_of(name)
-        owners = ", ".join(f"{owner} {str(default).lower()}" for owner, default in defaults.items())
-        description = next(row.descriptions[name] for row in rows() if name in row.options)
-        add_flag(group, name, type(next(iter(defaults.values()))), f"{description} (default: {owners})")
+    add_sections(parser, "prune")
+    rows = [get_method(method)] if method in list_methods() else []
+    for row in (*rows, get_allocation(allocation)):
+        group = parser.add_argument_group(f"options of {row.name}")
+        for name, default in row.options.items():
+            if name not in SHARED:
+                add_flag(group, name, type(default), f"{row.descriptions[name]} (default: {str(default).lower()})")
     return parser
 
 
-def own_flag_methods() -> list[str]:
-    """The methods whose options are flags of `proxsparse prune`: all but proxsparse."""
-    return [name for name in list_methods() if name != PROXSPARSE]
+# ---------------------------------------------------------------------------------------------- values
 
 
-def rows() -> list[Method | Allocation]:
-    """All methods of `own_flag_methods`, then all allocations."""
-    return [*map(get_method, own_flag_methods()), *map(get_allocation, list_allocations())]
+def file_flags(path: Path | str, what: str, parser: Parser) -> dict[str, object]:
+    """The values of a YAML file of flags. Raises InputError if it is malformed or has an unknown flag."""
+    arguments = []
+    for name, value in read_yaml(Path(path), what).items():
+        if name in NOT_REPEATED:
+            raise InputError(f"{what} {path}: {name} is not a flag that a file can set")
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+    try:
+        return vars(parser.parse_args(arguments))
+    except InputError as error:
+        raise InputError(f"{what} {path}: {error}") from error
 
 
-def defaults_of(option: str) -> dict[str, bool | int | float | str]:
-    """Method or allocation -> its default of the option, for all that have the option."""
-    return {row.name: row.options[option] for row in rows() if option in row.options}
+def true_or_false(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text}: must be true or false")
+    return text.lower() == "true"
 
 
-def tables() -> str:
-    """The text of --list: each method and each allocation with its options and their defaults."""
-    yes_no = {True: "yes", False: "no"}
-    method_rows = [
-        (
-            (row.name, yes_no[row.needs_data], yes_no[row.updates_weights], row.paper),
-            {} if row.name == PROXSPARSE else row.options,
-        )
-        for row in map(get_method, list_methods())
-    ]
-    allocation_rows = [
-        ((row.name, yes_no[row.needs_data], row.paper), row.options) for row in map(get_allocation, list_allocations())
-    ]
-    return "\n\n".join(
-        [
-            table(("method", "needs data?", "updates weights?", "paper"), method_rows),
-            table(("allocation", "needs data?", "paper"), allocation_rows),
-        ]
-    )
+def whole_number(text: str) -> int:
+    try:
+        if abs(number := int(text)) < MOST:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text:.20}: must be a whole number below 2^63")
 
 
-def table(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], dict]]) -> str:
-    """A table of the cells, with the options below each row. `rows`: pairs (cells, options)."""
-    table = text_table(header, [cells for cells, _ in rows]).splitlines()
-    lines = table[:1]
-    for line, (_, options) in zip(table[1:], rows, strict=True):
-        lines.append(line)
-        if options:
-            own = {name: str(value).lower() for name, value in options.items() if name not in SHARED}
-            flags = " ".join(f"--{name}={value}" for name, value in own.items())
-            lines += textwrap.wrap(flags, 120, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-    return "\n".join(lines)
+def real_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
+
+
+KINDS = {bool: (true_or_false, "true|false"), int: (whole_number, "N"), float: (real_number, "X"), str: (str, "VALUE")}
+GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
+
+
+def add_sections(parser: Parser, command: str, skip: set[str] = frozenset()) -> Parser:
+    """Adds a flag for every field of the sections of a command except `skip`, in its group of --help."""
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    added = {*skip, *HIDDEN[command]}
+    for section in SECTIONS[command]:
+        kinds = typing.get_type_hints(section)
+        for field in dataclasses.fields(section):
+            if field.name not in added:
+                added.add(field.name)
+                more, default = field.metadata, field.default
+                words = more["help"] + ("" if default is None else f" (default: {str(default).lower()})")
+                add_flag(groups[more["group"]], field.name, kinds[field.name], words, more["choices"])
+    return parser
+
+
+def add_flag(parser, name: str, kind, help_text: str, choices: tuple[str, ...] = ()) -> None:
+    """Adds one flag; without it on the command line it is absent from the result."""
+    plain = next((plain for plain in KINDS if kind in (plain, plain | None)), str)
+    shape = {"nargs": "?", "const": True} if plain is bool else {"nargs": "+"} if kind == list[str] | None else {}
+    convert, metavar = KINDS[plain]
+    shape |= {"type": convert, "metavar": "|".join(choices) or metavar, "default": argparse.SUPPRESS}
+    parser.add_argument(f"--{name}", help=help_text.replace("%", "%%"), **shape)

@@ -20,7 +20,7 @@ from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import EVAL_SEQ_LEN, RunConfig
+from proxsparse.run.args import EvaluateArgs, RunArgs
 from proxsparse.run.sections import BOS, each_value, named_scores
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
@@ -35,21 +35,21 @@ IDENTITY = ("method", "model", "data", "pattern", "allocation", "objective")
 
 
 def perplexity_of(
-    config: RunConfig, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
+    args: EvaluateArgs, text_field: str, model: nn.Module, tokenizer, autocast_dtype: torch.dtype | None
 ) -> Callable[[nn.Module, str], Perplexity | None]:
     """Reads the held-out text. Returns a function (model, name) -> its perplexity, or None with --eval_data none.
 
     Raises:
         InputError: the text cannot be read, or --eval_seq_len exceeds the text or the model's positions.
     """
-    if config.eval_data == "none":
+    if args.eval_data == "none":
         return lambda model, name: None
-    source = config.eval_data
-    text = on_rank_zero(lambda: evaluation_text(source, text_field=config.text_field))
-    where, bos = window_bos(model, tokenizer, config.eval_bos, "eval_bos")
+    source = args.eval_data
+    text = on_rank_zero(lambda: evaluation_text(source, text_field=text_field))
+    where, bos = window_bos(model, tokenizer, args.eval_bos, "eval_bos")
     tokens = evaluation_tokens(text, tokenizer)
-    fit = functools.partial(fit_window, model, config.eval_seq_len, EVAL_SEQ_LEN, "eval_seq_len")
-    how = on_rank_zero(lambda: fit(len(tokens))), config.eval_max_windows, autocast_dtype
+    fit = functools.partial(fit_window, model, args.eval_seq_len, args.window, "eval_seq_len")
+    how = on_rank_zero(lambda: fit(len(tokens))), args.eval_max_windows, autocast_dtype
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         shown = {"finetune": "fine-tuned"}.get(name, name)
@@ -88,14 +88,14 @@ def scores_under(
     return scores
 
 
-def perplexity_table(scores: dict[str, Perplexity | None], config: RunConfig) -> dict | None:
+def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> dict | None:
     """The perplexity entry of result.json: the text, the window and one value per name; None if not measured."""
     if any(score is None for score in scores.values()):
         return None
     scores = dict(sorted(scores.items(), key=lambda score: score[0] != "dense"))  # the dense model first
     first = next(iter(scores.values()))
     seq_len = first.tokens // first.windows
-    table = {"data": config.eval_data, "seq_len": seq_len, "windows": first.windows, "tokens": first.tokens}
+    table = {"data": eval_data, "seq_len": seq_len, "windows": first.windows, "tokens": first.tokens}
     table["bos"] = first.bos
     return table | {name: score.value for name, score in scores.items()}
 
@@ -116,7 +116,7 @@ def what_was_pruned(
     }
 
 
-def warnings_for(table: dict | None, figures: dict, samples: int | None, config: RunConfig) -> list[str]:
+def warnings_for(table: dict | None, figures: dict, samples: int | None, args: RunArgs) -> list[str]:
     """Warnings about the quality of the masks, each with a remedy.
 
     Args:
@@ -124,41 +124,44 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, config:
         figures: from `Pruned.figures`.
         samples: number of calibration samples; None: the method needs none.
     """
-    found = []
-    if samples is not None and samples < config.num_samples:
+    found, options = [], args.options
+    if samples is not None and samples < args.data.num_samples:
         found.append(
-            f"the calibration text has only {samples} of --num_samples {config.num_samples} samples: give more "
-            f"documents, or use {'' if config.packing else '--packing with '}a shorter --seq_len"
+            f"the calibration text has only {samples} of --num_samples {args.data.num_samples} samples: give more "
+            f"documents, or use {'' if args.data.packing else '--packing with '}a shorter --seq_len"
         )
-    if table and "pruned" in table and not table[config.method] < table["pruned"]:
+    if table and "pruned" in table and not table[args.method] < table["pruned"]:
         found.append(
-            f"fine-tuning has not improved the model (perplexity {table[config.method]:.2f}, before "
+            f"fine-tuning has not improved the model (perplexity {table[args.method]:.2f}, before "
             f"{table['pruned']:.2f}): give more text (--num_samples), or change --learning_rate (now "
-            f"{config.learning_rate:g})"
+            f"{options.learning_rate:g})"
         )
-    learned = config.method == "proxsparse"
-    if learned and table and not table[config.method] < table["magnitude"]:
+    learned = args.method == "proxsparse"
+    if learned and table and not table[args.method] < table["magnitude"]:
         found.append(
-            f"the learned mask is no better than the magnitude mask (perplexity {table[config.method]:.2f} against "
+            f"the learned mask is no better than the magnitude mask (perplexity {table[args.method]:.2f} against "
             f"{table['magnitude']:.2f}): raise --num_samples or --seq_len, change --learning_rate (now "
-            f"{config.learning_rate:g})" + (", or use --objective masked" if config.objective == "paper" else "")
+            f"{options.learning_rate:g})" + (", or use --objective masked" if args.options.objective == "paper" else "")
         )
     decided = figures.get("feasible_share")
-    if decided is not None and config.objective == "paper" and decided < FEW_DECIDED:  # masked has no final projection
+    if (
+        decided is not None and args.options.objective == "paper" and decided < FEW_DECIDED
+    ):  # masked has no final projection
         found.append(
-            f"only {decided:.1%} of the blocks were {config.pattern} before the final projection, which prunes the "
+            f"only {decided:.1%} of the blocks were {args.model.pattern} before the final projection, which prunes the "
             "others by magnitude; raise --reg_lambda_rel (or --reg_lambda), or use more steps"
         )
     return found
 
 
-def as_result(config: RunConfig, device: torch.device, figures: dict) -> dict:
+def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
     """The content of result.json: version, flags, environment and figures."""
+    flags = {"method": args.method, "allocation": args.allocation} | args.flags()
     return {
         "version": __version__,
-        **{key: getattr(config, key) for key in IDENTITY if hasattr(config, key)},
+        **{key: flags[key] for key in IDENTITY if key in flags},
         "command": command_line(),
-        "config": vars(config),
+        "config": args.flags(),
         "environment": environment(device),
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,

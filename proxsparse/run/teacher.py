@@ -14,12 +14,13 @@ from proxsparse.training.distillation import teacher_targets
 
 
 def add_teacher_(
-    name: str, model: nn.Module, batches: list[dict[str, Tensor]], evaluate: Callable[[nn.Module, str], object]
-) -> tuple[list[dict[str, Tensor]], object]:
-    """The batches with the predictions of the teacher, and its held-out perplexity. Afterwards its memory is free."""
+    name: str, model: nn.Module, batches: list[dict[str, Tensor]], score: Callable[[str, nn.Module], None]
+) -> list[dict[str, Tensor]]:
+    """The batches with the predictions of the teacher, whose perplexity is measured too; then its memory is free."""
     teacher, weight = read_teacher(name, model), next(model.parameters())
     shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node=False)
-    return teacher_targets(teacher, [add_labels(batch) for batch in batches]), evaluate(teacher, "dense")
+    score("dense", teacher)
+    return teacher_targets(teacher, [add_labels(batch) for batch in batches])
 
 
 def read_teacher(name: str, model: nn.Module) -> nn.Module:

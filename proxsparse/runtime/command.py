@@ -34,4 +34,4 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=program(command), **settings)
 
     def error(self, message: str):
-        raise InputError(f"{message}; --help lists the flags")
+        raise InputError(f"{message.removeprefix('argument ')}; --help lists the flags")

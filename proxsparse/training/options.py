@@ -14,27 +14,53 @@ OBJECTIVES = {
 }
 
 
-def flag(default, help: str, group: str = "learning", choices: tuple[str, ...] = ()):
-    """A flag with its default, help text, group in --help, and allowed values (empty: any)."""
-    return field(default=default, metadata={"help": help, "group": group, "choices": choices})
+Valid = tuple[Callable[[float], bool], str]  # a condition, and the same in words
+AT_LEAST_0: Valid = (lambda value: value >= 0, "at least 0")
+AT_LEAST_1: Valid = (lambda value: value >= 1, "at least 1")
+NOT_NEGATIVE: Valid = (lambda value: value >= 0, "a finite number >= 0")
+POSITIVE: Valid = (lambda value: value > 0, "a finite number > 0")
+SHARE: Valid = (lambda value: 0 <= value <= 1, "between 0 and 1")
+
+
+def flag(default, help: str, group: str = "learning", choices: tuple[str, ...] = (), valid: Valid | None = None):
+    """A flag with its default, help text, group in --help, allowed values (empty: any) and range."""
+    return field(default=default, metadata={"help": help, "group": group, "choices": choices, "valid": valid})
+
+
+def check_fields(options) -> None:
+    """Raises InputError if the value of a field is not one of its choices, or out of its range."""
+    for each in dataclasses.fields(options):
+        value, allowed, valid = getattr(options, each.name), each.metadata["choices"], each.metadata["valid"]
+        if value is None:
+            continue
+        if allowed and value not in allowed:
+            raise InputError(f"--{each.name} {value}: must be one of {', '.join(allowed)}")
+        if valid:
+            require(each.name, value, valid[0](value), valid[1])
 
 
 @dataclass
 class LoopOptions:
     """Options of every training loop: steps, AdamW, memory and checkpoints."""
 
-    distill: float = flag(0.0, "weight of the distillation from the dense model in the loss, 0 to 1")
-    num_train_epochs: float = flag(1.0, "passes over the samples")
-    max_steps: int = flag(-1, "optimizer steps; -1: determined by --num_train_epochs")
-    per_device_train_batch_size: int = flag(1, "samples per forward pass")
-    gradient_accumulation_steps: int = flag(1, "forward passes per optimizer step")
-    learning_rate: float | None = flag(None, "learning rate after the warm-up")
+    distill: float = flag(0.0, "weight of the distillation from the dense model in the loss, 0 to 1", valid=SHARE)
+    num_train_epochs: float = flag(
+        1.0, "passes over the samples", valid=(lambda value: 0 < value <= 1e6, "a number > 0, at most 1,000,000")
+    )
+    max_steps: int = flag(
+        -1,
+        "optimizer steps; -1: determined by --num_train_epochs",
+        valid=(lambda value: value == -1 or value >= 1, "at least 1, or -1 for --num_train_epochs"),
+    )
+    per_device_train_batch_size: int = flag(1, "samples per forward pass", valid=AT_LEAST_1)
+    gradient_accumulation_steps: int = flag(1, "forward passes per optimizer step", valid=AT_LEAST_1)
+    learning_rate: float | None = flag(None, "learning rate after the warm-up", valid=POSITIVE)
     lr_scheduler_type: str = flag(
         "linear", "decay of the learning rate after the warm-up", choices=("linear", "cosine", "constant")
     )
-    warmup_ratio: float = flag(0.1, "share of the steps in which the learning rate rises from 0")
-    weight_decay: float = flag(0.0, "decoupled weight decay of AdamW")
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping")
+    warmup_ratio: float = flag(0.1, "share of the steps in which the learning rate rises from 0", valid=SHARE)
+    weight_decay: float = flag(0.0, "decoupled weight decay of AdamW", valid=NOT_NEGATIVE)
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping", valid=NOT_NEGATIVE)
 
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory", "hardware")
     moment_dtype: str | None = flag(
@@ -49,15 +75,22 @@ class LoopOptions:
         "hardware",
     )
     save_steps: int = flag(
-        100, "steps between checkpoints; 0: only when the run is stopped; a complete run removes them", "output"
+        100,
+        "steps between checkpoints; 0: only when the run is stopped; a complete run removes them",
+        "output",
+        valid=AT_LEAST_0,
     )
-    save_total_limit: int = flag(1, "number of checkpoints to keep", "output")
+    save_total_limit: int = flag(1, "number of checkpoints to keep", "output", valid=AT_LEAST_1)
     report_to: str = flag("none", "also log to this tracker", "output", ("none", "tensorboard", "wandb"))
-    seed: int = flag(42, "seed of the document order and of all random numbers", "hardware")
+    seed: int = flag(
+        42,
+        "seed of the document order and of all random numbers",
+        "hardware",
+        valid=(lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1"),
+    )
 
     def check_loop(self) -> None:
         """Raises InputError if an option is out of range or incompatible with another one."""
-        check_ranges(self, LOOP_RANGES)
         if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
             raise InputError(
                 f"--step_in_backward: needs --max_grad_norm 0 (not {self.max_grad_norm:g}) and "
@@ -66,8 +99,8 @@ class LoopOptions:
 
 
 @dataclass
-class MaskOptions:
-    """The options that only mask learning has. None: a default that depends on other options."""
+class LearningOptions(LoopOptions):
+    """Options of the method "proxsparse". None: a default that depends on other options, see `check`."""
 
     objective: str = flag(
         "masked",
@@ -75,28 +108,26 @@ class MaskOptions:
         "their input activations; paper: with the learned weights, without scaling, and all weights are trained",
         choices=tuple(OBJECTIVES),
     )
-    scaling_samples: int = flag(128, "samples on which the input activations are measured")
-    reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate")
+    scaling_samples: int = flag(128, "samples on which the input activations are measured", valid=AT_LEAST_1)
+    reg_lambda: float | None = flag(None, "lambda_1, absolute; not multiplied by the learning rate", valid=NOT_NEGATIVE)
     reg_lambda_rel: float | None = flag(
         None,
         "lambda_1 * mean|w|, the same in every layer (scaled weights have mean 1); default: 0.002, with --objective "
         "paper 0.003",
+        valid=NOT_NEGATIVE,
     )
-    frozen_lambda: float = flag(0.0, "lambda_2 of the frozen-weight term; needs --objective paper")
-    frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term")
+    frozen_lambda: float = flag(0.0, "lambda_2 of the frozen-weight term; needs --objective paper", valid=NOT_NEGATIVE)
+    frozen_eps: float = flag(0.1, "epsilon of the frozen-weight term", valid=POSITIVE)
     match_hidden: float = flag(
         0.0,
         "weight in the loss of the squared relative error of the hidden states after each decoder block, compared with "
         "the dense model; needs --objective masked",
+        valid=NOT_NEGATIVE,
     )
-
-
-@dataclass
-class LearningOptions(LoopOptions, MaskOptions):
-    """Options of the method "proxsparse". None: a default that depends on other options, see `fill_in`."""
-
     learning_rate: float | None = flag(
-        None, "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4"
+        None,
+        "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4",
+        valid=POSITIVE,
     )
 
     @property
@@ -104,23 +135,18 @@ class LearningOptions(LoopOptions, MaskOptions):
         """Whether the loss is that of W0 under the mask, with scaled weights; else the objective of the paper."""
         return self.objective == "masked"
 
-    def fill_in(self) -> None:
-        """Replaces every None that has a default by that default."""
-        defaults = OBJECTIVES[self.objective]
-        self.learning_rate = defaults["learning_rate"] if self.learning_rate is None else self.learning_rate
-        if self.reg_lambda is None and self.reg_lambda_rel is None:
-            self.reg_lambda_rel = defaults["reg_lambda_rel"]
-
     def check(self) -> "LearningOptions":
         """Fills in the defaults and returns itself.
 
         Raises:
             InputError: an option is out of range or incompatible with another one.
         """
-        check_choices(self)
-        self.fill_in()
+        check_fields(self)
         self.check_loop()
-        check_ranges(self, RANGES)
+        defaults = OBJECTIVES[self.objective]
+        self.learning_rate = defaults["learning_rate"] if self.learning_rate is None else self.learning_rate
+        if self.reg_lambda is None and self.reg_lambda_rel is None:
+            self.reg_lambda_rel = defaults["reg_lambda_rel"]
         if self.reg_lambda is not None and self.reg_lambda_rel is not None:
             raise InputError("--reg_lambda and --reg_lambda_rel are mutually exclusive; give one of them")
         if self.masked and (self.reg_lambda or 0) > 0.1:
@@ -149,37 +175,31 @@ TRAINED = {  # --train -> what is trained, and the default learning rate
 
 
 @dataclass
-class RecoveryOptions:
-    """The options that only fine-tuning has."""
+class FinetuneOptions(LoopOptions):
+    """Options of `proxsparse finetune` in addition to those of every run."""
 
     train: str = flag(
         "kept", "; ".join(f"{name}: {what}" for name, (what, _) in TRAINED.items()), choices=tuple(TRAINED)
-    )
-    teacher: str | None = flag(
-        None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned", "model"
     )
     held_out: int | None = flag(
         None,
         "samples that are held out to choose the best weights; 0: none, the last weights are kept; default: "
         f"{HELD_OUT}, at most an eighth of the samples",
+        valid=AT_LEAST_0,
     )
-    evals: int = flag(10, "number of measurements of the held-out loss")
+    evals: int = flag(10, "number of measurements of the held-out loss", valid=AT_LEAST_1)
     patience: int = flag(
         0,
         "stop after this number of measurements in a row without a new minimum; 0: never, because the loss may rise "
         "first, and fall only when the learning rate does",
+        valid=AT_LEAST_0,
     )
-
-
-@dataclass
-class FinetuneOptions(LoopOptions, RecoveryOptions):
-    """Options of `proxsparse finetune` in addition to those of every run."""
-
-    distill: float = flag(0.67, "weight of the distillation from the teacher in the loss, 0 to 1")
+    distill: float = flag(0.67, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
     learning_rate: float | None = flag(
         None,
         "learning rate after the warm-up; default: "
         + ", ".join(f"{rate:g} for {name}" for name, (_, rate) in TRAINED.items()),
+        valid=POSITIVE,
     )
 
     def check(self) -> "FinetuneOptions":
@@ -188,53 +208,9 @@ class FinetuneOptions(LoopOptions, RecoveryOptions):
         Raises:
             InputError: an option is out of range or incompatible with another one.
         """
-        check_choices(self)
+        check_fields(self)
         self.learning_rate = TRAINED[self.train][1] if self.learning_rate is None else self.learning_rate
         self.check_loop()
-        check_ranges(self, FINETUNE_RANGES)
         if self.patience and self.held_out == 0:
             raise InputError(f"--patience {self.patience}: needs held-out samples; set --held_out to at least 1")
         return self
-
-
-Ranges = tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...]  # flags, condition, condition in words
-
-LOOP_RANGES: Ranges = (
-    (
-        ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"),
-        lambda value: value >= 1,
-        "at least 1",
-    ),
-    (("save_steps",), lambda value: value >= 0, "at least 0"),
-    (("max_steps",), lambda value: value == -1 or value >= 1, "at least 1, or -1 for --num_train_epochs"),
-    (("weight_decay", "max_grad_norm"), lambda value: value >= 0, "a finite number >= 0"),
-    (("learning_rate",), lambda value: value > 0, "a finite number > 0"),
-    (("num_train_epochs",), lambda value: 0 < value <= 1e6, "a number > 0, at most 1,000,000"),
-    (("warmup_ratio", "distill"), lambda value: 0 <= value <= 1, "between 0 and 1"),
-)
-RANGES: Ranges = (
-    (("scaling_samples",), lambda value: value >= 1, "at least 1"),
-    (("reg_lambda", "reg_lambda_rel", "frozen_lambda"), lambda value: value >= 0, "a finite number >= 0"),
-    (("match_hidden",), lambda value: value >= 0, "a finite number >= 0"),
-    (("frozen_eps",), lambda value: value > 0, "a finite number > 0"),
-)
-FINETUNE_RANGES: Ranges = (
-    (("evals",), lambda value: value >= 1, "at least 1"),
-    (("held_out", "patience"), lambda value: value >= 0, "at least 0"),
-)
-
-
-def check_choices(options) -> None:
-    """Raises InputError if the value of a flag is not one of its choices."""
-    for one in dataclasses.fields(options):
-        value, allowed = getattr(options, one.name), one.metadata.get("choices")
-        if allowed and value is not None and value not in allowed:
-            raise InputError(f"--{one.name} {value}: must be one of {', '.join(allowed)}")
-
-
-def check_ranges(options, ranges: Ranges) -> None:
-    """Raises InputError if the value of a flag is out of range."""
-    for names, holds, words in ranges:
-        for name in names:
-            if (value := getattr(options, name)) is not None:
-                require(name, value, holds(value), words)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import finetune, prune, train
+from proxsparse.run import folder as run_folder
 from proxsparse.run import job
 
 RESUME = ["--resume_from_checkpoint", "last"]
@@ -200,8 +201,8 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturb
     main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "0")
 
     def interrupt_the_save():
-        save = job.run_folder.save_pruned
-        job.run_folder.save_pruned = lambda *given: (os.kill(os.getpid(), signal.SIGTERM), save(*given))
+        save = run_folder.save_model
+        run_folder.save_model = lambda *given: (os.kill(os.getpid(), signal.SIGTERM), save(*given))
 
     assert command_in_child(main, arguments, interrupt_the_save)[0] == 128 + signal.SIGTERM
     bits, rows, figures = outcome(tmp_path / "run")

