@@ -30,7 +30,7 @@ from lib import common, plots
 from lib.codes import Contender, contenders, cusparselt
 from lib.common import Results, dtype_name, error_note
 from lib.decode import capture_graph
-from lib.measure import LinearWeights, copy_buffers, interleaved
+from lib.measure import COPY_BYTES, LinearWeights, interleaved
 from lib.shapes import PAPER, Shape, layer_shapes
 from torch import Tensor
 from torch.nn import functional
@@ -128,11 +128,12 @@ def benchmark(shape: Shape, dtype: torch.dtype, device: torch.device, args: argp
     weights = LinearWeights.random(shape, dtype, device, args.sigma, args.rows)
     others = contenders(weights, args.bits)
     others |= cusparselt(weights) if "cusparselt" in args.backends else {}
-    rows, buffers = [], copy_buffers(device)
+    rows, source = [], torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)  # empties the caches
     for count in args.rows:
         case = {"weights": "{}x{}".format(*shape), "dtype": dtype_name(dtype)}
         case |= {"rows": count, "state": "cold", "sigma": args.sigma}
-        rows += [case | row for row in times(weights, others, count, buffers, args)]
+        rows += [case | row for row in times(weights, others, count, copy, args)]
     return [row | shares(row, rows) for row in rows]
 
 
@@ -140,7 +141,7 @@ def times(
     weights: LinearWeights,
     others: dict[str, Contender],
     rows: int,
-    buffers: tuple[Tensor, Tensor],
+    copy: Callable[[], object],
     args: argparse.Namespace,
 ) -> list[dict]:
     """The rows of dense, of every backend that supports the call, and of the others; what fails has only a note."""
@@ -163,11 +164,9 @@ def times(
     wrong = [name for name in runs if not errors[name] <= weights.tolerance(of_dense)]
     notes |= {name: f"wrong: its error is {errors[name]:.2g}, that of dense {of_dense:.2g}" for name in wrong}
     runs = {name: run for name, run in runs.items() if name not in notes}
-    source, target = buffers
     measured = {}
     try:
         if DENSE in runs:
-            copy = partial(target.copy_, source)
             measured = interleaved(runs, copy, x.device, args.repetitions, args.seconds, calls=numbers)
     except Exception as error:  # an earlier call has ended the CUDA context: the rows of other sizes are kept
         notes |= {name: error_note(error) for name in runs}
@@ -176,7 +175,7 @@ def times(
     for name in runs if measured else ():
         row = {"backend": name, "calls_a_run": numbers[name], "error": errors[name], "auto": name == auto}
         row |= {key: value for key, value in measured[name].items() if key != "share_of_copy"}
-        row |= {"copy_gb_per_s": 2 * source.nbytes / measured["copy"]["p50_ms"] / 1e6}
+        row |= {"copy_gb_per_s": 2 * COPY_BYTES[x.device.type] / measured["copy"]["p50_ms"] / 1e6}
         weight = others[name].nbytes if name in others else sum(part.nbytes for part in weights.packed[0])
         moved = weights.dense[0].nbytes if name == DENSE else weight
         moved += x.nbytes + rows * weights.shape[0] * x.element_size()

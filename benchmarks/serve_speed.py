@@ -1,7 +1,6 @@
 """Measures tokens per second and time to first token of servers with a dense and a packed 2:4 model.
 
     python benchmarks/serve_speed.py                                    # 4 blocks of Mistral-7B with random weights
-    python benchmarks/serve_speed.py --model runs/smollm2               # the output folder of train or prune
     python benchmarks/serve_speed.py --program vllm --vllm_python ~/vllm/bin/python
 
 One server has the dense folder, the other the same weights packed. Both run all the time and are asked in turns, over
@@ -80,11 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Measures every batch and length of the prompt."""
     args = parse_arguments(arguments)
     results = Results("serve_speed", choose_device(args.device), not args.no_save, arguments)
-    layers = args.layers if args.model in KINDS else None
-    same = {"model": Path(args.model).name, "layers": layers, "dtype": args.dtype, "program": args.program}
+    same = {"model": args.model, "layers": args.layers, "dtype": args.dtype, "program": args.program}
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as running:
         folders = save_models(args, Path(scratch))
-        choose, pool = random.Random(0), single_words(args)
+        choose, pool = random.Random(0), single_words(KINDS[args.model][1])
         asked = {form: running.enter_context(serving(folder, args)) for form, folder in folders.items()}
         for prompt, batch in itertools.product(args.prompts, args.batches):
             found = {form: [] for form in asked}
@@ -102,10 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line; None: that of this process."""
     parser = new_parser(__doc__)
-    parser.add_argument(
-        "--model", default="mistral-7b-v0.1", help=f"folder of a 2:4 model, or one of {', '.join(KINDS)}"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="decoder blocks of a random model")
+    parser.add_argument("--model", default="mistral-7b-v0.1", choices=KINDS, metavar="NAME", help=", ".join(KINDS))
+    parser.add_argument("--layers", type=int, default=4, help="decoder blocks")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--program", default="transformers", choices=[*PROGRAMS])
     parser.add_argument("--vllm_python", help="the Python of an environment with vLLM and proxsparse")
@@ -118,32 +114,27 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.program == "vllm" and not args.vllm_python:
         raise InputError("--program vllm: give --vllm_python, the Python of its environment; see docs/serving.md")
-    if args.model not in KINDS and not Path(args.model, "config.json").is_file():
-        raise InputError(f"--model {args.model}: no config.json there; choose a folder or one of {', '.join(KINDS)}")
     return args
 
 
 def save_models(args: argparse.Namespace, scratch: Path) -> dict[str, Path]:
     """The folders of the dense and of the packed model."""
-    dense, packed = Path(args.model).absolute(), scratch / "packed"
-    if args.model in KINDS:
-        dense = scratch / "dense"
-        model = random_model(args.model, args.layers, getattr(torch, args.dtype), torch.device("cpu"), sparse=False)
-        model.generation_config.eos_token_id = None
-        model.save_pretrained(dense)
-        load_tokenizer(EMBEDDED_MODEL).save_pretrained(dense)
-    pack.main([str(dense), "--output_dir", str(packed)])
-    return {"dense": dense, "packed": packed}
+    folders = {form: scratch / form for form in ("dense", "packed")}
+    model = random_model(args.model, args.layers, getattr(torch, args.dtype), torch.device("cpu"), sparse=False)
+    model.generation_config.eos_token_id = None
+    for part in (model, load_tokenizer(EMBEDDED_MODEL)):
+        part.save_pretrained(folders["dense"])
+    pack.main([str(folders["dense"]), "--output_dir", str(folders["packed"])])
+    return folders
 
 
-def single_words(args: argparse.Namespace) -> list[str]:
-    """The words, each after a space, that are one token."""
-    tokenizer = load_tokenizer(EMBEDDED_MODEL if args.model in KINDS else args.model)
-    size = KINDS[args.model][1] if args.model in KINDS else len(tokenizer)
-    found = {tokenizer.decode([number]).strip() for number in range(min(size, len(tokenizer)))}
+def single_words(vocabulary: int) -> list[str]:
+    """The words, each after a space, that are one of the first tokens."""
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    found = {tokenizer.decode([number]).strip() for number in range(min(vocabulary, len(tokenizer)))}
     found = sorted(f" {word}" for word in found if word.isascii() and word.isalpha())
     tokens = tokenizer(found, add_special_tokens=False)["input_ids"]
-    return [word for word, ids in zip(found, tokens, strict=True) if len(ids) == 1 and ids[0] < size]
+    return [word for word, ids in zip(found, tokens, strict=True) if len(ids) == 1 and ids[0] < vocabulary]
 
 
 @contextlib.contextmanager

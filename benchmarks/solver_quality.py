@@ -17,8 +17,7 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from lib import paper_solvers, plots
@@ -44,31 +43,15 @@ CPU = torch.device("cpu")
 MISS = 1e-9
 
 
-class Problems(NamedTuple):
-    """Each of the blocks y [instances, 4] with each of the lambdas [lambdas]."""
-
-    name: str
-    y: Tensor
-    lambdas: Tensor
-
-    @property
-    def blocks(self) -> Tensor:
-        """[lambdas * instances, 4]: all blocks with the first lambda, then all with the second, ..."""
-        return self.y.repeat(len(self.lambdas), 1)
-
-    @property
-    def lam(self) -> Tensor:
-        """[lambdas * instances]: the lambda of each of `blocks`."""
-        return self.lambdas.repeat_interleave(len(self.y))
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Prints and saves Table 1, and draws the pictures."""
     args = parse_arguments(arguments)
     generator = torch.Generator().manual_seed(args.seed)
     results = Results("solver_quality", CPU, not args.no_save, arguments)
     for problems in (table_1, hard_problems) if args.hard else (table_1,):
-        results.add(compare(problems(args.instances, args.lambdas, generator), generator))
+        y, lambdas = problems(args.instances, args.lambdas, generator)
+        rows = compare(y.repeat(len(lambdas), 1), lambdas.repeat_interleave(len(y)), generator)
+        results.add([{"problems": NAMES[problems], "count": len(y) * len(lambdas)} | row for row in rows])
     results.show(*columns(COLUMNS), f"misses: objectives more than {MISS:g} above the best")
     if results.save:
         plots.draw(results.file.with_name("regularisation_path.png"), path_figure)
@@ -86,68 +69,64 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def table_1(instances: int, lambdas: int, generator: torch.Generator) -> Problems:
-    """Standard normal blocks, lambda evenly spaced in [0.01, 3]."""
+def table_1(instances: int, lambdas: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Standard normal blocks [instances, 4], and lambda evenly spaced in [0.01, 3]: each with each."""
     y = torch.randn(instances, 4, generator=generator, dtype=torch.float64)
-    return Problems("Table 1", y, torch.linspace(0.01, 3, lambdas, dtype=torch.float64))
+    return y, torch.linspace(0.01, 3, lambdas, dtype=torch.float64)
 
 
-def hard_problems(instances: int, lambdas: int, generator: torch.Generator) -> Problems:
+def hard_problems(instances: int, lambdas: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Half the blocks have only two different magnitudes, half have four within a few percent; z_1 = 1."""
     half = instances // 2
     levels = torch.rand(half, 2, generator=generator, dtype=torch.float64)
     tied = levels.gather(1, torch.randint(2, (half, 4), generator=generator))
     near = 1 + 0.02 * torch.randn(instances - half, 4, generator=generator, dtype=torch.float64)
     y = torch.cat([tied, near])
-    return Problems("hard", y / y.amax(1, keepdim=True), torch.linspace(0.3, 1.21, lambdas, dtype=torch.float64))
+    return y / y.amax(1, keepdim=True), torch.linspace(0.3, 1.21, lambdas, dtype=torch.float64)
 
 
-def compare(problems: Problems, generator: torch.Generator) -> list[dict[str, object]]:
-    """A row for each solver: seconds, largest suboptimality, misses and iterations."""
-    answers, seconds = {}, {}
-    for name, solve in solvers().items():
+NAMES = {table_1: "Table 1", hard_problems: "hard"}
 
-        def run(name: str = name, solve: Callable = solve) -> None:
-            answers[name] = solve(problems)
 
-        run()
-        seconds[name] = statistics.median(elapsed_ms(run, CPU) for _ in range(3)) / 1000
-    z = problems.blocks.abs()
-    objectives = {name: reference.objective(w.abs(), z, problems.lam, 2) for name, (w, _) in answers.items()}
-    best = torch.stack([*objectives.values(), least_objective(problems, generator)]).amin(0)
+def compare(y: Tensor, lam: Tensor, generator: torch.Generator) -> list[dict[str, object]]:
+    """A row for each solver, with its suboptimality on the blocks y [problems, 4] with lam [problems], ascending."""
+    backend = select("prox_nm_", torch.zeros(1, 4, dtype=torch.float64), 1.0, 2, 4, None).backend
+    solvers = {"EnumALM": paper, "ours: reference": plain_torch, f"ours: {backend}": op}
+    answers = {name: solve(y, lam) for name, solve in solvers.items()}
+    objectives = {name: reference.objective(w.abs(), y.abs(), lam, 2) for name, (w, _) in answers.items()}
+    best = torch.stack([*objectives.values(), least_objective(y.abs(), lam, generator)]).amin(0)
     rows = []
-    for name, (_, iterations) in answers.items():
+    for name, (_, sweeps) in answers.items():
+        seconds = statistics.median(elapsed_ms(partial(solvers[name], y, lam), CPU) for _ in range(3)) / 1000
         above = objectives[name] - best
-        row = {"problems": problems.name, "count": len(best), "solver": name, "seconds": seconds[name]}
-        row |= {"max_suboptimality": above.max().item(), "misses": (above > MISS).sum().item()}
-        row |= {"mean_iterations": None if iterations is None else iterations.double().mean().item()}
-        rows.append(row | {"max_iterations": None if iterations is None else iterations.max().item()})
+        row = {"solver": name, "seconds": seconds, "max_suboptimality": above.max().item()}
+        row |= {"misses": (above > MISS).sum().item()}
+        row |= {"mean_iterations": None if sweeps is None else sweeps.double().mean().item()}
+        rows.append(row | {"max_iterations": None if sweeps is None else sweeps.max().item()})
     return rows
 
 
-def solvers() -> dict[str, Callable[[Problems], tuple[Tensor, Tensor | None]]]:
-    """Name -> solver: problems -> (w [problems, 4], iterations [problems])."""
-
-    def paper(problems: Problems) -> paper_solvers.Solution:
-        return paper_solvers.enum_alm_by_block(problems.blocks, problems.lam[:, None], 1e-10, 100_000)
-
-    def plain_torch(problems: Problems) -> tuple[Tensor, None]:
-        lam = problems.lam[:, None]  # lambda * y makes every lambda 1
-        return reference.prox_nm(lam * problems.blocks, 1.0) / lam, None
-
-    def op(problems: Problems) -> tuple[Tensor, None]:
-        w = problems.blocks
-        for blocks, reg_lambda in zip(w.split(len(problems.y)), problems.lambdas.tolist(), strict=True):
-            prox_nm_(blocks, reg_lambda)
-        return w, None
-
-    backend = select("prox_nm_", torch.zeros(1, 4, dtype=torch.float64), 1.0, 2, 4, None).backend
-    return {"EnumALM": paper, "ours: reference": plain_torch, f"ours: {backend}": op}
+def paper(y: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """EnumALM: w and the sweeps of each problem."""
+    return paper_solvers.enum_alm_by_block(y, lam[:, None], tolerance=1e-10, max_sweeps=100_000)
 
 
-def least_objective(problems: Problems, generator: torch.Generator, starts: int = 12) -> Tensor:
-    """The least objective that coordinate descent reaches from random points of the box [0, |y|]; [problems]."""
-    z, lam = problems.blocks.abs().repeat(starts, 1), problems.lam.repeat(starts)
+def plain_torch(y: Tensor, lam: Tensor) -> tuple[Tensor, None]:
+    """Our reference; lambda * y makes every lambda 1."""
+    return reference.prox_nm(lam[:, None] * y, 1.0) / lam[:, None], None
+
+
+def op(y: Tensor, lam: Tensor) -> tuple[Tensor, None]:
+    """The op on the fastest backend, once for each lambda."""
+    w, (lambdas, counts) = y.clone(), lam.unique_consecutive(return_counts=True)
+    for blocks, reg_lambda in zip(w.split(counts.tolist()), lambdas.tolist(), strict=True):
+        prox_nm_(blocks, reg_lambda)
+    return w, None
+
+
+def least_objective(z: Tensor, lam: Tensor, generator: torch.Generator, starts: int = 12) -> Tensor:
+    """The least objective that coordinate descent reaches from random points of the box [0, z]; [problems]."""
+    z, lam = z.repeat(starts, 1), lam.repeat(starts)
     start = z * torch.rand(z.shape, generator=generator, dtype=torch.float64)
     w = paper_solvers.descend(start, z, lam, tolerance=1e-9, max_sweeps=300).w
     return reference.objective(w, z, lam, 2).view(starts, -1).amin(0)

@@ -169,8 +169,8 @@ def cell_name(value: object) -> str:
 
 def finite(settings: dict[str, float]) -> dict[str, float]:
     """The settings without infinity: lambda_1 is the projection, lambda_2 is left out, see `hard_frozen_weights`."""
-    found = {name: PROJECTION if value == math.inf else value for name, value in settings.items()}
-    return {name: value for name, value in found.items() if (name, value) != ("frozen_lambda", PROJECTION)}
+    kept = {name: value for name, value in settings.items() if (name, value) != ("frozen_lambda", math.inf)}
+    return {name: min(value, PROJECTION) for name, value in kept.items()}
 
 
 @contextlib.contextmanager

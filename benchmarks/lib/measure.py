@@ -67,12 +67,6 @@ def packed_weight(shape: Shape, dtype: torch.dtype, device: torch.device, sigma:
     return values, indices
 
 
-def copy_buffers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two buffers of COPY_BYTES; copying one to the other empties the caches."""
-    source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    return source, source.clone()
-
-
 @dataclass
 class LinearWeights:
     """Equal copies of one random 2:4 weight in every form, enough that they exceed the cache, and exact products."""
