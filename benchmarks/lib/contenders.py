@@ -56,17 +56,16 @@ def method(text: str, args: Namespace) -> Contender:
     shared = {name: getattr(args, name) for name in SHARED_FLAGS} | {"eval_data": "none"}
     flags = [word for name, value in (shared | options).items() for word in (f"--{name}", str(value))]
     try:
-        config = parse_prune(flags)
+        run = parse_prune(flags)
     except InputError as error:
         raise InputError(f"{text!r}: {error}") from error
-    chosen, allocation = get_method(config.method), get_allocation(config.allocation)
-    own = {name: getattr(config, name) for name in chosen.options}  # with the defaults: they may change
-    if config.method == LEARNED:
-        own = {k: v for k, v in settings_of(config).items() if k not in (*SHARED_FLAGS, "eval_data")}
+    chosen, allocation = get_method(run.method), get_allocation(run.allocation)
+    own = run.options_of(chosen)  # with the defaults: they may change
+    if run.method == LEARNED:
+        own = {k: v for k, v in settings_of(run).items() if k not in (*SHARED_FLAGS, "eval_data")}
     settings = {"pattern": args.pattern, "options": own}
     if second:
-        its_options = {name: getattr(config, name) for name in allocation.options}
-        settings |= {"allocation": allocation.name, "allocation_options": its_options}
+        settings |= {"allocation": allocation.name, "allocation_options": run.options_of(allocation)}
     if chosen.needs_data or allocation.needs_data:
         settings |= {"calibration": label(args.data), "num_samples": args.num_samples, "seq_len": args.seq_len}
         settings |= {"packing": args.packing, "seed": args.seed}
@@ -74,7 +73,7 @@ def method(text: str, args: Namespace) -> Contender:
 
     def load(identity: dict, dtype: torch.dtype) -> tuple[nn.Module, object, dict]:
         folder = args.work_dir / "-".join([re.sub(r"[^\w.=+-]", "_", text), digest(identity)])
-        provenance, result = run_once(config, folder, args.again)
+        provenance, result = run_once(run, folder, args.again)
         model, tokenizer = load_model(str(folder) if updated else args.model, dtype)
         if not updated:
             apply_masks_(model, load_masks(folder / "masks.safetensors"))

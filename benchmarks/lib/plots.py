@@ -152,7 +152,8 @@ def bits_quality(rows: list[dict]):
 def measured_on(row: dict) -> str:
     """Model and data of a study in one line."""
     scores = row["perplexity"]
-    text = f"{row['model']}, scaling {row['scaling']}, forward {row['forward']}, calibrated on {row['data']}"
+    old = [f"{name} {row[name]}" for name in ("scaling", "forward") if name in row]  # rows before 2026-11-25
+    text = ", ".join([row["model"], *(old or [f"objective {row['objective']}"]), f"calibrated on {row['data']}"])
     return text + (f"; {scores['windows']} windows of {scores['seq_len']} tokens of {scores['data']}" if scores else "")
 
 

@@ -1,6 +1,5 @@
 """Runs of the pruning job for benchmarks: each has a folder named by its settings, and is done once."""
 
-import dataclasses
 import hashlib
 import json
 import shlex
@@ -10,24 +9,24 @@ from pathlib import Path
 from lib import common
 
 from proxsparse.io.atomic import write_file
-from proxsparse.methods import Method
 from proxsparse.run import job
-from proxsparse.run.config import LAST, RunConfig, TrainConfig
-from proxsparse.run.resume import NOT_SETTINGS
+from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
+from proxsparse.run.parse import train_args
 from proxsparse.run.sections import shortened
 from proxsparse.runtime.device import choose_device
 
 PROVENANCE = "provenance.json"  # device, versions and commit of a run, written last
 WEIGHTS = "model*.safetensors*"
+# Flags that do not change the masks.
+NOT_SETTINGS = {*NOT_REPEATED, "recipe", "report_to", "save_steps", "save_total_limit", "pretrained_weights"}
 
 
 def run_once(
-    config: RunConfig,
+    args: RunArgs,
     folder: Path,
     again: bool,
     resumes: bool = True,
     keep_model: bool = False,
-    method: Method | None = None,
 ) -> tuple[dict, dict]:
     """The provenance and result.json of a complete run in the folder; does the run, or the rest of it, if needed.
 
@@ -38,9 +37,8 @@ def run_once(
         again: also do again what is complete.
         resumes: whether a run that was stopped is continued; else it starts again.
         keep_model: keep the model of any run; a complete run without it is done again.
-        method: the method of the run; default: the registered one that the config names.
     """
-    here, record = common.provenance(choose_device(config.device)), folder / PROVENANCE
+    here, record = common.provenance(choose_device(args.hardware.device)), folder / PROVENANCE
     if record.exists():
         made = json.loads(record.read_text(encoding="utf-8"))
         again = again or not (is_committed(made["commit"]) or made["commit"] == here["commit"])
@@ -49,10 +47,12 @@ def run_once(
             return made, result_of(folder)
     if again or not resumes:
         shutil.rmtree(folder, ignore_errors=True)
-    config.output_dir, config.resume_from_checkpoint = str(folder), LAST
+    args.output.output_dir, args.output.resume_from_checkpoint = str(folder), LAST
     record.unlink(missing_ok=True)
-    code, result = job.run(config, method), result_of(folder)
-    if code != 0 or (result["perplexity"] is None and config.eval_data != "none"):  # Ctrl-C in the last evaluation
+    code, result = (job.finetune if args.command == "finetune" else job.prune)(args), result_of(folder)
+    if code != 0 or (
+        result["perplexity"] is None and args.evaluate.eval_data != "none"
+    ):  # Ctrl-C in the last evaluation
         raise KeyboardInterrupt
     if not (keep_model or result["updated"]):  # dozens of models would fill the disk
         for weights in folder.glob(WEIGHTS):
@@ -67,10 +67,9 @@ def result_of(folder: Path) -> dict | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
-def settings_of(config: RunConfig) -> dict:
-    """Every setting that changes the masks and differs from the default of its field."""
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    values = vars(config).items()
+def settings_of(args: RunArgs) -> dict:
+    """Every setting of `proxsparse train` that changes the masks and differs from its default."""
+    defaults, values = train_args(model=args.model.model).flags(), args.flags().items()
     return {name: value for name, value in values if value != defaults.get(name) and name not in NOT_SETTINGS}
 
 
