@@ -38,13 +38,10 @@ def window_bos(model: nn.Module, tokenizer, asked: str | None = None, flag: str 
 
     Args:
         asked: "first" or "each"; None: "each" for the Gemma family, whose models fail without bos, else "first", as in
-            the tables of the pruning papers.
-        flag: name of the flag of `asked`, for the message.
+            the tables of the pruning papers. InputError, which names `flag`, for "each" without a bos token.
     Returns:
         "each" and the token that `perplexity` puts before each window; "first" and None, as `evaluation_tokens` has it
         at the start of the text; "none" and None if the tokenizer adds no bos.
-    Raises:
-        InputError: "each" was asked for, and the tokenizer has no bos token.
     """
     added = added_bos(tokenizer)
     if asked == "each" and tokenizer.bos_token_id is None:
@@ -84,8 +81,7 @@ def perplexity(
         raise InputError(f"seq_len={seq_len}: must be at least 2, because the first token of a window is not predicted")
     if bos is not None and token_ids[:1].tolist() == [bos]:
         token_ids = token_ids[1:]
-    head = [] if bos is None else [bos]
-    step = seq_len - len(head)  # tokens of the text in a window
+    step = seq_len - (bos is not None)  # tokens of the text in a window
     windows = len(token_ids) // step
     if windows == 0:
         raise InputError(
@@ -98,8 +94,8 @@ def perplexity(
     with evaluating(model), phase(title, windows, "window") as current:
         # all windows are copied at once, and all losses read at the end: each transfer makes the host wait for the GPU
         text = token_ids[: windows * step].to(device).view(windows, 1, step)
-        first = torch.tensor(head, dtype=text.dtype, device=device).expand(windows, 1, -1)
-        for window, counts in shard_items(torch.cat([first, text], dim=-1)):
+        text = text if bos is None else nn.functional.pad(text, (1, 0), value=bos)
+        for window, counts in shard_items(text):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits
             losses.append(counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]))

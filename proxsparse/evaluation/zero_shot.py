@@ -31,20 +31,11 @@ METRICS = ("acc", "acc_norm", "mc1", "mc2")  # results of `zero_shot`; METRIC_st
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the paper: its names in lm-eval, the name of its local file, and the fields of a row.
+    """A task of the paper."""
 
-    The file is `{file}.jsonl.gz` or `{file}.jsonl`, one row of the hub's data set per line; the last word of `file` is
-    the split that lm-eval evaluates. `fields` are those that lm-eval reads; "a.b" is field b in field a.
-    """
-
-    lm_eval: tuple[str, ...]
-    file: str
-    fields: tuple[str, ...]
-
-    @property
-    def split(self) -> str:
-        """test or validation."""
-        return self.file.rpartition("_")[2]
+    lm_eval: tuple[str, ...]  # its names in lm-eval
+    file: str  # {file}.jsonl.gz or {file}.jsonl: a row of the hub's data set per line; the last word is the split
+    fields: tuple[str, ...]  # what lm-eval reads of a row; "a.b" is field b in field a
 
 
 ARC = ("choices.text", "choices.label", "answerKey")
@@ -125,9 +116,6 @@ def average(scores_by_task: dict[str, dict]) -> float:
     return sum(scores["acc"] for scores in scores_by_task.values()) / len(scores_by_task)
 
 
-# ---------------------------------------------------------------------------------------------- arguments
-
-
 def check_request(
     tasks: list[str],
     data_dir: Path | str | None = None,
@@ -135,10 +123,9 @@ def check_request(
     batch_size: int = 1,
     num_fewshot: int = 0,
 ) -> list[str]:
-    """The tasks in the paper's order, without repetition; "all" is all seven. Needs neither model nor network.
+    """The tasks in the paper's order, without repetition; "all" is all seven.
 
-    Raises:
-        InputError: an unknown task, a number out of range, or as `zero_shot`.
+    Raises InputError, without model and network, for an unknown task or a number out of range, and as `zero_shot`.
     """
     for name in tasks:
         if name != "all" and name not in TASKS:
@@ -167,9 +154,6 @@ def require_lm_eval() -> None:
         raise InputError(f"--tasks: lm-eval cannot be imported ({error}); run: {INSTALL}") from error
 
 
-# ---------------------------------------------------------------------------------------------- lm-eval's tasks
-
-
 def task_settings(name: str, folder: Path | str | None) -> list[dict]:
     """lm-eval's tasks; the data set comes from the hub if `folder` is None, else from a local file.
 
@@ -177,7 +161,7 @@ def task_settings(name: str, folder: Path | str | None) -> list[dict]:
     """
     local = {}
     if folder is not None:
-        split = TASKS[name].split
+        split = TASKS[name].file.rpartition("_")[2]
         local = {f"{other}_split": None for other in ("training", "validation", "test") if other != split}
         files = {"data_files": {split: str(task_file(name, Path(folder)).resolve())}}
         local |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
@@ -239,10 +223,8 @@ def language_model(model: nn.Module, tokenizer, batch_size: int, autocast_dtype:
     """The model wrapped for lm-eval; log-probabilities are computed in fp32."""
     from lm_eval.models.huggingface import HFLM
 
-    logger = logging.getLogger("lm_eval.models.huggingface")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns about every model that is not given by name
-    try:
+    # it warns about every model that is not given by name
+    with mock.patch.object(logging.getLogger("lm_eval.models.huggingface"), "disabled", True):
         return HFLM(
             pretrained=model,
             backend="causal",
@@ -251,8 +233,6 @@ def language_model(model: nn.Module, tokenizer, batch_size: int, autocast_dtype:
             softmax_dtype=torch.float32,
             mixed_precision_dtype=autocast_dtype,
         )
-    finally:
-        logger.setLevel(level)
 
 
 def refuse_long_answers(task, lm, limit: int | None) -> None:
