@@ -98,38 +98,26 @@ def complete_state(
 ) -> dict:
     """Adds the settings that are missing in the state dict of a plain optimizer, from the groups of `optimizer`.
 
-    Raises:
-        ValueError: `check` refuses a setting; nothing has been loaded yet.
+    Raises the ValueError of `check` before anything is loaded.
     """
     saved = list(state_dict["param_groups"])
     for i, group in enumerate(optimizer.param_groups[: len(saved)]):
         if len(saved[i]["params"]) == len(group["params"]):  # else the base raises an error
             checked = {key: group[key] for key in keys} | saved[i] | {"params": group["params"]}
             check(checked)
-            saved[i] = checked | {
-                "params": saved[i]["params"],
-                "prox_scale": scales_on_devices(group["params"], checked["prox_scale"]),
-            }
+            # on the devices of the parameters: scales on the CPU would be copied at every step
+            scales = checked["prox_scale"] and [
+                scale if scale is None or parameter.is_meta else scale.to(parameter.device)
+                for parameter, scale in zip(group["params"], checked["prox_scale"], strict=True)
+            ]
+            saved[i] = checked | {"params": saved[i]["params"], "prox_scale": scales}
     return state_dict | {"param_groups": saved}
-
-
-def scales_on_devices(parameters: list[Tensor], scales: list[Tensor | None] | None) -> list[Tensor | None] | None:
-    """The scales on the devices of their parameters: scales on the CPU would be copied at every step."""
-    if scales is None:
-        return None
-    return [
-        scale if scale is None or parameter.is_meta else scale.to(parameter.device)
-        for parameter, scale in zip(parameters, scales, strict=True)
-    ]
 
 
 def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yields (parameter, scale or None) for every parameter of two or more dimensions that is not in `prox_skip`.
 
-    Nothing if reg_lambda is 0.
-
-    Raises:
-        ValueError: a parameter, or its shard in this process, does not consist of whole blocks.
+    Nothing if reg_lambda is 0. Raises ValueError for a parameter, or a shard, that does not consist of whole blocks.
     """
     if group["reg_lambda"] == 0:
         return
@@ -154,8 +142,7 @@ def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
 def trained_parameters(group: dict) -> list[tuple[Tensor, Tensor | None]]:
     """The `pruned_parameters` that have a gradient; optimizers of torch skip the others too.
 
-    Raises:
-        ValueError: a gradient is sparse, but the parameter has a scale or the frozen-weight term.
+    Raises ValueError for a sparse gradient of a parameter that has a scale or the frozen-weight term.
     """
     trained = [(parameter, scale) for parameter, scale in pruned_parameters(group) if parameter.grad is not None]
     for parameter, scale in trained:

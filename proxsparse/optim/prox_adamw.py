@@ -210,14 +210,25 @@ class ProxAdamW(Optimizer):
         check_gradient(parameter)
         self._step_group(group, number, *lr_and_lambda(group))
 
-    def prepare_state(self, parameter: Tensor) -> dict:
-        """The state of the parameter, initialized if there is none, for loading a checkpoint into it."""
-        frozen = any(
-            parameter is pruned and group["frozen_lambda"] > 0
-            for group in self.param_groups
-            for pruned, _ in param_groups.pruned_parameters(group)
-        )
-        return self._prepared_state(parameter, frozen)
+    def prepare_state(self, parameter: Tensor, frozen: bool | None = None) -> dict:
+        """The state of the parameter, with missing entries added: before a step, or for loading a checkpoint into it.
+
+        `frozen`: whether W0 is one of the entries; None: whether the group of the parameter has the frozen-weight term.
+        """
+        if frozen is None:
+            groups = [group for group in self.param_groups if group["frozen_lambda"] > 0]
+            frozen = any(parameter is pruned for group in groups for pruned, _ in param_groups.pruned_parameters(group))
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            # on the CPU, as in torch: reading it does not synchronize
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, dtype=self._state_dtype(parameter, key))
+        if self._has_master(parameter) and "master" not in state:
+            state["master"] = parameter.detach().float()
+        if frozen and "pretrained" not in state:
+            state["pretrained"] = parameter.detach().clone()
+        return state
 
     def _step_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> None:
         """The fused step of every parameter with a gradient; `first` is the number of the first, over all groups."""
@@ -234,7 +245,7 @@ class ProxAdamW(Optimizer):
 
     def _step_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> None:
         """The fused step on the rows of the parameter in this process; `number` counts over all groups."""
-        state = self._prepared_state(parameter, prox["frozen_lambda"] > 0)
+        state = self.prepare_state(parameter, prox["frozen_lambda"] > 0)
         step = int(state["step"]) + 1
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
         adamw_prox_(
@@ -250,20 +261,6 @@ class ProxAdamW(Optimizer):
             **prox,
         )
         state["step"] += 1
-
-    def _prepared_state(self, parameter: Tensor, frozen: bool) -> dict:
-        """The state of the parameter, with missing entries added."""
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            # on the CPU, as in torch: reading it does not synchronize
-            state["step"] = torch.tensor(0.0, dtype=torch.float32)
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(parameter, dtype=self._state_dtype(parameter, key))
-        if self._has_master(parameter) and "master" not in state:
-            state["master"] = parameter.detach().float()
-        if frozen and "pretrained" not in state:
-            state["pretrained"] = parameter.detach().clone()
-        return state
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights and parameter.dtype in (torch.bfloat16, torch.float16)
