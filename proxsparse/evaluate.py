@@ -10,7 +10,6 @@ from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
 from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
-from proxsparse.io.atomic import write_file
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
 from proxsparse.models.checks import fit_window, refuse_not_finite
 from proxsparse.models.layers import refuse_packed
@@ -54,29 +53,29 @@ def main(arguments: list[str] | None = None) -> int:
         identity["masks_sha256"] = masks_sha256(masks)
     model.to(device)
 
-    report = Report(identity, options.json)
     for source, text in texts.items():
         tokens = evaluation_tokens(text, tokenizer)
-        title = f"perplexity on {source}"
         window = fit_window(model, options.seq_len, 2048, "seq_len", len(tokens))
         where, bos = window_bos(model, tokenizer, options.bos)
+        title = f"perplexity on {source}"
         score = perplexity(model, tokens, window, options.max_windows, autocast_dtype, title, bos)
-        what = {"data": source, "split": splits[source], "perplexity": score.value}
-        report.add(what | {"seq_len": window, "windows": score.windows, "tokens": score.tokens, "bos": where})
-    how = {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
+        row = {"data": source, "split": splits[source], "perplexity": score.value, "seq_len": window}
+        row |= {"windows": score.windows, "tokens": score.tokens, "bos": where}
+        report(identity | row, options.json)
+    identity |= {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
     scores, failed = {}, []
     for task in options.tasks:
         try:
-            scores[task] = zero_shot(
+            scores[task] = row = zero_shot(
                 model, tokenizer, task, options.data_dir, options.limit, options.batch_size, options.num_fewshot,
                 autocast_dtype,
             )  # fmt: skip
-            report.add({"task": task} | scores[task] | how)
         except Exception as error:  # of any type, raised by lm-eval or its data sets; the other tasks still run
             failed.append(task)
-            report.add({"task": task, "error": describe_error(error)} | how)
+            row = {"error": describe_error(error)}
+        report(identity | {"task": task} | row, options.json)
     if scores and not failed:
-        report.add({"task": "average", "acc": average(scores), "tasks": len(scores)} | how)
+        report(identity | {"task": "average", "acc": average(scores), "tasks": len(scores)}, options.json)
     if failed:
         print(f"error: {len(failed)} of {len(scores) + len(failed)} tasks failed: {', '.join(failed)}", file=sys.stderr)
     return FAILED if failed else 0
@@ -155,22 +154,13 @@ def check_json_file(path: Path) -> None:
         raise InputError(f"--json {path}: the folder is not writable; fix the permissions or name another file")
 
 
-class Report:
-    """Prints each score as soon as it is measured and writes all scores so far to the file of --json.
-
-    With --json - only JSON is printed, one object a line.
-    """
-
-    def __init__(self, identity: dict, json_file: str | None):
-        self.identity, self.json_file, self.lines = identity, json_file, ""
-
-    def add(self, row: dict) -> None:
-        """Adds the row of a text, of a task, or of the average."""
-        line = json.dumps(finite(self.identity | row)) + "\n"
-        self.lines += line
-        print(line if self.json_file == "-" else sentence(row) + "\n", end="", flush=True)
-        if self.json_file not in (None, "-"):
-            write_file(Path(self.json_file), self.lines.encode())
+def report(row: dict, json_file: str | None) -> None:
+    """Prints a row as soon as it is measured, as JSON with --json -, and adds it to the file of --json."""
+    line = json.dumps(finite(row)) + "\n"
+    print(line if json_file == "-" else sentence(row) + "\n", end="", flush=True)
+    if json_file not in (None, "-"):
+        with open(json_file, "a") as file:
+            file.write(line)
 
 
 def sentence(row: dict) -> str:
