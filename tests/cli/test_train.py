@@ -150,7 +150,7 @@ def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, mo
     assert main([*flags, "--output_dir", str(tmp_path / "undisturbed")]) == 0
     undisturbed = json.loads((tmp_path / "undisturbed" / "result.json").read_text())
     assert result["perplexity"]["dense"] == undisturbed["perplexity"]["dense"]
-    report = (tmp_path / "run" / "report.md").read_text()
+    report = (tmp_path / "run" / "README.md").read_text()
     assert "| `seq_len` | 128 |" in report
     assert "| `eval_seq_len` | 128 |" in report
 
