@@ -17,7 +17,7 @@ from proxsparse.methods import get_method, list_methods
 from proxsparse.prune import main
 from proxsparse.run import folder
 from proxsparse.run.parse import SHARED, rows
-from proxsparse.run.report import number
+from proxsparse.run.sections import NAMES, number
 
 
 @pytest.fixture
@@ -43,11 +43,12 @@ def test_whole_job(name, prune, tiny_llama, tmp_path, capsys):
     card, shown = (run_dir / "README.md").read_text(), "ProxSparse" if name == "proxsparse" else name
     assert f"pruned to 2:4 with {shown}" in card
     assert ("are the pretrained ones, unchanged" in card) != method.updates_weights
-    assert f"Held-out perplexity {number(result['perplexity'][name])};" in card
+    label = NAMES.get(name, name)
+    assert f"; {label}: {number(result['perplexity'][name])}" in card
     assert (method.paper if name != "proxsparse" else "ProxSparse (ICML 2025)") in card
     assert ("Calibration data: none needed." in card) != method.needs_data
     printed = capsys.readouterr().out
-    assert f"{shown:<12}{result['perplexity'][name]:>10.2f}" in printed
+    assert f"  {label:<20}{result['perplexity'][name]:>10.2f}" in printed
     assert str(run_dir) in printed
 
 
