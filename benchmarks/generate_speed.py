@@ -250,7 +250,7 @@ def backends_of(decoder: Decoder, prompts: Tensor) -> dict[str, list[str]]:
             used.add(kernel.backend)
             return kernel.run(*arguments)
 
-        return replace(kernel, run=run)
+        return replace(kernel, run=run, direct=None)
 
     table, found = registry._kernels["sparse_linear"], {}
     before = dict(table)

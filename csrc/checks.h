@@ -183,17 +183,14 @@ inline Codes codes_of(const at::Tensor& values, const OptionalTensor& scales) {
   return values.scalar_type() == at::kChar ? kInt8 : kInt4;
 }
 
-// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W. x, bias, y and the scales have one
-// dtype; so have the values, unless they are codes with scales: int8, or uint8 with two codes in each.
-inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, const at::Tensor& values,
-                                const at::Tensor& indices, const OptionalTensor& scales, const OptionalTensor& bias,
-                                const at::Tensor& y) {
-  TORCH_CHECK_VALUE(x.dim() == 2 && values.dim() == 2 && x.size(1) % 4 == 0, "x of shape ", x.sizes(),
-                    " and values of shape ", values.sizes(),
-                    ": both must have two dimensions, and in_features must be a multiple of 4");
-  const at::ScalarType dtype = x.scalar_type();
-  const int64_t rows = x.size(0), in_features = x.size(1), out_features = values.size(0);
-  check_tensor("x", x, device, {rows, in_features}, dtype);
+// A packed 2:4 weight [out_features, in_features] and a bias for products with an x of this dtype. The bias and the
+// scales have the same dtype; so have the values, unless they are codes with scales: int8, or uint8 with two in each.
+inline void check_packed_weight(at::DeviceType device, at::ScalarType dtype, int64_t in_features,
+                                const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
+                                const OptionalTensor& bias) {
+  TORCH_CHECK_VALUE(values.dim() == 2 && in_features % 4 == 0, "values of shape ", values.sizes(), " and in_features=",
+                    in_features, ": values must have two dimensions, and in_features must be a multiple of 4");
+  const int64_t out_features = values.size(0);
   if (!scales) {
     check_tensor("values", values, device, {out_features, in_features / 2}, dtype);
   } else if (values.scalar_type() == at::kChar) {
@@ -206,7 +203,16 @@ inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, cons
   }
   check_tensor("indices", indices, device, {out_features, (in_features + 7) / 8}, at::kByte);
   if (bias) check_tensor("bias", *bias, device, {out_features}, dtype);
-  check_tensor("y", y, device, {rows, out_features}, dtype);
+}
+
+// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W; x and y have one dtype.
+inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, const at::Tensor& values,
+                                const at::Tensor& indices, const OptionalTensor& scales, const OptionalTensor& bias,
+                                const at::Tensor& y) {
+  TORCH_CHECK_VALUE(x.dim() == 2, "x of shape ", x.sizes(), ": it must have two dimensions");
+  check_tensor("x", x, device, x.sizes(), x.scalar_type());
+  check_packed_weight(device, x.scalar_type(), x.size(1), values, indices, scales, bias);
+  check_tensor("y", y, device, {x.size(0), values.size(0)}, x.scalar_type());
 }
 
 }  // namespace proxsparse

@@ -1,5 +1,10 @@
 // x W^T + bias with a packed 2:4 W on the CPU: checks and threads.
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <memory>
@@ -100,13 +105,9 @@ void many_rows(const SparseLinearCall& call, Codes codes, Dtype dtype, int64_t x
   });
 }
 
-}  // namespace
-
-void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
-                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "x has dtype ", x.scalar_type(),
-                    ": this kernel supports float32 and bfloat16; choose another backend");
-  check_sparse_linear(at::kCPU, x, values, indices, scales, bias, y);
+// y <- x W^T + bias for checked tensors, x and y with any leading dimensions.
+void multiply(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
+              const OptionalTensor& bias, const at::Tensor& y) {
   if (y.numel() == 0) return;
   const bool reads_dtype = x.scalar_type() == at::kFloat || kernels().reads_bfloat16;
   const at::Tensor readable = reads_dtype ? x : x.to(at::kFloat);
@@ -116,9 +117,9 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
                               data_or_null(scales),
                               data_or_null(bias),
                               y.mutable_data_ptr(),
-                              x.size(0),
-                              x.size(1),
-                              values.size(0)};
+                              y.numel() / y.size(-1),
+                              x.size(-1),
+                              y.size(-1)};
   const Dtype dtype = dtype_of(x, "x");
   const Codes codes = codes_of(values, scales);
   const int64_t x_size = readable.element_size(), y_size = y.element_size();
@@ -133,6 +134,48 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
       many_rows(part, codes, dtype, x_size, y_size);
     }
   }
+}
+
+// Whether a kernel may read the tensor without the dispatcher of torch: a contiguous tensor in the memory of the CPU,
+// without autocast, a mode (fake tensors, counting of flops, vmap, tracing) or a gradient to compute.
+bool is_plain(const at::Tensor& tensor) {
+  const auto state = c10::impl::tls_local_dispatch_key_set();
+  const auto keys = (tensor.key_set() | state.included_) - state.excluded_;
+  constexpr c10::DispatchKeySet plain{c10::DispatchKey::Dense, c10::DispatchKey::BackendSelect,
+                                      c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradFunctionality};
+  const bool differentiable = keys.has(c10::DispatchKey::AutogradFunctionality) && c10::GradMode::is_enabled() &&
+                              (tensor.requires_grad() || tensor._fw_grad(0).defined());
+  return tensor.is_cpu() && tensor.is_contiguous() && !differentiable &&
+         (keys - plain).highestPriorityTypeId() == c10::DispatchKey::Undefined;
+}
+
+}  // namespace
+
+void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
+                   const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y) {
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, "x has dtype ", x.scalar_type(),
+                    ": this kernel supports float32 and bfloat16; choose another backend");
+  check_sparse_linear(at::kCPU, x, values, indices, scales, bias, y);
+  multiply(x, values, indices, scales, bias, y);
+}
+
+OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
+                                    const OptionalTensor& scales, const OptionalTensor& bias) {
+  const at::ScalarType dtype = x.scalar_type();
+  const bool plain = is_plain(x) && is_plain(values) && is_plain(indices) && (!scales || is_plain(*scales)) &&
+                     (!bias || is_plain(*bias)) && !at::impl::torch_function_mode_enabled();
+  if (!plain || (dtype != at::kFloat && dtype != at::kBFloat16) || x.dim() == 0 || values.dim() != 2 ||
+      dtype != (scales ? *scales : values).scalar_type() || (bias && dtype != bias->scalar_type()) ||
+      x.size(-1) != values.size(1) * (codes_of(values, scales) == kInt4 ? 4 : 2)) {
+    return std::nullopt;
+  }
+  RECORD_FUNCTION("proxsparse::sparse_linear", c10::ArrayRef<const c10::IValue>{});
+  check_packed_weight(at::kCPU, dtype, x.size(-1), values, indices, scales, bias);
+  auto sizes = x.sizes().vec();
+  sizes.back() = values.size(0);
+  const at::Tensor y = at::empty(sizes, x.options());
+  multiply(x, values, indices, scales, bias, y);
+  return y;
 }
 
 }  // namespace proxsparse

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.registry import AUTO, get_kernel
-from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear
+from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear, direct
 from proxsparse.reference.pack import check_packed
 from proxsparse.reference.quantize import CODES, shape_of_scales, width_of_values
 
@@ -105,13 +105,18 @@ class SparseLinear(nn.Module):
         return () if self.scales is None else (self.scales,)
 
     def forward(self, x: Tensor) -> Tensor:
-        values, scales, bias, device = self.values, self.scales, self.bias, x.device.type
+        values, indices, scales, bias = self.values, self.indices, self.scales, self.bias
+        if not torch.compiler.is_compiling():
+            y = direct(x, values, indices, bias, self.backend, scales)
+            if y is not None:
+                return y
+        device = x.device.type
         if device not in NO_AUTOCAST and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x, scales, bias = (autocast_to(dtype, tensor) for tensor in (x, scales, bias))
             values = autocast_to(dtype, values) if scales is None else values
         prepared = self.prepared_weight(x, values)
-        return sparse_linear(x, values, self.indices, bias, prepared, self.backend, scales)
+        return sparse_linear(x, values, indices, bias, prepared, self.backend, scales)
 
     def prepared_weight(self, x: Tensor, values: Tensor) -> Tensor | None:
         """What `prepare` of the backend returns; None if it has none, computes it in the call, or refuses the call.

@@ -39,16 +39,16 @@ _choices: dict[tuple, Kernel] = {}
 
 
 def choose(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
-    """The kernel for x [rows, in_features] and the values, or their codes and scales, of a packed weight.
+    """The kernel for x [..., in_features] and the values, or their codes and scales, of a packed weight.
 
     The choice depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
     """
-    key = (x.device, x.dtype, values.dtype, bool(scales) and scales[0].dtype, x.shape[0], values.shape)
+    key = (x.device, x.dtype, values.dtype, bool(scales) and scales[0].dtype, x.numel(), values.shape)
     found = _choices.get(key)
     if found is None:
         if len(_choices) >= MAX_CHOICES:
             _choices.clear()
-        found = _choices[key] = first_that_serves(x, values, *scales)
+        found = _choices[key] = first_that_serves(x.flatten(0, -2) if x.ndim > 1 else x[None], values, *scales)
     return found
 
 

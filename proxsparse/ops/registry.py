@@ -28,12 +28,14 @@ class Kernel:
         supports: supports(*args) -> None, or the reason why the kernel does not support the call.
         prepare: only for `sparse_linear`: prepare(values, indices) -> what `run` otherwise computes from the packed
             weight in every call, one tensor; None if there is nothing to prepare.
+        direct: only for `sparse_linear`, see `ops.sparse_linear.direct`.
     """
 
     backend: str
     run: Callable
     supports: Callable[..., str | None]
     prepare: Callable | None = None
+    direct: Callable | None = None
 
 
 _kernels: dict[str, dict[str, Kernel]] = {}
@@ -41,11 +43,11 @@ _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
 _announced: set[tuple[str, ...]] = set()
 
 
-def register_kernel(op: str, backend: str, supports: Callable[..., str | None], prepare: Callable | None = None):
+def register_kernel(op: str, backend: str, supports: Callable[..., str | None], **others: Callable | None):
     """Decorator that registers a function as the kernel of `backend` for `op`; see `Kernel` for the other arguments."""
 
     def add(run: Callable) -> Callable:
-        _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports, prepare)
+        _kernels.setdefault(op, {})[backend] = Kernel(backend, run, supports, **others)
         return run
 
     return add
@@ -60,6 +62,11 @@ def list_backends(op: str | None = None) -> list[str]:
     """The backends that have a kernel for `op`, or for any op; in alphabetical order, the reference last."""
     names = _kernels[op] if op else set().union(*_kernels.values())
     return sorted(names, key=lambda name: (name == "reference", name))
+
+
+def find_kernel(op: str, backend: str) -> Kernel | None:
+    """The kernel of `backend` for `op`, or None."""
+    return _kernels[op].get(backend)
 
 
 def get_kernel(op: str, backend: str) -> Kernel:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from proxsparse.ops import choice
-from proxsparse.ops.registry import AUTO, Kernel, explicit_kernel, register_kernel
+from proxsparse.ops.registry import AUTO, Kernel, chosen_backend, explicit_kernel, find_kernel, register_kernel
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern
 from proxsparse.reference.quantize import columns, shape_of_scales
 
@@ -45,6 +45,8 @@ def _sparse_linear(
     scales: Tensor | None = None,
 ) -> Tensor:
     check_sparse_linear(x, values, indices, bias, scales)
+    if (y := direct(x, values, indices, bias, backend, scales)) is not None:
+        return y
     rows = as_rows(x)
     kernel = select_kernel(rows, values, backend, scales)
     of_codes = () if scales is None else (scales,)
@@ -106,6 +108,29 @@ def dense_weight(values: Tensor, indices: Tensor, scales: Tensor | None = None) 
     if scales is not None:
         values = torch.ops.proxsparse.dequantize_nm(values, scales)
     return torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
+
+
+def direct(
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    bias: Tensor | None,
+    backend: str = AUTO,
+    scales: Tensor | None = None,
+) -> Tensor | None:
+    """`sparse_linear` without the dispatcher of torch, which takes longer than the product of a small layer.
+
+    None if the chosen kernel cannot do this, or if the call needs the dispatcher: for autograd, autocast, a subclass of
+    Tensor, a mode (fake tensors, counting of flops, tracing, vmap), a conversion to contiguous memory, or an error
+    message. Not for code that torch.compile traces.
+    """
+    if type(x) is not Tensor or not x.is_cpu:
+        return None
+    if backend == AUTO and (backend := chosen_backend()) is None:
+        kernel = choice.choose(x, values) if scales is None else choice.choose(x, values, scales)
+    else:
+        kernel = find_kernel("sparse_linear", backend)
+    return kernel.direct(x, values, indices, scales, bias) if kernel and kernel.direct else None
 
 
 def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO, scales: Tensor | None = None) -> Kernel:

@@ -120,7 +120,9 @@ def _supports_sparse_linear(x: Tensor, values: Tensor, scales: Tensor | None = N
     return _supports_codes(x) or _supports_codes(values)  # an older extension has no scales
 
 
-@register_kernel("sparse_linear", "cpp", supports=_supports_sparse_linear)
+@register_kernel(
+    "sparse_linear", "cpp", supports=_supports_sparse_linear, direct=getattr(_C, "sparse_linear_direct", None)
+)
 def _sparse_linear(
     x: Tensor,
     values: Tensor,
