@@ -13,12 +13,9 @@ import pytest
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
 # (files and options of pytest): what runs quickly; each call of the interpreter takes a quarter second
-QUICK_CASES = "test_prox.py and one_strength and bfloat16 or test_adamw_prox.py and (bfloat16 or float32) and plain"
-QUICK_CASES += " or test_masked_weight.py and (sizes or composed and True-2:4)"
-QUICK = [("test_prox.py", "test_adamw_prox.py", "test_masked_weight.py", "-k", f"triton and ({QUICK_CASES})")]
-SLOW = [("triton_prox_cases.py",), ("test_prox_list.py",), ("test_prox.py",), ("test_prox_edges.py",)]
-SLOW += [("test_masked_weight.py",)]
-SLOW += [("test_adamw_prox.py",), ("test_adamw_prox_rounding.py", "-k", "not mean_over_seeds")]
+QUICK = [("test_every_op.py", "-k", "test_matches_reference and triton and bfloat16")]
+SLOW = [("triton_prox_cases.py",), ("test_prox.py",), ("test_mask.py",), ("test_every_op.py",)]
+SLOW += [("test_adamw_prox.py", "-k", "not mean_over")]
 COMPILED = [("triton_compiled_prox.py", "-m", "not slow")]
 COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow"), ("triton_rocm_cases.py", "-m", "slow or not slow")]
 

@@ -8,18 +8,6 @@ from aot import compile_kernel
 from proxsparse.triton_kernels import adamw_prox, launch, masked_weight, prox
 
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-
-# Weight type, scale type, n.
-PROX = [("fp32", None, 2), ("bf16", None, 2), ("fp16", None, 2), ("fp64", None, 2)]
-MORE_PROX = [("fp32", "fp32", 2), ("bf16", "bf16", 2), ("fp64", "fp64", 2), ("bf16", None, 1), ("fp32", None, 1)]
-# Weight type, moment type, what else is given, n (0: no prox).
-STEP = [
-    ("bf16", "fp32", ("seed",), 2),
-    ("bf16", "bf16", ("pretrained", "scale", "seed"), 2),
-    ("bf16", "fp32", ("master", "pretrained", "scale", "seed"), 2),
-    ("fp32", "fp32", ("pretrained", "scale"), 2),
-]
-MORE_STEP = [("fp16", "fp32", ("master",), 2), ("fp32", "bf16", ("seed",), 1), ("bf16", "bf16", ("seed",), 0)]
 NUMBERS = ["decay", "rate", "root_factor", "beta1", "beta2", "eps", "reg_lambda", "gain", "frozen_lambda", "frozen_eps"]
 
 
@@ -49,17 +37,8 @@ def list_call(weight, n):
     return prox.prox_list_kernel, {"table_ptr": "*i64", "total": "i32"}, constants, options
 
 
-def compiled(call, capability, folder):
-    kernel, arguments, constants, options = call
-    return compile_kernel(kernel, arguments, constants, capability, options, folder)
-
-
-def compiled_prox(weight, scale, n, capability, folder):
-    return compiled(prox_call(weight, scale, n), capability, folder)
-
-
 def step_call(weight, moment, given, n):
-    """The same of a fused step."""
+    """The same of a fused step; `given`: what else is given; n = 0: no prox."""
     arguments = dict.fromkeys(NUMBERS, "fp64") | {"columns": "i32", "pieces": "i32"}
     arguments |= {"weight_ptr": f"*{weight}", "grad_ptr": f"*{weight}"}
     arguments |= {"exp_avg_ptr": f"*{moment}", "exp_avg_sq_ptr": f"*{moment}"}
@@ -79,6 +58,42 @@ def mask_call(weight, pretrained, scale, n):
     return masked_weight.masked_weight_kernel, arguments, constants, {"num_warps": masked_weight.NUM_WARPS}
 
 
+def compiled(call, capability, folder):
+    kernel, arguments, constants, options = call
+    return compile_kernel(kernel, arguments, constants, capability, options, folder)
+
+
+def on_each_gpu(calls: dict) -> list:
+    """(name, call, capability): all are slow except the first on sm_90."""
+    return [
+        pytest.param(
+            name, call, capability, id=f"{name}-{capability}", marks=[pytest.mark.slow] * (capability != 90 or i)
+        )
+        for i, (name, call) in enumerate(calls.items())
+        for capability in (80, 90, 100)
+    ]
+
+
+EVERYTHING = ("master", "pretrained", "scale", "seed")
+CALLS = {f"prox {weight}": prox_call(weight, None, 2) for weight in DTYPE}
+LISTS = {f"list {weight}": list_call(weight, 2) for weight in ("fp32", "bf16")}
+STEPS = {
+    "step bf16": step_call("bf16", "fp32", ("seed",), 2),
+    "step bf16, bf16 moments": step_call("bf16", "bf16", EVERYTHING[1:], 2),
+    "step bf16, master": step_call("bf16", "fp32", EVERYTHING, 2),
+    "step fp32": step_call("fp32", "fp32", EVERYTHING[1:3], 2),
+}
+MASKS = {
+    "mask fp32": mask_call("fp32", "bf16", "fp32", 2),
+    "mask bf16": mask_call("bf16", "bf16", None, 2),
+    "mask 1:4": mask_call("fp32", "fp32", None, 1),
+    "mask fp64": mask_call("fp64", "fp64", "fp64", 2),
+}
+MORE = [prox_call(weight, weight, 2) for weight in ("fp32", "bf16", "fp64")]
+MORE += [prox_call("bf16", None, 1), prox_call("fp32", None, 1), step_call("fp16", "fp32", ("master",), 2)]
+MORE += [step_call("fp32", "bf16", ("seed",), 1), step_call("bf16", "bf16", ("seed",), 0)]
+
+
 def assert_stays_in_registers(kernel):
     """No spills; and blocks are never passed on between lanes through shared memory."""
     assert kernel.instructions, "the disassembly was not understood"
@@ -87,40 +102,37 @@ def assert_stays_in_registers(kernel):
     assert not kernel.starting_with("LDS", "STS", "BAR"), "a layout conversion"
 
 
-def assert_moves_16_bytes_at_once(kernel):
-    assert kernel.starting_with("LDG") == {"LDG.E.128"}
-    assert kernel.starting_with("STG") == {"STG.E.128"}
-
-
-def on_each_gpu(values, ids=str):
-    """(value, capability): all are slow except the first on sm_90."""
-    return [
-        pytest.param(value, capability, id=f"{ids(value)}-{capability}", marks=marks)
-        for i, value in enumerate(values)
-        for capability in (80, 90, 100)
-        for marks in [[] if capability == 90 and i == 0 else [pytest.mark.slow]]
-    ]
-
-
-@pytest.mark.parametrize(("variant", "capability"), on_each_gpu(PROX))
-def test_prox(variant, capability, tmp_path):
-    kernel = compiled_prox(*variant, capability, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "call", "capability"), [x for calls in (CALLS, LISTS, STEPS, MASKS) for x in on_each_gpu(calls)]
+)
+def test_in_registers_and_16_bytes_at_once(name, call, capability, tmp_path):
+    kernel = compiled(call, capability, tmp_path)
     assert_stays_in_registers(kernel)
-    assert_moves_16_bytes_at_once(kernel)
-    if variant[0] != "fp64":
+    assert kernel.starting_with("STG") == {"STG.E.128"}
+    if name.startswith(("prox", "step")):
+        assert kernel.starting_with("LDG") == {"LDG.E.128"}
+    if not name.startswith("mask"):
+        assert "LDG.E.128" in kernel.instructions
+        assert "fp64" in name or kernel.registers <= 128, "fewer warps run at once than the grid is made for"
+    if name.startswith("prox") and "fp64" not in name:
         assert not kernel.starting_with("RET"), "a division or a root with a slow path"
-        assert kernel.registers <= 128, "fewer warps run at once than the grid is made for"
 
 
-CALLS = [prox_call("bf16", None, 2), prox_call("fp32", None, 2), list_call("bf16", 2)]
+@pytest.mark.slow
+@pytest.mark.parametrize("call", MORE)
+def test_more_variants_stay_in_registers(call, tmp_path):
+    assert_stays_in_registers(compiled(call, 90, tmp_path))
 
 
-@pytest.mark.parametrize(("call", "capability"), on_each_gpu(CALLS, lambda call: call[0].__name__))
-def test_the_next_piece_is_loaded_before_this_one_is_solved(call, capability, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "call", "capability"),
+    on_each_gpu({name: (CALLS | LISTS)[name] for name in ("prox bf16", "prox fp32", "list bf16")}),
+)
+def test_the_next_piece_is_loaded_before_this_one_is_solved(name, call, capability, tmp_path):
     """In each turn of the outer loop: 2 KB a warp, 16 bytes a lane at once, are on their way when the solver starts."""
     turn = max(compiled(call, capability, tmp_path).loops(), key=len)
-    before = turn[: next(i for i, name in enumerate(turn) if "REDUX" in name)]  # the largest weight
-    assert before.count("LDG.E.128") == 4
+    before = turn[: next(i for i, instruction in enumerate(turn) if "REDUX" in instruction)]  # the largest weight
+    assert before.count("LDG.E.128") == 4, name
 
 
 def test_a_launch_makes_as_many_programs_as_run_at_once(monkeypatch):
@@ -132,48 +144,11 @@ def test_a_launch_makes_as_many_programs_as_run_at_once(monkeypatch):
     assert launch.programs_for(gpu, 100, registers=128) == 100
 
 
-MORE = [prox_call(*variant) for variant in MORE_PROX] + [step_call(*variant) for variant in MORE_STEP]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", MORE)
-def test_more_variants_stay_in_registers(call, tmp_path):
-    assert_stays_in_registers(compiled(call, 90, tmp_path))
-
-
-@pytest.mark.parametrize(("weight", "capability"), on_each_gpu(["fp32", "bf16"]))
-def test_prox_of_a_list(weight, capability, tmp_path):
-    kernel = compiled(list_call(weight, 2), capability, tmp_path)
-    assert_stays_in_registers(kernel)
-    assert "LDG.E.128" in kernel.instructions
-    assert kernel.starting_with("STG") == {"STG.E.128"}
-    assert kernel.registers <= 128
-
-
 @pytest.mark.parametrize("weight", ["fp32", "bf16"])
 def test_a_sweep_takes_17_instructions_a_block(weight, tmp_path):
     """The paper's weights take 2 to 5 sweeps; at the speed of memory an H200 has 110 instructions for a bf16 block."""
-    loops = compiled_prox(weight, None, 2, 90, tmp_path).loops()
+    loops = compiled(CALLS[f"prox {weight}"], 90, tmp_path).loops()
     sweeps = [loop for loop in loops if not any(name.startswith(("MUFU", "LDG", "BAR")) for name in loop)]
     blocks_a_lane = launch_of(weight)[0]["BLOCKS"] // 32
     assert max(map(len, sweeps)) <= 17 * blocks_a_lane
     assert max(sweep.count("FFMA") for sweep in sweeps) >= 10 * blocks_a_lane, "not the loop this test is about"
-
-
-@pytest.mark.parametrize(("variant", "capability"), on_each_gpu(STEP))
-def test_the_fused_step(variant, capability, tmp_path):
-    kernel = compiled(step_call(*variant), capability, tmp_path)
-    assert_stays_in_registers(kernel)
-    assert_moves_16_bytes_at_once(kernel)
-    assert kernel.registers <= 128
-
-
-# Weight type, pretrained type, scale type, n.
-MASK = [("fp32", "bf16", "fp32", 2), ("bf16", "bf16", None, 2), ("fp32", "fp32", None, 1), ("fp64", "fp64", "fp64", 2)]
-
-
-@pytest.mark.parametrize(("variant", "capability"), on_each_gpu(MASK))
-def test_the_masked_weight(variant, capability, tmp_path):
-    kernel = compiled(mask_call(*variant), capability, tmp_path)
-    assert_stays_in_registers(kernel)
-    assert kernel.starting_with("STG") == {"STG.E.128"}
