@@ -1,24 +1,28 @@
-"""Which kernel serves a call: fastest first, falling back with a warning, and an explicit choice that never does."""
+"""Which kernel serves a call: the fastest, falling back with a warning; an explicit choice never falls back."""
 
+import functools
 import importlib.util
+import json
 import re
+import sys
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from ops.on_each_backend import OnGPU
+from pruned import pruned_linear
 
-from proxsparse import nm_mask, prox_nm, prox_nm_, reference, use_backend
-from proxsparse.ops import registry
+from proxsparse import SparseLinear, nm_mask, prox_nm, prox_nm_, reference, use_backend
+from proxsparse.ops import choice, pack_nm, registry, sparse_linear
 from proxsparse.ops.backends import cuda, cutlass, gemv, triton
+from proxsparse.ops.registry import Kernel
 
-
-def always(*arguments):
-    return None
-
-
-def never(*arguments):
-    return "the moon is not full; remedy: wait"
+kernel_of = functools.partial(registry.get_kernel, "sparse_linear")
+CPU, BF16, F32 = torch.device("cpu"), torch.bfloat16, torch.float32
+REASON = "the moon is not full; remedy: wait"
 
 
 @pytest.fixture
@@ -29,9 +33,13 @@ def table(monkeypatch):
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
 
 
-def add(backend, supports=always, op="toy"):
-    """A kernel of the op that returns its backend's name."""
-    registry.register_kernel(op, backend, supports=supports)(lambda *arguments: backend)
+def add(*backends, supports=lambda *_: None, op="toy"):
+    """Kernels of the op that return their backend's name."""
+    for backend in backends:
+        registry.register_kernel(op, backend, supports=supports)(lambda *_, backend=backend: backend)
+
+
+never = functools.partial(add, supports=lambda *_: REASON)
 
 
 def served_by(tensor=None, *arguments):
@@ -42,8 +50,7 @@ def served_by(tensor=None, *arguments):
 
 
 def test_the_fastest_of_a_device_serves_whatever_the_order_of_registration(table):
-    for backend in ("reference", "cpp", "triton"):
-        add(backend)
+    add("reference", "cpp", "triton")
     assert registry.list_backends("toy") == ["cpp", "triton", "reference"]
     assert served_by() == "cpp"  # triton only interprets on a CPU: that has to be asked for
     assert served_by(torch.zeros(4, device="meta")) == "reference"
@@ -55,7 +62,6 @@ def test_ops_and_backends_are_listed_and_an_unknown_one_is_refused(table, monkey
     add("gemv", op="another")
     assert registry.list_ops() == ["another", "toy"]
     assert registry.list_backends() == ["cpp", "gemv"]
-    assert registry.get_kernel("toy", "cpp").run() == "cpp"
     with pytest.raises(ValueError, match=r"toy: no such backend 'gemv'; choose from auto, cpp"):
         registry.get_kernel("toy", "gemv")
     with pytest.raises(ValueError, match=r"use_backend='abacus'.*cpp, gemv"), use_backend("abacus"):
@@ -65,18 +71,12 @@ def test_ops_and_backends_are_listed_and_an_unknown_one_is_refused(table, monkey
         served_by()
 
 
-def test_the_reference_of_every_op_supports_everything():
-    for op in registry.list_ops():
-        arguments = (torch.zeros(2, 4),) if op == "sparse_linear" else (1.0, 2, 4, None)
-        assert registry.get_kernel(op, "reference").supports(torch.zeros(1, 8), *arguments) is None
-
-
 def test_a_fallback_warns_once_for_each_reason_and_another_devices_backend_never(table):
     reasons = ["too cold", "too dark"]
-    add("triton", never)  # nobody expects triton on a CPU
+    never("triton")  # nobody expects triton on a CPU
     with pytest.raises(RuntimeError, match=r"toy: no backend supports a torch.float32 tensor on cpu"):
         served_by()
-    add("cpp", lambda tensor, number: reasons[number])
+    add("cpp", supports=lambda tensor, number: reasons[number])
     add("reference")
     for number, reason in enumerate(reasons):
         with pytest.warns(UserWarning, match=f"toy.*cpp.*{reason}"):
@@ -84,58 +84,36 @@ def test_a_fallback_warns_once_for_each_reason_and_another_devices_backend_never
         assert served_by(None, number) == "reference"
 
 
-def by_context(backend, monkeypatch):
-    return use_backend(backend)
+@pytest.mark.parametrize("by", ["context", "environment"])
+def test_an_explicit_choice_is_obeyed_and_never_falls_back(table, monkeypatch, by):
+    def choose(backend):
+        if by == "context":
+            return use_backend(backend)
+        monkeypatch.setenv("PROXSPARSE_BACKEND", backend)
+        return nullcontext()
 
-
-def by_environment(backend, monkeypatch):
-    monkeypatch.setenv("PROXSPARSE_BACKEND", backend)
-    return use_backend(None)
-
-
-@pytest.mark.parametrize("choose", [by_context, by_environment])
-def test_an_explicit_choice_is_obeyed_and_never_falls_back(table, monkeypatch, choose):
-    add("cpp")
-    add("gemv", never)
-    add("reference")
-    with choose("reference", monkeypatch):
-        assert served_by() == "reference"
-    message = r"toy: backend 'gemv' .*the moon is not full.*unset PROXSPARSE_BACKEND or use_backend"
-    with choose("gemv", monkeypatch), pytest.raises(RuntimeError, match=message):
-        served_by()
-
-
-@pytest.mark.parametrize("choose", [by_context, by_environment])
-def test_an_op_without_a_kernel_on_the_chosen_backend_is_served_by_another_with_one_warning(table, monkeypatch, choose):
-    """Or no run could finish: a run takes many ops, and most backends have kernels for a few."""
-    add("cpp")
+    add("cpp", "reference")
+    never("gemv")
     add("triton", op="another")
-    with choose("triton", monkeypatch):
+    with choose("reference"):
+        assert served_by() == "reference"
+    message = rf"toy: backend 'gemv' .*{REASON}.*unset PROXSPARSE_BACKEND or use_backend"
+    with choose("gemv"), pytest.raises(RuntimeError, match=message):
+        served_by()
+    with choose("triton"):  # a run takes many ops, and most backends have kernels for a few
         with pytest.warns(UserWarning, match=r"toy: backend 'triton' has no kernel for this op; using the auto"):
             assert registry.select("toy", torch.zeros(4)).backend == "cpp"
         assert served_by() == "cpp"
 
 
-def test_the_backend_of_a_call_comes_before_every_other_choice(table, monkeypatch):
-    add("cpp")
-    add("gemv", never)
-    monkeypatch.setenv("PROXSPARSE_BACKEND", "gemv")
-    with use_backend("gemv"):
-        assert registry.explicit_kernel("toy", backend="cpp").backend == "cpp"
-    with use_backend("cpp"):
-        assert registry.explicit_kernel("toy").backend == "cpp"
-        with pytest.raises(RuntimeError, match=r"toy: backend 'gemv' .*the moon is not full.*choose backend='auto'"):
-            registry.explicit_kernel("toy", backend="gemv")
-    monkeypatch.delenv("PROXSPARSE_BACKEND")
-    assert registry.explicit_kernel("toy") is None
-
-
-def test_the_choice_ends_with_its_block_and_the_inner_one_wins(table, monkeypatch):
-    for backend in ("triton", "cpp", "reference"):
-        add(backend)
+def test_the_backend_of_a_call_comes_first_then_the_innermost_block_then_the_environment(table, monkeypatch):
+    add("triton", "cpp", "reference")
+    never("gemv")
     monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
     with use_backend("cpp"):
-        assert served_by() == "cpp"
+        assert registry.explicit_kernel("toy", backend="reference").backend == "reference"
+        with pytest.raises(RuntimeError, match=rf"toy: backend 'gemv' .*{REASON}.*choose backend='auto'"):
+            registry.explicit_kernel("toy", backend="gemv")
         with use_backend("triton"):
             assert served_by() == "triton"
         with pytest.raises(KeyError), use_backend("triton"):
@@ -144,14 +122,16 @@ def test_the_choice_ends_with_its_block_and_the_inner_one_wins(table, monkeypatc
     assert served_by() == "reference"
     monkeypatch.setenv("PROXSPARSE_BACKEND", "")
     assert served_by() == "cpp"
+    assert registry.explicit_kernel("toy") is None
 
 
 def test_the_public_functions_obey_the_choice(monkeypatch):
-    weight = torch.randn(3, 16)
-    before = weight.clone()
+    linear, weight = pruned_linear(), torch.randn(3, 16)
+    before, (values, indices), x = weight.clone(), pack_nm(linear.weight), torch.randn(2, 24)
     with use_backend("reference"):
         assert torch.equal(prox_nm(weight, 0.7), reference.prox_nm(weight, 0.7))
         assert torch.equal(nm_mask(weight), reference.nm_mask(weight))
+        assert torch.equal(sparse_linear(x, values, indices), x @ linear.weight.T)
     with use_backend("cpp"), pytest.raises(RuntimeError, match="cpp"):
         prox_nm_(weight, 0.7, "4:8")
     assert torch.equal(weight, before)
@@ -159,16 +139,184 @@ def test_the_public_functions_obey_the_choice(monkeypatch):
     for backend in ("triton", "cuda"):
         with use_backend(backend), pytest.warns(UserWarning, match=f"nm_mask: backend '{backend}' has no kernel"):
             assert torch.equal(nm_mask(weight), reference.nm_mask(weight))
+    with pytest.raises(RuntimeError, match=r"sparse_linear: backend 'gemv' was chosen .* CUDA .*backend='auto'"):
+        sparse_linear(x, values, indices, backend="gemv")
+    with use_backend("gemv"), pytest.raises(RuntimeError, match=r"'gemv' was chosen .*unset PROXSPARSE_BACKEND or"):
+        sparse_linear(x, values, indices)
+    with pytest.raises(ValueError, match="no such backend 'fastest'; choose from auto, cpp"):
+        sparse_linear(x, values, indices, backend="fastest")
 
 
-# ------------------------------------------------------------------------------------------ an order for the arguments
+def test_the_reference_of_every_op_supports_everything():
+    for op in registry.list_ops():
+        arguments = (torch.zeros(2, 4),) if op == "sparse_linear" else (1.0, 2, 4, None)
+        assert registry.get_kernel(op, "reference").supports(torch.zeros(1, 8), *arguments) is None
 
 
-# ------------------------------------------------------------------------------------------ AMD's GPUs
+# ------------------------------------------------------------------------------------------ "auto" of sparse_linear
 
 
-def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
-    """There `device.type` is "cuda", too, and the capability of an MI300 is (9, 4)."""
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """measured({shape: {rows: order}}, name=supports) -> kernels that exist; measured for float32 on this CPU."""
+    choice.forget()
+
+    def write(fastest: dict, **supports) -> dict:
+        kernels = {name: Kernel(name, None, lambda x, values: None) for name in ("fast", "faster", "reference")}
+        kernels |= {name: Kernel(name, None, function) for name, function in supports.items()}
+        monkeypatch.setitem(registry._kernels, "sparse_linear", kernels)
+        monkeypatch.setattr(registry, "_announced", set())
+        file = tmp_path / "measured.json"
+        file.write_text(json.dumps({choice.device_kind(CPU): {"float32": {"measured": {}, "fastest": fastest}}}))
+        monkeypatch.setattr(choice, "MEASURED", file)
+        return kernels
+
+    yield write
+    choice.forget()
+
+
+def chosen(rows: int, out_features: int, in_features: int, dtype=F32, device="cpu") -> str:
+    x = torch.empty(rows, in_features, dtype=dtype, device=device)
+    return choice.choose(x, torch.empty(out_features, in_features // 2, dtype=dtype, device=device)).backend
+
+
+def warnings_of(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def test_the_nearest_shape_and_rows_decide(measured):
+    of_small = {"1": "fast > reference", "16": "faster > reference", "256": "reference > faster"}
+    measured({"64x64": of_small, "64x1024": {"1": "faster > fast > reference"}})
+    expected = ["fast"] * 3 + ["faster"] * 3 + ["reference"] * 2
+    assert [chosen(rows, 64, 64) for rows in (0, 1, 3, 5, 16, 63, 65, 9999)] == expected
+    assert [chosen(1, 32, 128), chosen(1, 128, 1024), chosen(64, 16, 4096)] == ["fast", "faster", "faster"]
+
+
+def test_a_backend_that_is_missing_is_announced_once_and_the_next_serves(measured):
+    measured({"8x8": {"1": "gone > faster > fast > reference"}}, faster=lambda x, values: "not installed; remedy: pip")
+    message = "sparse_linear: not on the faster backend (not installed; remedy: pip); using a slower backend"
+    assert warnings_of(lambda: chosen(1, 8, 8)) == [message]
+    assert warnings_of(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
+    assert chosen(1, 8, 8) == "fast"
+
+
+def test_a_backend_that_refuses_this_size_alone_is_passed_over_in_silence(measured):
+    def few_rows_of_many_features(x, values):
+        small = values.shape[1] < 32 and "too few features"
+        return f"not {len(x)} rows" if len(x) > 16 else small or None
+
+    measured({"8x8": {"1": "faster > fast"}}, faster=few_rows_of_many_features)
+    assert warnings_of(lambda: [chosen(rows, 8, size) for rows in (1, 99) for size in (8, 64)]) == []
+    assert chosen(1, 8, 64) == "faster"
+    assert chosen(1, 8, 8) == chosen(99, 8, 64) == "fast"
+
+
+def test_without_a_measurement_a_stated_order(monkeypatch, tmp_path, measured):
+    measured({"8x8": {"1": "faster"}})
+    assert chosen(1, 8, 8, BF16) == "reference"  # no cpp among these three
+    monkeypatch.setattr(choice, "MEASURED", tmp_path / "nothing.json")
+    assert choice.order(CPU, F32, 1, (8, 8)) == ["cpp", "reference"]
+    assert chosen(1, 8, 8, device="meta") == "reference"
+
+
+def test_the_committed_table_names_its_origin_and_backends_that_exist():
+    for dtypes in json.loads(choice.MEASURED.read_text()).values():
+        for entry in dtypes.values():
+            assert {"device", "torch", "commit", "command", "results"} <= entry["measured"].keys()
+            orders = [names.split(choice.ORDER) for rows in entry["fastest"].values() for names in rows.values()]
+            assert all("reference" in names for names in orders)
+            assert {name for names in orders for name in names} <= set(registry.list_backends("sparse_linear"))
+
+
+def test_a_call_that_was_met_is_not_decided_again_and_the_memory_is_bounded(measured, monkeypatch):
+    kernels = measured({"8x8": {"1": "fast"}})
+    monkeypatch.setattr(choice, "MAX_CHOICES", 8)
+    for rows in range(1, 40):
+        chosen(rows, 8, 8)
+    assert len(choice._choices) <= 8
+    assert chosen(3, 64, 64) == "fast"
+    kernels["fast"] = Kernel("fast", None, lambda *_: "not now")
+    assert chosen(3, 64, 64) == "fast"
+    assert chosen(4, 64, 64) != "fast"
+
+
+def test_auto_chooses_inside_a_compiled_graph():
+    layer, x = SparseLinear.from_linear(pruned_linear(8, 4)), torch.randn(5, 8)
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
+
+
+# ------------------------------------------------------------------------------------------ GPUs that are not here
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU with everything that the backends need, but no compiled kernel."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (cuda, cutlass):
+        monkeypatch.setattr(module, "_C", SimpleNamespace(tiles=lambda: [(90, "64x32")]))
+        monkeypatch.setattr(module, "_missing", None)
+
+
+def on(device):
+    """x and values on the CPU or "meta"."""
+    return torch.empty(16, 128, dtype=BF16, device=device), torch.empty(16, 64, dtype=BF16, device=device)
+
+
+def gpu(rows, in_features, out_features, dtype=BF16, codes=None):
+    size = in_features // 4 if codes == torch.uint8 else in_features // 2
+    return OnGPU(rows, in_features, dtype), OnGPU(out_features, size, codes or dtype)
+
+
+ONLY = "supports only CUDA GPUs, but x is on {0} and the weight on {0}"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "reason"),
+    [
+        *((name, on(x), ONLY.format(x)) for name in ("cutlass", "gemv") for x in ("cpu", "meta")),
+        ("gemv", gpu(16, 12, 7), "None"),
+        ("gemv", gpu(17, 12, 7), "supports 1 to 16 rows, not 17"),
+        ("gemv", gpu(0, 12, 7), "supports 1 to 16 rows, not 0"),
+        ("gemv", gpu(1, 12, 7, F32), "supports bfloat16.*"),
+        *(("gemv", gpu(16, 24, 7, codes=x), "None") for x in (torch.int8, torch.uint8)),
+        *(("gemv", gpu(17, 24, 7, codes=x), "supports 1 to 16 rows.*") for x in (torch.int8, torch.uint8)),
+        ("gemv", gpu(1, 24, 7, codes=torch.int16), ".*with a weight of torch.int16.*"),
+        ("cutlass", gpu(20, 128, 48), "None"),
+        ("cutlass", gpu(40, 128, 48), "its tile 64x64 was not built for this GPU; remedy: .*"),
+    ],
+)
+def test_what_gpu_backends_support(name, tensors, reason, hopper):
+    assert re.fullmatch(reason, str(kernel_of(name).supports(*tensors)))
+
+
+def test_what_is_missing_is_named(hopper, monkeypatch):
+    monkeypatch.setattr(cuda, "_missing", "no compiler")
+    assert kernel_of("gemv").supports(*gpu(1, 12, 7)) == "no compiler"
+
+
+@pytest.mark.parametrize("arguments", [None, 6, 8, 11])
+def test_a_compiled_extension_of_another_commit_does_not_serve(arguments, monkeypatch):
+    """A call with other arguments than the binding has would be a TypeError."""
+    source = (Path(__file__).parents[2] / "csrc" / "cuda" / "bindings.cpp").read_text()
+    assert source.partition("\nvoid gemv(")[2].partition(")")[0].count(",") + 1 == cuda.GEMV_ARGUMENTS
+    module = ModuleType("compiled")
+    if arguments:
+        signature = ", ".join(f"arg{number}: torch.Tensor" for number in range(arguments))
+        module.gemv, module.masked_weight_n4_ = SimpleNamespace(__doc__=f"gemv({signature}) -> None\n"), None
+    monkeypatch.setitem(sys.modules, "compiled", module)
+    found, reason = cuda.loaded("compiled")
+    if arguments == cuda.GEMV_ARGUMENTS:
+        assert (found, reason) == (module, None)
+    else:
+        assert found is None
+        assert "another version" in reason
+
+
+def test_on_amd_triton_serves_and_no_cuda_kernel_does(monkeypatch):
+    """There `device.type` is "cuda", too, and the capability of an MI300 is (9, 4). Triton without inline assembly."""
     monkeypatch.setattr(torch.version, "hip", "6.4.2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     monkeypatch.setattr(cuda, "_missing", None)
@@ -179,10 +327,4 @@ def test_no_cuda_kernel_is_chosen_on_amd(monkeypatch):
         assert re.search(reason, registry.get_kernel(op, "cuda").supports(weight, *arguments)), op
     for backend in (gemv, cutlass):
         assert re.search(reason, backend._supports(x, weight)), backend
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_triton_serves_amd(monkeypatch):
-    """Without inline assembly: triton_rocm_cases.py compiles the kernels for gfx942."""
-    monkeypatch.setattr(torch.version, "hip", "6.4.2")
-    assert triton._supports(OnGPU(32, 64), 2, 4) is None
+    assert (triton._supports(weight, 2, 4) is None) == (importlib.util.find_spec("triton") is not None)

@@ -1,45 +1,22 @@
-"""The packed form of n:4 weights on every backend of this machine: bit for bit there and back, and what is refused."""
+"""The packed form of n:4 weights, and codes of 8 and 4 bits for its values, on every backend of this machine."""
 
 import itertools
 
 import pytest
 import torch
+from ops.cases import DTYPES, bits, feasible
 
-from proxsparse.ops import pack_nm, registry, unpack_nm
+from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, registry, unpack_nm
+from proxsparse.ops.backends import cpp
 from proxsparse.patterns import NMPattern
-from proxsparse.reference import pack
+from proxsparse.reference import pack, quantize
 
 OP = "pack_nm"
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 PATTERNS = ["1:4", "2:4", "3:4"]
 NAN = float("nan")
-every_weight = [pytest.param(dtype, pattern, id=f"{dtype} {pattern}") for dtype in DTYPES for pattern in PATTERNS]
-
-
-def bits(tensor):
-    """The numbers as integers, so that -0.0 differs from +0.0 and a NaN equals itself."""
-    return tensor.cpu().view(BITS[tensor.element_size()])
-
-
-def random_weight(shape, pattern="2:4", dtype=torch.float32, seed=0):
-    """n:4 with anything from no nonzero to n in a block, a tenth of the weights -0.0, some NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(shape, generator=generator)
-    weight[torch.rand(shape, generator=generator) < 0.3] = 0.0
-    weight[torch.rand(shape, generator=generator) < 0.02] = NAN
-    places = torch.rand((*shape[:-1], shape[-1] // 4, 4), generator=generator).argsort(-1).flatten(-2)
-    weight = torch.where(places < NMPattern.parse(pattern).n, weight, 0.0)
-    weight[(weight == 0) & (torch.rand(shape, generator=generator) < 0.1)] = -0.0
-    return weight.to(dtype)
-
-
-def any_bits(shape, pattern, dtype, seed=0):
-    """Any bits in n places of each block, also subnormal numbers and every NaN; +0.0 elsewhere."""
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
-    places = torch.rand((*shape[:-1], shape[-1] // 4, 4), generator=generator).argsort(-1).flatten(-2)
-    return torch.where(places < NMPattern.parse(pattern).n, raw.view(dtype).squeeze(-1), torch.zeros((), dtype=dtype))
+every_weight = pytest.mark.parametrize(
+    ("dtype", "pattern"), [(dtype, pattern) for dtype in DTYPES for pattern in PATTERNS], ids=str
+)
 
 
 def kept_places(block, n):
@@ -52,16 +29,16 @@ def kept_places(block, n):
     return sorted(sorted(range(4), key=rank)[:n])
 
 
-@pytest.mark.parametrize(("dtype", "pattern"), every_weight)
+@every_weight
 def test_every_block_of_zeros_numbers_and_nan(dtype, pattern, device, require):
     n = NMPattern.parse(pattern).n
     blocks = torch.tensor(list(itertools.product([0.0, -0.0, -1.5, NAN], repeat=4)), dtype=dtype)
-    feasible = (blocks != 0).sum(-1) <= n
+    allowed = (blocks != 0).sum(-1) <= n
     require("pack_nm", blocks.to(device), n, 4)
-    for block in blocks[~feasible]:
+    for block in blocks[~allowed]:
         with pytest.raises(ValueError, match=rf"1 of 1 blocks have more than {n} nonzeros, the first is block 0"):
             pack_nm(block.to(device, copy=True), pattern)
-    blocks = blocks[feasible]
+    blocks = blocks[allowed]
     values, indices = pack_nm(blocks.to(device), pattern)
     dense = unpack_nm(values, indices, pattern)
     for block, of_block, byte, back in zip(blocks, values, indices.tolist(), dense, strict=True):
@@ -73,72 +50,53 @@ def test_every_block_of_zeros_numbers_and_nan(dtype, pattern, device, require):
         assert torch.equal(bits(back), bits(expected))
 
 
-@pytest.mark.parametrize(("dtype", "pattern"), every_weight)
-def test_equals_the_reference_there_and_back(dtype, pattern, device, require):
-    require("pack_nm", torch.zeros(1, 4, dtype=dtype, device=device), NMPattern.parse(pattern).n, 4)
-    for in_features in [*range(4, 140, 4), 260, 508, 512, 516, 1000, 1028]:
-        raw = any_bits((3, in_features), pattern, dtype, in_features)
-        for weight in (raw, random_weight((5, in_features), pattern, dtype, in_features)):
-            values, indices = pack.pack_nm(weight, pattern)
-            result = pack_nm(weight.to(device), pattern)
-            assert torch.equal(bits(result[0]), bits(values)), in_features
-            assert torch.equal(result[1].cpu(), indices), in_features
-            back = unpack_nm(*result, pattern)
-            assert torch.equal(bits(back), bits(pack.unpack_nm(values, indices, pattern))), in_features
-            assert weight is not raw or torch.equal(bits(back), bits(raw)), in_features
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_many_rows(threads, device):
-    weight = random_weight((999, 264), dtype=torch.bfloat16)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        values, indices = pack_nm(weight.to(device))
-        back = unpack_nm(values, indices)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(bits(values), bits(pack.pack_nm(weight)[0]))
-    assert torch.equal(indices.cpu(), pack.pack_nm(weight)[1])
-    assert torch.equal(bits(back), bits(pack.unpack_nm(*pack.pack_nm(weight))))
-
-
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,), (2, 0, 4)])
-def test_empty(shape, pattern, device, require):
+@every_weight
+def test_packing_matches_reference_there_and_back(dtype, pattern, device, require):
+    """Any bits, every length of a row, -0.0 where there is room for it."""
     n = NMPattern.parse(pattern).n
-    require("pack_nm", torch.zeros(shape, device=device), n, 4)
-    values, indices = pack_nm(torch.zeros(shape, device=device), pattern)
-    k = shape[-1] // 4 * n
-    assert values.shape == (*shape[:-1], k)
-    assert indices.shape == (*shape[:-1], -(-k // 4))
-    assert unpack_nm(values, indices, pattern).shape == shape
+    require("pack_nm", torch.zeros(1, 4, dtype=dtype, device=device), n, 4)
+    shapes = [
+        *((3, 4 * count) for count in range(1, 35)),
+        (5, 508),
+        (5, 516),
+        (2, 1000),
+        (2, 3, 8),
+        (0, 8),
+        (3, 0),
+        (0,),
+    ]
+    for shape in shapes:
+        weight = feasible(shape, dtype, shape[-1], n)
+        values, indices = pack.pack_nm(weight, pattern)
+        found = pack_nm(weight.to(device), pattern)
+        assert torch.equal(bits(found[0]), bits(values)), shape
+        assert torch.equal(found[1].cpu(), indices), shape
+        assert torch.equal(bits(unpack_nm(*found, pattern)), bits(pack.unpack_nm(values, indices, pattern))), shape
+        plus = weight.where(weight != 0, 0.0)
+        assert torch.equal(bits(unpack_nm(*pack_nm(plus.to(device), pattern), pattern)), bits(plus)), shape
+        strided = [torch.stack([part, part], -1)[..., 0] for part in found]
+        assert torch.equal(bits(unpack_nm(*strided, pattern)), bits(unpack_nm(*found, pattern))), shape
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda base: base[5:6],
-        lambda base: base[3],
-        lambda base: base[::3],
-        lambda base: base[:, 4:20],
-        lambda base: base.view(4, 6, 24),
-        lambda base: base.view(4, 6, 24).permute(1, 0, 2),
-        lambda base: base[:1, :4].expand(5, 4),
-    ],
-)
-def test_layouts(layout, device):
-    weight = layout(random_weight((24, 24)).to(device))
-    values, indices = pack_nm(weight)
-    assert torch.equal(bits(values), bits(pack.pack_nm(weight.cpu().contiguous())[0]))
-    expected = bits(pack.unpack_nm(values.cpu(), indices.cpu()))
-    assert torch.equal(bits(unpack_nm(values, indices)), expected)
-    strided = torch.stack([values, values], -1)[..., 0], torch.stack([indices, indices], -1)[..., 0]
-    assert torch.equal(bits(unpack_nm(*strided)), expected)
+def test_threads_and_repeated_memory_change_nothing(device):
+    weight = feasible((999, 264), torch.bfloat16, 0)
+    expected, before = pack.pack_nm(weight), torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            found = pack_nm(weight.to(device))
+            back = unpack_nm(*found)
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(bits(found[0]), bits(expected[0]))
+        assert torch.equal(found[1].cpu(), expected[1])
+        assert torch.equal(bits(back), bits(pack.unpack_nm(*expected)))
+    repeated = weight[:1, :4].to(device).expand(5, 4)
+    assert torch.equal(bits(pack_nm(repeated)[0]), bits(pack_nm(repeated.contiguous())[0]))
 
 
 def test_an_infeasible_weight_is_refused_in_the_words_of_the_reference(device):
-    weight = random_weight((40, 1024))
+    weight = feasible((40, 1024), torch.float32, 0)
     weight[7, 8:12] = 1.0
     weight[9, 1020:] = 1.0
     message = "2 of 10240 blocks have more than 2 nonzeros, the first is block 2 of row 7; prune it to 2:4 first"
@@ -147,80 +105,167 @@ def test_an_infeasible_weight_is_refused_in_the_words_of_the_reference(device):
     assert str(error.value) == f"weight of shape [40, 1024]: {message}"
 
 
-@pytest.mark.parametrize(
-    ("weight", "pattern", "message"),
-    [
-        (torch.zeros(3, 130), "2:4", r"shape \[3, 130\].*multiple of 4"),
-        (torch.zeros(8, dtype=torch.int8), "2:4", "torch.int8.*convert it first"),
-        (torch.zeros(()), "2:4", r"shape \[\]"),
-        (torch.zeros(8), "2:8", "2:8: only blocks of 4 are packed"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(weight, pattern, message):
-    with pytest.raises(ValueError, match=message):
-        pack_nm(weight, pattern)
-
-
-def damaged(place=None, byte=None, **replaced):
-    """values and indices of a good [2, 12] weight, with one byte or a whole tensor replaced."""
-    tensors = dict(zip(("values", "indices"), pack.pack_nm(random_weight((2, 12))), strict=True)) | replaced
-    if place is not None:
-        tensors["indices"][place] = byte
-    return tensors.values()
-
-
-@pytest.mark.parametrize(
-    ("values", "indices", "message"),
-    [
-        (*damaged((1, 0), 0x45), r"block 0 of row 1 has the places \[1, 1\]"),
-        (*damaged((0, 0), 0x14), r"block 1 of row 0 has the places \[1, 0\]"),
-        (*damaged((1, 1), 0x14), "bits after the last place"),
-        (*damaged(values=torch.zeros(2, 7)), r"values of shape \[2, 7\]: the last dimension must be a multiple of 2"),
-        (*damaged(values=torch.zeros(2, 8)), r"need torch.uint8 \[2, 2\]|out of order|after"),
-        (*damaged(values=torch.zeros(3, 6)), r"need torch.uint8 \[3, 2\]"),
-        (*damaged(values=torch.zeros(())), r"values of shape \[\]"),
-        (*damaged(values=torch.zeros(2, 6, dtype=torch.int32)), "values has dtype torch.int32"),
-        (*damaged(indices=torch.zeros(2, 3, dtype=torch.uint8)), r"indices are torch.uint8 \[2, 3\]"),
-        (*damaged(indices=torch.zeros(2, 2, dtype=torch.int8)), "indices are torch.int8"),
-        (*damaged(indices=torch.zeros(2, 2, dtype=torch.uint8, device="meta")), "on meta"),
-    ],
-)
-def test_a_damaged_file_is_refused(values, indices, message):
-    with pytest.raises(ValueError, match=message):
-        unpack_nm(values, indices)
-
-
-# ------------------------------------------------------------------------------------------ the compiled kernels
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"n": 4}, "n=4: only 1:4, 2:4 and 3:4 weights can be packed"),
-        ({"weight": torch.zeros(3, 10)}, r"shape \[3, 10\]: in_features must be a multiple of 4"),
-        ({"values": torch.zeros(3, 5)}, r"values of shape \[3, 5\].*must be .* of shape \[3, 6\]"),
-        ({"values": torch.zeros(3, 6, dtype=torch.float64)}, "dtype Double"),
-        ({"values": torch.zeros(6, 3).T}, "values .* must be a contiguous Float tensor .* on cpu"),
-        ({"indices": torch.zeros(3, 1, dtype=torch.uint8)}, r"indices .* contiguous Byte tensor of shape \[3, 2\]"),
-        ({"indices": torch.zeros(3, 2)}, "indices of shape .* and dtype Float"),
-    ],
-)
-def test_the_kernels_refuse_what_does_not_fit(compiled, changed, message):
-    good = {"weight": torch.zeros(3, 12), "n": 2, "values": torch.zeros(3, 6)}
-    good["indices"] = torch.zeros(3, 2, dtype=torch.uint8)
-    for kernel in (compiled.pack_n4, compiled.unpack_n4):
-        with pytest.raises(ValueError, match=message):
-            kernel(**good | changed)
-
-
-def test_without_the_compiled_extension_the_reference_serves_aloud(monkeypatch):
-    from proxsparse.ops.backends import cpp
-
+def test_without_the_compiled_extension_the_reference_serves_with_a_warning(monkeypatch):
     monkeypatch.setattr(cpp, "_C", None)
     monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing")
     monkeypatch.setattr(registry, "_announced", set())
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
-    weight = random_weight((3, 12)).nan_to_num()
+    weight = feasible((3, 12), torch.float32, 0).nan_to_num()
     with pytest.warns(UserWarning, match=r"pack_nm: not on the cpp backend.*the compiled extension is missing"):
         values, indices = pack_nm(weight)
     assert torch.equal(unpack_nm(values, indices), weight)
+
+
+# ------------------------------------------------------------------------------------------ codes of 8 and 4 bits
+
+KERNELS = [name for name in registry.list_backends("quantize_nm") if name != "reference"]
+each_form = pytest.mark.parametrize(("bits_of", "dtype"), list(itertools.product((8, 4), DTYPES)), ids=str)
+
+
+def random_values(*shape, dtype=torch.float32):
+    """Values of very different rows, also rows and groups of zeros."""
+    values = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
+    values[-1], values[0, 32:64] = 0, 0
+    return values.to(dtype)
+
+
+@each_form
+@pytest.mark.parametrize("backend", KERNELS)
+def test_codes_match_reference_there_and_back(backend, bits_of, dtype, compiled):
+    for k in (0, 2, 6, 30, 32, 34, 64, 258):
+        values = random_values(5, k, dtype=dtype)
+        codes, scales = quantize.quantize(values, bits_of)
+        kernel = registry.get_kernel("quantize_nm", backend)
+        assert kernel.supports(values, bits_of) is None
+        for found, expected in zip(kernel.run(values, bits_of), (codes, scales), strict=True):
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+        back = registry.get_kernel("dequantize_nm", backend).run(codes, scales)
+        assert torch.equal(back, quantize.dequantize(codes, scales))
+
+
+@each_form
+def test_every_value_gets_the_nearest_code(bits_of, dtype):
+    values = random_values(6, 96, dtype=dtype)
+    codes, scales = quantize_nm(values, bits_of)
+    exact = dequantize_nm(codes, scales.double())
+    step = scales.double().abs() if bits_of == 8 else scales.double().abs().repeat_interleave(32, -1)
+    clipped = exact.abs() >= 7 * step if bits_of == 4 else exact.abs() >= 127 * step
+    assert ((exact - values.double()).abs() <= step * (0.5 + 1e-2) + 1e-9)[~clipped].all()
+    error = (exact - values.double()).norm() / values.double().norm()
+    assert error < (0.015 if bits_of == 8 else 0.14)
+    assert (exact[values == 0] == 0).all()
+    near_the_largest = torch.full((1, 4), torch.finfo(dtype).max / 2, dtype=dtype)
+    assert dequantize_nm(*quantize_nm(near_the_largest, bits_of)).isfinite().all()
+    torch.library.opcheck(torch.ops.proxsparse.quantize_nm, (values, bits_of))
+    torch.library.opcheck(torch.ops.proxsparse.dequantize_nm, (codes, scales))
+
+
+def test_no_code_is_clipped_where_the_scales_of_float16_are_subnormal(compiled):
+    values = (torch.rand(200, 64).half() * torch.logspace(-7, -2, 200)[:, None]).half()
+    codes, scales = quantize_nm(values, 8)
+    assert (scales < 6e-5).any()
+    error = (dequantize_nm(codes, scales.double()) - values.double()).abs()
+    assert (error <= scales.double() * 0.5001).all()
+
+
+def test_nan_has_no_code_from_unwritten_memory(compiled):
+    compiled.quantize_nm(bad := torch.full((1, 32), NAN), codes := torch.ones(1, 16).byte(), bad[:, :1].clone())
+    assert not codes.any()
+
+
+@pytest.mark.parametrize("largest", range(1, 9))
+def test_four_bits_find_codes_and_scales_again(largest):
+    codes = torch.randint(-largest + 1, largest, (40, 64)).float()
+    codes[:, 5], codes[:, 40] = -largest, largest - (largest == 8)
+    scales = torch.rand(40, 2).bfloat16().float() + 0.5
+    values = codes * scales.repeat_interleave(32, -1)
+    assert torch.equal(dequantize_nm(*quantize_nm(values, 4)), values)
+
+
+def test_the_bytes():
+    codes, scales = quantize_nm(torch.tensor([[-8.0, 7.0, 1.0, 0.0, -1.0, 3.0]]), 4)
+    assert codes.tolist() == [[0x78, 0x01, 0x3F]]
+    assert scales.tolist() == [[1.0]]
+    codes, scales = quantize_nm(torch.tensor([[-127.0, 63.6, 0.4]]), 8)
+    assert (codes.tolist(), scales.tolist()) == ([[-127, 64, 0]], [[1.0]])
+
+
+def test_a_better_scale_than_the_largest_value_gives():
+    """The search reduces the squared error of normal values by at least 5%."""
+    values = torch.randn(256, 256)
+    groups = values.unflatten(-1, (-1, 32))
+    plain = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+    codes = (groups / plain).round().clamp(-8, 7)
+    assert (dequantize_nm(*quantize_nm(values, 4)) - values).square().sum() < 0.95 * (
+        (codes * plain - groups).square().sum()
+    )
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+ONES, BYTES, NIBBLES = torch.ones(2, 4), torch.ones(2, 64).char(), torch.ones(2, 64).byte()
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "message"),
+    [
+        (quantize_nm, (ONES, 2), "bits=2: values can have 8 or 4 bits"),
+        (quantize_nm, (ONES[:, :3], 4), r"\[2, 3\]: 4-bit codes need an even number"),
+        (quantize_nm, (ONES.char(), 8), "values has dtype torch.int8"),
+        (quantize_nm, (torch.tensor([[1.0, NAN]]), 8), "NaN, infinity or a magnitude above 1.7e"),
+        (quantize_nm, (torch.tensor([[1.0, torch.inf]]), 4), "NaN, infinity or a magnitude"),
+        (quantize_nm, (torch.full((1, 2), 65504.0).half(), 8), "a magnitude above 3.28e"),
+        (quantize_nm, (torch.tensor(1.0), 8), r"values of shape \[\]"),
+        (dequantize_nm, (BYTES, ONES[:, :2]), r"scales of shape \[2, 2\].* need the shape \[2, 1\]"),
+        (dequantize_nm, (NIBBLES, ONES[:, :2]), r"need the shape \[2, 4\]"),
+        (dequantize_nm, (BYTES.float(), ONES[:, :1]), "codes are torch.float32"),
+        (dequantize_nm, (BYTES, ONES[:, :1].int()), "scales has dtype torch.int32"),
+        (dequantize_nm, (BYTES, ONES[:, :1] * NAN), "NaN or infinity; the file is damaged"),
+        (dequantize_nm, (BYTES * -128, ONES[:, :1]), "codes contain -128"),
+        (dequantize_nm, (BYTES * 99, torch.full((2, 1), 1e4).half()), "codes times scales overflow"),
+        (dequantize_nm, (NIBBLES, ONES.int()), "scales has dtype torch.int32"),
+    ],
+)
+def test_values_without_codes_and_damaged_codes_are_refused(call, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        call(*arguments)
+
+
+PACKED = {"weight": torch.zeros(3, 12), "n": 2, "values": torch.zeros(3, 6), "indices": torch.zeros(3, 2).byte()}
+CODED = {"values": torch.ones(3, 8), "codes": torch.zeros(3, 8).char(), "scales": torch.zeros(3, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "good", "changed", "message"),
+    [
+        *(
+            (("pack_n4", "unpack_n4"), PACKED, *case)
+            for case in (
+                ({"n": 4}, "n=4: only 1:4, 2:4 and 3:4 weights can be packed"),
+                ({"weight": torch.zeros(3, 10)}, r"shape \[3, 10\]: in_features must be a multiple of 4"),
+                ({"values": torch.zeros(3, 5)}, r"values of shape \[3, 5\].*must be .* of shape \[3, 6\]"),
+                ({"values": torch.zeros(3, 6).double()}, "dtype Double"),
+                ({"values": torch.zeros(6, 3).T}, "values .* must be a contiguous Float tensor .* on cpu"),
+                ({"indices": torch.zeros(3, 1).byte()}, r"indices .* contiguous Byte tensor of shape \[3, 2\]"),
+                ({"indices": torch.zeros(3, 2)}, "indices of shape .* and dtype Float"),
+            )
+        ),
+        *(
+            (("quantize_nm", "dequantize_nm"), CODED, *case)
+            for case in (
+                ({"codes": torch.zeros(3, 6).char()}, r"codes of shape \[3, 6\]"),
+                ({"codes": torch.zeros(3, 8)}, r"codes of shape \[3, 8\].* Byte"),
+                ({"scales": torch.zeros(3)}, r"scales of shape \[3\].*\[3, 1\]"),
+                ({"scales": torch.zeros(3, 1).double()}, "values of shape .* Float .* Double"),
+                ({"values": torch.zeros(8, 3).T}, "must be a contiguous"),
+                ({"values": torch.zeros(3, 7), "codes": torch.zeros(3, 3).byte()}, "even number of values"),
+                ({"scales": torch.zeros(3, 1).int()}, r"(codes of shape \[3, 8\].* Byte|values .* Float .* Int)"),
+            )
+        ),
+    ],
+)
+def test_the_compiled_kernels_refuse_what_does_not_fit(compiled, kernels, good, changed, message):
+    for kernel in kernels:
+        with pytest.raises(ValueError, match=message):
+            getattr(compiled, kernel)(**good | changed)

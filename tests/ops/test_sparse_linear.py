@@ -1,149 +1,208 @@
-"""The op sparse_linear: every backend against the dense product, what is refused, and which backend serves."""
+"""The op sparse_linear: x W^T + b on every backend against the dense product; what is refused; torch around it."""
 
+import contextlib
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from ops.on_each_backend import backends_of
 from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
 from torch.utils.flop_counter import FlopCounterMode
 
-from proxsparse import use_backend
-from proxsparse.ops import choice, pack_nm, registry, sparse_linear, unpack_nm
-from proxsparse.ops.registry import AUTO, Kernel, get_kernel, list_backends
+from proxsparse import SparseLinear
+from proxsparse.ops import choice, pack_nm, sparse_linear, unpack_nm
+from proxsparse.ops.backends import cpp, cuda
+from proxsparse.ops.registry import AUTO, get_kernel, list_backends
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def dtypes_of(backend: str) -> list[torch.dtype]:
-    """The dtypes that the backend multiplies by on this machine."""
-    if backend == AUTO:
-        return DTYPES
-    supports = get_kernel("sparse_linear", backend).supports
-    x, values = torch.zeros(8, 128, device=DEVICE), torch.zeros(64, 64, device=DEVICE)
-    return [dtype for dtype in DTYPES if supports(x.to(dtype), values.to(dtype)) is None]
-
-
-HERE = [(backend, dtype) for backend in (AUTO, *list_backends("sparse_linear")) for dtype in dtypes_of(backend)]
+# Whole tiles, odd numbers of rows, columns that no 16-byte access fits, one block; then layers of a 7B model.
+SHAPES = [(1, 4), (7, 12), (33, 260), (65, 320), (129, 1088), (96, 576), (512, 1024)]
+LARGE = [(1000, 4096), (14336, 4096), (4096, 14336)]
+ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 40, 100, 300)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+pytestmark = pytest.mark.filterwarnings("ignore:sparse_linear. not on the")  # no kernel of the fastest backend
+each_place = pytest.mark.parametrize("place", backends_of("sparse_linear"))
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+kernel_dtypes = pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 
 
-@pytest.mark.filterwarnings("ignore:sparse_linear. not on the")  # another dtype than the fastest backend serves
-@pytest.mark.parametrize(("backend", "dtype"), HERE, ids=str)
-@pytest.mark.parametrize("shape", [(128,), (1, 128), (2, 3, 128), (0, 128), (2, 0, 128), (5, 1, 3, 128)], ids=str)
-def test_equals_the_dense_product(shape, backend, dtype):
-    x = torch.randn(shape).to(DEVICE, dtype)
-    weight, bias = pruned_weight((64, 128), dtype).to(DEVICE), torch.randn(64).to(DEVICE, dtype)
-    values, indices = pack_nm(weight)
-    rows, prepared = math.prod(shape[:-1]), None
-    if backend != AUTO:
-        kernel = get_kernel("sparse_linear", backend)
-        if reason := kernel.supports(x.reshape(rows, 128), values):
-            pytest.skip(reason)
-        prepared = kernel.prepare(values, indices) if kernel.prepare else None
-    for b in (None, bias):
-        assert_as_good_as_dense(sparse_linear(x, values, indices, b, prepared, backend), x, weight, b)
+def among(tensor: torch.Tensor, number: float = torch.nan) -> torch.Tensor:
+    """A copy with this number many times before and after it: a kernel that reads further gets it."""
+    memory = torch.full((tensor.numel() + 1024,), number, dtype=tensor.dtype, device=tensor.device)
+    memory[512:-512] = tensor.flatten()
+    return memory[512:-512].view(tensor.shape)
+
+
+def weight_of(shape, dtype, bits, device="cpu"):
+    """values or codes between NaN or 119, indices, scales or None, and the weight; bits: 16, 8 or 4."""
+    weight = pruned_weight(shape, dtype)
+    packed = (*pack_nm(weight), None, weight) if bits == 16 else quantized(weight, bits)
+    values, indices, scales, weight = (None if part is None else part.to(device) for part in packed)
+    return among(values, torch.nan if bits == 16 else 119), indices, None if bits == 16 else among(scales), weight
+
+
+# ------------------------------------------------------------------------------------------ against the dense product
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@each_place
+def test_matches_the_dense_product(place, bits, dtype):
+    """And twice the same."""
+    (backend, device), served = place, False
+    kernel = get_kernel("sparse_linear", backend)
+    for shape in SHAPES + (LARGE if device == "cuda" else []):
+        values, indices, scales, weight = weight_of(shape, dtype, bits, device)
+        given = (values,) if scales is None else (values, scales)
+        prepared = None
+        if kernel.prepare and kernel.supports(values.new_empty(8, shape[1], dtype=dtype), *given) is None:
+            prepared = kernel.prepare(values, indices)
+        for rows in ROWS:
+            x = among(torch.randn(rows, shape[1]).to(device, dtype))
+            if kernel.supports(x, *given) is None:
+                for bias in (None, among(torch.randn(shape[0]).to(device, dtype))):
+                    call = (x, values, indices, bias, prepared, backend, scales)
+                    y, served = sparse_linear(*call), True
+                    assert_as_good_as_dense(y, x, weight, bias)
+                    assert torch.equal(y, sparse_linear(*call)), f"{rows} rows, {shape}: two calls differ"
+    if not served:
+        pytest.skip(f"{backend} serves no {dtype} with {bits} bits here")
+
+
+@each_dtype
+@pytest.mark.parametrize("backend", [AUTO, "reference"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_any_number_of_dimensions_and_the_gradient_of_x(bits, backend, dtype):
+    values, indices, scales, weight = weight_of((64, 160), dtype, bits)
+    bias = torch.randn(64).to(dtype)
+    for shape in ((160,), (1, 160), (2, 3, 160), (0, 160), (2, 0, 160), (5, 1, 3, 160)):
+        x = torch.randn(shape).to(dtype).requires_grad_()
+        for b in (None, bias):
+            y = sparse_linear(x, values, indices, b, None, backend, scales)
+            assert_as_good_as_dense(y, x, weight, b)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        assert gradient.dtype == dtype
+        error = (gradient.double() - weight.double().sum(0)).abs()
+        assert (error <= 4 * torch.finfo(dtype).eps * weight.double().abs().sum(0)).all()
+
+
+@pytest.mark.parametrize(
+    "capability", ["default", "avx512_bf16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("avx2", "avx512"))]
+)
+def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
+    cases = Path(__file__).with_name("packed_kernel_cases.py")
+    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    process = subprocess.run([sys.executable, cases], env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr or process.returncode
+    if process.stdout.strip() != capability:
+        pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")
+
+
+@pytest.fixture
+def kernel(compiled):
+    """The kernel of the CPU."""
+    return get_kernel("sparse_linear", "cpp")
+
+
+LONG = [
+    (53, 4612, 43),
+    (53, 4612, 170),
+    (13, 4108, 1090),
+    (5, 65536, 70),
+    (53, 2728, 64),
+    (53, 5444, 64),
+    (53, 5460, 64),
+]
+
+
+@pytest.mark.parametrize(("out_features", "in_features", "rows"), LONG)
+@kernel_dtypes
+def test_parts_of_long_rows_and_of_a_large_x(dtype, out_features, in_features, rows, kernel):
+    weight, x = pruned_weight((out_features, in_features), dtype), torch.randn(rows, in_features).to(dtype)
+    assert_as_good_as_dense(kernel.run(x, *pack_nm(weight), None, None), x, weight)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(7, 4), (13, 60), (53, 76), (40, 132), (9, 4612), (26, 128)])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@kernel_dtypes
+def test_any_number_of_rows_and_any_strides(dtype, bits, out_features, in_features, kernel):
+    values, indices, scales, weight = weight_of((out_features, in_features), dtype, bits)
+    bias = torch.randn(out_features).to(dtype)
+    scattered = [None if part is None else torch.stack([part, part], -1)[..., 0] for part in (values, indices, scales)]
+    for rows in (0, 1, 2, 3, 5, 7, 33, 64, 170):
+        x = torch.randn(rows, in_features).to(dtype)
+        y = kernel.run(x, values, indices, bias, None, scales)
+        assert_as_good_as_dense(y, x, weight, bias)
+        y_strided = kernel.run(x.T.contiguous().T, *scattered[:2], bias, None, scattered[2])
+        assert torch.equal(y_strided, y)
+
+
+@kernel_dtypes
+def test_nan_and_infinity_stay_in_their_row_and_meet_the_kept_weights_alone(dtype, kernel):
+    weight, x = pruned_weight((40, 64), dtype), torch.ones(50, 64, dtype=dtype)
+    x[7, 3], x[49, 5] = torch.nan, torch.inf
+    y = kernel.run(x, *pack_nm(weight), None, None)
+    assert y[7].isnan().all()
+    others = torch.arange(50) % 42 != 7
+    assert_as_good_as_dense(y[others], x[others], weight)
+
+    weight = torch.tensor([1.0, 2.0, 0, 0, 0, 0, 3.0, 4.0], dtype=dtype).repeat(3, 1)
+    weight[1, 0], weight[2, 0] = torch.nan, -torch.inf
+    x = torch.ones(4, 8, dtype=dtype)
+    x[1, 2], x[2, 7], x[3, 1] = torch.nan, torch.inf, torch.nan  # the first meets no weight
+    expected = [[10, "nan", "-inf"], [10, "nan", "-inf"], ["inf", "nan", "nan"], ["nan", "nan", "nan"]]
+    y = kernel.run(x, *pack_nm(weight), None, None)
+    assert torch.equal(
+        y.nan_to_num(nan=777), torch.tensor([[float(n) for n in row] for row in expected]).to(dtype).nan_to_num(nan=777)
+    )
+
+
+@pytest.mark.parametrize("rows", [6, 70])
+@kernel_dtypes
+def test_threads_change_nothing(dtype, rows, kernel):
+    """Every output is computed by one thread, in one order."""
+    weight, x = pruned_weight((301, 1024), dtype), torch.randn(rows, 1024).to(dtype)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(kernel.run(x, *pack_nm(weight), None, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert_as_good_as_dense(results[0], x, weight)
+
+
+def test_no_inputs_and_no_outputs(kernel):
+    x, bias, indices = torch.ones(3, 0), torch.arange(5.0), torch.zeros(5, 0).byte()
+    for rows in (3, 64):
+        y = kernel.run(x[:1].expand(rows, 0), torch.zeros(5, 0), indices, bias, None)
+        assert torch.equal(y, bias.expand(rows, 5))
+    assert kernel.run(x[:, :0], torch.zeros(0, 0), indices[:0], None, None).shape == (3, 0)
+
+
+# ------------------------------------------------------------------------------------------ torch around it
 
 
 @pytest.fixture
 def packed():
     """x [2, 24], values, indices and bias of a layer with 7 outputs."""
     linear = pruned_linear()
-    return {"x": torch.zeros(2, 24), "bias": linear.bias.detach()} | dict(
-        zip(("values", "indices"), pack_nm(linear.weight), strict=True)
-    )
+    values, indices = pack_nm(linear.weight)
+    return {"x": torch.zeros(2, 24), "values": values, "indices": indices, "bias": linear.bias.detach()}
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("x", lambda x: x[:, :20], r"x of shape \[2, 20\].* in_features=24"),
-        ("x", lambda x: x[0, 0], "in_features=24"),
-        ("x", lambda x: x.bfloat16(), r"torch.bfloat16, values is torch.float32.* torch.autocast"),
-        ("x", lambda x: x.long(), "torch.int64, which must be floating point"),
-        ("x", lambda x: x.to("meta"), "x is on meta, values is on cpu"),
-        ("values", lambda values: values[0], "values of shape .* must be a matrix"),
-        ("indices", lambda indices: indices[:, :2], "indices"),
-        ("indices", lambda indices: indices.int(), "indices"),
-        ("bias", lambda bias: bias[:3], r"bias of shape \[3\] must be \[7\]"),
-        ("bias", lambda bias: bias.double(), "bias is torch.float64"),
-    ],
-)
-def test_what_does_not_fit_is_refused_before_any_kernel(name, change, message, packed, monkeypatch):
-    monkeypatch.setattr(choice, "choose", lambda *_: pytest.fail("a kernel was chosen"))
-    with pytest.raises(ValueError, match=f"sparse_linear: .*{message}"):
-        sparse_linear(**packed | {name: change(packed[name])})
-
-
-@pytest.mark.filterwarnings("ignore:sparse_linear. not on the")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_codes(bits, dtype):
-    values, indices, scales, weight = quantized(pruned_weight((64, 160), dtype), bits)
-    x = torch.randn(5, 160, dtype=dtype, requires_grad=True)
-    for backend in (AUTO, "reference"):
-        y = sparse_linear(x, values, indices, backend=backend, scales=scales)
-        assert_as_good_as_dense(y, x, weight)
-    (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert gradient.dtype == dtype
-    torch.library.opcheck(torch.ops.proxsparse.sparse_linear.default, (x, values, indices, None, None, AUTO, scales))
-    with pytest.raises(ValueError, match=r"x is torch\.int64"):
-        sparse_linear(x.long(), values, indices, scales=scales)
-    with pytest.raises(ValueError, match=r"scales of shape .* do not belong to codes"):
-        sparse_linear(x, values, indices, scales=scales[:, :-1])
-
-
-@pytest.fixture
-def served_by(monkeypatch, packed):
-    """served_by(backend) -> the backend that multiplied; "cpp" is the automatic choice and "gemv" serves nothing."""
-    used = []
-
-    def add(backend: str, reason: str | None = None) -> None:
-        def run(x, values, *_others):
-            used.append(backend)
-            return x.new_zeros(len(x), len(values))
-
-        kernel = Kernel(backend, run, lambda x, values: reason)
-        monkeypatch.setitem(registry._kernels["sparse_linear"], backend, kernel)
-
-    add("cpp")
-    add("reference")
-    add("gemv", "it is a test")
-    monkeypatch.setattr(choice, "choose", lambda *_: get_kernel("sparse_linear", "cpp"))
-    monkeypatch.setattr(registry, "_announced", set())
-    monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
-    return lambda backend=AUTO: (sparse_linear(**packed, backend=backend), used.pop())[1]
-
-
-def test_an_explicit_choice_serves_or_raises(served_by, monkeypatch):
-    assert served_by() == "cpp"
-    assert served_by("reference") == "reference"
-    with use_backend("reference"):
-        assert (served_by(), served_by("cpp")) == ("reference", "cpp")
-        with use_backend(None):
-            assert served_by() == "cpp"
-    with use_backend("triton"), pytest.warns(UserWarning, match="sparse_linear: backend 'triton' has no kernel"):
-        assert served_by() == "cpp"
-    with pytest.raises(RuntimeError, match=r"'gemv' was chosen .* does not support.*it is a test.*backend='auto'"):
-        served_by("gemv")
-    with use_backend("gemv"), pytest.raises(RuntimeError, match=r"'gemv' was chosen .*unset PROXSPARSE_BACKEND or"):
-        served_by()
-    with pytest.raises(ValueError, match="no such backend 'fastest'; choose from auto, cpp"):
-        served_by("fastest")
-    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
-    assert served_by() == "reference"
-
-
-def test_only_one_backend_prepares_something():
-    """A layer on "auto" passes what it holds to whichever backend is chosen."""
-    kernels = [get_kernel("sparse_linear", backend) for backend in list_backends("sparse_linear")]
-    assert [kernel.backend for kernel in kernels if kernel.prepare] == ["cutlass"]
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_opcheck(bias, packed):
-    values, indices, bias = packed["values"], packed["indices"], packed["bias"] if bias else None
-    for x in (torch.randn(2, 3, 24, requires_grad=True), torch.randn(24, 5).T, torch.randn(0, 24)):
-        torch.library.opcheck(torch.ops.proxsparse.sparse_linear.default, (x, values, indices, bias, None, AUTO))
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_opcheck(bits):
+    values, indices, scales, _ = weight_of((7, 24), torch.float32, bits)
+    inputs = [(torch.randn(2, 3, 24, requires_grad=True), None), (torch.randn(24, 5).T, torch.randn(7))]
+    for x, bias in [*inputs, (torch.randn(0, 24), None)]:
+        arguments = (x, values, indices, bias, None, AUTO, scales)
+        torch.library.opcheck(torch.ops.proxsparse.sparse_linear.default, arguments)
 
 
 IN_PLACE = {"add": lambda y: y.add_(1), "clamp": lambda y: y.clamp_(-0.1, 0.1), "relu": torch.nn.ReLU(inplace=True)}
@@ -166,19 +225,159 @@ def test_the_output_can_be_changed_in_place_while_grad_is_on(shape, compiled, pa
         torch.testing.assert_close(gradient(run, change), gradient(lambda x: x @ weight.T, change))
 
 
-def test_flops_are_those_of_the_dense_product(packed):
+@pytest.mark.parametrize("bits", [16, 8])
+def test_flops_are_those_of_the_dense_product(bits):
     def count(linear) -> int:
         with FlopCounterMode(display=False) as counter:
             linear(torch.zeros(2, 3, 24, requires_grad=True)).sum().backward()
         return counter.get_total_flops()
 
-    weight = unpack_nm(packed["values"], packed["indices"])
-    dense = count(lambda x: torch.nn.functional.linear(x, weight))
-    assert count(lambda x: sparse_linear(x, packed["values"], packed["indices"])) == dense == 2 * 2 * 6 * 24 * 7
-    values, indices, scales, _weight = quantized(pruned_weight((7, 24), torch.float32), 8)
-    assert count(lambda x: sparse_linear(x, values, indices, scales=scales)) == dense
+    values, indices, scales, weight = weight_of((7, 24), torch.float32, bits)
+    dense = count(lambda x: torch.nn.functional.linear(x, weight.float()))
+    assert count(lambda x: sparse_linear(x, values, indices, scales=scales)) == dense == 2 * 2 * 6 * 24 * 7
 
 
-def test_unpacking_compiles_without_a_graph_break(packed):
-    unpack = torch.compile(unpack_nm, fullgraph=True, backend="aot_eager")
-    assert torch.equal(unpack(packed["values"], packed["indices"]), unpack_nm(packed["values"], packed["indices"]))
+def test_only_one_backend_prepares_something():
+    """A layer on "auto" passes what it holds to whichever backend is chosen."""
+    kernels = [get_kernel("sparse_linear", backend) for backend in list_backends("sparse_linear")]
+    assert [kernel.backend for kernel in kernels if kernel.prepare] == ["cutlass"]
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("x", lambda x: x[:, :20], r"x of shape \[2, 20\].* in_features=24"),
+        ("x", lambda x: x[0, 0], "in_features=24"),
+        ("x", lambda x: x.bfloat16(), r"torch.bfloat16, values is torch.float32.* torch.autocast"),
+        ("x", lambda x: x.long(), "torch.int64, which must be floating point"),
+        ("x", lambda x: x.to("meta"), "x is on meta, values is on cpu"),
+        ("values", lambda values: values[0], "values of shape .* must be a matrix"),
+        ("indices", lambda indices: indices[:, :2], "indices"),
+        ("indices", lambda indices: indices.int(), "indices"),
+        ("bias", lambda bias: bias[:3], r"bias of shape \[3\] must be \[7\]"),
+        ("bias", lambda bias: bias.double(), "bias is torch.float64"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_any_kernel(name, change, message, packed, monkeypatch):
+    monkeypatch.setattr(choice, "choose", lambda *_: pytest.fail("a kernel was chosen"))
+    with pytest.raises(ValueError, match=f"sparse_linear: .*{message}"):
+        sparse_linear(**packed | {name: change(packed[name])})
+    codes, indices, scales, _ = quantized(pruned_weight((7, 24)), 8)
+    with pytest.raises(ValueError, match=r"scales of shape .* do not belong to codes"):
+        sparse_linear(packed["x"], codes, indices, scales=scales[:, :0])
+
+
+@pytest.mark.parametrize(
+    ("x", "values", "reason"),
+    [
+        (torch.zeros(1, 8).half(), torch.zeros(2, 4).half(), "not torch.float16 times"),
+        (torch.zeros(1, 8), torch.zeros(2, 4).bfloat16(), "not torch.float32 times torch.bfloat16"),
+        (torch.zeros(1, 8, device="meta"), torch.zeros(2, 4), "the tensor is on meta"),
+        (torch.zeros(1, 8), torch.zeros(2, 4, device="meta"), "the tensor is on meta"),
+        (torch.zeros(1, 8).half(), torch.zeros(2, 4).char(), "not torch.float16 times torch.int8"),
+    ],
+)
+def test_what_the_cpu_kernel_does_not_serve(x, values, reason, kernel, monkeypatch):
+    assert reason in kernel.supports(x, values)
+    assert kernel.supports(torch.zeros(1, 8), torch.zeros(2, 4)) is None
+    monkeypatch.setattr(cpp, "_C", None)
+    monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing")
+    assert kernel.supports(torch.zeros(1, 8), torch.zeros(2, 4)) == "the compiled extension is missing"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"x": torch.zeros(2, 8).double()}, "x has dtype Double: .* supports float32 and bfloat16"),
+        ({"x": torch.zeros(8)}, r"x of shape \[8\]"),
+        ({"x": torch.zeros(2, 10)}, "in_features must be a multiple of 4"),
+        ({"x": torch.zeros(2, 12)}, r"values of shape \[3, 4\].*of shape \[3, 6\]"),
+        ({"x": torch.zeros(8, 2).T}, "x of shape .* must be a contiguous"),
+        ({"values": torch.zeros(3, 4).bfloat16()}, "values .* must be a contiguous Float"),
+        ({"values": torch.zeros(3, 4, device="meta")}, "on meta"),
+        ({"indices": torch.zeros(3, 2).byte()}, r"indices of shape \[3, 2\].*shape \[3, 1\]"),
+        ({"indices": torch.zeros(3, 1).char()}, "indices .* contiguous Byte"),
+        ({"bias": torch.zeros(2)}, r"bias of shape \[2\].*shape \[3\]"),
+        ({"y": torch.zeros(2, 4)}, r"y of shape \[2, 4\].*shape \[2, 3\]"),
+        ({"values": torch.zeros(3, 4).char()}, "values .* must be a contiguous Float"),
+        ({"scales": torch.zeros(3, 1)}, "values .* must be a contiguous Byte"),
+        ({"values": torch.zeros(3, 4).char(), "scales": torch.zeros(3)}, r"scales of .* shape \[3, 1\]"),
+        ({"values": torch.zeros(3, 2).byte(), "scales": torch.zeros(3, 2)}, r"scales of .* shape \[3, 1\]"),
+        ({"values": torch.zeros(3, 2).byte(), "scales": torch.zeros(3, 2).int()}, r"scales of .* Int.* shape \[3, 1\]"),
+        ({"values": torch.zeros(3, 4).char(), "scales": torch.zeros(3, 1).int()}, "scales of .* contiguous Float"),
+    ],
+)
+def test_the_compiled_kernel_refuses_what_does_not_fit(changed, message, compiled):
+    good = {"x": torch.zeros(2, 8), "values": torch.zeros(3, 4), "bias": None, "y": torch.ones(2, 3), "scales": None}
+    with pytest.raises(ValueError, match=message):
+        compiled.sparse_linear(**good | {"indices": torch.zeros(3, 1).byte()} | changed)
+
+
+# ------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "rows"), [("gemv", 1), ("gemv", 16), ("cutlass", 40)])
+def test_a_replayed_call_multiplies_the_present_x(backend, rows):
+    values, indices, _, weight = weight_of((512, 1024), torch.bfloat16, 16, "cuda")
+    x, bias = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((rows, 1024), (512,)))
+    kernel = get_kernel("sparse_linear", backend)
+    if reason := kernel.supports(x, values):
+        pytest.skip(reason)
+    call = (x, values, indices, bias, kernel.prepare(values, indices) if kernel.prepare else None, backend)
+    sparse_linear(*call)  # what happens once happens here
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sparse_linear(*call)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        assert_as_good_as_dense(y, x, weight, bias)
+        assert torch.equal(y, sparse_linear(*call))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16])
+def test_dependent_launches_change_nothing(rows):
+    """A chain of calls, each launched before the one before it has ended, at once and in a CUDA graph."""
+    values, indices = pack_nm(pruned_weight((1024, 1024), torch.bfloat16).cuda() / 16)
+    x = torch.randn(rows, 1024, device="cuda").bfloat16()
+    if reason := get_kernel("sparse_linear", "gemv").supports(x, values):
+        pytest.skip(reason)
+
+    def chain(context: contextlib.AbstractContextManager) -> torch.Tensor:
+        y = x
+        with context:
+            for _ in range(8):
+                y = sparse_linear(y, values, indices, backend="gemv")
+        return y
+
+    expected = chain(contextlib.nullcontext())
+    torch.cuda.synchronize()  # nothing may still write the weights
+    assert torch.equal(chain(cuda.dependent_launch()), expected)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(cuda.dependent_launch())
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, chain(contextlib.nullcontext()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_layer_compiled_by_inductor(mode):
+    """Without a graph break, and under the CUDA graphs of torch.compile."""
+    layer = SparseLinear.from_linear(pruned_linear(1024, 512, dtype=torch.bfloat16).cuda(), "gemv")
+    x = torch.randn(2, 3, 1024, device="cuda").bfloat16()
+    if reason := get_kernel("sparse_linear", "gemv").supports(x.view(6, 1024), layer.values):
+        pytest.skip(reason)
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, mode=mode)
+        for _ in range(3):
+            assert torch.equal(compiled(x), layer(x))
