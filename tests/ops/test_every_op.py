@@ -43,7 +43,8 @@ def test_matches_reference(case, place, dtype, serve):
     for shape in SHAPES[::3] if INTERPRETED else SHAPES + EMPTY:
         inputs = case.inputs(shape, dtype, seed=len(shape))
         given = moved(inputs, device)
-        results = case.call(given)
+        if (results := case.served(given)) is None:
+            pytest.skip("the backend does not pack this dtype")
         assert_matches(case, results, inputs, dtype, shape)
         for name in given.keys() - results.keys():
             assert torch.equal(bits(given[name]), bits(inputs[name])), f"{name} changed"
@@ -64,8 +65,9 @@ def test_any_size_at_any_address_between_guards(case, place, dtype, serve):
     for count, starts in [*((n, dict.fromkeys(names, s)) for n in SIZES for s in (16, 19)), *alone]:
         inputs = case.inputs((1, count * case.block), dtype, seed=count)
         placed = {name: among_nan(tensor, starts.get(name, 16)) for name, tensor in inputs.items()}
-        results = case.call({name: inside for name, (_, inside) in placed.items()})
-        assert_matches(case, results, inputs, dtype, (count, starts))
+        results = case.served({name: inside for name, (_, inside) in placed.items()})
+        if results is not None:
+            assert_matches(case, results, inputs, dtype, (count, starts))
         for name, (memory, inside) in placed.items():
             start = starts.get(name, 16)
             assert memory[:start].isnan().all(), (count, name)
@@ -79,7 +81,8 @@ def test_any_strides(case, place, layout, dtype, serve):
     """The bits of contiguous tensors, in this memory and nowhere else."""
     device, shape = serve(case.op, place), LAYOUTS[layout](torch.zeros(24, 24)).shape
     inputs = case.inputs(shape, dtype, seed=8)
-    plain = case.call(moved(inputs, device))
+    if (plain := case.served(moved(inputs, device))) is None:
+        pytest.skip("the backend does not pack this dtype")
     assert_matches(case, plain, inputs, dtype)
     bases, views = {}, {}
     for name, tensor in inputs.items():
@@ -88,7 +91,7 @@ def test_any_strides(case, place, layout, dtype, serve):
         views[name] = bases[name][:, 1] if columns else LAYOUTS[layout](bases[name])
         views[name].copy_(tensor)
     before = copied(bases)
-    results = case.call(views)
+    results = case.served(views) or {}
     for name, result in results.items():
         assert torch.equal(bits(result), bits(plain[name])), name
     for name, base in bases.items():

@@ -1,4 +1,4 @@
-"""Both optimizers keep the contract of torch.optim.Optimizer, and refuse what they do not support."""
+"""Both optimizers: what a step computes, the contract of torch.optim.Optimizer, what they refuse."""
 
 import copy
 import math
@@ -12,6 +12,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from training import (
+    ADAMW,
     OPTIMIZERS,
     assert_same,
     each_optimizer,
@@ -24,10 +25,127 @@ from training import (
     with_everything,
 )
 
-from proxsparse import ProxAdamW, ProxOptimizer
+from proxsparse import ProxAdamW
+from proxsparse.ops import prox_nm
 from proxsparse.patterns import NMPattern
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
+TINY = 1e-30  # a learning rate at which the prox alone moves the weights
+
+
+def assert_close(w: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(w.detach(), expected, rtol=1e-12, atol=1e-15)
+
+
+# ------------------------------------------------------------------------------------------- what a step computes
+
+
+@each_optimizer
+def test_parameters_without_gradient_do_not_move_and_vectors_take_adamw(make):
+    model, twin = tiny_model(), tiny_model()
+    model[2].weight.requires_grad_(False)
+    before = weights(model)
+    optimizer = make(model.parameters(), **ADAMW, reg_lambda=5.0)
+    train(model, optimizer, 1)
+    train(twin, AdamW(twin.parameters(), **ADAMW), 1)
+    assert torch.equal(model[2].weight, before[2])
+    assert model[2].weight not in optimizer.state
+    for layer, plain in ((model[0], twin[0]), (model[2], twin[2])):
+        torch.testing.assert_close(layer.bias, plain.bias, rtol=1e-12, atol=0)
+    assert not torch.allclose(model[0].weight, twin[0].weight)
+
+
+@each_optimizer
+def test_groups_override_the_defaults_at_each_step_and_lambda_is_not_multiplied_by_lr(make):
+    model = tiny_model()
+    before = weights(model)
+    groups = [
+        {"params": [model[0].weight], "pattern": NMPattern(1, 4), "reg_lambda": 0.7},
+        {"params": [model[2].weight], "reg_lambda": 0},
+        {"params": [model[0].bias, model[2].bias], "lr": 0.5},
+    ]
+    optimizer = make(groups, lr=TINY, reg_lambda=0.2, frozen_lambda=0.5)
+    train(model, optimizer, 1)
+    assert_close(model[0].weight, prox_nm(before[0], 0.7, "1:4"))
+    assert torch.equal(model[2].weight, before[2]), "reg_lambda=0 excludes the group"
+    kept = [torch.equal(state["pretrained"], before[0]) for state in optimizer.state.values() if "pretrained" in state]
+    assert kept == [True], "W0 is kept where the frozen term acts"
+    torch.testing.assert_close((model[0].bias - before[1]).abs(), torch.full_like(before[1], 0.5), rtol=1e-4, atol=0)
+    found = [(group["pattern"], group["reg_lambda"]) for group in optimizer.param_groups]
+    assert found == [("1:4", 0.7), ("2:4", 0), ("2:4", 0.2)]
+    optimizer.param_groups[0] |= {"reg_lambda": 0.125, "frozen_lambda": 0.0}
+    before = weights(model)
+    train(model, optimizer, 1)
+    assert_close(model[0].weight, prox_nm(before[0], 0.125, "1:4"))
+    assert optimizer.param_groups[0]["prox_step"] == 2
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["float", "tensor"])
+@each_setup
+def test_at_lr_zero_the_moments_move_and_no_weight_does(dtype, make, lr):
+    model = tiny_model(dtype=dtype)
+    optimizer = make(model.parameters(), lr=lr, weight_decay=0.1, reg_lambda=1.0, frozen_lambda=0.1)
+    optimizer.set_scale(model[0].weight, torch.rand(8) + 0.1)
+    before = weights(model)
+    train(model, optimizer, 2)
+    assert_same(weights(model), before)
+    assert optimizer.param_groups[0]["prox_step"] == 0
+    assert optimizer.state[model[0].weight]["step"] == 2
+    assert optimizer.state[model[0].weight]["exp_avg"].any()
+
+
+@each_optimizer
+def test_a_learning_rate_may_be_a_tensor_of_one_element(make):
+    runs = []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor([0.1], dtype=torch.float64)):
+        model = tiny_model()
+        train(model, make([{"params": list(model.parameters()), "lr": lr}], reg_lambda=0.1), 2)
+        runs.append(weights(model))
+    torch.testing.assert_close(runs[1], runs[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(runs[2], runs[0], rtol=1e-12, atol=1e-12)
+    for elements in (0, 2):
+        with pytest.raises(ValueError, match=rf"lr of shape \[{elements}\] must be a number"):
+            make([{"params": [nn.Parameter(torch.ones(4, 8))], "lr": torch.full((elements,), 0.1)}], reg_lambda=0.1)
+
+
+@each_optimizer
+def test_a_scaling_is_copied_belongs_to_its_parameter_and_can_be_removed(make):
+    model, twin = tiny_model(), tiny_model()
+    optimizer, plain = (make(m.parameters(), lr=0.02, reg_lambda=0.3) for m in (model, twin))
+    scale = torch.rand(8) + 0.5
+    optimizer.set_scale(model[0].weight, scale)
+    optimizer.set_scale(model[2].weight, torch.rand(24) + 0.5)
+    optimizer.set_scale(model[2].weight, None)
+    scale.fill_(7.0)
+    assert optimizer.param_groups[0]["prox_scale"][0].max() < 2
+    train(model, optimizer, 1)
+    train(twin, plain, 1)
+    assert not torch.allclose(model[0].weight, twin[0].weight)
+    assert_same(weights(model)[1:], weights(twin)[1:])
+
+
+@each_optimizer
+def test_a_closure_gets_the_frozen_gradient_and_its_loss_is_returned(make):
+    model, twin = tiny_model(), tiny_model()
+    optimizer, plain = with_everything(make, model), with_everything(make, twin)
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        expected = loss_of(model)
+        assert torch.equal(optimizer.step(closure), expected)
+        plain.zero_grad()
+        loss_of(twin).backward()
+        assert plain.step() is None
+    assert_same(weights(model), weights(twin))
+
+
+# ------------------------------------------------------------------------------------------- torch around it
 
 
 @pytest.mark.filterwarnings("error:.*lr_scheduler")
@@ -114,18 +232,6 @@ def test_swapped_parameters_are_the_ones_that_step(make):
     assert torch.equal(old, before)
     assert NMPattern(2, 4).is_feasible(model[0].weight)
     assert old not in optimizer.state
-
-
-@each_optimizer
-def test_added_groups_are_completed_and_checked(make):
-    model = tiny_model()
-    optimizer = make([model[0].weight], lr=0.1, reg_lambda=0.2)
-    optimizer.add_param_group({"params": [model[2].weight], "pattern": "1:4"})
-    assert optimizer.param_groups[1]["reg_lambda"] == 0.2
-    with pytest.raises(ValueError, match=r"reg_lambda > 0, of shape \[3, 6\].*multiple of 4.*exclude"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 6))]})
-    assert len(optimizer.param_groups) == 2
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 6))], "reg_lambda": 0})
 
 
 @pytest.mark.parametrize(
@@ -225,32 +331,40 @@ def test_a_state_with_bad_settings_is_refused_before_anything_is_loaded(make, ba
 # ------------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *BAD_SETTINGS,
-        ({"reg_lambda": math.nan}, r"reg_lambda=nan"),
-        ({"frozen_lambda": -2}, r"frozen_lambda=-2"),
-        ({"frozen_eps": 0}, r"frozen_eps=0 must be"),
-    ],
-)
+def flat() -> list[nn.Parameter]:
+    parameter = nn.Parameter(torch.ones(64))
+    parameter._is_flat_param = True  # how FSDP1 marks its flat parameters
+    return [parameter]
+
+
+REFUSED = [(lambda: tiny_model().parameters(), *case) for case in BAD_SETTINGS]
+REFUSED += [
+    (lambda: tiny_model().parameters(), {"reg_lambda": math.nan}, r"reg_lambda=nan"),
+    (lambda: tiny_model().parameters(), {"frozen_lambda": -2}, r"frozen_lambda=-2"),
+    (lambda: tiny_model().parameters(), {"frozen_eps": 0}, r"frozen_eps=0 must be"),
+    (lambda: nn.Linear(6, 8).parameters(), {}, r"\[8, 6\].*multiple of 4"),
+    (lambda: [tiny_model()[0].bias], {}, r"nothing to prune.*ZeRO"),
+    (flat, {}, r"FSDP1.*fully_shard"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "arguments", "message"), REFUSED)
 @each_optimizer
-def test_bad_settings_are_refused(make, arguments, message):
+def test_bad_settings_and_parameters_are_refused(make, parameters, arguments, message):
     with pytest.raises(ValueError, match=message):
-        make(tiny_model().parameters(), **{"reg_lambda": 1.0} | arguments)
+        make(parameters(), **{"reg_lambda": 1.0} | arguments)
 
 
 @each_optimizer
-def test_bad_parameters_are_refused(make):
-    flat = nn.Parameter(torch.ones(64))
-    flat._is_flat_param = True  # how FSDP1 marks its flat parameters
-    for parameters, message in (
-        (nn.Linear(6, 8).parameters(), r"\[8, 6\].*multiple of 4"),
-        ([tiny_model()[0].bias], r"nothing to prune.*ZeRO"),
-        ([flat], r"FSDP1.*fully_shard"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(parameters, reg_lambda=0.1)
+def test_added_groups_are_completed_and_checked(make):
+    model = tiny_model()
+    optimizer = make([model[0].weight], lr=0.1, reg_lambda=0.2)
+    optimizer.add_param_group({"params": [model[2].weight], "pattern": "1:4"})
+    assert optimizer.param_groups[1]["reg_lambda"] == 0.2
+    with pytest.raises(ValueError, match=r"reg_lambda > 0, of shape \[3, 6\].*multiple of 4.*exclude"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 6))]})
+    assert len(optimizer.param_groups) == 2
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 6))], "reg_lambda": 0})
 
 
 @each_optimizer
@@ -294,9 +408,8 @@ def test_a_step_in_a_capture_is_refused_before_anything_changes(what, monkeypatc
     loss_of(model).backward()
     before = weights(model) + [parameter.grad.clone() for parameter in model.parameters()]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(
-        RuntimeError, match=f"{type(optimizer).__name__}: step cannot be captured.*forward and backward"
-    ):
+    message = f"{type(optimizer).__name__}: step cannot be captured.*forward and backward"
+    with pytest.raises(RuntimeError, match=message):
         step()
     assert_same(before, weights(model) + [parameter.grad for parameter in model.parameters()])
     assert not optimizer.state
@@ -304,15 +417,3 @@ def test_a_step_in_a_capture_is_refused_before_anything_changes(what, monkeypatc
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     step()
     assert optimizer.state
-
-
-@pytest.mark.parametrize("elements", [0, 2])
-@pytest.mark.parametrize("make", [ProxAdamW, lambda groups, **more: ProxOptimizer(torch.optim.AdamW(groups), **more)])
-def test_a_learning_rate_has_one_element(make, elements):
-    weight = torch.nn.Parameter(torch.ones(4, 8))
-    with pytest.raises(ValueError, match=rf"lr of shape \[{elements}\] must be a number"):
-        make([{"params": [weight], "lr": torch.full((elements,), 0.1)}], reg_lambda=0.1)
-    for lr in (torch.tensor(0.1), torch.tensor([0.1])):
-        optimizer = make([{"params": [weight], "lr": lr}], reg_lambda=0.1)
-        weight.grad = torch.ones(4, 8)
-        optimizer.step()
