@@ -32,10 +32,8 @@ test: setup
 test-full: setup
 	$(PYTEST) -m slow $(ARGS)
 
-# The same in an environment of its own. PyPI has torch 2.11.0 only as a CUDA build, which brings gigabytes of CUDA
-# packages; where there is nvcc, the CUDA kernels are then built too, except those of CUTLASS, which take minutes each.
-# The GPU machine has Python 3.12, so that is the default where it works (pyenv's python3.12 may only print an error).
-test-oldest: export PROXSPARSE_CUTLASS = 0
+# The same in an environment of its own. The GPU machine has Python 3.12, so that is the default where it works (pyenv's
+# python3.12 may only print an error).
 test-oldest:
 	$(MAKE) test test-full VENV=.venv-oldest CONSTRAINTS='constraints-oldest.txt constraints.txt' \
 	  PYTHON=$(if $(filter file,$(origin PYTHON)),$$(python3.12 -c 'print("python3.12")' 2>/dev/null || echo $(PYTHON)),$(PYTHON))

@@ -4,10 +4,10 @@ PROXSPARSE_EXTENSION controls the C++ kernels:
     auto (default)  if the build fails, the package is installed without them, with a warning; all ops work, but slower
     0               not built
     1               a failed build is an error
-PROXSPARSE_CUDA controls the CUDA kernels: auto (default: built if torch is a CUDA build and there is a CUDA toolkit), 0
-(not built), 1 (built with any torch; a missing toolkit is an error). TORCH_CUDA_ARCH_LIST lists the GPUs to build for;
-default: those of this machine, or 8.0;9.0;10.0+PTX if it has none. The kernels in csrc/cutlass are built together with
-the CUDA kernels if the package nvidia-cutlass is installed (only its headers are needed: pip install --no-deps).
+PROXSPARSE_CUDA controls the CUDA kernels: auto (default: built if torch is a CUDA build and there is a CUDA toolkit and
+a GPU), 0 (not built), 1 (built with any torch; a missing toolkit or GPU is an error). TORCH_CUDA_ARCH_LIST lists the
+GPUs to build for ("8.0;9.0+PTX"); a GPU is then not needed. The kernels in csrc/cutlass are built together with the
+CUDA kernels if the package nvidia-cutlass is installed (only its headers are needed: pip install --no-deps).
 PROXSPARSE_CUTLASS=0 disables them; 1 makes a missing package an error. Each file takes a minute and up to 5 GB of
 memory; MAX_JOBS limits the number of files compiled in parallel.
 """
@@ -87,9 +87,6 @@ def cpu_kernels() -> cpp_extension.CppExtension:
 
 def cuda_kernels(toolkit: str) -> cpp_extension.CppExtension:
     """proxsparse._C_cuda, from csrc/cuda; does not need the headers or libraries of a CUDA build of torch."""
-    cpp_extension.CUDA_HOME = toolkit
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0;10.0+PTX")
     return with_toolkit("proxsparse._C_cuda", glob.glob("csrc/cuda/*.c*"), toolkit, NVCC_FLAGS)
 
 
@@ -112,6 +109,7 @@ def cutlass_kernels(toolkit: str, headers: list[str]) -> cpp_extension.CppExtens
 
 def with_toolkit(name: str, sources: list[str], toolkit: str, flags: list[str], headers: list[str] = ()):
     """An extension of C++ and CUDA sources, linked to the static runtime of the toolkit."""
+    cpp_extension.CUDA_HOME = toolkit
     libraries = {"library_dirs": [f"{toolkit}/lib64"], "libraries": ["cudart_static", "rt", "dl", "pthread"]}
     arguments = {"cxx": ["-O3", "-g0", "-std=c++20"], "nvcc": flags}
     folders = [f"{toolkit}/include", *headers]
@@ -142,10 +140,15 @@ def extensions() -> list[cpp_extension.CppExtension]:
     wanted, found = mode("PROXSPARSE_CUDA"), toolkits()
     if mode("PROXSPARSE_EXTENSION") == "0":
         return []
-    if wanted == "1" and not found:
-        raise SystemExit("PROXSPARSE_CUDA=1: there is no CUDA toolkit; set CUDA_HOME to its folder")
-    with_cuda = found and (wanted == "1" or (wanted == "auto" and torch.version.cuda is not None))
-    if not with_cuda:
+    if wanted == "0" or (wanted == "auto" and torch.version.cuda is None):
+        return [cpu_kernels()]
+    if not found or not (torch.cuda.is_available() or os.environ.get("TORCH_CUDA_ARCH_LIST")):
+        missing = (
+            "GPU; set TORCH_CUDA_ARCH_LIST, e.g. 9.0+PTX" if found else "CUDA toolkit; set CUDA_HOME to its folder"
+        )
+        if wanted == "1":
+            raise SystemExit(f"PROXSPARSE_CUDA=1: there is no {missing}")
+        print(f"the CUDA kernels are not built: there is no {missing}")
         return [cpu_kernels()]
     headers = [] if mode("PROXSPARSE_CUTLASS") == "0" else cutlass_headers()
     if mode("PROXSPARSE_CUTLASS") == "1" and not headers:

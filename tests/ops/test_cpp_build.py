@@ -94,11 +94,22 @@ def toolkit(tmp_path):
 
 
 @pytest.mark.parametrize("torch_cuda", [None, "13.0"])
-def test_the_cuda_kernels_are_built_where_torch_is_a_cuda_build(torch_cuda, described, toolkit, monkeypatch):
+@pytest.mark.parametrize(("gpu", "listed"), [(False, {}), (True, {}), (False, {"TORCH_CUDA_ARCH_LIST": "9.0"})])
+def test_the_cuda_kernels_are_built_for_a_gpu(torch_cuda, gpu, listed, described, toolkit, capsys, monkeypatch):
+    """Of this machine or a listed one, where torch is a CUDA build; otherwise a line says what is missing."""
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
-    assert ("proxsparse._C_cuda" in described(CUDA_HOME=toolkit)) == (torch_cuda is not None)
-    assert "proxsparse._C_cuda" not in described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="0")
-    extension = described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="1")["proxsparse._C_cuda"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert "proxsparse._C_cuda" not in described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="0", **listed)
+    assert capsys.readouterr().out == ""
+    found = "proxsparse._C_cuda" in described(CUDA_HOME=toolkit, **listed)
+    assert found == (torch_cuda is not None and (gpu or bool(listed)))
+    line = "the CUDA kernels are not built: there is no GPU; set TORCH_CUDA_ARCH_LIST, e.g. 9.0+PTX\n"
+    assert capsys.readouterr().out == ("" if found or torch_cuda is None else line)
+
+
+def test_demanded_cuda_kernels_are_built_with_any_torch(described, toolkit):
+    wanted = {"CUDA_HOME": toolkit, "PROXSPARSE_CUDA": "1"}
+    extension = described(**wanted, TORCH_CUDA_ARCH_LIST="9.0")["proxsparse._C_cuda"]
     assert "csrc/cuda/prox.cu" in extension.sources
     assert f"{toolkit}/include" in extension.include_dirs
 
@@ -128,8 +139,11 @@ def test_the_cutlass_tiles_are_those_of_the_gpus(gpus, hopper, older, described,
     assert "proxsparse._C_cutlass" not in described(**wanted, PROXSPARSE_CUTLASS="0")
 
 
-def test_demanded_cuda_kernels_without_a_toolkit_are_refused_with_the_remedy(described, monkeypatch):
+def test_demanded_cuda_kernels_are_refused_with_what_is_missing(described, toolkit, monkeypatch):
     exists = os.path.exists
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="there is no GPU; set TORCH_CUDA_ARCH_LIST"):
+        described(PROXSPARSE_CUDA="1", CUDA_HOME=toolkit)
     monkeypatch.setattr(os.path, "exists", lambda path: "cuda_runtime_api" not in str(path) and exists(path))
     with pytest.raises(SystemExit, match="no CUDA toolkit; set CUDA_HOME"):
         described(PROXSPARSE_CUDA="1")
@@ -173,7 +187,7 @@ def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, names, toolk
 
     monkeypatch.setattr(cpp_extension.BuildExtension, "build_extension", build_extension, raising=False)
     command = builder(setuptools.Distribution())
-    for extension in described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="1").values():
+    for extension in described(CUDA_HOME=toolkit, PROXSPARSE_CUDA="1", TORCH_CUDA_ARCH_LIST="9.0").values():
         command.build_extension(extension)
     assert [name for name in built if name != "proxsparse._C_cutlass"] == ["proxsparse._C"]
     warning = capsys.readouterr().err
