@@ -24,10 +24,10 @@ from lib import common, contenders, plots
 from lib.runs import label, quoted
 from torch import nn
 
-from proxsparse.data.calibration import calibration_batches
+from proxsparse.data.calibration import calibration_batches, evaluation_tokens
 from proxsparse.data.sources import evaluation_text, load_texts, read_limit
 from proxsparse.errors import InputError, run_command
-from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
+from proxsparse.evaluation.perplexity import perplexity, window_bos
 from proxsparse.io.text_table import text_table
 from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.layers import prunable_layers

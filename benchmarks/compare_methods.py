@@ -22,10 +22,11 @@ from lib import common, contenders
 from lib.contenders import LEARNED, Contender
 from lib.runs import is_committed, label, quoted
 
+from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import PAPERS_TEXTS, evaluation_text
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation import zero_shot
-from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
+from proxsparse.evaluation.perplexity import perplexity, window_bos
 from proxsparse.io.text_table import text_table
 from proxsparse.methods import list_methods
 from proxsparse.models.checks import fit_window

@@ -4,10 +4,25 @@
 The command line is `proxsparse COMMAND`, or `python -m proxsparse.COMMAND`.
 """
 
+import importlib
 import os
 
 from proxsparse import _start, integrations  # noqa: F401 _start must be imported first
 from proxsparse._version import __version__
+
+# Python front door: exported lazily, because `import proxsparse` requires only torch
+_LAZY = {
+    **dict.fromkeys(("finetune_", "perplexity", "prune_"), "proxsparse.pruning"),
+    **dict.fromkeys(("load_masks", "save_masks"), "proxsparse.io.mask_files"),
+    "apply_masks_": "proxsparse.models.snap",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
 
 if _start.needs_torch:
     from proxsparse.inference.convert import sparsify_
@@ -29,12 +44,18 @@ __all__ = [
     "ProxOptimizer",
     "SparseLinear",
     "__version__",
+    "apply_masks_",
+    "finetune_",
     "hold_masks_",
+    "load_masks",
     "nm_mask",
     "pack_nm",
+    "perplexity",
     "prox_nm",
     "prox_nm_",
+    "prune_",
     "reg_nm",
+    "save_masks",
     "sparsify_",
     "unpack_nm",
     "use_backend",

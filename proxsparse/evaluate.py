@@ -6,12 +6,13 @@ import os
 import sys
 from pathlib import Path
 
+from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import evaluation_split, evaluation_text
 from proxsparse.errors import FAILED, InputError, describe_error, require, run_command
-from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
+from proxsparse.evaluation.perplexity import measured
 from proxsparse.evaluation.zero_shot import METRICS, TASKS, average, check_request, zero_shot
 from proxsparse.io.mask_files import load_masks, masks_sha256, refuse_other_base
-from proxsparse.models.checks import fit_window, refuse_not_finite
+from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.models.snap import apply_masks_
@@ -55,12 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     for source, text in texts.items():
         tokens = evaluation_tokens(text, tokenizer)
-        window = fit_window(model, options.seq_len, 2048, "seq_len", len(tokens))
-        where, bos = window_bos(model, tokenizer, options.bos)
-        title = f"perplexity on {source}"
-        score = perplexity(model, tokens, window, options.max_windows, autocast_dtype, title, bos)
-        row = {"data": source, "split": splits[source], "perplexity": score.value, "seq_len": window}
-        row |= {"windows": score.windows, "tokens": score.tokens, "bos": where}
+        window, title = (options.seq_len, options.max_windows, options.bos), f"perplexity on {source}"
+        score = measured(model, tokenizer, tokens, *window, autocast_dtype, title)
+        row = {"data": source, "split": splits[source], "perplexity": score.value}
+        row |= {"seq_len": score.tokens // score.windows, "windows": score.windows, "tokens": score.tokens}
+        row |= {"bos": score.bos}
         report(identity | row, options.json)
     identity |= {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
     scores, failed = {}, []

@@ -14,9 +14,9 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 
 # Every module of the package; add a new one here.
 PLACES = {
-    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune push report serve train",
+    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning push report serve train",
     "allocations": "alphapruning budget owl registry",
-    "data": "calibration sources",
+    "data": "batches calibration sources",
     "evaluation": "perplexity zero_shot",
     "inference": "convert linear packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_requests transformers_server "
@@ -43,6 +43,7 @@ LAYERS = {
     "inference": "inference",
     "integrations": "integrations",
     "runs": "run",
+    "front door": "pruning",
     "commands": "__main__ train prune finetune apply evaluate pack push serve report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
@@ -60,6 +61,7 @@ SEES = {
     "integrations": ("base", "ops", "optim", "parts", "jobs", "inference", "autoload"),
     "public names": ("base", "ops", "optim", "inference", "integrations"),
     "runs": ("base", "ops", "optim", "parts", "jobs", "inference"),
+    "front door": ("base", "ops", "optim", "parts", "jobs", "runs"),
     "commands": ("base", "ops", "optim", "public names", "parts", "jobs", "inference", "integrations", "runs"),
 }
 # What comes with `import proxsparse` has to do with torch alone.

@@ -8,9 +8,9 @@ import tiny_models
 import torch
 
 from proxsparse import NMPattern, env, nm_mask
-from proxsparse.data.calibration import sample_stream
+from proxsparse.data.calibration import evaluation_tokens, sample_stream
 from proxsparse.errors import InputError
-from proxsparse.evaluation.perplexity import evaluation_tokens, perplexity, window_bos
+from proxsparse.evaluation.perplexity import perplexity, window_bos
 from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers

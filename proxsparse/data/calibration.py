@@ -129,3 +129,11 @@ def add_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The batch with labels [B, T]: the given labels, else input_ids with -100 on padding."""
     padding = batch["attention_mask"] == 0
     return {"labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)} | batch
+
+
+def evaluation_tokens(text: str, tokenizer) -> Tensor:
+    """The tokens of the whole text, int64 [N]."""
+    with phase("tokenizing the evaluation text") as current:  # verbose=False: no warning about the length
+        tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+        current.result = f"{len(tokens):,} tokens"
+    return tokens

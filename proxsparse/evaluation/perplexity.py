@@ -1,18 +1,20 @@
 """Perplexity as pruning papers measure it: one text, windows that do not overlap, an explicit window length."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import added_bos
 from proxsparse.errors import InputError
-from proxsparse.models.checks import evaluating
+from proxsparse.models.checks import evaluating, fit_window
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import all_reduce_sum as sum_over_processes
 from proxsparse.runtime.distributed import shard_items, world_size
 from proxsparse.runtime.progress import phase
+
+WINDOW = 2048  # default number of tokens in a window
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,6 @@ class Perplexity:
     bos: str = "none"
 
 
-def evaluation_tokens(text: str, tokenizer) -> Tensor:
-    """The tokens of the whole text, int64 [N]."""
-    with phase("tokenizing the evaluation text") as current:  # verbose=False: no warning about the length
-        tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
-        current.result = f"{len(tokens):,} tokens"
-    return tokens
-
-
 def window_bos(model: nn.Module, tokenizer, asked: str | None = None, flag: str = "bos") -> tuple[str, int | None]:
     """Where the bos token stands in the windows of a text.
 
@@ -40,7 +34,7 @@ def window_bos(model: nn.Module, tokenizer, asked: str | None = None, flag: str 
         asked: "first" or "each"; None: "each" for the Gemma family, whose models fail without bos, else "first", as in
             the tables of the pruning papers. InputError, which names `flag`, for "each" without a bos token.
     Returns:
-        "each" and the token that `perplexity` puts before each window; "first" and None, as `evaluation_tokens` has it
+        "each" and the token that `perplexity` puts before each window; "first" and None, as the tokenizer puts it
         at the start of the text; "none" and None if the tokenizer adds no bos.
     """
     added = added_bos(tokenizer)
@@ -67,7 +61,7 @@ def perplexity(
     Tokens after the last full window are ignored. NaN if an output of the model is NaN.
 
     Args:
-        token_ids: int64 [N], from `evaluation_tokens`.
+        token_ids: int64 [N], from `data.calibration.evaluation_tokens`.
         seq_len: L >= 2; never taken from the model's config.
         max_windows: largest number of windows; None: all.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
@@ -104,3 +98,26 @@ def perplexity(
         score = Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len)
         current.result = f"{score.value:,.2f}"
     return score
+
+
+def measured(
+    model: nn.Module,
+    tokenizer,
+    tokens: Tensor,
+    seq_len: int | None = None,
+    max_windows: int = -1,
+    bos: str | None = None,
+    autocast_dtype: torch.dtype | None = None,
+    title: str = "perplexity",
+) -> Perplexity:
+    """The `perplexity` of a text, with bos as `window_bos` says.
+
+    Args:
+        tokens: int64 [N].
+        seq_len: tokens in a window; None: 2048, or the model's context length or the text if shorter.
+        max_windows: largest number of windows; -1: all.
+        bos: "first" or "each"; None: as the model needs.
+    """
+    window = fit_window(model, seq_len, WINDOW, "seq_len", len(tokens))
+    where, token = ("none", None) if tokenizer is None else window_bos(model, tokenizer, bos)
+    return replace(perplexity(model, tokens, window, max_windows, autocast_dtype, title, token), bos=where)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.errors import InputError
+from proxsparse.io.atomic import atomic_write
 from proxsparse.io.output_folder import MASKS
 from proxsparse.patterns import NMPattern, PatternLike
 
@@ -30,10 +31,10 @@ def unpack_mask(packed: Tensor, columns: int) -> Tensor:
 
 
 def save_masks(
-    path: Path,
+    path: Path | str,
     masks: dict[str, Tensor],
-    pattern: PatternLike | dict[str, PatternLike],
-    base_model: str,
+    pattern: PatternLike | dict[str, PatternLike] = "2:4",
+    base_model: str = "",
     base_revision: str = "",
     base_weights_sha256: str = "",
 ) -> None:
@@ -49,9 +50,13 @@ def save_masks(
             `patterns` with the pattern of every layer as JSON.
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
+    Raises:
+        InputError: there is no mask, or one does not keep exactly n of every m weights.
     """
     from safetensors.torch import save_file
 
+    if not masks:
+        raise InputError("masks={}: no layer; give the masks of prune_")
     one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern)
     patterns = {name: str(NMPattern.parse(one_each[name])) for name in masks}
     metadata = {
@@ -65,7 +70,16 @@ def save_masks(
     }
     if metadata["pattern"] == MIXED:
         metadata["patterns"] = json.dumps(patterns)
-    save_file({name: pack_mask(mask) for name, mask in masks.items()}, path, metadata)
+    for name, mask in masks.items():
+        check_mask(name, mask, NMPattern.parse(patterns[name]))
+    with atomic_write(Path(path)) as temporary:
+        save_file({name: pack_mask(mask) for name, mask in masks.items()}, temporary, metadata)
+
+
+def check_mask(name: str, mask: Tensor, pattern: NMPattern) -> None:
+    """Raises InputError unless the mask of a layer keeps exactly n of every m weights."""
+    if mask.shape[-1] % pattern.m or not (pattern.nonzeros(mask) == pattern.n).all():
+        raise InputError(f"masks: layer {name} does not keep {pattern} in all blocks; give its pattern")
 
 
 def pattern_name(patterns: dict[str, PatternLike]) -> str:

@@ -8,7 +8,6 @@ from proxsparse.methods.registry import (
     compute_masks,
     get_method,
     list_methods,
-    prune_,
     register_layer_method,
     register_method,
 )
@@ -18,7 +17,6 @@ __all__ = [
     "compute_masks",
     "get_method",
     "list_methods",
-    "prune_",
     "register_layer_method",
     "register_method",
 ]

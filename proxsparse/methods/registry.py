@@ -1,4 +1,4 @@
-"""The registry of pruning methods, and `prune_`, which applies one to a model."""
+"""The registry of pruning methods."""
 
 import inspect
 import re
@@ -10,13 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
-from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.walk import Batches, prune_layers_
 from proxsparse.models.layers import prunable_layers
-from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike
-from proxsparse.runtime.progress import shown
 
 
 @dataclass(frozen=True)
@@ -132,46 +129,6 @@ def get_method(name: str, what: str = "method") -> Method:
     if name not in _methods:
         raise InputError(f"{what} {name!r}: no such method; choose from {', '.join(list_methods())}")
     return _methods[name]
-
-
-def prune_(
-    model: nn.Module,
-    name: str,
-    batches: Batches = (),
-    pattern: PatternLike | dict[str, PatternLike] = "2:4",
-    include: list[str] | None = None,
-    exclude: list[str] | None = None,
-    progress: bool = False,
-    checkpoints: Checkpoints | None = None,
-    **options,
-) -> dict[str, Tensor]:
-    """Prunes the layers of a model in place by the method `name`; pruned weights become +0.0.
-
-    Args:
-        batches: calibration samples, dicts of input_ids and attention_mask, int64 [B, T], T may vary; padding is
-            ignored. Methods without `needs_data` do not use them.
-        pattern: one pattern for all layers, or a dict layer name -> pattern, such as `allocations.allocate` returns;
-            layers that are not in the dict are not pruned.
-        include, exclude: which layers, as in `models.prunable_layers`.
-        progress: show progress bars on stderr.
-        checkpoints: where the method saves its progress; the same call resumes from it. maskllm and methods that need
-            no data save nothing.
-        options: options of the method, such as damping=0.1; `get_method(name).options` has names and defaults.
-    Returns:
-        Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
-    Raises:
-        InputError: an unknown method or option, no calibration sample, or a layer that cannot be pruned.
-    """
-    chosen = get_method(name)
-    check_option_names(options, chosen.options, f"method {name!r}")
-    chosen.check(**chosen.options | options)
-    layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
-    if "checkpoints" in chosen.takes:
-        options |= {"checkpoints": checkpoints}
-    with shown(progress):
-        pruned = chosen.prune(model, layers, batches, patterns, **options)
-    pruned.stop.restore()
-    return pruned.masks
 
 
 @torch.no_grad()

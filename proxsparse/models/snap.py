@@ -24,7 +24,7 @@ def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
         InputError: no mask, or a layer that the model does not have in this shape; the model is then unchanged.
     """
     if not masks:
-        raise InputError("the mask file has no masks; give the masks.safetensors of a run")
+        raise InputError("there are no masks; give those of a run")
     modules = dict(model.named_modules())
     for name, mask in masks.items():
         layer = modules.get(name)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.allocations.registry import allocate, get_allocation
-from proxsparse.data.calibration import calibration_batches
-from proxsparse.data.sources import check_source, load_texts, read_limit
+from proxsparse.data.batches import read_batches
+from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.io.mask_files import masks_sha256, recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
-from proxsparse.models.checks import fit_window, refuse_not_finite
+from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import prunable_layers, pruned_layers, routers
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.patterns import NMPattern
@@ -156,10 +156,9 @@ def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[
     """The calibration samples, and their length in tokens; reads the held-out text too."""
     data, batches, seq_len = run.args.data, [], None
     if needs_data:
-        seq_len = on_rank_zero(lambda: fit_window(model, data.seq_len, data.window, "seq_len"))
-        texts = on_rank_zero(lambda: load_texts(data.data, "train", data.text_field, read_limit(data.data)))
         size, seed = vars(run.args.options).get("per_device_train_batch_size", 1), run.args.hardware.seed
-        batches = calibration_batches(texts, tokenizer, data.num_samples, seq_len, size, data.packing, seed)
+        flags = {"window": data.window, "batch_size": size, "seed": seed} | vars(data)
+        batches, seq_len = read_batches(flags.pop("data"), model, tokenizer, **flags)
     run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, model, tokenizer, run.compute_dtype)
     return batches, seq_len
 

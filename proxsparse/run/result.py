@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from proxsparse._version import __version__
 from proxsparse.allocations.budget import budget, numel
+from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import evaluation_text
 from proxsparse.errors import describe_error
-from proxsparse.evaluation.perplexity import Perplexity, evaluation_tokens, perplexity, window_bos
+from proxsparse.evaluation.perplexity import Perplexity, perplexity, window_bos
 from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import dense_share
 from proxsparse.models.snap import cast_parameters_, snap_

@@ -1,0 +1,129 @@
+"""Calibration data in any of its forms: the name of a source, texts, tokens, dicts, a DataLoader."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.data.calibration import calibration_batches, evaluation_tokens
+from proxsparse.data.sources import check_source, evaluation_text, load_texts, read_limit
+from proxsparse.errors import InputError
+from proxsparse.models.checks import fit_window
+from proxsparse.runtime.distributed import on_rank_zero
+
+FORMS = (
+    "give the name of a source (such as 'c4', or a file), a list of texts, a list of token tensors, a list of dicts "
+    "with input_ids, or a DataLoader of one of the last two"
+)
+Batch = dict[str, Tensor]
+
+
+def read_batches(
+    data: str | Iterable,
+    model: nn.Module,
+    tokenizer=None,
+    *,
+    num_samples: int = 400,
+    seq_len: int | None = None,
+    window: int = 512,
+    packing: bool = False,
+    text_field: str = "text",
+    batch_size: int = 1,
+    seed: int = 42,
+) -> tuple[list[Batch], int]:
+    """The calibration batches, and the largest number of tokens in a sample.
+
+    Args:
+        data: the name of a source, see `data.sources.load_texts`; or a list of texts; both are tokenized, see
+            `calibration_batches`. Or a list or DataLoader of tokens, int64 [T] or [B, T] each, or of dicts with such
+            input_ids and optionally attention_mask and labels; these are used in their order.
+        model: limits the length of the samples, and the tokens.
+        tokenizer: needed for texts.
+        num_samples: number of samples; of a longer list or DataLoader the first ones are used.
+        seq_len: largest number of tokens in a sample; None: `window`, or the model's context length if shorter. Tokens
+            and dicts are cut only if it is given.
+        packing, text_field, batch_size, seed: for texts.
+    Raises:
+        InputError: no sample; the data has another form; tokens that the model does not have; a text without tokenizer.
+    """
+    if isinstance(data, str):
+        on_rank_zero(lambda: check_source(data))
+        data = on_rank_zero(lambda: load_texts(data, "train", text_field, read_limit(data)))
+    elif data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
+        raise InputError(f"data={data!r}: {FORMS}")
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        raise InputError(f"data: it is empty; {FORMS}")
+    if isinstance(first, str):
+        if tokenizer is None:
+            raise InputError("tokenizer=None: texts need the tokenizer of the model; give it")
+        texts = [first, *items]
+        if other := next((text for text in texts if not isinstance(text, str)), None):
+            raise InputError(f"data: a list of texts with {type(other).__name__}; {FORMS}")
+        length = on_rank_zero(lambda: fit_window(model, seq_len, window, "seq_len"))
+        return calibration_batches(texts, tokenizer, num_samples, length, batch_size, packing, seed), length
+    batches, count = [], 0
+    for item in (first, *items) if isinstance(data, list | tuple) else chain_first(first, items):
+        batch = {name: tensor[: num_samples - count] for name, tensor in as_batch(item, model, seq_len).items()}
+        batches.append(batch)
+        count += len(batch["input_ids"])
+        if count >= num_samples:  # a DataLoader may be endless
+            break
+    return batches, max(batch["input_ids"].shape[-1] for batch in batches)
+
+
+def read_tokens(
+    data: str | Iterable, model: nn.Module, tokenizer, split: str | None = None, text_field: str = "text"
+) -> Tensor:
+    """All tokens of a text in any form of `read_batches`, int64 [N], for the perplexity. Raises InputError as that."""
+    if isinstance(data, str):
+        data = [evaluation_text(data, split, text_field)]
+    elif data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
+        raise InputError(f"data={data!r}: {FORMS}")
+    items = list(data)
+    if not items:
+        raise InputError(f"data: it is empty; {FORMS}")
+    if all(isinstance(item, str) for item in items):
+        if tokenizer is None:
+            raise InputError("tokenizer=None: texts need the tokenizer of the model; give it")
+        return evaluation_tokens("\n\n".join(items), tokenizer)
+    batches = [as_batch(item, model, None) for item in items]
+    return torch.cat([batch["input_ids"][batch["attention_mask"] != 0] for batch in batches])
+
+
+def chain_first(first: object, items: Iterable) -> Iterable:
+    """`first`, then the items."""
+    yield first
+    yield from items
+
+
+def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
+    """input_ids, attention_mask and, if given, labels, each int64 [B, T]. Raises InputError for other items."""
+    if isinstance(item, list | tuple) and len(item) == 1 and isinstance(item[0], Tensor):
+        item = item[0]  # of a DataLoader over a TensorDataset
+    fields = item if isinstance(item, Mapping) else {"input_ids": item}
+    if "input_ids" not in fields:
+        raise InputError(f"data: a dict with {', '.join(map(str, fields)) or 'no entries'}, without input_ids; {FORMS}")
+    found = {name: fields[name] for name in ("input_ids", "attention_mask", "labels") if fields.get(name) is not None}
+    try:
+        found = {name: torch.as_tensor(value) for name, value in found.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(item).__name__
+        raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
+    ids = found["input_ids"]
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise InputError(f"data: input_ids are {ids.dtype} {list(ids.shape)}; they must be integers, [T] or [B, T]")
+    batch = {name: tensor.to(torch.int64).reshape(-1, tensor.shape[-1]).cpu() for name, tensor in found.items()}
+    batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+    for name, tensor in batch.items():
+        if tensor.shape != batch["input_ids"].shape:
+            raise InputError(f"data: {name} is {list(tensor.shape)}, input_ids are {list(batch['input_ids'].shape)}")
+    batch = {name: tensor[:, :seq_len] for name, tensor in batch.items()}
+    vocabulary, real = model.get_input_embeddings().weight.shape[0], batch["input_ids"][batch["attention_mask"] != 0]
+    if len(real) and not 0 <= int(real.min()) <= int(real.max()) < vocabulary:
+        raise InputError(
+            f"data: token ids from {int(real.min())} to {int(real.max())}, but the model has {vocabulary} tokens; use "
+            "the tokenizer of the model"
+        )
+    return batch

@@ -1,0 +1,293 @@
+"""The Python front door: `prune_`, `finetune_` and `perplexity` on a model in memory.
+
+The commands `proxsparse prune`, `train`, `finetune` and `evaluate` call the same functions; keyword arguments have the
+names of their flags.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
+from proxsparse.data.batches import read_batches, read_tokens
+from proxsparse.data.calibration import add_labels
+from proxsparse.errors import InputError
+from proxsparse.evaluation.perplexity import measured
+from proxsparse.io.checkpoints import Checkpoints, digest_of
+from proxsparse.methods import get_method
+from proxsparse.methods.finetune import train_kept_weights
+from proxsparse.methods.pruned import Pruned
+from proxsparse.methods.registry import check_option_names, layers_and_patterns
+from proxsparse.models.checks import refuse_not_causal, refuse_not_finite
+from proxsparse.models.layers import prunable_layers, pruned_layers, refuse_packed
+from proxsparse.models.snap import snap_
+from proxsparse.models.unfold_linears import unfold_linears_
+from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.run.args import DataArgs, EvaluateArgs, TuningDataArgs
+from proxsparse.run.teacher import refuse_other_vocabulary
+from proxsparse.runtime.progress import shown
+from proxsparse.training.distillation import teacher_targets
+from proxsparse.training.options import FinetuneOptions, check_fields
+
+TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42}
+
+
+def prune_(
+    model: nn.Module,
+    method: str = "proxsparse",
+    data: str | Iterable | None = None,
+    tokenizer=None,
+    *,
+    pattern: PatternLike | dict[str, PatternLike] = "2:4",
+    allocation: str = UNIFORM,
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+    num_samples: int = 400,
+    seq_len: int | None = None,
+    packing: bool = False,
+    text_field: str = "text",
+    seed: int = 42,
+    checkpoints: str | Path | None = None,
+    **options,
+) -> dict[str, Tensor]:
+    """Prunes the linear layers of a causal language model in place; pruned weights become +0.0.
+
+        masks = proxsparse.prune_(model, "proxsparse", "c4", tokenizer, num_samples=400, seq_len=512)
+        model.save_pretrained("pruned")
+
+    The kept weights stay bit-identical, except with methods that update them (sparsegpt, admm). A progress bar is shown
+    on an interactive terminal and in a notebook.
+
+    If an error or Ctrl-C ends the call, the model is as before; it needs a copy of the weights for that. Only Ctrl-C
+    during mask learning (proxsparse) first prunes the model with the masks learned so far, so it is valid N:M.
+
+    Args:
+        model: a decoder-only model of transformers, on its device, in float32, bfloat16 or float16. bfloat16 weights
+            are learned with stochastic rounding.
+        method: magnitude, wanda, sparsegpt, admm, swap, maskllm or proxsparse (which learns the masks).
+        data: calibration text, not needed for magnitude: the name of a source ("c4", "wikitext2", "builtin", a data set
+            of the Hub, a file), a list of texts, of token tensors int64 [T] or [B, T], of dicts with input_ids, or a
+            DataLoader of such tensors or dicts.
+        tokenizer: that of the model; needed if the data is text.
+        pattern: "N:M": N of every M consecutive weights of a row are kept; or layer name -> pattern.
+        allocation: how N:M of each decoder block is chosen: uniform, owl or alphapruning.
+        include, exclude: regular expressions: use only, or leave out, layers whose name matches one.
+        num_samples: number of calibration samples.
+        seq_len: largest number of tokens in a sample; default: 512, or the context length of the model if shorter.
+            Tokens and dicts are cut only if it is given.
+        packing: join documents into full windows; without it a sample is one truncated document.
+        text_field: the field of a row that holds the text.
+        seed: seed of the document order and of all random numbers.
+        checkpoints: a directory where the progress is saved; the same call resumes from it.
+        options: options of the method and the allocation, such as damping=0.1; `proxsparse prune --list` prints those
+            of all methods, `proxsparse train --help` those of proxsparse.
+    Returns:
+        Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
+    Raises:
+        InputError: a ValueError whose message names the argument: an unknown method or option, a value out of range,
+            data of another form, no layer to prune, weights that are NaN.
+    """
+    with arguments_in_errors():
+        chosen, allocated = get_method(method), get_allocation(allocation)
+        known = {name: default for name, default in (chosen.options | allocated.options).items() if name != "seed"}
+        check_option_names(
+            options, known, f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
+        )
+        given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
+        check_fields(DataArgs(**given))
+        values = known | options | {"seed": seed}
+        for row in (chosen, allocated):
+            row.check(**{name: values[name] for name in row.options})
+        check_model(model)
+        layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
+        with shown(is_interactive()):
+            batches = []
+            if chosen.needs_data or allocated.needs_data:
+                if data is None:
+                    raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
+                size = options.get("per_device_train_batch_size", 1)
+                batches, _ = read_batches(data, model, tokenizer, batch_size=size, seed=seed, **given)
+            if allocation != UNIFORM:
+                more = {name: values[name] for name in allocated.options}
+                patterns = allocate(allocation, model, layers, batches, pattern, **more)
+            identity = {"method": method, "pattern": str(pattern), **values}
+            saved = saved_progress(checkpoints, identity, model, batches)
+            arguments = {name: values[name] for name in chosen.options if name in options or name == "seed"}
+            return run_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments).masks
+
+
+def finetune_(
+    model: nn.Module,
+    teacher: nn.Module | None,
+    data: str | Iterable,
+    tokenizer=None,
+    *,
+    pattern: PatternLike = "2:4",
+    include: list[str] | None = None,
+    exclude: list[str] | None = None,
+    num_samples: int = 400,
+    seq_len: int | None = None,
+    packing: bool = True,
+    text_field: str = "text",
+    seed: int = 42,
+    checkpoints: str | Path | None = None,
+    **options,
+) -> dict[str, Tensor]:
+    """Trains the kept weights of an N:M model in place; the pruned weights stay +0.0.
+
+        proxsparse.finetune_(model, dense_model, "c4", tokenizer, num_samples=400, seq_len=512)
+
+    The masks are found from the zeros. If an error ends the call, the model is as before; Ctrl-C during the training
+    keeps the best weights so far, which are valid N:M.
+
+    Args:
+        model: the pruned model.
+        teacher: the dense model, whose predictions are learned; None: only the text is learned.
+        data, tokenizer: as in `prune_`.
+        pattern: N:M of the pruned layers; layers that are not N:M stay as they are.
+        include, exclude, num_samples, text_field, seed, checkpoints: as in `prune_`.
+        seq_len: number of tokens in a sample; default: 1024, or the context length of the model if shorter.
+        packing: join documents into full windows; False: a sample is one truncated document.
+        options: flags of `proxsparse finetune`, such as learning_rate=3e-4, distill=0.67, held_out=16.
+    Returns:
+        Layer name -> bool [out_features, in_features] on the CPU, True = kept.
+    Raises:
+        InputError: a ValueError whose message names the argument: no layer is N:M, the teacher has other tokens, an
+            option is unknown or out of range.
+    """
+    with arguments_in_errors():
+        known = {name: value for name, value in vars(FinetuneOptions()).items() if name != "seed"}
+        if teacher is None:
+            options = {"distill": 0.0} | options
+        check_option_names(options, known, "finetune_")
+        given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
+        check_types(options | given | {"seed": seed}, known | TYPICAL)
+        check_fields(TuningDataArgs(**given))
+        values = vars(FinetuneOptions(**options, seed=seed).check())
+        check_model(model)
+        pattern = NMPattern.parse(pattern)
+        layers = prunable_layers(unfold_linears_(model), pattern, include, exclude)
+        layers = {name: layers[name] for name in pruned_layers(layers, pattern)}
+        if not layers:
+            raise InputError(f"model: no layer is {pattern}; prune it first, or give its pattern")
+        if values["distill"]:
+            if teacher is None:
+                raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
+            refuse_other_vocabulary(model, teacher, "teacher")
+        with shown(is_interactive()):
+            size = values["per_device_train_batch_size"]
+            more = {"window": TuningDataArgs.window, "batch_size": size, "seed": seed}
+            batches, _ = read_batches(data, model, tokenizer, **more, **given)
+            saved = saved_progress(checkpoints, {"pattern": str(pattern), **values}, model, batches)
+            if values["distill"]:
+                batches = teacher_targets(teacher, [add_labels(batch) for batch in batches])
+            patterns = dict.fromkeys(layers, pattern)
+            takes = ("checkpoints",)
+            return run_(train_kept_weights, takes, model, layers, batches, patterns, saved, values).masks
+
+
+def perplexity(
+    model: nn.Module,
+    tokenizer,
+    data: str | Iterable = "wikitext2",
+    *,
+    seq_len: int | None = None,
+    max_windows: int = -1,
+    split: str | None = None,
+    text_field: str = "text",
+    bos: str | None = None,
+) -> float:
+    """exp of the mean negative log-likelihood of a text, in windows that do not overlap, as pruning papers measure it.
+
+    Args:
+        data: the name of a source ("wikitext2": its test text), a list of texts, of token tensors, of dicts with
+            input_ids, or a DataLoader; what it contains is joined to one text.
+        seq_len: tokens in a window; default: 2048, or the context length of the model or the text if shorter.
+        max_windows: largest number of windows; -1: all.
+        split: split of a data set; default: "validation", of wikitext2 "test".
+        text_field: the field of a row that holds the text.
+        bos: where the bos token stands, "first" or "each" window; default: "each" for Gemma models, else "first".
+    Raises:
+        InputError: a ValueError whose message names the argument.
+    """
+    with arguments_in_errors(), shown(is_interactive()):
+        check_types({"seq_len": seq_len, "max_windows": max_windows}, {"seq_len": 512, "max_windows": -1})
+        check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
+        tokens = read_tokens(data, model, tokenizer, split, text_field)
+        return measured(model, tokenizer, tokens, seq_len, max_windows, bos).value
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def run_(
+    prune, takes: tuple[str, ...], model, layers, batches, patterns, checkpoints: Checkpoints | None, options: dict
+) -> Pruned:
+    """Calls `Method.prune`; restores the weights if it fails. Ctrl-C during a training is raised after its end."""
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    given = {name: {"checkpoints": checkpoints, "pretrained": before}[name] for name in takes}
+    done = False
+    try:
+        pruned = prune(model, layers, batches, patterns, **given, **options)
+        done = True
+    finally:
+        if not done:
+            snap_(model, before, {})
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(learns[name])
+    pruned.stop.restore()
+    if "pretrained" in takes:
+        snap_(model, before, pruned.masks)
+    if not pruned.complete:
+        raise KeyboardInterrupt
+    return pruned
+
+
+def saved_progress(
+    folder: str | Path | None, identity: dict, model: nn.Module, batches: list[dict[str, Tensor]]
+) -> Checkpoints | None:
+    """The checkpoints in a directory, which is created; None without one."""
+    if folder is None:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Checkpoints(Path(folder), identity | {"digest": digest_of(model, batches)})
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises InputError unless it is a dense, causal language model of transformers with finite weights."""
+    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
+        raise InputError(f"model: {type(model).__name__} is not a causal language model of transformers")
+    refuse_not_causal(model, "model")
+    refuse_packed(model)
+    refuse_not_finite(model)
+
+
+def check_types(options: dict, known: dict) -> None:
+    """Raises InputError for an option whose value has another type than its default, such as "0.1" for 0.1."""
+    for name, value in options.items():
+        default = known[name]
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        if default is None or value is None:
+            continue
+        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
+            raise InputError(f"{name}={value!r}: must be of type {type(default).__name__}")
+
+
+@contextmanager
+def arguments_in_errors() -> Iterator[None]:
+    """Within the block an InputError names arguments instead of flags: "--seq_len 1: ..." becomes "seq_len 1: ..."."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(re.sub(r"--(?:eval_)?(\w+)", r"\1", str(error))) from error.__cause__
+
+
+def is_interactive() -> bool:
+    """Whether somebody watches: a terminal or a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules

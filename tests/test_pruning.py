@@ -1,0 +1,278 @@
+"""The Python front door: prune_, finetune_, perplexity, save_masks, load_masks, apply_masks_."""
+
+import json
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from pruned import prune_ as prune_by_magnitude
+from tiny_models import byte_tokenizer, save_texts, save_tiny_model, tiny_model
+from torch.utils.data import DataLoader, TensorDataset
+
+import proxsparse
+from proxsparse import prune
+from proxsparse.errors import InputError
+from proxsparse.methods import list_methods
+from proxsparse.training import loop
+
+TEXTS = [f"Document {i}. The quick brown fox jumps over the lazy dog. " * 3 for i in range(20)]
+TOKENS = [torch.arange(i, i + 32) for i in range(8)]
+FORMS = {
+    "source": "builtin",
+    "texts": TEXTS,
+    "tensors": TOKENS,
+    "dicts": [{"input_ids": ids[None], "attention_mask": torch.ones(1, 32, dtype=torch.int64)} for ids in TOKENS],
+    "lists": [{"input_ids": ids.tolist()} for ids in TOKENS],
+    "loader": DataLoader(TensorDataset(torch.stack(TOKENS)), batch_size=2),
+    "loader of dicts": DataLoader([{"input_ids": ids} for ids in TOKENS], batch_size=2),
+}
+FEW = {"num_samples": 4, "seq_len": 32}
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def weights_of(model):
+    return {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+
+def assert_pruned(model, masks, before=None):
+    for name, mask in masks.items():
+        weight = model.get_submodule(name).weight
+        assert torch.equal(weight != 0, mask)
+        assert (mask.unflatten(-1, (-1, 4)).sum(-1) == 2).all()
+        assert before is None or torch.equal(weight, torch.where(mask, before[f"{name}.weight"], 0.0))
+
+
+# ---------------------------------------------------------------------------------------------- prune_
+
+
+@pytest.mark.parametrize("method", list_methods())
+def test_each_method_prunes_in_place_and_returns_the_masks(method, model, tokenizer):
+    before = weights_of(model)
+    masks = proxsparse.prune_(model, method, TEXTS, tokenizer, **FEW)
+    assert len(masks) == 14
+    assert_pruned(model, masks, None if method in ("sparsegpt", "admm") else before)
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+@pytest.mark.parametrize("data", FORMS.values(), ids=FORMS)
+def test_data_in_all_forms(data, model, tokenizer):
+    assert_pruned(model, proxsparse.prune_(model, "wanda", data, tokenizer, **FEW))
+    assert proxsparse.perplexity(model, tokenizer, data, seq_len=16, max_windows=2) > 1
+
+
+def test_equal_tokens_in_different_forms_give_equal_masks(tokenizer):
+    masks = [
+        proxsparse.prune_(tiny_model("llama"), "wanda", FORMS[form], tokenizer, **FEW)
+        for form in ("tensors", "dicts", "lists", "loader", "loader of dicts")
+    ]
+    assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
+
+
+def test_an_endless_loader_is_read_only_as_far_as_needed(model):
+    def endless():
+        while True:
+            yield TOKENS[0]
+
+    assert_pruned(model, proxsparse.prune_(model, "wanda", endless(), **FEW))
+
+
+def test_the_command_and_the_function_give_the_same_masks(tmp_path):
+    folder, text = save_tiny_model("llama", tmp_path / "model"), save_texts(tmp_path / "text.jsonl")
+    data = ["--data", str(text), "--num_samples", "4", "--seq_len", "32", "--seed", "7"]
+    flags = ["--method", "sparsegpt", "--damping", "0.1", "--model", str(folder), "--output_dir", str(tmp_path / "run")]
+    assert prune.main([*flags, *data, "--eval_data", "none", "--precision", "fp32"]) == 0
+    from proxsparse.models.loading import load_model
+
+    model, tokenizer = load_model(str(folder), torch.float32)
+    masks = proxsparse.prune_(model, "sparsegpt", str(text), tokenizer, damping=0.1, seed=7, **FEW)
+    expected = proxsparse.load_masks(tmp_path / "run" / "masks.safetensors")
+    assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
+
+
+def test_an_allocation_and_its_options(model, tokenizer):
+    masks = proxsparse.prune_(
+        model, "magnitude", TEXTS, tokenizer, allocation="owl", pattern="4:8", spread=3.0, outlier_factor=2.0, **FEW
+    )
+    counts = {int(mask.unflatten(-1, (-1, 8)).sum(-1).unique()) for mask in masks.values()}
+    assert len(counts) > 1
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "proxsparse"])
+def test_an_error_leaves_the_model_as_before(method, model, tokenizer, monkeypatch):
+    before, calls = weights_of(model), iter(range(100))
+
+    def fail_late():
+        raise OSError("gone")
+
+    owner = (
+        "proxsparse.methods.sparsegpt.inverse_factor" if method == "sparsegpt" else "proxsparse.training.loop.backward"
+    )
+    module, _, name = owner.rpartition(".")
+    original = getattr(__import__(module, fromlist=[name]), name)
+    monkeypatch.setattr(owner, lambda *a, **k: fail_late() if next(calls) == 2 else original(*a, **k))
+    with pytest.raises(OSError, match="gone"):
+        proxsparse.prune_(model, method, TEXTS, tokenizer, **FEW)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+    assert all(weight.requires_grad for weight in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["proxsparse", "finetune"])
+def test_ctrl_c_during_a_training_leaves_a_valid_model(method, model, tokenizer, monkeypatch):
+    before, steps, step = weights_of(model), [], loop.train_step
+
+    def interrupted(*given):
+        steps.append(os.kill(os.getpid(), signal.SIGINT))
+        return step(*given)
+
+    monkeypatch.setattr(f"proxsparse.methods.{method}.train_step", interrupted)
+    call = partial(proxsparse.prune_, model)
+    if method == "finetune":
+        call = partial(proxsparse.finetune_, prune_by_magnitude(model))
+    with pytest.raises(KeyboardInterrupt):
+        call(method if method == "proxsparse" else None, TEXTS, tokenizer, num_samples=8, seq_len=32)
+    assert len(steps) == 1
+    masks = {name: weight != 0 for name, weight in model.named_parameters() if "proj" in name}
+    assert_pruned(model, {name.removesuffix(".weight"): mask for name, mask in masks.items()})
+    assert method == "finetune" or all(
+        torch.equal(weight, torch.where(weight != 0, before[name], 0.0)) for name, weight in model.named_parameters()
+    )
+
+
+def test_checkpoints_resume_the_same_call(model, tokenizer, tmp_path, monkeypatch):
+    options = {"save_steps": 1, "checkpoints": tmp_path, **FEW}
+    expected = proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, **FEW)
+    calls, step = iter(range(100)), loop.train_step
+
+    def fail_late(*given):
+        if next(calls) == 2:
+            raise OSError("gone")
+        return step(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("proxsparse.methods.proxsparse.train_step", fail_late)
+        with pytest.raises(OSError, match="gone"):
+            proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer, **options)
+    masks = proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer, **options)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
+    with pytest.raises(InputError, match=r"its run has learning_rate .* \(now 0.1\); give the same, or delete"):
+        proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, learning_rate=0.1, **options)
+
+
+# ---------------------------------------------------------------------------------------------- the other functions
+
+
+def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
+    dense, model = tiny_model("llama"), tiny_model("llama")
+    masks = proxsparse.prune_(model, "magnitude", include=["mlp"])
+    before = weights_of(model)
+    found = proxsparse.finetune_(model, dense, TEXTS, tokenizer, num_samples=8, seq_len=32, learning_rate=1e-2)
+    assert found.keys() == masks.keys()
+    assert_pruned(model, masks)
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert {f"{name}.weight" for name in masks} <= changed
+    assert not any("self_attn" in name or "embed" in name for name in changed)
+
+
+def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
+    before = weights_of(model)
+    masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **FEW)
+    proxsparse.save_masks(tmp_path / "masks.safetensors", masks)
+    again = tiny_model("llama")
+    proxsparse.apply_masks_(again, proxsparse.load_masks(str(tmp_path / "masks.safetensors")))
+    assert_pruned(again, masks, before)
+    proxsparse.sparsify_(again, bits=8).save_pretrained(tmp_path / "packed")
+    assert (tmp_path / "packed" / "model.safetensors").exists()
+
+
+def encoder():
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertLMHeadModel(BertConfig(vocab_size=260, **sizes))
+
+
+REFUSALS = {
+    "no data": (lambda m, t: proxsparse.prune_(m), "data=None: method 'proxsparse' needs calibration text"),
+    "no form": (lambda m, t: proxsparse.prune_(m, "wanda", 5), "data=5: give the name of a source"),
+    "bytes": (lambda m, t: proxsparse.prune_(m, "wanda", b"text", t), "data=b'text': give the name of a source"),
+    "empty": (lambda m, t: proxsparse.prune_(m, "wanda", [], t), "data: it is empty"),
+    "no tokenizer": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS), "tokenizer=None: texts need the tokenizer"),
+    "mixed": (lambda m, t: proxsparse.prune_(m, "wanda", ["a", 1], t), "a list of texts with int"),
+    "no file": (lambda m, t: proxsparse.prune_(m, "wanda", "none.txt", t), "'none.txt': no such file"),
+    "no input_ids": (lambda m, t: proxsparse.prune_(m, "wanda", [{"ids": 1}]), "a dict with ids, without input_ids"),
+    "floats": (lambda m, t: proxsparse.prune_(m, "wanda", [torch.rand(3)]), "input_ids are torch.float32 [3]"),
+    "objects": (lambda m, t: proxsparse.prune_(m, "wanda", [object()]), "an item of type object"),
+    "mask": (
+        lambda m, t: proxsparse.prune_(m, "wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3)}]),
+        "attention_mask is [1, 3], input_ids are [1, 32]",
+    ),
+    "foreign tokens": (
+        lambda m, t: proxsparse.prune_(m, "wanda", [torch.tensor([1, 5000])]),
+        "token ids from 1 to 5000, but the model has 260 tokens",
+    ),
+    "method": (
+        lambda m, t: proxsparse.prune_(m, "wandb", TEXTS, t),
+        "method 'wandb': no such method; choose from",
+    ),
+    "option": (
+        lambda m, t: proxsparse.prune_(m, "sparsegpt", TEXTS, t, dampng=0.1),
+        "method 'sparsegpt' has no option 'dampng'; its options: damping",
+    ),
+    "type": (lambda m, t: proxsparse.prune_(m, "sparsegpt", TEXTS, t, damping="0.1"), "damping='0.1': must be of type"),
+    "number": (
+        lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, num_samples=0),
+        "num_samples 0: must be at least",
+    ),
+    "text": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, num_samples="8"), "num_samples='8': must be of type"),
+    "window": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, seq_len=999), "seq_len 999: above the model's"),
+    "range": (
+        lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, learning_rate=-1.0),
+        "learning_rate -1.0: must be a finite number > 0",
+    ),
+    "batches": (
+        lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, gradient_accumulation_steps=99),
+        "gradient_accumulation_steps 99: a step on 1 processes needs 99 batches",
+    ),
+    "pattern": (lambda m, t: proxsparse.prune_(m, "magnitude", pattern="2:3"), "in_features=32 is not a multiple of 3"),
+    "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
+    "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
+    "dense": (lambda m, t: proxsparse.finetune_(m, None, TEXTS, t), "model: no layer is 2:4; prune it first"),
+    "no teacher": (
+        lambda m, t: proxsparse.finetune_(prune_by_magnitude(m), None, TEXTS, t, distill=0.5),
+        "teacher=None: distill=0.5 needs the dense model",
+    ),
+    "teacher": (
+        lambda m, t: proxsparse.finetune_(prune_by_magnitude(m), tiny_model("llama", vocab_size=300), TEXTS, t),
+        "teacher: its vocabulary has 300 tokens, that of the model 260",
+    ),
+    "perplexity": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, seq_len=1), "seq_len 1: must be at least 2"),
+    "windows": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, max_windows=0), "max_windows 0: must be at least 1"),
+    "no masks": (lambda m, t: proxsparse.save_masks("none", {}), "masks={}: no layer"),
+    "masks": (
+        lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(1, 4, dtype=torch.bool)}),
+        "masks: layer a does not keep 2:4 in all blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals_name_the_argument_and_leave_the_model(call, message, model, tokenizer):
+    before = weights_of(model)
+    with pytest.raises(InputError) as raised:
+        call(model, tokenizer)
+    assert message in str(raised.value)
+    assert "--" not in str(raised.value)
+    after = weights_of(model)
+    assert "teacher" in message or all(torch.equal(after[name], weight) for name, weight in before.items())
