@@ -38,7 +38,7 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
     Returns:
         One text per row, blank rows included: they count when WikiText's rows are joined by two newlines.
     Raises:
-        InputError: the source is absent, empty, damaged or has no text; names the file, the line and the remedy.
+        InputError: the source is absent, damaged or has no text; names the file, the line and the remedy.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: must be at least 1, or None")

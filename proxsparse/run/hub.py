@@ -34,13 +34,9 @@ LOGIN = "run `hf auth login` with a token that can write, or set HF_TOKEN"
 
 
 def check_repository(repo: str | None) -> str | None:
-    """The name OWNER/NAME of a repository, if the token of this machine may write to those of the owner.
+    """The name OWNER/NAME of a repository, before the work begins; None, without --push_to_hub, gives None.
 
-    Commands call this with --push_to_hub before their work begins. Nothing is created. None, if the flag is not given,
-    gives None.
-
-    Raises:
-        InputError: the name is invalid, the token is missing or invalid, it has no rights, or there is no network.
+    Nothing is created. Raises InputError unless the name is valid and the token of this machine may write to it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
@@ -74,11 +70,8 @@ def check_repository(repo: str | None) -> str | None:
 def upload(folder: Path, repo: str, masks_only: bool = False) -> None:
     """Uploads a complete folder in one commit, and prints what was uploaded; creates the repository if needed.
 
-    Args:
-        repo: OWNER/NAME, from `check_repository`.
-        masks_only: upload only masks.safetensors, with a model card that says how to apply them.
-    Raises:
-        InputError: the folder is not complete, or the upload failed; the message says how to repeat it.
+    `masks_only`: only masks.safetensors, with a model card that says how to apply them. Raises InputError if the folder
+    is not complete, or if the upload failed; the message says how to repeat it.
     """
     with tempfile.TemporaryDirectory() as scratch:
         (stage_masks if masks_only else stage_model)(folder, Path(scratch))
@@ -117,11 +110,7 @@ def send(files: Path, repo: str, masks_only: bool) -> None:
 
 
 def stage_model(folder: Path, target: Path) -> None:
-    """Fills an empty folder with links to the files of a model; result.json and masks.safetensors are rewritten.
-
-    Raises:
-        InputError: the folder has no config.json or weights; its run is not complete.
-    """
+    """Fills an empty folder with links to the files of a model; result.json and masks.safetensors are rewritten."""
     if not (folder / CONFIG).is_file():
         raise InputError(f"{str(folder)!r}: no {CONFIG}; give the output folder of a proxsparse command")
     check_folder(folder)

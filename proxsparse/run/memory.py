@@ -45,8 +45,6 @@ def memory(args: RunArgs, devices: int = 1) -> dict[str, Items]:
 
     Returns:
         device (if it is not the CPU), host, disk -> item -> bytes, at the moment of the run when this place is fullest.
-    Raises:
-        InputError: the model or its config is missing, a window is too long, or no layer can be pruned.
     """
     return Plan(args).memory(devices)
 
@@ -214,11 +212,7 @@ def numel(weights: Iterable[torch.Tensor]) -> int:
 
 
 def meta_model(name: str) -> tuple[nn.Module, torch.dtype, bool]:
-    """The model as `load_model` would return it, but on the meta device.
-
-    Returns:
-        The model; dtype of the weights in its files; whether these can stay mapped into memory.
-    """
+    """The model on the meta device, the dtype of its files, and whether their weights can stay mapped into memory."""
     transformers = import_transformers()
     source, gguf_file = locate(name)
     options = {"gguf_file": gguf_file} if gguf_file else {}

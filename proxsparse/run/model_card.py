@@ -129,12 +129,9 @@ def front_matter(model: str, pattern: str, relation: str) -> str:
 def applied_card_text(
     base: str, made_for: str, pattern: str, layers: int, masks_sha256: str, notes: Sequence[str] = ()
 ) -> str:
-    """The text of README.md of `proxsparse apply`.
+    """The model card of `proxsparse apply`: the pretrained model `base` under masks that name `made_for` as theirs.
 
-    Args:
-        base: the pretrained model.
-        made_for: the pretrained model that the masks name; "" if unknown.
-        notes: what differs from the pretrained model besides the masks, see `models.loading.Source`.
+    `notes`: what differs from the pretrained model besides the masks, see `models.loading.Source`.
     """
     base, made_for = shortened(base), shortened(made_for)
     other = f" The masks were made for {made_for}." if made_for not in ("", base) else ""
@@ -154,13 +151,7 @@ def applied_card_text(
 
 
 def masks_card_text(metadata: dict[str, str], layers: int, masks_sha256: str, result: dict) -> str:
-    """The text of README.md of masks without the model.
-
-    Args:
-        metadata: that of masks.safetensors.
-        layers: their number.
-        result: the content of result.json, or {}.
-    """
+    """The card of masks without the model. `metadata`: of masks.safetensors; `result`: of result.json, or {}."""
     base, pattern = shortened(metadata["base_model"]) or "BASE", metadata["pattern"]
     revision = f" (revision {metadata['base_revision']})" if metadata.get("base_revision") else ""
     figures = perplexity_text(result.get("perplexity"))

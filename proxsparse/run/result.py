@@ -50,12 +50,11 @@ def perplexity_of(
     where, bos = window_bos(model, tokenizer, args.eval_bos, "eval_bos")
     tokens = evaluation_tokens(text, tokenizer)
     fit = functools.partial(fit_window, model, args.eval_seq_len, args.window, "eval_seq_len")
-    how = on_rank_zero(lambda: fit(len(tokens))), args.eval_max_windows, autocast_dtype
+    settings = on_rank_zero(lambda: fit(len(tokens))), args.eval_max_windows, autocast_dtype
 
     def measure(model: nn.Module, name: str) -> Perplexity:
-        shown = {"finetune": "fine-tuned"}.get(name, name)
-        score = perplexity(model, tokens, *how, f"perplexity of the {shown} model", bos)
-        return replace(score, bos=where)
+        title = f"perplexity of the {'fine-tuned' if name == 'finetune' else name} model"
+        return replace(perplexity(model, tokens, *settings, title, bos), bos=where)
 
     return measure
 
@@ -104,10 +103,7 @@ def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> di
 def what_was_pruned(
     model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern
 ) -> dict:
-    """The entries of result.json about the layers: their number, weights, patterns, and share of kept weights.
-
-    dense_share: the share of the decoder blocks' weights that is in other layers.
-    """
+    """The entries of result.json about the layers; dense_share: the share of the blocks' weights in other layers."""
     return {
         "dense_share": dense_share(model, layers),
         "layers": len(layers),
