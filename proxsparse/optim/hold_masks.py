@@ -139,7 +139,7 @@ def find_mask(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None
     cut = parameter.ndim >= 2 and parameter.shape[-1] % pattern.m > 0
     if cut or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
         return None
-    weight = local(parameter)
+    weight, what = local(parameter), f"parameter {name}, of shape {list(parameter.shape)},"
     # blocks[k]: number of blocks with k nonzeros
     blocks = torch.bincount(pattern.nonzeros(weight).flatten(), minlength=pattern.m + 1)
     for dimension, placement in enumerate(getattr(parameter, "placements", ())):
@@ -151,12 +151,9 @@ def find_mask(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None
     wrong, right = sum(blocks[pattern.n + 1 :]), sum(blocks[1 : pattern.n + 1])
     if 0 < wrong < right:
         raise ValueError(
-            f"parameter {name}, of shape {list(parameter.shape)}, is not quite {pattern}: {wrong:,} of its "
-            f"{sum(blocks):,} blocks have more than {pattern.n} nonzeros; prune it to {pattern} again"
+            f"{what} is not quite {pattern}: {wrong:,} of its {sum(blocks):,} blocks have more than {pattern.n} "
+            f"nonzeros; prune it to {pattern} again"
         )
     if pattern.n < n < m:
-        raise ValueError(
-            f"parameter {name}, of shape {list(parameter.shape)}, is {n}:{m}, not {pattern}; pass "
-            f'pattern="{n}:{m}", or prune it to {pattern} first'
-        )
+        raise ValueError(f'{what} is {n}:{m}, not {pattern}; pass pattern="{n}:{m}", or prune it to {pattern} first')
     return nm_mask(weight.abs(), f"{n}:{m}") if 0 < n < m else None
