@@ -13,8 +13,7 @@ from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, refuse_other_base, save_masks
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
-from proxsparse.models.loading import base_identity, load_model
-from proxsparse.models.saving import save_model
+from proxsparse.models.loading import base_identity, load_model, save_model
 from proxsparse.models.snap import apply_masks_
 from proxsparse.run import hub
 from proxsparse.run.folder import require_space_for

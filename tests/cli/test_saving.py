@@ -15,8 +15,7 @@ from proxsparse.inference import convert
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
 from proxsparse.io.model_files import add_tensors, headers, refuse_quantized, weight_files
-from proxsparse.models import saving
-from proxsparse.models.loading import auto_class, load_model
+from proxsparse.models.loading import auto_class, load_model, save_model
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 MTP = {"mtp.norm.weight": torch.ones(32).bfloat16(), "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16()}
@@ -316,7 +315,7 @@ def test_a_folder_that_does_not_fit_the_model_is_not_saved(words, tmp_path, monk
     model, tokenizer = load_model(str(source))
     (tmp_path / "scratch").mkdir()
     with pytest.raises(InputError, match=words):
-        saving.save_model(tmp_path / "scratch", model, tokenizer)
+        save_model(tmp_path / "scratch", model, tokenizer)
 
 
 def test_added_tensors_get_shards_of_their_own(tmp_path):

@@ -136,13 +136,6 @@ def test_tasks_come_in_the_papers_order_once(monkeypatch):
         check_request(["boolq"])
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"no file piqa_validation.jsonl.gz .*for task piqa"):
-        task_file("piqa", tmp_path)
-    with pytest.raises(InputError, match="no such folder"):
-        task_file("piqa", tmp_path / "absent")
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_a_row_without_a_field_is_named(name, tmp_path):
     field = TASKS[name].fields[-1]
@@ -181,23 +174,3 @@ def test_data_that_lm_eval_refuses_is_one_error(files, tmp_path):
     (tmp_path / "arc_easy_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(InputError, match=r"task arc_easy: .*arc_easy_test.jsonl"):
         zero_shot(tiny_model("llama"), byte_tokenizer(), "arc_easy", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"limit": 0}, "--limit 0: must be at least 1"),
-        ({"batch_size": 0}, "--batch_size 0: must be at least 1"),
-        ({"num_fewshot": -1}, "--num_fewshot -1: must be at least 0"),
-        ({"num_fewshot": 2}, "--num_fewshot 2: .*training split"),
-    ],
-)
-def test_numbers_out_of_range(options, words, files):
-    with pytest.raises(InputError, match=words):
-        check_request(["piqa"], files, **options)
-
-
-def test_without_lm_eval_the_command_that_installs_it_is_named(files, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(InputError, match=r"lm-eval.*pip install 'lm-eval\[hf\]'"):
-        zero_shot(None, None, "piqa", files)
