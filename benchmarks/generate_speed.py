@@ -11,7 +11,9 @@ batch; results/generate_speed_<device>.png shows them. A case that fails is a ro
 """
 
 import argparse
+import copy
 import ctypes
+import functools
 import gc
 import itertools
 import statistics
@@ -142,10 +144,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Built:
     """One form of a model on the device."""
+    pruned = pruned_model(args.masks, dtype) if name == EMBEDDED_MODEL else None
     release_memory(device)
     before = held_bytes(device)
-    if name == EMBEDDED_MODEL:
-        model = pruned_model(args.masks, dtype).to(device)
+    if pruned:
+        model = copy.deepcopy(pruned).to(device)
         model = sparsify_(model, bits=FORMS[form]) if FORMS[form] else model
     else:
         model = random_model(name, args.layers, dtype, device, sparse=bool(FORMS[form]), sigma=args.sigma)
@@ -156,9 +159,10 @@ def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: 
     return Built(model, layer_bytes, held_bytes(device) - before)
 
 
+@functools.lru_cache(maxsize=1)
 @torch.no_grad()
 def pruned_model(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
-    """SmolLM2-135M with the masks of a file, or those of the largest magnitudes, on its weights."""
+    """SmolLM2-135M with the masks of a file, or those of the largest magnitudes, on its weights; loaded once."""
     model = load_model(EMBEDDED_MODEL, dtype)[0].requires_grad_(False)
     layers = prunable_layers(model)
     masks = load_masks(masks_file) if masks_file else {n: nm_mask(layer.weight.abs()) for n, layer in layers.items()}

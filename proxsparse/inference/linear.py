@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.registry import AUTO, get_kernel
-from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear, direct
+from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear, direct, given
 from proxsparse.reference.pack import check_packed
 from proxsparse.reference.quantize import CODES, shape_of_scales, width_of_values
 
@@ -99,11 +99,6 @@ class SparseLinear(nn.Module):
         """That of x: of `values`, or of `scales` if these are codes."""
         return (self.values if self.scales is None else self.scales).dtype
 
-    @property
-    def of_codes(self) -> tuple[Tensor, ...]:
-        """The scales, if there are any."""
-        return () if self.scales is None else (self.scales,)
-
     def forward(self, x: Tensor) -> Tensor:
         values, indices, scales, bias = self.values, self.indices, self.scales, self.bias
         if not torch.compiler.is_compiling():
@@ -130,7 +125,7 @@ class SparseLinear(nn.Module):
         if torch.compiler.is_compiling() or is_capturing(values):
             return None
         check_sparse_linear(x, values, self.indices, None, self.scales)
-        if kernel.supports(as_rows(x), values, *self.of_codes):
+        if kernel.supports(as_rows(x), values, *given(self.scales)):
             return None
         self.prepared = self.backend, values.dtype, kernel.prepare(values.detach(), self.indices)
         return self.prepared[2]
@@ -154,7 +149,7 @@ class SparseLinear(nn.Module):
                 f"backend={backend!r}"
             )
         x = values.new_empty(1, 1).expand(MANY_ROWS, self.in_features)
-        if reason := kernel.supports(x, values, *self.of_codes):
+        if reason := kernel.supports(x, values, *given(self.scales)):
             raise RuntimeError(f"prepare_: backend {backend!r} does not support this layer: {reason}")
         if is_capturing(values):
             raise RuntimeError("prepare_: a CUDA graph is being captured; call prepare_ before the capture")

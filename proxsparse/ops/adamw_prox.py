@@ -52,6 +52,12 @@ def _reference(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *se
             tensor.copy_(result)
 
 
+def pattern_of(arguments: tuple) -> tuple[int, int]:
+    """(n, m) for a kernel, from the last arguments of the op; 2:4, which all support, for AdamW without the prox."""
+    *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
+    return (n, m) if reg_lambda > 0 else (2, 4)
+
+
 def arithmetic_of(weight: Tensor) -> torch.dtype:
     """The dtype a kernel computes in: float64 for a float64 weight, float32 otherwise."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32

@@ -35,22 +35,12 @@ torch.library.define(
 
 
 @torch.library.impl("proxsparse::sparse_linear", "CompositeExplicitAutograd")
-def _sparse_linear(
-    x: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    bias: Tensor | None,
-    prepared: Tensor | None,
-    backend: str,
-    scales: Tensor | None = None,
-) -> Tensor:
+def _sparse_linear(x, values, indices, bias, prepared, backend, scales=None) -> Tensor:
     check_sparse_linear(x, values, indices, bias, scales)
     if (y := direct(x, values, indices, bias, backend, scales)) is not None:
         return y
     rows = as_rows(x)
-    kernel = select_kernel(rows, values, backend, scales)
-    of_codes = () if scales is None else (scales,)
-    y = kernel.run(rows, values, indices, bias, prepared, *of_codes)
+    y = select_kernel(rows, values, backend, scales).run(rows, values, indices, bias, prepared, *given(scales))
     # not `view`: autograd forbids in-place operations (`y += 1`, ReLU(inplace=True)) on a view that a custom op returns
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], values.shape[0]])
 
@@ -91,14 +81,7 @@ torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_co
 
 
 @register_kernel("sparse_linear", "reference", supports=lambda x, values, scales=None: None)
-def _reference(
-    x: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    bias: Tensor | None,
-    prepared: None,
-    scales: Tensor | None = None,
-) -> Tensor:
+def _reference(x, values, indices, bias, prepared, scales=None) -> Tensor:
     """Unpacks the weight and calls torch's dense matmul: any device and dtype, often the fastest for many rows."""
     return functional.linear(x, dense_weight(values, indices, scales), bias)
 
@@ -111,12 +94,7 @@ def dense_weight(values: Tensor, indices: Tensor, scales: Tensor | None = None) 
 
 
 def direct(
-    x: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    bias: Tensor | None,
-    backend: str = AUTO,
-    scales: Tensor | None = None,
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, backend: str = AUTO, scales: Tensor | None = None
 ) -> Tensor | None:
     """`sparse_linear` without the dispatcher of torch, which takes longer than the product of a small layer.
 
@@ -127,7 +105,7 @@ def direct(
     if type(x) is not Tensor or not x.is_cpu:
         return None
     if backend == AUTO and (backend := chosen_backend()) is None:
-        kernel = choice.choose(x, values) if scales is None else choice.choose(x, values, scales)
+        kernel = choice.choose(x, values, *given(scales))
     else:
         kernel = find_kernel("sparse_linear", backend)
     return kernel.direct(x, values, indices, scales, bias) if kernel and kernel.direct else None
@@ -143,8 +121,13 @@ def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO, scales: Tensor
         ValueError: the backend is unknown.
         RuntimeError: an explicitly chosen backend does not support these tensors.
     """
-    tensors = (x, values) if scales is None else (x, values, scales)
+    tensors = (x, values, *given(scales))
     return explicit_kernel("sparse_linear", *tensors, backend=backend) or choice.choose(*tensors)
+
+
+def given(scales: Tensor | None) -> tuple[Tensor, ...]:
+    """The scales as the last argument of a kernel, or no argument: not every kernel has one."""
+    return () if scales is None else (scales,)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -5,13 +5,17 @@ import importlib
 import torch
 from torch import Tensor
 
+from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
 from proxsparse.reference.quantize import CODES, columns, shape_of_scales
 
+NEWEST = "sparse_linear_direct"  # the function that was added last
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
+    if not hasattr(_C, NEWEST):
+        _missing = "the extension belongs to another version of proxsparse; remedy: reinstall proxsparse"
 except ImportError as error:
     _C = None
     _missing = f"the extension is missing ({error}); remedy: apt install g++ python3-dev, then reinstall proxsparse"
@@ -27,11 +31,7 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     return None
 
 
-def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> str | None:
-    return _supports(weight, n, m)
-
-
-@register_kernel("prox_nm_", "cpp", supports=_supports_prox)
+@register_kernel("prox_nm_", "cpp", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
         scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
@@ -45,34 +45,19 @@ def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     return mask
 
 
-def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
-    if _C is not None and not hasattr(_C, "masked_weight_n4_"):
-        return "the compiled extension is older than this op; remedy: reinstall proxsparse"
-    return _supports(out, n, m)
-
-
-@register_kernel("masked_weight_", "cpp", supports=_supports_masked_weight)
+@register_kernel("masked_weight_", "cpp", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     _C.masked_weight_n4_(out, weight, pretrained, scale, n)
 
 
-def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
-    *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
-    if _C is not None and not hasattr(_C, "adamw_prox_"):
-        return "the compiled extension is older than this op; remedy: reinstall proxsparse"
-    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone has no pattern
-
-
-@register_kernel("adamw_prox_", "cpp", supports=_supports_adamw_prox)
+@register_kernel("adamw_prox_", "cpp", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(*arguments) -> None:
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
     _C.adamw_prox_(*head, n, frozen_lambda, frozen_eps, seed)
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
-    """For a weight, or values and indices; every pattern that can be packed is supported."""
-    if _C is not None and not hasattr(_C, "sparse_linear"):
-        return "the compiled extension is older than the packed format; remedy: reinstall proxsparse"
+    """For a weight, values or codes; every pattern that can be packed is supported."""
     return _supports(tensor, 2, 4)
 
 
@@ -93,13 +78,7 @@ def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
     return weight
 
 
-def _supports_codes(tensor: Tensor, *_arguments) -> str | None:
-    if _C is not None and not hasattr(_C, "quantize_nm"):
-        return "the compiled extension is older than 8 and 4 bits; remedy: reinstall proxsparse"
-    return _supports(tensor, 2, 4)
-
-
-@register_kernel("quantize_nm", "cpp", supports=_supports_codes)
+@register_kernel("quantize_nm", "cpp", supports=_supports_packed)
 def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     codes = values.new_empty((*values.shape[:-1], values.shape[-1] * bits // 8), dtype=CODES[bits])
     scales = values.new_empty(shape_of_scales(codes))
@@ -107,7 +86,7 @@ def _quantize_nm(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-@register_kernel("dequantize_nm", "cpp", supports=_supports_codes)
+@register_kernel("dequantize_nm", "cpp", supports=_supports_packed)
 def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
     values = scales.new_empty((*codes.shape[:-1], columns(codes) // 2))
     _C.dequantize_nm(codes, scales, values)
@@ -117,20 +96,13 @@ def _dequantize_nm(codes: Tensor, scales: Tensor) -> Tensor:
 def _supports_sparse_linear(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | None:
     if x.dtype not in (torch.float32, torch.bfloat16) or values.dtype not in (x.dtype, *CODES.values()):
         return f"supports float32 or bfloat16, not {x.dtype} times {values.dtype}"
-    return _supports_codes(x) or _supports_codes(values)  # an older extension has no scales
+    return _supports_packed(x) or _supports_packed(values)
 
 
 @register_kernel(
     "sparse_linear", "cpp", supports=_supports_sparse_linear, direct=getattr(_C, "sparse_linear_direct", None)
 )
-def _sparse_linear(
-    x: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    bias: Tensor | None,
-    prepared: None,
-    scales: Tensor | None = None,
-) -> Tensor:
+def _sparse_linear(x, values, indices, bias, prepared, scales=None) -> Tensor:
     y = x.new_empty((len(x), len(values)))
     scales, bias = (None if tensor is None else tensor.contiguous() for tensor in (scales, bias))
     _C.sparse_linear(x.contiguous(), values.contiguous(), indices.contiguous(), scales, bias, y)

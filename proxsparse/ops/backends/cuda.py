@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
@@ -48,33 +49,20 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
     return None
 
 
-def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> str | None:
-    return _supports(weight, n, m)
-
-
-def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
-    *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
-    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone has no pattern
-
-
-@register_kernel("prox_nm_", "cuda", supports=_supports_prox)
+@register_kernel("prox_nm_", "cuda", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
         scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
     _call("prox_n4_", weight, reg_lambda, n, scale)
 
 
-@register_kernel("adamw_prox_", "cuda", supports=_supports_adamw_prox)
+@register_kernel("adamw_prox_", "cuda", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, *arguments) -> None:
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
     _call("adamw_prox_", weight, *head, n, frozen_lambda, frozen_eps, seed)
 
 
-def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
-    return _supports(out, n, m)
-
-
-@register_kernel("masked_weight_", "cuda", supports=_supports_masked_weight)
+@register_kernel("masked_weight_", "cuda", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     _call("masked_weight_n4_", out, weight, pretrained, scale, n)
 
@@ -105,11 +93,7 @@ def _pack_nm(weight: Tensor, n: int, m: int) -> tuple[Tensor, Tensor]:
     return values.view(*leading, columns // 2), indices.view(*leading, indices.shape[1])
 
 
-def _supports_unpack(values: Tensor, indices: Tensor, n: int, m: int) -> str | None:
-    return _supports_packed(values, n, m)
-
-
-@register_kernel("unpack_nm", "cuda", supports=_supports_unpack)
+@register_kernel("unpack_nm", "cuda", supports=lambda values, indices, n, m: _supports_packed(values, n, m))
 def _unpack_nm(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor:
     weight = values.new_empty((*values.shape[:-1], 2 * values.shape[-1]))
     rows = math.prod(weight.shape[:-1])

@@ -31,12 +31,5 @@ def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | 
 
 
 @register_kernel("sparse_linear", "gemv", supports=_supports)
-def _sparse_linear(
-    x: Tensor,
-    values: Tensor,
-    indices: Tensor,
-    bias: Tensor | None,
-    prepared: None,
-    scales: Tensor | None = None,
-) -> Tensor:
+def _sparse_linear(x, values, indices, bias, prepared, scales=None) -> Tensor:
     return cuda.gemv(x, values, indices, bias, scales)

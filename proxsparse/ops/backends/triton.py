@@ -8,6 +8,7 @@ import os
 
 from torch import Tensor
 
+from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
 
 
@@ -21,11 +22,7 @@ def _supports(weight: Tensor, n: int, m: int) -> str | None:
     return None
 
 
-def _supports_prox(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> str | None:
-    return _supports(weight, n, m)
-
-
-@register_kernel("prox_nm_", "triton", supports=_supports_prox)
+@register_kernel("prox_nm_", "triton", supports=lambda weight, reg_lambda, n, m, scale: _supports(weight, n, m))
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     from proxsparse import triton_kernels
 
@@ -39,12 +36,7 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
     triton_kernels.prox_list_n4_(weights, reg_lambdas, n)
 
 
-def _supports_adamw_prox(weight: Tensor, *arguments) -> str | None:
-    *_, reg_lambda, n, m, _frozen_lambda, _frozen_eps, _seed = arguments
-    return _supports(weight, n, m) if reg_lambda > 0 else _supports(weight, 2, 4)  # AdamW alone has no pattern
-
-
-@register_kernel("adamw_prox_", "triton", supports=_supports_adamw_prox)
+@register_kernel("adamw_prox_", "triton", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(*arguments) -> None:
     from proxsparse import triton_kernels
 
@@ -52,11 +44,7 @@ def _adamw_prox_(*arguments) -> None:
     triton_kernels.adamw_prox_n4_(*head, n, frozen_lambda, frozen_eps, seed)
 
 
-def _supports_masked_weight(out: Tensor, weight: Tensor, pretrained: Tensor, scale, n: int, m: int) -> str | None:
-    return _supports(out, n, m)
-
-
-@register_kernel("masked_weight_", "triton", supports=_supports_masked_weight)
+@register_kernel("masked_weight_", "triton", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
