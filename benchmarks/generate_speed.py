@@ -198,9 +198,9 @@ def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argpars
     for batch in args.batches:
         torch.manual_seed(0)
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt), device=device)
-        found = times(built, prompts, args)
+        rows = times(built, prompts, args)
         case |= {"batch": batch, "prompt": args.prompt, "new_tokens": args.new_tokens}
-        yield [case | row | ratios(row, found) for row in found]
+        yield [case | row | ratios(row, rows) for row in rows]
         release_memory(device)
 
 
@@ -256,20 +256,20 @@ def backends_of(decoder: Decoder, prompts: Tensor) -> dict[str, list[str]]:
 
         return replace(kernel, run=run, direct=None)
 
-    table, found = registry._kernels["sparse_linear"], {}
+    table, backends = registry._kernels["sparse_linear"], {}
     before = dict(table)
     parts = {"prefill": partial(decoder.prefill, prompts), "decode": torch.no_grad()(decoder.eager_step)}
     try:
         table.update({name: recording(kernel) for name, kernel in before.items()})
-        choice.forget()  # it caches kernels
+        choice.clear_cache()  # it caches kernels
         for part, run in parts.items():
             used.clear()
             run()
-            found[f"{part}_backends"] = sorted(used) or ["dense"]
+            backends[f"{part}_backends"] = sorted(used) or ["dense"]
     finally:
         table.update(before)
-        choice.forget()
-    return found
+        choice.clear_cache()
+    return backends
 
 
 def synchronized_ms(run: Callable[[], object], device: torch.device) -> float:
@@ -287,15 +287,15 @@ def ratios(row: dict, rows: list[dict]) -> dict[str, float]:
     dense = [other for other in rows if other["form"] == "dense" and "note" not in other]
     if "note" in row or not dense:
         return {}
-    found = {}
+    relative = {}
     for part in ("decode", "prefill"):
         speed = f"{part}_tokens_per_s"
-        found[f"{part}_times_dense"] = row[speed] / max(other[speed] for other in dense)
+        relative[f"{part}_times_dense"] = row[speed] / max(other[speed] for other in dense)
         if of_mode := [other[speed] for other in dense if other["mode"] == row["mode"]]:
-            found[f"{part}_times_dense_of_mode"] = row[speed] / max(of_mode)
+            relative[f"{part}_times_dense_of_mode"] = row[speed] / max(of_mode)
     for part in ("layer", "built", "peak"):
-        found[f"{part}_bytes_of_dense"] = row[f"{part}_bytes"] / max(1, dense[0][f"{part}_bytes"])
-    return found
+        relative[f"{part}_bytes_of_dense"] = row[f"{part}_bytes"] / max(1, dense[0][f"{part}_bytes"])
+    return relative
 
 
 def cells(row: dict) -> list[str]:

@@ -229,7 +229,7 @@ def update_choice(results: Path) -> None:
     if not results.is_file():
         raise InputError(f"--update_choice: there is no {results}; measure first, without the flag")
     choice.MEASURED.write_text(json.dumps(choice_table(common.read_rows(results)), indent=1) + "\n", encoding="utf-8")
-    choice.forget()
+    choice.clear_cache()
     print(f"written to {choice.MEASURED}")
 
 

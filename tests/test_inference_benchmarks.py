@@ -30,7 +30,7 @@ def rows_of(tmp_path, monkeypatch):
     monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
     monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
     yield lambda name: common.read_rows(tmp_path / f"{name}.jsonl")
-    choice.forget()
+    choice.clear_cache()
 
 
 def test_random_packed_weights_are_valid_and_use_every_pair_of_places():

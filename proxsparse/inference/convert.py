@@ -90,7 +90,7 @@ def unsparsify_(model: nn.Module) -> nn.Module:
 
 
 def pack_tensors(
-    found: dict[str, Header],
+    headers: dict[str, Header],
     layers: list[str],
     bits: int = 16,
     rounded: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None,
@@ -102,9 +102,9 @@ def pack_tensors(
     rounded: codes, scales and indices of layers that are rounded already; for the others see `quantize_nm`.
     """
     packed = set(layers)
-    for name in found:
+    for name in headers:
         layer, _, part = name.rpartition(".")
-        tensor = read_tensor(found, name) if name in buffers else finite(found, name)
+        tensor = read_tensor(headers, name) if name in buffers else finite(headers, name)
         if part != "weight" or layer not in packed:
             yield name, tensor
             continue
@@ -120,33 +120,33 @@ def pack_tensors(
         yield name, empty_weight(tensor)
 
 
-def finite(found: dict[str, Header], name: str) -> Tensor:
+def finite(headers: dict[str, Header], name: str) -> Tensor:
     """Reads a tensor. Raises ValueError if it contains NaN or infinity."""
-    tensor = read_tensor(found, name)
+    tensor = read_tensor(headers, name)
     if tensor.dtype in FLOAT_DTYPES and not tensor.isfinite().all():  # float8_e4m3fn has no isfinite
-        raise ValueError(f"{found[name].file}: {name} contains NaN or infinity; download the model again")
+        raise ValueError(f"{headers[name].file}: {name} contains NaN or infinity; download the model again")
     return tensor
 
 
-def unpack_tensors(found: dict[str, Header], layers: list[str]) -> Stream:
+def unpack_tensors(headers: dict[str, Header], layers: list[str]) -> Stream:
     """The inverse of `pack_tensors`. Raises ValueError for damaged indices."""
     packed = set(layers)
-    for name, header in found.items():
+    for name, header in headers.items():
         layer, _, part = name.rpartition(".")
         if part not in (*PARTS, "weight") or layer not in packed:
-            yield name, read_tensor(found, name)
+            yield name, read_tensor(headers, name)
         elif part == "values":
-            values, scales = read_tensor(found, name), f"{layer}.scales"
+            values, scales = read_tensor(headers, name), f"{layer}.scales"
             try:
-                if scales in found:
-                    values = dequantize_nm(values, read_tensor(found, scales))
-                yield f"{layer}.weight", unpack_nm(values, read_tensor(found, f"{layer}.indices"))
+                if scales in headers:
+                    values = dequantize_nm(values, read_tensor(headers, scales))
+                yield f"{layer}.weight", unpack_nm(values, read_tensor(headers, f"{layer}.indices"))
             except ValueError as error:
                 raise ValueError(f"{header.file}: packed layer {layer}: {error}; download the file again") from error
 
 
 def layers_to_pack(
-    found: dict[str, Header],
+    headers: dict[str, Header],
     model: nn.Module,
     names: Match,
     include: list[str] | None = None,
@@ -159,7 +159,7 @@ def layers_to_pack(
     weight.
 
     Args:
-        found: the headers of the dense checkpoint.
+        headers: the headers of the dense checkpoint.
         model: the model of its config.json, which may be on the meta device.
         names: how the files fit the model.
         include, exclude, bits: see `sparsify_`.
@@ -170,14 +170,14 @@ def layers_to_pack(
 
     def weight_of(layer: str) -> Tensor | None:
         name = stored.get(f"{layer}.weight")
-        return None if name is None else read_tensor(found, name)
+        return None if name is None else read_tensor(headers, name)
 
     chosen = packable_layers(model, weight_of, include, exclude, bits)
     layers = [names_[0] for names_ in chosen if len(names_) == 1]  # skips modules with two names
     return {layer: stored[f"{layer}.weight"].removesuffix(".weight") for layer in layers}
 
 
-def packed_layers(found: dict[str, Header], model: nn.Module, config: dict) -> dict[str, str]:
+def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, str]:
     """Name in the files -> name in the model, for the packed layers of a checkpoint, after checking them.
 
     Args:
@@ -188,15 +188,15 @@ def packed_layers(found: dict[str, Header], model: nn.Module, config: dict) -> d
     """
     layers, bits = config["layers"], config.get("bits", {})
     places = [place_of(model, layer) for layer in layers]
-    names, _, _ = model_names(found, model, [f"{place}.{part}" for place in places for part in PARTS])
+    names, _, _ = model_names(headers, model, [f"{place}.{part}" for place in places for part in PARTS])
     files = {inside: name for name, inside in names.items()}
     stored = [
         files.get(f"{place}.values", f"{layer}.values").removesuffix(".values")
         for layer, place in zip(layers, places, strict=True)
     ]
-    check_layers(found, stored)
+    check_layers(headers, stored)
     for name, layer, place in zip(stored, layers, places, strict=True):
-        check_layer(found, name, model.get_submodule(place), bits.get(layer, 16))
+        check_layer(headers, name, model.get_submodule(place), bits.get(layer, 16))
     return dict(zip(stored, places, strict=True))
 
 

@@ -36,7 +36,7 @@ NOTE = """
 <!-- proxsparse.pack -->
 The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it where proxsparse is
 installed ({install}).
-`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint{how}.
+`proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint{detail}.
 <!-- /proxsparse.pack -->
 """
 ROUNDED = """
@@ -119,8 +119,8 @@ def annotate(card: Path, bits: Collection[int], packed: bool) -> None:
     if rounded and (note := ROUNDED.format(rounded).encode()) not in text:
         text = UNCHANGED.sub(rb"\1 the pretrained ones, rounded", text) + note
     if packed:
-        how = f",\nwith the weights rounded to {rounded} bits" if rounded else EXACT
-        text += NOTE.format(how=how, install=FROM_CLONE.format(".")).encode()
+        detail = f",\nwith the weights rounded to {rounded} bits" if rounded else EXACT
+        text += NOTE.format(detail=detail, install=FROM_CLONE.format(".")).encode()
     card.unlink(missing_ok=True)
     if text:
         card.write_bytes(text)
@@ -134,7 +134,7 @@ def spellings(name: str, prefix: str) -> tuple[str, str, str]:
     return name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
 
 
-def check_layers(found: dict[str, Header], stored: list[str]) -> None:
+def check_layers(headers: dict[str, Header], stored: list[str]) -> None:
     """Compares the packed layers in the files with those that config.json lists.
 
     Args:
@@ -143,7 +143,7 @@ def check_layers(found: dict[str, Header], stored: list[str]) -> None:
         ValueError: a layer is packed but not listed, or dense but listed; transformers would load random weights.
     """
     packed = set(stored)
-    for tensor, header in found.items():
+    for tensor, header in headers.items():
         layer, _, part = tensor.rpartition(".")
         dense = part == "weight" and header.shape != (0,)
         if (part in PARTS and layer not in packed) or (dense and layer in packed):
@@ -154,7 +154,7 @@ def check_layers(found: dict[str, Header], stored: list[str]) -> None:
             )
 
 
-def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: int) -> None:
+def check_layer(headers: dict[str, Header], name: str, linear: nn.Linear, bits: int) -> None:
     """Raises ValueError unless the files contain the tensors of a packed layer with the expected shapes and dtypes."""
     in_features, out_features = linear.in_features, linear.out_features
     needed = {
@@ -166,7 +166,7 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: in
     if linear.bias is not None:
         needed[f"{name}.bias"] = ((out_features,), SAFETENSORS_FLOATS)
     for tensor, (shape, dtypes) in needed.items():
-        header = found.get(tensor)
+        header = headers.get(tensor)
         if header is None:
             raise ValueError(
                 f"packed layer {name}: no file has {tensor}; download the checkpoint again, or pack it again"
@@ -178,10 +178,10 @@ def check_layer(found: dict[str, Header], name: str, linear: nn.Linear, bits: in
             )
 
 
-def layer_bytes(layers: list[str], found: dict[str, Header]) -> int:
+def layer_bytes(layers: list[str], headers: dict[str, Header]) -> int:
     """Bytes of the weights of these layers, dense or packed."""
     tensors = (f"{layer}.{part}" for layer in layers for part in ("weight", *PARTS))
-    return sum(found[tensor].size for tensor in tensors if tensor in found)
+    return sum(headers[tensor].size for tensor in tensors if tensor in headers)
 
 
 def write_shards(folder: Path, stream: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:

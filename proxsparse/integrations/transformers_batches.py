@@ -71,13 +71,13 @@ class Batches(CBGenerateManager):
 
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, **more):
         """As in transformers, with the settings of this request."""
-        own = self.request(model, processor, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, own, **more)
+        request = self.request(model, processor, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, request, **more)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
         """As in transformers, with the settings of this request."""
-        own = self.request(model, processor, inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, own)
+        request = self.request(model, processor, inputs, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, request)
 
     def stop(self) -> None:
         """Stops after the pass in progress; the requests in progress fail."""

@@ -64,13 +64,13 @@ class PackedQuantizer(HfQuantizer):
             raise ValueError("a packed model cannot be loaded from a state_dict; give its folder")
         if (folder := Path(model.name_or_path)).is_dir():
             check_folder(folder)
-        found = headers([Path(file) for file in checkpoint_files])
-        for name, place in packed_layers(found, model, vars(self.quantization_config)).items():
+        file_headers = headers([Path(file) for file in checkpoint_files])
+        for name, place in packed_layers(file_headers, model, vars(self.quantization_config)).items():
             linear = model.get_submodule(place)
             sizes = linear.in_features, linear.out_features, linear.bias is not None
-            has = next(bits for bits, dtypes in DTYPES.items() if found[f"{name}.values"].dtype in dtypes)
+            has = next(bits for bits, dtypes in DTYPES.items() if file_headers[f"{name}.values"].dtype in dtypes)
             model.set_submodule(place, SparseLinear(*sizes, "meta", linear.weight.dtype, bits=has))
-        check_weights(found, model)
+        check_weights(file_headers, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:
         """Checks every packed layer once: kernels do not check the indices."""

@@ -184,14 +184,14 @@ class Guard:
         """Why a request with these headers is refused; None if it is not."""
         for host in headers.getlist("host") or [""]:
             name = host_name(f"//{host}")
-            if self.is_local and not self.is_here(name) and name not in self.allowed:
+            if self.is_local and not self.is_this_host(name) and name not in self.allowed:
                 return f"Host {host!r} is not this server; allow it with --allow_origin http://{host}"
         for origin in headers.getlist("origin"):
-            if origin not in self.origins and not self.is_here(host_name(origin)):
+            if origin not in self.origins and not self.is_this_host(host_name(origin)):
                 return f"pages of {origin!r} may not send requests; allow them with --allow_origin {origin}"
         return None
 
-    def is_here(self, name: str) -> bool:
+    def is_this_host(self, name: str) -> bool:
         """Whether this is --host, or a name that always means this machine."""
         try:
             return name in self.names or ipaddress.ip_address(name).is_loopback

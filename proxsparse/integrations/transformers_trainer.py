@@ -182,11 +182,11 @@ class ProxCallback(TrainerCallback):
         if bad := count_not_finite(self.learned.values()):
             raise ValueError(f"{bad} weights became NaN or infinite during training; lower learning_rate")
         self.figures = self.monitor.observe(state.global_step)
-        masks = {name: one.mask().cpu() for name, one in self.learned.items()}
+        masks = {name: layer.mask().cpu() for name, layer in self.learned.items()}
         snap_(model, self.pretrained, masks)
-        gathered = gather_masks(masks, {name: one.weight for name, one in self.learned.items()})
+        gathered = gather_masks(masks, {name: layer.weight for name, layer in self.learned.items()})
         self.masks = {plain_name(name): mask for name, mask in gathered.items()}
-        patterns = {plain_name(name): one.pattern for name, one in self.learned.items()}
+        patterns = {plain_name(name): layer.pattern for name, layer in self.learned.items()}
         if state.is_world_process_zero:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
             with atomic_directory(Path(args.output_dir)) as scratch:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from proxsparse.ops.registry import Kernel, announce, get_kernel, list_backends
+from proxsparse.ops.registry import Kernel, find_kernel, get_kernel, warn_fallback
 from proxsparse.reference.quantize import columns
 
 MEASURED = Path(__file__).with_name("measured.json")
@@ -44,35 +44,35 @@ def choose(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
     The choice depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
     """
     key = (x.device, x.dtype, values.dtype, bool(scales) and scales[0].dtype, x.numel(), values.shape)
-    found = _choices.get(key)
-    if found is None:
+    kernel = _choices.get(key)
+    if kernel is None:
         if len(_choices) >= MAX_CHOICES:
             _choices.clear()
-        found = _choices[key] = first_that_serves(x.flatten(0, -2) if x.ndim > 1 else x[None], values, *scales)
-    return found
+        kernel = _choices[key] = supported_kernel(x.flatten(0, -2) if x.ndim > 1 else x[None], values, *scales)
+    return kernel
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Empties the caches, so that the table is read again."""
     measured.cache_clear()
     _choices.clear()
 
 
-def first_that_serves(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
+def supported_kernel(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
     """The first kernel in the order that is registered and supports the call."""
     dtypes = x.dtype if values.dtype == x.dtype else f"{x.dtype} {values.dtype}"
     for backend in order(x.device, dtypes, x.shape[0], (values.shape[0], columns(values))):
-        if backend not in list_backends("sparse_linear"):
+        kernel = find_kernel("sparse_linear", backend)
+        if kernel is None:
             continue
-        kernel = get_kernel("sparse_linear", backend)
         if kernel.supports(x, values, *scales) is None:
             return kernel
-        if reason := why_never(kernel, x, values, *scales):
-            announce("sparse_linear", backend, reason)
+        if reason := reason_at_any_size(kernel, x, values, *scales):
+            warn_fallback("sparse_linear", backend, reason)
     return get_kernel("sparse_linear", REFERENCE)
 
 
-def why_never(kernel: Kernel, x: Tensor, values: Tensor, *scales: Tensor) -> str | None:
+def reason_at_any_size(kernel: Kernel, x: Tensor, values: Tensor, *scales: Tensor) -> str | None:
     """Why the kernel does not even support an easy size; None if it only does not support this size."""
     easy_x = x.new_empty(1, 1).expand(EASY_ROWS, EASY_SIZE)
     return kernel.supports(easy_x, values.new_empty(1, 1).expand(EASY_SIZE, EASY_SIZE // 2), *scales)

@@ -40,7 +40,7 @@ class Kernel:
 
 _kernels: dict[str, dict[str, Kernel]] = {}
 _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
-_announced: set[tuple[str, ...]] = set()
+_warned: set[tuple[str, ...]] = set()
 
 
 def register_kernel(op: str, backend: str, supports: Callable[..., str | None], **others: Callable | None):
@@ -146,17 +146,17 @@ def select(op: str, tensor, *args) -> Kernel:
             reason = kernel.supports(tensor, *args)
             if reason is None:
                 return kernel
-            announce(op, backend, reason)
+            warn_fallback(op, backend, reason)
     raise RuntimeError(f"{op}: no backend supports a {tensor.dtype} tensor on {tensor.device}; convert or move it")
 
 
-def announce(op: str, backend: str, reason: str) -> None:
+def warn_fallback(op: str, backend: str, reason: str) -> None:
     """Warns that a slower backend is used; once for each reason, not for each op."""
     warn_once(f"{op}: not on the {backend} backend ({reason}); using a slower backend", backend, reason)
 
 
 def warn_once(message: str, *key: str) -> None:
     """Warns once for each key."""
-    if key not in _announced:
-        _announced.add(key)
+    if key not in _warned:
+        _warned.add(key)
         warnings.warn(message, stacklevel=4)

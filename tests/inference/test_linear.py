@@ -187,9 +187,9 @@ def deriving(monkeypatch):
     kernel = Kernel("deriving", linear, supports, unpack_nm)
     monkeypatch.setitem(registry._kernels["sparse_linear"], "deriving", kernel)
     monkeypatch.setattr(choice, "order", lambda *arguments: ["deriving", "reference"])
-    choice.forget()
+    choice.clear_cache()
     yield handed
-    choice.forget()
+    choice.clear_cache()
 
 
 def load(layer):

@@ -29,7 +29,7 @@ REASON = "the moon is not full; remedy: wait"
 def table(monkeypatch):
     """An empty kernel table, nothing announced yet, no choice from the environment."""
     monkeypatch.setattr(registry, "_kernels", {})
-    monkeypatch.setattr(registry, "_announced", set())
+    monkeypatch.setattr(registry, "_warned", set())
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
 
 
@@ -135,7 +135,7 @@ def test_the_public_functions_obey_the_choice(monkeypatch):
     with use_backend("cpp"), pytest.raises(RuntimeError, match="cpp"):
         prox_nm_(weight, 0.7, "4:8")
     assert torch.equal(weight, before)
-    monkeypatch.setattr(registry, "_announced", set())
+    monkeypatch.setattr(registry, "_warned", set())
     for backend in ("triton", "cuda"):
         with use_backend(backend), pytest.warns(UserWarning, match=f"nm_mask: backend '{backend}' has no kernel"):
             assert torch.equal(nm_mask(weight), reference.nm_mask(weight))
@@ -159,7 +159,7 @@ def test_the_reference_of_every_op_supports_everything():
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     """measured({shape: {rows: order}}, name=supports) -> kernels that exist; measured for float32 on this CPU."""
-    choice.forget()
+    choice.clear_cache()
 
     def write(fastest: dict, **supports) -> dict:
         kernels = {name: Kernel(name, None, lambda x, values: None) for name in ("fast", "faster", "reference")}
@@ -172,7 +172,7 @@ def measured(monkeypatch, tmp_path):
         return kernels
 
     yield write
-    choice.forget()
+    choice.clear_cache()
 
 
 def chosen(rows: int, out_features: int, in_features: int, dtype=F32, device="cpu") -> str:
@@ -199,7 +199,7 @@ def test_a_backend_that_is_missing_is_announced_once_and_the_next_serves(measure
     measured({"8x8": {"1": "gone > faster > fast > reference"}}, faster=lambda x, values: "not installed; remedy: pip")
     message = "sparse_linear: not on the faster backend (not installed; remedy: pip); using a slower backend"
     assert warnings_of(lambda: chosen(1, 8, 8)) == [message]
-    assert warnings_of(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.forget(), chosen(1, 8, 8))) == []
+    assert warnings_of(lambda: (chosen(2, 8, 8), chosen(1, 16, 8), choice.clear_cache(), chosen(1, 8, 8))) == []
     assert chosen(1, 8, 8) == "fast"
 
 

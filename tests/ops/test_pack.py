@@ -108,7 +108,7 @@ def test_an_infeasible_weight_is_refused_in_the_words_of_the_reference(device):
 def test_without_the_compiled_extension_the_reference_serves_with_a_warning(monkeypatch):
     monkeypatch.setattr(cpp, "_C", None)
     monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing")
-    monkeypatch.setattr(registry, "_announced", set())
+    monkeypatch.setattr(registry, "_warned", set())
     monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
     weight = feasible((3, 12), torch.float32, 0).nan_to_num()
     with pytest.warns(UserWarning, match=r"pack_nm: not on the cpp backend.*the compiled extension is missing"):
