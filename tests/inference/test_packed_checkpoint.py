@@ -60,12 +60,22 @@ def packed_layers(model):
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseLinear)}
 
 
-@pytest.fixture
-def damaged(folders, tmp_path):
-    """damaged(change_config, change_tensors) -> a packed folder with these changes."""
+@pytest.fixture(scope="module")
+def folder_of(folders, tmp_path_factory):
+    """bits -> a packed folder."""
+    made = {16: folders[1]}
+    for bits in (8, 4):
+        flags = ["--bits", str(bits)]
+        made[bits] = packed_copy(tmp_path_factory.mktemp("codes"), dtype=torch.float32, flags=flags)[1]
+    return made
 
-    def make(change_config=lambda config: None, change_tensors=lambda tensors: None):
-        config, tensors = json.loads((folders[1] / "config.json").read_text()), all_tensors(folders[1])
+
+@pytest.fixture
+def damaged(folder_of, tmp_path):
+    """damaged(change_config, change_tensors, bits) -> a packed folder with these changes."""
+
+    def make(change_config=lambda config: None, change_tensors=lambda tensors: None, bits=16):
+        config, tensors = json.loads((folder_of[bits] / "config.json").read_text()), all_tensors(folder_of[bits])
         change_config(config["quantization_config"])
         change_tensors(tensors)
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -103,6 +113,41 @@ def test_sparsified_it_saves_what_the_command_writes_and_unpacked_the_dense_chec
     for unpacked in (unsparsify_(load(folders[1])), loaded.dequantize() or loaded):
         unpacked.save_pretrained(tmp_path / "dense")
         assert_same_files(tmp_path / "dense", folders[0])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_codes_in_memory_and_in_a_folder(bits, tmp_path):
+    dense, packed = packed_copy(tmp_path, dtype=torch.float32, flags=["--bits", str(bits)])
+    model = sparsify_(load(dense), bits=bits)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_files(packed, tmp_path / "saved")
+    entry = json.loads((packed / "config.json").read_text())["quantization_config"]
+    assert entry["format_version"] == 3
+    assert entry["bits"] == dict.fromkeys(entry["layers"], bits)
+    assert f"rounded to {bits} bits" in (packed / "README.md").read_text()
+    loaded = load(packed)
+    assert loaded.get_submodule(LAYER).bits == bits
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert load(packed, dtype=torch.bfloat16).get_submodule(LAYER).dense_weight().dtype == torch.bfloat16
+
+    expected = unsparsify_(model)
+    torch.testing.assert_close(loaded(TOKENS).logits, expected(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    assert pack([str(packed), "--unpack", "--output_dir", str(tmp_path / "unpacked")]) == 0
+    weight = load(tmp_path / "unpacked").get_submodule(LAYER).weight
+    assert torch.equal(weight, expected.get_submodule(LAYER).weight)
+    assert 0 < (weight - load(dense).get_submodule(LAYER).weight).norm() < 0.12 * weight.norm()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@torch.no_grad()
+def test_layers_of_several_bits(bits, dense, tmp_path):
+    model = sparsify_(sparsify_(dense, bits=bits, include=["mlp"]))
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert (loaded.get_submodule(LAYER).bits, loaded.model.layers[0].self_attn.q_proj.bits) == (bits, 16)
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert loaded.dequantize().get_submodule(LAYER).weight.shape == (64, 32)
 
 
 @torch.no_grad()
@@ -244,6 +289,24 @@ def change(name, function):
 )
 def test_a_damaged_folder_is_refused(part, change, words, damaged):
     refused(damaged(**{f"change_{part}": change}), *words)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(f"{LAYER}.scales"), ["no file has", f"{LAYER}.scales"]),
+        (change("scales", lambda _: torch.ones(64)), ["scales is F32 [64]"]),
+        # as proxsparse wrote them before its first release, for models that had codes of 4 bits
+        (change("scales", lambda _: torch.ones(64, 1).int()), ["pack the pruned folder again"]),
+        (change("scales", lambda t: t * 0 + torch.inf), ["up_proj: scales contain NaN or infinity"]),
+        (change("scales", lambda t: t * 0 + 3e38), ["up_proj: codes times scales overflow"]),
+        (change("values", lambda _: torch.ones(64, 16)), ["values is F32"]),
+        (change("indices", lambda t: t * 0), ["out of order"]),
+    ],
+)
+def test_damaged_codes_are_refused(bits, change, words, damaged):
+    refused(damaged(change_tensors=change, bits=bits), *words)
 
 
 def test_too_many_layers_are_refused_before_transformers_creates_them(folders, tmp_path):

@@ -1,5 +1,10 @@
-"""The backend `cutlass` without a GPU: its metadata and that of codes against CUTLASS's layouts, its tiles."""
+"""CUTLASS's products, of bfloat16 and of codes of 8 bits: metadata, rounding, tiles, calls, refusals.
 
+Without a GPU: the metadata against CUTLASS's headers, calls with a stand-in for its kernels, and two of its tiles as
+nvcc compiles them (tests/ptx).
+"""
+
+import functools
 import importlib.util
 import itertools
 import shutil
@@ -9,23 +14,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pruned import assert_as_good_as_dense, pruned_linear
+from ops.on_each_backend import SECOND_GPU, OnGPU
+from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
+from ptx.gpu import Extension, cutlass_flags
+from torch.nn.functional import linear
 
 from proxsparse import SparseLinear
+from proxsparse.ops import dequantize_nm, pack_nm
 from proxsparse.ops.backends import cuda, cutlass, cutlass_codes
+from proxsparse.ops.backends.cutlass_codes import FP8, INT8, Kind, fp8_weight, quantize_rows
 from proxsparse.ops.registry import get_kernel
+from proxsparse.reference.pack import unpack_nm
 
 CHECKOUT = Path(__file__).parents[2]
-PROGRAM = CHECKOUT / "tests" / "ops" / "cutlass_layouts.cu"
-EQUATIONS = {80: cutlass.metadata_sm80, 90: cutlass.metadata_sm90}
-OF_CODES = {80: cutlass_codes.metadata_sm80, 90: cutlass_codes.metadata_sm90}
-# bits of a weight and architecture -> shapes
-SHAPES = {
-    (16, 80): [(32, 64), (96, 320), (256, 1024)],
-    (16, 90): [(64, 128), (128, 384), (8, 16), (72, 144), (200, 1600)],
-    (8, 80): [(32, 128), (96, 384)],
-    (8, 90): [(64, 128), (128, 384), (8, 32), (72, 160), (200, 1600)],
+KINDS = [INT8, FP8]
+MULTIPLY = {INT8: cutlass_codes.sparse_linear_int8, FP8: cutlass_codes.sparse_linear_fp8}
+# bits of a weight and architecture -> (equation of the metadata, shapes)
+EQUATIONS = {
+    (16, 80): (cutlass.metadata_sm80, [(32, 64), (64, 192), (96, 320), (256, 1024)]),
+    (16, 90): (cutlass.metadata_sm90, [(64, 128), (128, 384), (8, 16), (72, 144), (200, 640), (200, 1600)]),
+    (8, 80): (cutlass_codes.metadata_sm80, [(32, 128), (96, 384)]),
+    (8, 90): (cutlass_codes.metadata_sm90, [(64, 128), (128, 384), (8, 32), (72, 160), (200, 1600)]),
 }
+FORMS = [(bits, architecture, shape) for (bits, architecture), (_, shapes) in EQUATIONS.items() for shape in shapes]
+BUILT = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm[89]0_*.cu")]
+BUILT = {(int(architecture.removeprefix("sm")), tile) for architecture, _, tile in BUILT}
 # Compute capability -> the most shared memory of a thread block, in bytes (CUDA programming guide; libcu++'s
 # arch_traits.h).
 SHARED_MEMORY = dict.fromkeys([(8, 0), (8, 7)], 163 << 10)
@@ -43,6 +56,29 @@ struct Registered {
 }
 int main() {}
 """
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=["int8", "fp8"])
+bf16 = torch.bfloat16
+
+
+def kernel():
+    return get_kernel("sparse_linear", "cutlass")
+
+
+def random_indices(shape, device="cpu"):
+    return torch.randint(0, 256, (shape[0], shape[1] // 8), dtype=torch.uint8, device=device)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu(major): from then on GPUs have this compute capability; all tiles of csrc/cutlass are built."""
+    tiles = SimpleNamespace(gemm_codes=None, tiles=lambda: BUILT, tiles_codes=lambda: BUILT)
+    monkeypatch.setattr(cutlass, "missing", lambda: None)
+    monkeypatch.setattr(cutlass, "_C", tiles)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
+    return lambda major: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+
+
+# ------------------------------------------------------------------------------------------ metadata and tiles
 
 
 def compiled(source: Path, program: Path, *flags: str) -> Path:
@@ -60,18 +96,26 @@ def compiled(source: Path, program: Path, *flags: str) -> Path:
 @pytest.fixture(scope="module")
 def layouts(tmp_path_factory):
     """A program that orders indices by the functions and layouts of CUTLASS's headers."""
-    return compiled(PROGRAM, tmp_path_factory.mktemp("cutlass") / "layouts", "-std=c++17", "-arch=sm_90")
+    source, program = Path(__file__).with_name("cutlass_layouts.cu"), tmp_path_factory.mktemp("cutlass") / "layouts"
+    return compiled(source, program, "-std=c++17", "-arch=sm_90")
 
 
-@pytest.mark.parametrize(("form", "shape"), [(form, shape) for form in SHAPES for shape in SHAPES[form]], ids=str)
-def test_metadata_is_that_of_the_headers(form, shape, layouts):
-    (bits, architecture), (out_features, in_features) = form, shape
-    indices = torch.randint(0, 256, (out_features, in_features // 8), dtype=torch.uint8)
-    head = f"{bits} {architecture} {out_features} {in_features}\n".encode()
+@pytest.mark.parametrize(("bits", "architecture", "shape"), FORMS, ids=str)
+def test_metadata_matches_the_headers(bits, architecture, shape, layouts):
+    indices = random_indices(shape)
+    head = f"{bits} {architecture} {shape[0]} {shape[1]}\n".encode()
     process = subprocess.run([layouts], input=head + bytes(indices.flatten().tolist()), capture_output=True, check=True)
-    metadata = (OF_CODES if bits == 8 else EQUATIONS)[architecture](indices)
+    metadata = EQUATIONS[bits, architecture][0](indices)
     assert process.stdout == bytes(metadata.tolist())
-    assert len(metadata) == cutlass.metadata_bytes(out_features, in_features, architecture)
+    assert len(metadata) == cutlass.metadata_bytes(*shape, architecture)
+
+
+@pytest.mark.parametrize(("architecture", "shape"), [form[1:] for form in FORMS if form[0] == 16], ids=str)
+def test_the_compiled_kernel_orders_places_as_the_equation(architecture, shape, cuda_on_cpu):
+    indices = random_indices(shape)
+    metadata = torch.empty(cutlass.metadata_bytes(*shape, architecture), dtype=torch.uint8)
+    cuda.cutlass_metadata_(indices, metadata, architecture)
+    assert torch.equal(metadata, EQUATIONS[16, architecture][0](indices))
 
 
 @pytest.mark.parametrize("equation", [cutlass.metadata_sm90, cutlass_codes.metadata_sm90], ids=["16", "8"])
@@ -82,20 +126,17 @@ def test_padding_is_places_that_exist(equation):
     assert (metadata == 0).sum() == indices.numel()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "reason"),  # rows, out_features, in_features / 2, architecture
-    [
-        ((1, 4096, 2048, 90), None),
-        ((100, 96, 96, 80), None),
-        ((1, 100, 2048, 90), "out_features=100 must be a multiple of 8"),
-        ((1, 4104, 2048, 80), "out_features=4104 must be a multiple of 32"),
-        ((1, 4096, 2050, 90), "in_features=4100 must be a multiple of 16"),
-        ((1, 4096, 24, 80), "in_features=48 must be a multiple of 64"),
-        ((0, 4096, 2048, 90), "x has no rows"),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_its_number(sizes, reason):
-    assert cutlass.shape_reason(*sizes) == reason
+def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpu):
+    device = torch.device("cuda", 0)
+    for major, rows, expected in (
+        (9, (1, 33, 512, 513), ["64x32", "64x64", "128x128", "128x256"]),
+        (8, (17, 129), ["64x64", "128x128"]),
+    ):
+        gpu(major)
+        assert [cutlass.tile_for(device, count) for count in rows] == expected
+        assert {tile for _, tile in cutlass.TILES[10 * major]} <= set(cutlass.built_tiles(device))
+    of_codes = {(a, f"{kind.name}_{tile}") for kind in KINDS for a in kind.tiles for _, tile in kind.tiles[a]}
+    assert of_codes == {(a, tile) for a, tile in BUILT if tile.startswith(("int8", "fp8"))}
 
 
 @pytest.mark.slow
@@ -110,45 +151,249 @@ def test_every_gpu_has_the_shared_memory_of_the_tiles_offered_to_it(tmp_path, mo
     program = compiled(tmp_path / "sizes.cu", tmp_path / "sizes", "-std=c++20", "-arch=sm_90a")
     output = subprocess.run([program], capture_output=True, check=True).stdout
     sizes = dict(zip((file.stem for file in files), map(int, output.split()), strict=True))
-    rows, fits = [], True
+    too_large = []
     for capability, limit in SHARED_MEMORY.items():
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         prefix = f"sm{cutlass.architecture_of(torch.device('cuda'))}_"
-        for name, size in sizes.items():
-            if name.startswith(prefix):
-                rows.append(f"{capability}: {limit:,} bytes, {name}: {size:,}{' TOO LARGE' * (size > limit)}")
-                fits &= size <= limit
-    assert fits, "\n".join(rows)
+        too_large += [(capability, limit, x, y) for x, y in sizes.items() if x.startswith(prefix) and y > limit]
+    assert not too_large
 
 
 def test_what_begins_anywhere_is_copied():
-    tensor = torch.arange(32, dtype=torch.bfloat16)
+    tensor = torch.arange(32, dtype=bf16)
     assert cutlass.aligned(tensor) is tensor
     copy = cutlass.aligned(tensor[1:])
     assert copy.data_ptr() % 16 == 0
     assert torch.equal(copy, tensor[1:])
 
 
+# ------------------------------------------------------------------------------------------ codes
+
+
+def packed_as(kind: Kind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, indices and scales of a 2:4 weight."""
+    if kind is INT8:
+        return quantized(weight, 8)[:3]
+    values, indices = pack_nm(weight)
+    codes, scales = fp8_weight(values)
+    return codes, indices, scales
+
+
+def exact(kind: Kind, x: torch.Tensor, codes, indices, scales, bias) -> tuple[torch.Tensor, torch.Tensor]:
+    """y with x and W rounded to codes, in float64, and the largest sum of magnitudes of its products."""
+    x_codes, x_scales = quantize_rows(x, kind)
+    rounded = x_codes.double() * x_scales.double()[:, None]
+    weight = unpack_nm(codes.double(), indices) * scales.double()
+    y = linear(rounded, weight, None if bias is None else bias.double())
+    return y, linear(rounded.abs(), weight.abs()).max()
+
+
+@each_kind
+def test_rows_are_rounded_to_the_nearest_code(kind):
+    """int8 to half a step; e4m3 to half of the last of its 4 bits, below 2^-6 to half of 2^-9."""
+    x = torch.cat([torch.randn(50, 256), 1e-3 * torch.randn(50, 256), torch.zeros(1, 256)]).bfloat16()
+    codes, scales = quantize_rows(x, kind)
+    assert codes.dtype == kind.dtype
+    assert codes.float().abs().amax(-1).tolist() == [kind.largest] * 100 + [0]
+    step = torch.full_like(x, 0.5).double() if kind is INT8 else 2**-4 * (x.double() / scales[:, None]).nan_to_num()
+    error = (codes.double() * scales.double()[:, None] - x.double()).abs()
+    assert (error <= 1.0001 * step.abs().clamp(min=2**-10) * scales.double()[:, None]).all()
+
+
+def test_a_weight_of_codes_is_rounded_to_e4m3_as_its_values():
+    codes, _, scales, _ = quantized(pruned_weight((8, 64), bf16), 8)
+    found, of_rows = fp8_weight(codes, scales)
+    assert of_rows.shape == (8, 1)
+    assert of_rows.dtype == FP8.scales
+    assert torch.equal(of_rows * 448, dequantize_nm(codes, scales).float().abs().amax(-1, keepdim=True))
+    assert torch.equal(found.view(torch.int8), fp8_weight(dequantize_nm(codes, scales))[0].view(torch.int8))
+
+
+@pytest.mark.parametrize(("kind", "most"), [(INT8, 0.02), (FP8, 0.05)], ids=["int8", "fp8"])
+def test_rounding_changes_y_by_a_few_percent(kind, most):
+    """Of normally distributed numbers: 1% with int8, 4% with e4m3, relative to the standard deviation of y."""
+    weight, x = pruned_weight((128, 2048), bf16), torch.randn(64, 2048).bfloat16()
+    y, _ = exact(kind, x, *packed_as(kind, weight), None)
+    unrounded = x.double() @ weight.double().T
+    assert (y - unrounded).square().mean().sqrt() <= most * unrounded.std()
+
+
+# ------------------------------------------------------------------------------------------ calls
+
+
+class StandIn:
+    """proxsparse._C_cutlass (csrc/cutlass/bindings.cpp): multiplies by what the metadata say."""
+
+    def __init__(self) -> None:
+        self.tiles, self.pointers = [], []
+
+    def workspace_bytes(self, architecture, tile, values, x):
+        return 0
+
+    def multiply(self, bits, architecture, tile, values, metadata, x, bias, y):
+        self.tiles.append(tile)
+        self.pointers.append(x.data_ptr())
+        size = len(values), values.shape[1] // 4
+        place = EQUATIONS[bits, architecture][0](torch.arange(size[0] * size[1], dtype=torch.int32).view(size) + 1000)
+        real = place >= 1000  # the rest is padding
+        indices = torch.empty(size, dtype=torch.uint8)
+        indices.view(-1)[place[real].long() - 1000] = metadata[real]
+        product = linear(x.double(), unpack_nm(values.double(), indices))
+        product = product if bias is None else product + bias.double()
+        y.copy_(product.t() if architecture == 80 else product)
+
+    def gemm(self, architecture, tile, values, metadata, x, bias, y, workspace, stream):
+        assert architecture == 90 or (bias is None and len(x) % 8 == 0)
+        self.multiply(16, architecture, tile, values, metadata, x, bias, y)
+
+    def gemm_codes(self, architecture, tile, values, metadata, w_scales, x, x_scales, bias, y, stream):
+        assert architecture == 90 or len(x) % 16 == 0
+        product = torch.empty_like(y, dtype=torch.float64)
+        self.multiply(8, architecture, tile, values, metadata, x, None, product)
+        scale = x_scales.double()[:, None] * w_scales.double().T
+        product = product.t() * scale if architecture == 80 else product * scale
+        product = product if bias is None else product + bias
+        y.copy_(product.t() if architecture == 80 else product)
+
+
 @pytest.fixture
-def gpus(monkeypatch):
-    """cuda:8 is of compute capability 8.0, cuda:9 of 9.0; all tiles of csrc/cutlass are built."""
-    built = [path.stem.partition("_") for path in (CHECKOUT / "csrc" / "cutlass").glob("sm[89]0_[0-9]*.cu")]
-    tiles = [(int(architecture.removeprefix("sm")), name) for architecture, _, name in built]
-    monkeypatch.setattr(cutlass, "_C", SimpleNamespace(tiles=lambda: tiles))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (device.index, 0))
+def stand_in(cuda_on_cpu, gpu, monkeypatch):
+    """The stand-in for CUTLASS's kernels; the kernel of the metadata is the compiled one."""
+    monkeypatch.setattr(cutlass, "_C", StandIn())
+    monkeypatch.setattr(cutlass_codes, "missing", lambda *_: None)
+    return cutlass._C
 
 
-def tiles_for(index: int, *all_rows: int) -> list[str]:
-    return [cutlass.tile_for(torch.device("cuda", index), rows) for rows in all_rows]
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("major", "shape"), [(9, (72, 144)), (8, (96, 320)), (10, (32, 64))], ids=str)
+def test_a_call_matches_the_dense_product(major, shape, with_bias, stand_in, gpu):
+    """With the tiles of the GPU; x is copied only to add rows."""
+    gpu(major)
+    weight, bias = pruned_weight(shape, bf16), torch.randn(shape[0]).bfloat16() if with_bias else None
+    for rows in (17, 40, 200, 600):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        y = kernel().run(x, *pack_nm(weight), bias, None)
+        assert y.is_contiguous()
+        expected = linear(x.double(), weight.double(), bias.double() if with_bias else None)
+        torch.testing.assert_close(y.double(), expected, rtol=8e-3, atol=3e-2)
+        assert (stand_in.pointers[-1] == x.data_ptr()) == (rows % 8 == 0 or major == 9)
+    small, large = ["64x64"] * 2, ["128x128"] * 2
+    assert stand_in.tiles == (["64x32", "64x64", "128x128", "128x256"] if major == 9 else small + large)
 
 
-def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpus):
-    assert tiles_for(9, 1, 33, 512, 513) == ["64x32", "64x64", "128x128", "128x256"]
-    assert tiles_for(8, 17, 129) == ["64x64", "128x128"]
-    for architecture, tiles in cutlass.TILES.items():
-        device = torch.device("cuda", architecture // 10)
-        assert {tile for _, tile in tiles} <= set(cutlass.built_tiles(device))
-    assert cutlass.built_tiles(torch.device("cuda", 8)) == ["128x128", "64x64"]
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("kind", "major"), [(INT8, 8), (INT8, 9), (FP8, 9)], ids=["int8-8", "int8-9", "fp8"])
+def test_a_call_with_codes_matches_the_product_of_rounded_numbers(kind, major, with_bias, stand_in, gpu):
+    gpu(major)
+    packed, bias = packed_as(kind, pruned_weight((96, 384), bf16)), torch.randn(96).bfloat16() if with_bias else None
+    for rows in (1, 13, 300):
+        x = torch.randn(rows, 384).bfloat16()
+        y = MULTIPLY[kind](x, *packed, bias)
+        assert y.is_contiguous()
+        torch.testing.assert_close(y.double(), exact(kind, x, *packed, bias)[0], rtol=4e-3, atol=1e-4)
+    assert stand_in.tiles == ["64x64", "64x64", "128x256" if (kind, major) == (INT8, 9) else "128x128"]
+
+
+@pytest.mark.parametrize("major", [8, 9])
+def test_the_metadata_can_be_prepared_once(major, stand_in, gpu, cuda_on_cpu):
+    """Also of indices that begin anywhere, which are copied before."""
+    gpu(major)
+    values, indices = pack_nm(pruned_weight((96, 320), bf16))
+    anywhere = torch.cat([indices.new_zeros(1), indices.flatten()])[1:].view(indices.shape)
+    prepared = kernel().prepare(values, indices)
+    assert torch.equal(prepared, EQUATIONS[16, 10 * major][0](indices))
+    assert torch.equal(prepared, kernel().prepare(values, anywhere))
+    x, count = torch.randn(17, 320).bfloat16(), len(cuda_on_cpu.launches)
+    y = kernel().run(x, values, indices, None, prepared)
+    assert len(cuda_on_cpu.launches) == count
+    assert torch.equal(y, kernel().run(x, values, indices, None, None))
+    assert len(cuda_on_cpu.launches) == count + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tile", "shape"), [("64x64", (96, 320)), ("int8_64x64", (96, 384))], ids=str)
+def test_a_compiled_tile(tile, shape, cuda_on_cpu, gpu, monkeypatch):
+    """For sm_80, as nvcc compiles it."""
+    flags = cutlass_flags()
+    gpu(8)
+    load = lambda *_: cuda_on_cpu.library(f"cutlass/sm80_{tile}.cu", flags, 80)  # noqa: E731
+    monkeypatch.setattr(cutlass_codes, "missing", lambda *_: None)
+    monkeypatch.setattr(cutlass, "_C", Extension(cuda_on_cpu, "cutlass/bindings.cpp", load))
+    weight, bias = pruned_weight(shape, bf16), torch.randn(shape[0]).bfloat16()
+    for rows in (1, 17, 72):
+        x = torch.randn(rows, shape[1]).bfloat16()
+        if tile.startswith("int8"):
+            packed = packed_as(INT8, weight)
+            y = cutlass_codes.sparse_linear_int8(x, *packed, bias)
+            expected, largest = exact(INT8, x, *packed, bias)
+            assert ((y.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6 * largest).all()
+        else:
+            assert_as_good_as_dense(kernel().run(x, *pack_nm(weight), None, None), x, weight)
+            y, expected = (
+                kernel().run(x, *pack_nm(weight), bias, None),
+                linear(*(t.double() for t in (x, weight, bias))),
+            )
+            torch.testing.assert_close(y.double(), expected, rtol=8e-3, atol=3e-2)
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),  # rows, out_features, in_features / 2, architecture
+    [
+        ((1, 4096, 2048, 90), None),
+        ((100, 96, 96, 80), None),
+        ((1, 100, 2048, 90), "out_features=100 must be a multiple of 8"),
+        ((1, 4104, 2048, 80), "out_features=4104 must be a multiple of 32"),
+        ((1, 4096, 2050, 90), "in_features=4100 must be a multiple of 16"),
+        ((1, 4096, 24, 80), "in_features=48 must be a multiple of 64"),
+        ((0, 4096, 2048, 90), "x has no rows"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_by_its_number(sizes, reason):
+    assert cutlass.shape_reason(*sizes) == reason
+
+
+OLD, STEPS_80, STEPS_90 = (
+    "8.0 or newer, not this GPU",
+    "multiples of 32 output features and 128",
+    "of 8 output features and 32",
+)
+
+
+@pytest.mark.parametrize(
+    ("major", "kind", "x", "out_features", "reason"),
+    [
+        (8, INT8, (17, 384), 96, None),
+        (8, FP8, (17, 384), 96, "supports GPUs of compute capability 9.0, not this GPU"),
+        *((8, INT8, x, out, STEPS_80) for x, out in (((17, 320), 96), ((17, 384), 100), ((0, 384), 96))),
+        (7, INT8, (17, 384), 96, OLD),
+        *((9, kind, (17, 160), 72, None) for kind in KINDS),
+        *(
+            (9, kind, x, out, STEPS_90)
+            for kind in KINDS
+            for x, out in (((17, 336), 96), ((17, 384), 100), ((0, 384), 96))
+        ),
+    ],
+)
+def test_what_products_of_codes_support(major, kind, x, out_features, reason, gpu):
+    gpu(major)
+    found = cutlass_codes.missing(kind, OnGPU(*x), OnGPU(out_features, x[1] // 2, kind.dtype))
+    assert found is None if reason is None else reason in found
+
+
+@each_kind
+def test_other_products_of_codes_are_refused(kind, gpu, monkeypatch):
+    gpu(9)
+    missing = functools.partial(cutlass_codes.missing, kind, OnGPU(17, 384))
+    assert f"codes of {kind.dtype}" in missing(OnGPU(96, 192, bf16))
+    with pytest.raises(RuntimeError, match=f"sparse_linear_{kind.name}: supports only CUDA GPUs"):
+        MULTIPLY[kind](torch.ones(1, 128), torch.ones(32, 64), None, None)
+    cutlass._C.tiles_codes = lambda: []
+    assert "its tile was not built for this GPU; remedy" in missing(OnGPU(96, 192, kind.dtype))
+    monkeypatch.setattr(cutlass, "_C", SimpleNamespace())
+    assert "another version" in missing(OnGPU(96, 192, kind.dtype))
 
 
 # ------------------------------------------------------------------------------------------ on a GPU
@@ -159,9 +404,9 @@ def layer_on_gpu():
     """layer_on_gpu(out_features, in_features) -> a packed layer of backend "cutlass"."""
 
     def build(out_features: int, in_features: int) -> SparseLinear:
-        linear = pruned_linear(in_features, out_features, dtype=torch.bfloat16).cuda()
-        layer = SparseLinear.from_linear(linear, "cutlass")
-        if reason := get_kernel("sparse_linear", "cutlass").supports(linear.weight[:8], layer.values):
+        dense = pruned_linear(in_features, out_features, dtype=bf16).cuda()
+        layer = SparseLinear.from_linear(dense, "cutlass")
+        if reason := kernel().supports(dense.weight[:8], layer.values):
             pytest.skip(reason)
         return layer
 
@@ -169,17 +414,17 @@ def layer_on_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", EQUATIONS)
+@pytest.mark.parametrize("architecture", [80, 90])
 def test_the_kernel_orders_places_as_the_equation_and_writes_nothing_else(architecture):
     if reason := cuda.missing():
         pytest.skip(reason)
     rows, columns = {80: (32, 64), 90: (8, 16)}[architecture]
     for m, k in itertools.product((1, 3, 8, 17), (1, 2, 5, 16, 41)):
-        indices = torch.randint(0, 256, (m * rows, k * columns // 8), dtype=torch.uint8, device="cuda")
+        indices = random_indices((m * rows, k * columns), "cuda")
         size = cutlass.metadata_bytes(m * rows, k * columns, architecture)
         memory = torch.full((size + 512,), 0xA5, dtype=torch.uint8, device="cuda")
         cuda.cutlass_metadata_(indices, memory[256:-256], architecture)
-        assert torch.equal(memory[256:-256], EQUATIONS[architecture](indices)), (m, k)
+        assert torch.equal(memory[256:-256], EQUATIONS[16, architecture][0](indices)), (m, k)
         assert (memory[:256] == 0xA5).all()
         assert (memory[-256:] == 0xA5).all()
 
@@ -215,3 +460,24 @@ def test_a_capture_derives_the_metadata_in_every_replay(layer_on_gpu):
         graph.replay()
         assert torch.equal(y, layer(x))
     assert layer.prepared is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(96, 384), (160, 1152), (4096, 4096)], ids=str)
+@each_kind
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cuda:1", marks=SECOND_GPU)])
+def test_products_of_codes_of_8_bits(device, kind, shape):
+    """Sums of int8 are exact, so the error is that of scales in fp32 and of one rounding.
+
+    The tensor cores add 256 products of e4m3 with at least 13 bits.
+    """
+    packed = [part.to(device) for part in packed_as(kind, pruned_weight(shape, bf16))]
+    bias = torch.randn(shape[0], device=device).bfloat16()
+    for rows in (1, 17, 100, 129, 600):
+        x = torch.randn(rows, shape[1], device=device).bfloat16()
+        if reason := cutlass_codes.missing(kind, x, packed[0]):
+            pytest.skip(reason)
+        for added in (None, bias):
+            y, (expected, largest) = MULTIPLY[kind](x, *packed, added), exact(kind, x, *packed, added)
+            atol = 1e-4 if kind is INT8 else 2**-12 * largest.item()
+            torch.testing.assert_close(y.double(), expected, rtol=4e-3, atol=atol)
