@@ -22,7 +22,7 @@ from safetensors import safe_open
 from proxsparse import pack, prune, train
 
 LIMIT = 180  # seconds for a type
-REMEDY = re.compile(r"use (--precision fp32)|(--exclude (?!it\b)[\w.]+(?: [a-z]\w+)*)")
+REMEDY = re.compile(r"use (--precision fp32)|(--exclude [\w.]+(?: [a-z]\w+)*)")
 ROUTER = re.compile(r"router|(^|\.)gate(\.|$)|expert_gate$")  # in the name of a pruned layer
 
 

@@ -203,7 +203,7 @@ def describe_unreached(unreached: list[str], names: list[str]) -> str:
     """Why the first layer of `unreached` has no calibration inputs. `names`: all layers of the decoder block."""
     name = unreached[0]
     if re.search(r"experts\.\d+\.", name):
-        return f"{name}: no calibration token reached this expert; use more samples, or --exclude it"
+        return f"{name}: no calibration token reached this expert; use more samples, or --exclude experts"
     outer, parent = name, name.rpartition(".")[0]  # the outermost module of which no layer was called
     while not parent[-1:].isdigit() and all(one in unreached for one in names if one.startswith(f"{parent}.")):
         outer, parent = parent, parent.rpartition(".")[0]
