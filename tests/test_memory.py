@@ -2,7 +2,6 @@
 
 import re
 
-import plan_check
 import pytest
 import torch
 from tiny_models import save_tiny_model
@@ -200,14 +199,3 @@ def test_a_model_without_a_config_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
     with pytest.raises(InputError, match=r"'someone/unknown': no network; give a folder with config.json$"):
         train.main(["--model", "someone/unknown", "--plan"])
-
-
-def test_plan_check_compares_the_plan_with_a_run(monkeypatch, capsys):
-    monkeypatch.setattr(plan_check, "peak", lambda arguments: 10**9)
-    monkeypatch.setattr(
-        plan_check,
-        "save_random_llama",
-        lambda folder, *_, **__: save_tiny_model("llama", folder, max_position_embeddings=512),
-    )
-    assert plan_check.main(["--no-save", "--only", "train random"]) == 0
-    assert re.search(r"train random --seq_len 512 +0.5\d +1.00", capsys.readouterr().out)

@@ -131,7 +131,7 @@ def generate_speed(rows: list[dict]):
         series = parts.setdefault(f"{row['model']}, {row['layers']} blocks, {row['dtype']}", {})
         ratio = row.get("decode_times_dense_of_mode") if row["form"] != "dense" else None
         point = f"{row['mode']}\nbatch {row['batch']}", row["decode_tokens_per_s"], f"{ratio:.1f}x" if ratio else ""
-        series.setdefault(FORMS[row["form"]], []).append(point)
+        series.setdefault(FORMS.get(row["form"], row["form"]), []).append(point)
     cases = [(name, "", series) for name, series in parts.items()]
     title = "packed 2:4 compared with dense; " + rows[0]["device"] if rows else ""
     return chart(title, cases, "decode tokens/s", (4.2, 3.2), bars=True) if cases else None
