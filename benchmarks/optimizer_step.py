@@ -78,10 +78,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def separate(parameters: list, reg_lambda: float | None) -> Optimizer:
-    """torch's fused AdamW, then (unless lambda is None) the prox in passes of its own."""
-    adamw = AdamW(parameters, **ADAMW, fused=True)
-    return adamw if reg_lambda is None else ProxOptimizer(adamw, reg_lambda)
+def adamw(parameters: list, reg_lambda: float) -> Optimizer:
+    """torch's fused AdamW, without the prox."""
+    return AdamW(parameters, **ADAMW, fused=True)
+
+
+def separate(parameters: list, reg_lambda: float) -> Optimizer:
+    """torch's fused AdamW, then the prox in passes of its own."""
+    return ProxOptimizer(adamw(parameters, reg_lambda), reg_lambda)
 
 
 def fused(parameters: list, reg_lambda: float, **settings) -> Optimizer:
@@ -97,23 +101,22 @@ def scaled(make: Callable[[list, float], Optimizer], parameters: list, reg_lambd
     return optimizer
 
 
-# name -> (parameters, lambda) -> optimizer
-OPTIMIZERS: dict[str, Callable[[list, float], Optimizer]] = {
-    "AdamW": lambda parameters, reg_lambda: separate(parameters, None),
-    SLOW: lambda parameters, reg_lambda: separate(parameters, None),
+OPTIMIZERS = {  # name -> (parameters, lambda) -> optimizer
+    "AdamW": adamw,
+    SLOW: adamw,
     "ProxOptimizer(AdamW)": separate,
     "ProxOptimizer(AdamW), scaling": partial(scaled, separate),
     "ProxAdamW": fused,
     "ProxAdamW, scaling": partial(scaled, fused),
 }
-BF16_MOMENTS = {"moment_dtype": torch.bfloat16}
+ROUNDED = {"stochastic_rounding": True}
 FOR_DTYPE = {  # dtype of the weights -> further ones
     torch.bfloat16: {
-        "ProxAdamW, stochastic rounding": partial(fused, stochastic_rounding=True),
-        "ProxAdamW, stochastic rounding, bf16 moments": partial(fused, stochastic_rounding=True, **BF16_MOMENTS),
+        "ProxAdamW, stochastic rounding": partial(fused, **ROUNDED),
+        "ProxAdamW, stochastic rounding, bf16 moments": partial(fused, **ROUNDED, moment_dtype=torch.bfloat16),
         "ProxAdamW, masters": partial(fused, master_weights=True),
     },
-    torch.float32: {"ProxAdamW, bf16 moments": partial(fused, **BF16_MOMENTS)},
+    torch.float32: {"ProxAdamW, bf16 moments": partial(fused, moment_dtype=torch.bfloat16)},
 }
 
 
@@ -137,9 +140,15 @@ def benchmark(layers: WeightSet, args: argparse.Namespace) -> list[dict[str, obj
         rows = interleaved(fast, layers.renew, device, args.repetitions, args.seconds, 16 * len(parameters))
     except Exception as error:  # an earlier step has ended the CUDA context: the reason is in its note
         return [*notes.values(), *({"optimizer": name, "note": error_note(error)} for name in optimizers)]
+
+    def slow_step() -> None:
+        optimizers[SLOW].step()
+        for weight in layers.weights:
+            weight.copy_(enum_alm(weight, args.reg_lambda))
+
     if SLOW in optimizers:
         layers.renew()
-        rows[SLOW] = once(lambda: slow_step(parameters, optimizers[SLOW].step, args.reg_lambda), device)
+        rows[SLOW] = once(slow_step, device)
     copy_gb_per_s = 2 * layers.flat.nbytes / rows["copy"]["p50_ms"] / 1e6
     weights, found = layers.flat.numel(), [*notes.values()]
     for name, optimizer in optimizers.items():
@@ -152,14 +161,6 @@ def benchmark(layers: WeightSet, args: argparse.Namespace) -> list[dict[str, obj
         row |= {"state_bytes_a_weight": kept / weights, "gb_per_s": speed, "peak_bytes": peak}
         found.append(row | {"peak_bytes_a_weight": None if peak is None else peak / weights})
     return found
-
-
-@torch.no_grad()
-def slow_step(parameters: list[torch.nn.Parameter], step: Callable, reg_lambda: float) -> None:
-    """The base step, then the paper's formulation of the prox."""
-    step()
-    for parameter in parameters:
-        parameter.copy_(enum_alm(parameter, reg_lambda))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ counts those above 1e-9. `best` is the least objective found by any of these sol
 dozen random starts, up to about 1e-16.
 
 Rows are appended to results/solver_quality.jsonl. Pictures: regularisation_path.png, the weights of one block over
-lambda with the paper's KKT thresholds; enum_alm_misses.png, which blocks EnumALM misses, and by how much.
+lambda; enum_alm_misses.png, which blocks EnumALM misses, and by how much.
 """
 
 import argparse
@@ -137,7 +137,7 @@ COUNTEREXAMPLE = (1.05, 1.05, 1.05, 0)  # lambda = 1
 
 
 def path_figure():
-    """The optimum for PATH_Y over lambda, and the thresholds of the paper."""
+    """The optimum for PATH_Y over lambda."""
     y = torch.tensor(PATH_Y, dtype=torch.float64)
     lambdas = torch.linspace(0.001, 0.8, 1600, dtype=torch.float64)
     exact = reference.prox_nm(lambdas[:, None] * y, 1.0) / lambdas[:, None]
@@ -146,24 +146,7 @@ def path_figure():
     series = {}
     for value, weight in zip(PATH_Y, exact.T.tolist(), strict=True):
         series[f"y = {value}"] = [(lam, w, "") for lam, w in zip(lambdas.tolist(), weight, strict=True)]
-    title = "; ".join(f"{name} from {where:.3f}" for name, where in thresholds(y).items())
-    return plots.chart(f"Regularization path; {title}", [("", "λ   [1 / unit of y]", series)], "weight", (7, 4))
-
-
-def thresholds(z: Tensor) -> dict[str, float]:
-    """The smallest lambdas, of a fine grid, at which a condition holds for one sorted block [4].
-
-    A candidate is a critical point of g where dg / dw_i >= 0 for the weights at zero (the KKT conditions): the 3-sparse
-    w where lambda * (w_1 w_2 + w_2 w_3 + w_3 w_1) >= z_4, and (z_1, z_2, 0, 0) where lambda * z_1 z_2 >= z_3.
-    """
-    lam = torch.arange(0.001, 0.8, 1e-5, dtype=torch.float64)[:, None]
-    three = reference.prox.three_sparse_candidate(lam * z, 1.0) / lam
-    holds = {
-        "3-sparse point critical": lam.squeeze() * reference.elementary_symmetric(three, 2) >= z[3],
-        "2-sparse point critical": (lam * z[0] * z[1] >= z[2]).squeeze(),
-        "2-sparse point optimal": (reference.prox_nm(lam * z, 1.0)[:, 2:] == 0).all(-1),
-    }
-    return {name: lam[condition.nonzero()[0]].item() for name, condition in holds.items()}
+    return plots.chart("Regularization path", [("", "λ   [1 / unit of y]", series)], "weight", (7, 4))
 
 
 def misses_figure():

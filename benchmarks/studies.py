@@ -53,6 +53,7 @@ class Study:
     many tokens of the same text.
     """
 
+    title: str
     values: tuple
     settings: Callable[[object, RunArgs], dict[str, float]]
     parse: Callable[[str], object] = float
@@ -75,8 +76,12 @@ def times_reg_lambda(factor: float, run: RunArgs) -> dict[str, float]:
 def hard_or_soft(cell: str, run: RunArgs) -> dict[str, float]:
     """The paper's four cells: a hard constraint is the limit of its lambda at infinity."""
     sparsity, frozen = {reg_lambda_name(run): math.inf}, {"frozen_lambda": math.inf}
-    cells = {"both soft": {}, "hard frozen weights": frozen, "hard sparsity": sparsity, "both hard": sparsity | frozen}
-    return cells[cell]
+    return dict(zip(CELLS, ({}, frozen, sparsity, sparsity | frozen), strict=True))[cell]
+
+
+def one_of_the_cells(text: str) -> str:
+    """Raises ValueError for another text."""
+    return CELLS[CELLS.index(text)]
 
 
 # The constraints on the learned weights can be studied only where the loss sees these weights.
@@ -86,25 +91,16 @@ CELLS = ("both soft", "hard frozen weights", "hard sparsity", "both hard")
 LAMBDA_1 = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), times_reg_lambda
 LAMBDA_2 = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf), lambda value, run: {"frozen_lambda": value}
 COUNT = (lambda value, run: {"num_samples": value}), int
-TITLES = {
-    "constraints": "Hard and soft constraints (Table 3)",
-    "lambda1": "Strength of the sparsity regularizer (Table 4)",
-    "lambda2": "Strength of the frozen-weight regularizer (Table 5)",
-    "samples": "Calibration samples (Table 6, its ProxSparse rows)",
-    "convergence": "Share of N:M blocks by λ₁ (Figures 1 and 4, (a) to (c))",
-    "early_mask": "Mask bits equal to the final mask, by λ₁ (Figures 1 and 4, (d))",
-    "norm_gap": "Distance of the kept weights from pretrained, by λ₂ (Figure 2)",
-    "recovery": "Documents of mask learning and of fine-tuning (not in the paper)",
-}
+DOCUMENTS, DISTILL = ((100, 200, 400, 800, 2000), *COUNT), {"distill": 0.5}
 STUDIES = {
-    "constraints": Study(CELLS, hard_or_soft, parse=lambda text: CELLS[CELLS.index(text)], **PAPER),
-    "lambda1": Study(*LAMBDA_1),
-    "lambda2": Study(*LAMBDA_2, **PAPER),
-    "samples": Study((100, 200, 400), *COUNT),
-    "convergence": Study(*LAMBDA_1, curve="feasible_share"),
-    "early_mask": Study(*LAMBDA_1, curve="similarity"),
-    "norm_gap": Study(*LAMBDA_2, **PAPER, curve="norm_gap"),
-    "recovery": Study((100, 200, 400, 800, 2000), *COUNT, fixed={"distill": 0.5}, finetunes=True),
+    "constraints": Study("Hard and soft constraints (Table 3)", CELLS, hard_or_soft, one_of_the_cells, **PAPER),
+    "lambda1": Study("Strength of the sparsity regularizer (Table 4)", *LAMBDA_1),
+    "lambda2": Study("Strength of the frozen-weight regularizer (Table 5)", *LAMBDA_2, **PAPER),
+    "samples": Study("Calibration samples (Table 6, its ProxSparse rows)", (100, 200, 400), *COUNT),
+    "convergence": Study("Share of N:M blocks (Figures 1 and 4, (a) to (c))", *LAMBDA_1, curve="feasible_share"),
+    "early_mask": Study("Mask bits equal to the final mask (Figures 1 and 4, (d))", *LAMBDA_1, curve="similarity"),
+    "norm_gap": Study("Distance of kept weights from pretrained (Figure 2)", *LAMBDA_2, **PAPER, curve="norm_gap"),
+    "recovery": Study("Documents, then fine-tuning (not in the paper)", *DOCUMENTS, fixed=DISTILL, finetunes=True),
 }
 CURVES = {  # curve -> the [step, value] pairs of a run's folder and result.json
     "feasible_share": lambda folder, result: [[row["step"], row["feasible_share"]] for row in read_metrics(folder)],
@@ -154,10 +150,10 @@ def run_study(name: str, args: argparse.Namespace, flags: list[str]) -> None:
         if rows[-1] not in known:
             common.append_rows(args.results, rows[-1:])
     header, cells_of = common.columns(COLUMNS)
-    print(f"\n{TITLES[name]}; {plots.measured_on(rows[0])}\n\n{text_table(header, list(map(cells_of, rows)))}\n")
+    print(f"\n{study.title}; {plots.measured_on(rows[0])}\n\n{text_table(header, list(map(cells_of, rows)))}\n")
     if len(rows) > 1:  # a single run repeats a part of a picture
         picture = args.output_dir / f"{name}-{label(run.model.model)}-{run.options.objective}.png"
-        plots.draw(picture, partial(plots.curves if study.curve else plots.perplexities, rows, TITLES[name]))
+        plots.draw(picture, partial(plots.curves if study.curve else plots.perplexities, rows, study.title))
 
 
 def cell_name(value: object) -> str:
