@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from lib import plots
 from lib.codes import quantize_
-from lib.common import Results, command_line, dtype_name, error_note, with_defaults
+from lib.common import Results, columns, command_line, dtype_name, error_note, with_defaults
 from lib.decode import Decoder, capture_graph
 from lib.measure import held_bytes, peak_bytes, percentiles
 from lib.random_models import KINDS, random_model
@@ -75,10 +75,25 @@ DEFAULTS = {
         "new_tokens": 64,
     },
 }
-HEADER = [
-    *("model", "dtype", "batch", "mode", "form", "prefill tok/s", "decode tok/s", "ms/step"),
-    *("x dense", "x mode", "x prefill", "layers MB", "peak MB", "same", "backends"),
-]
+COLUMNS = {
+    "model": "{model} x {layers}",
+    "dtype": "{dtype}",
+    "batch": "{batch}",
+    "mode": "{mode}",
+    "form": "{form}",
+    "prefill tok/s": "{prefill_tokens_per_s:.1f}",
+    "decode tok/s": "{decode_tokens_per_s:.2f}",
+    "ms/step": "{p50_ms:.3f}",
+    "x dense": "{decode_times_dense:.2f}",
+    "x mode": "{decode_times_dense_of_mode:.2f}",
+    "x prefill": "{prefill_times_dense:.2f}",
+    "layers": "{layer_bytes_of_dense:.3f}",
+    "peak": "{peak_bytes_of_dense:.2f}",
+    "same": "{same_tokens:.0%}",
+    "prefill": "{prefill_backends}",
+    "decode": "{decode_backends}",
+    "note": "{note}",
+}
 
 
 def with_dependent_launch(faster: Callable, *arguments) -> Callable:
@@ -112,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
                     results.add(rows)
                     print(f"measured {model} in {dtype}, batch {rows[0]['batch']}", flush=True)
                 release_memory(device)
-        results.show(HEADER, cells, summary(results.rows), args.table)
+        results.show(*columns(COLUMNS))
         if results.save:
             measured = [row for row in results.rows if "note" not in row]
             plots.draw(results.picture(device), partial(plots.generate_speed, measured))
@@ -131,7 +146,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--new_tokens", type=int, help="tokens decoded after each prefill")
     parser.add_argument("--repetitions", type=int, default=3, help="rounds of prefill and decode of every case")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="also write the table there, in Markdown")
     parser.set_defaults(dtypes=None)
     args = parser.parse_args(arguments)
     for mode in set(args.modes or []) & set(GPU_MODES):
@@ -296,35 +310,6 @@ def ratios(row: dict, rows: list[dict]) -> dict[str, float]:
     for part in ("layer", "built", "peak"):
         relative[f"{part}_bytes_of_dense"] = row[f"{part}_bytes"] / max(1, dense[0][f"{part}_bytes"])
     return relative
-
-
-def cells(row: dict) -> list[str]:
-    """A row of the printed table."""
-    case = [f"{row['model']} x {row['layers']}", row["dtype"], str(row["batch"]), row["mode"], row["form"]]
-    if "note" in row:
-        return [*case, *["-"] * (len(HEADER) - len(case) - 1), f"failed: {row['note']}"]
-    speeds = [f"{row['prefill_tokens_per_s']:.1f}", f"{row['decode_tokens_per_s']:.2f}", f"{row['p50_ms']:.3f}"]
-    against = ("decode_times_dense", "decode_times_dense_of_mode", "prefill_times_dense")
-    ratio = [f"{row[name]:.2f}" if name in row else "-" for name in against]
-    memory = [f"{row['layer_bytes'] / 1e6:.0f}", f"{row['peak_bytes'] / 1e6:.0f}"]
-    served = " / ".join("+".join(row[f"{part}_backends"]) for part in ("prefill", "decode"))
-    return [*case, *speeds, *ratio, *memory, f"{row['same_tokens']:.0%}", served]
-
-
-def summary(rows: list[dict]) -> str:
-    """For each model: decode of the fastest sparse form and mode at the smallest batch, and memory, against dense."""
-    lines = []
-    compared = [row for row in rows if row["form"].startswith("sparse") and "decode_times_dense" in row]
-    for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in compared):
-        of_model = [row for row in compared if (row["model"], row["dtype"]) == (model, dtype)]
-        batch = min(row["batch"] for row in of_model)
-        best = max((row for row in of_model if row["batch"] == batch), key=lambda row: row["decode_tokens_per_s"])
-        lines.append(
-            f"{model} in {dtype}, batch {batch}: decode {best['decode_times_dense']:.2f} times the fastest dense "
-            f"({best['form']}, {best['mode']}), linear layers {best['layer_bytes_of_dense']:.3f} and peak "
-            f"{best['peak_bytes_of_dense']:.2f} of its bytes"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from proxsparse.errors import InputError
 from proxsparse.io.text_table import text_table
 from proxsparse.patterns import FLOAT_DTYPES
 from proxsparse.run.sections import shortened
-from proxsparse.run.sections import table as markdown_table
 from proxsparse.runtime.device import environment, version
 
 FOLDER = Path(__file__).resolve().parents[1]
@@ -159,18 +158,13 @@ class Results:
             append_rows(self.file, rows)
         return rows
 
-    def show(
-        self, header: list[str], cells: Callable[[dict], list[str]], summary: str = "", page: Path | None = None
-    ) -> None:
-        """Prints all rows as a table; with `page` also written there, in Markdown."""
-        lines, where = [cells(row) for row in self.rows], self.where
-        measured = f"{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}"
-        print(f"\n{measured}\n\n{text_table(header, lines)}\n\n{summary}")
+    def show(self, header: list[str], cells: Callable[[dict], list[str]], summary: str = "") -> None:
+        """Prints all rows as a table."""
+        where = self.where
+        print(f"\n{where['device']}, torch {where['torch']}, {where['threads']} threads, commit {where['commit']}\n")
+        print(f"{text_table(header, list(map(cells, self.rows)))}\n\n{summary}")
         if self.save:
             print(f"appended to {self.file}")
-        if page:
-            page.write_text(f"{measured}: `{where['command']}`\n\n{markdown_table(header, *lines)}\n\n{summary}\n")
-            print(f"written to {page}")
 
     def picture(self, device: torch.device) -> Path:
         """The file of the picture for this kind of device."""
