@@ -1,7 +1,7 @@
 """What learns: under the mask the model computes with W0 under it, and the gradient reaches every weight."""
 
+import itertools
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,17 +12,17 @@ from proxsparse import NMPattern, nm_mask
 from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
 from proxsparse.methods import prune_
-from proxsparse.methods.proxsparse import learn
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.run.parse import make_config
 from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
+from proxsparse.training.hidden_states import matching_loss
 from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
-from proxsparse.training.loop import TrainState
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
-from proxsparse.training.optimizer import weights_of
+from proxsparse.training.optimizer import prox_adamw, weights_of
 from proxsparse.training.options import LearningOptions
+from proxsparse.training.state import TrainState
 
 PATTERN = NMPattern(2, 4)
 IN_BACKWARD = {"max_grad_norm": 0.0, "step_in_backward": True}
@@ -121,9 +121,7 @@ def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask(mod
     [
         ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1: needs --objective paper"),
         ({"match_hidden": 16, "objective": "paper"}, "--match_hidden 16: needs --objective masked"),
-        ({"match_hidden": 16, "update": "all"}, "--match_hidden 16: needs update: prunable"),
         ({"match_hidden": -1}, "--match_hidden -1: must be a finite number >= 0"),
-        ({"forward": "dense", "reg_lambda": 0.0}, "needs a lambda above 0"),
     ],
 )
 def test_flags_that_do_not_go_together(settings, words):
@@ -131,21 +129,31 @@ def test_flags_that_do_not_go_together(settings, words):
         make_config(model="x", **settings)
 
 
-def test_under_the_mask_only_the_prunable_weights_move_unless_told_otherwise():
+def new_state(**settings) -> TrainState:
+    """The state before the first of 4 steps."""
+    options, model = LearningOptions(**{"learning_rate": 0.01, **settings}).check(), tiny_model("llama")
+    learned = under_masks(prunable_layers(model), masked=options.masked)
+    return TrainState(model, learned, options, 4, prox_adamw(model, learned, options), MaskMonitor(learned.values(), 4))
+
+
+def test_under_the_mask_only_the_prunable_weights_move():
     """If the others moved, the loss would not be that of the model that is saved."""
-    settings = {"objective": "paper"}, {"scaling": "none"}, {"update": "all"}
-    assert [make_config(model="x", **one).update for one in settings] == ["all", "prunable", "all"]
+    masked, paper = (new_state(objective=objective) for objective in ("masked", "paper"))
+    assert weights_of(masked.optimizer).keys() == {f"{name}.weight" for name in masked.layers}
+    assert weights_of(paper.optimizer).keys() == dict(paper.model.named_parameters()).keys()
 
 
-def learned_by(documents: list, stop: int = -1, **settings) -> tuple[dict, list[dict]]:
-    """The weights after runs of 4 steps, with a signal in step `stop`; the rows of the log."""
-    options = LearningOptions(**{"learning_rate": 0.01, **settings}).check()
-    model, rows, signal = tiny_model("llama"), [], SimpleNamespace(number=None)
-    signal.agree = lambda: setattr(signal, "number", 15 if len(rows) == stop else None)
-    learned = under_masks(prunable_layers(model), masked=options.forward == "masked")
-    state = TrainState.begin(model, learned, options, 4)
-    learn(state, iter(documents), None, SimpleNamespace(step=rows.append), signal, lambda: None)
-    weights = dict(model.named_parameters()) | weights_of(state.optimizer)
+def learned_by(documents: list, **settings) -> tuple[dict, list[dict]]:
+    """The weights after 4 steps, and the figures of each step."""
+    state = new_state(**settings)
+    loss = partial(calibration_loss, state.model, distill=0.0)
+    if weight := state.options.match_hidden:
+        loss = partial(matching_loss, state.model, state.layers.values(), distill=0.5, weight=weight)
+    loop.start_training(state.model, state.options.gradient_checkpointing)
+    samples = itertools.cycle(documents)
+    with loop.updating(state) as update:
+        rows = [loop.train_step(state, samples, loss, None, update) for _ in range(4)]
+    weights = dict(state.model.named_parameters()) | weights_of(state.optimizer)
     return {name: weight.detach() for name, weight in weights.items()}, rows
 
 
@@ -157,7 +165,7 @@ def documents():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"scaling": "none", "update": "all"},
+        {},
         {"objective": "paper", "frozen_lambda": 0.1},
         {"gradient_checkpointing": True},
         {"match_hidden": 16.0, "distill": 0.5},
@@ -174,28 +182,25 @@ def test_a_step_in_the_backward_pass_is_the_same_step(documents, settings):
         assert row["grad_norm"] == pytest.approx(other["grad_norm"])
 
 
-def new_state(model, settings: dict) -> TrainState:
-    return TrainState.begin(model, under_masks(prunable_layers(model)), LearningOptions(**settings).check(), 1)
-
-
-def test_a_step_in_the_backward_pass_frees_each_gradient(model, documents):
-    state, held = new_state(model, IN_BACKWARD), []
-    learned = state.learned.values()
-    with loop.stepping(state):
+def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
+    state, held = new_state(**IN_BACKWARD), []
+    learned = state.layers.values()
+    with loop.updating(state):
         for one in learned:
             one.layer.weight.register_post_accumulate_grad_hook(
                 lambda _: held.append(sum(one.weight.grad is not None for one in learned))
             )
-        loop.backward(state.model, documents[:1], None, loop.loss_of(state))
+        loop.backward(state.model, documents[:1], None, partial(calibration_loss, state.model, distill=0.0))
     assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
 
 
 @pytest.mark.parametrize("settings", [{}, IN_BACKWARD], ids=["default", "in backward"])
-def test_a_gradient_that_is_not_finite_is_refused(model, documents, settings):
-    state = new_state(model, settings)
-    next(iter(state.learned.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(InputError, match="the gradient norm is nan; lower --learning_rate"):
-        learn(state, iter(documents), None, None, None, lambda: None)
+def test_a_gradient_that_is_not_finite_is_refused(documents, settings):
+    state = new_state(**settings)
+    next(iter(state.layers.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
+    loss = partial(calibration_loss, state.model, distill=0.0)
+    with loop.updating(state) as update, pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):
+        loop.train_step(state, iter(documents), loss, None, update)
 
 
 def test_a_library_call_leaves_the_model_as_other_methods_do(model, documents):

@@ -33,12 +33,9 @@ def log_rows(folder, report_to):
             assert written.endswith("\n")
 
 
-@pytest.mark.parametrize("works_in", [".", ".next"])  # the latter where it will replace a result
-def test_wandb_gets_the_rows_and_the_end(works_in, tmp_path, wandb):
-    run_dir = tmp_path / works_in
-    run_dir.mkdir(exist_ok=True)
-    log_rows(run_dir, "wandb")
-    start = call.init(project="proxsparse", dir=run_dir, name=tmp_path.name)
+def test_wandb_gets_the_rows_and_the_end(tmp_path, wandb):
+    log_rows(tmp_path, "wandb")
+    start = call.init(project="proxsparse", dir=tmp_path, name=tmp_path.name)
     assert wandb.method_calls == [start, *(call.log(row, step=row["step"]) for row in ROWS), call.finish()]
 
 

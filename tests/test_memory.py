@@ -15,8 +15,9 @@ from proxsparse.models.snap import cast_parameters_
 from proxsparse.run import job, memory
 from proxsparse.run.config import TrainConfig
 from proxsparse.run.parse import parse_config, parse_finetune
-from proxsparse.training import checkpoint, loop
+from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
+from proxsparse.training.state import TrainState
 
 PUBLISHED = {  # numbers of weights that the authors state
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
@@ -98,7 +99,7 @@ def data_bytes(folder, names: str = "") -> int:
     ],
 )
 def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_path, monkeypatch):
-    model, held, step_, save, move = tmp_path / "model", {}, loop.step_, checkpoint.save, job.shard_and_move_
+    model, held, update_all, save, move = tmp_path / "model", {}, loop.update_all, TrainState.save, job.shard_and_move_
     save_tiny_model(name, model)
     run = f"{flags} --device cpu --seq_len 32 --num_samples 16 --max_steps 2 --save_steps 1 --eval_data none".split()
 
@@ -110,24 +111,23 @@ def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_
         held.setdefault("W0", size(pretrained.values()))  # then that of the teacher
         return pretrained
 
-    def step(state) -> float:
-        weights, learned = state.model.parameters(), state.learned.values()
+    def update(state) -> float:
+        weights, learned = state.model.parameters(), state.layers.values()
         held["gradients"] = size(p.grad for p in weights if p.grad is not None)
-        norm, of = step_(state), state.optimizer.state.values()
+        norm, of = update_all(state), state.optimizer.state.values()
         held["weights"] = size(state.model.parameters())
         held["learned weights"] = size(one.weight for one in learned if one.masked and command == "train")
         held["moments"] = size(entry[key] for entry in of for key in ("exp_avg", "exp_avg_sq"))
         held["master weights"] = size(entry["master"] for entry in of if "master" in entry)
         held["W0 of the frozen-weight term"] = size(entry["pretrained"] for entry in of if "pretrained" in entry)
         held["masks"] = size(one.held for one in learned if command == "finetune")
-        held["best weights"] = size(getattr(state.monitor, "best", {}).values())
+        held["best weights"] = size(getattr(state.observer, "best", {}).values())
         return norm
 
-    def saved(run_dir, state, identity):
-        save(run_dir, state, identity)
-        held["checkpoint"] = data_bytes(
-            next(run_dir.glob("checkpoint-*")), "(weight|exp_avg|exp_avg_sq|master|best|pretrained)[.]"
-        )
+    def saved(state, checkpoints):
+        save(state, checkpoints)
+        names = "(weight|exp_avg|exp_avg_sq|master|best|pretrained)[.]"
+        held["checkpoint"] = data_bytes(checkpoints.folder / "step-1", names)
 
     if command == "finetune":
         few = ["--num_samples", "4", "--seq_len", "16", "--max_steps", "1", "--eval_data", "none"]
@@ -136,8 +136,8 @@ def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_
     else:
         arguments, main, parse = ["--model", str(model), *run], train.main, parse_config
     for module, function, replaced in (
-        (loop, "step_", step),
-        (checkpoint, "save", saved),
+        (loop, "update_all", update),
+        (TrainState, "save", saved),
         (job, "shard_and_move_", moved),
     ):
         monkeypatch.setattr(module, function, replaced)

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from proxsparse import apply, finetune, pack
 from proxsparse.io.mask_files import recorded_masks
-from proxsparse.io.output_folder import MARKER
 
 
 def applied(base, masks, target, *flags):
@@ -94,16 +93,6 @@ def test_a_packed_base_is_refused_with_its_own_remedy(pruned_dir, tmp_path, caps
     refused(capsys, apply.main, arguments, "not dense", "proxsparse pack MODEL_DIR --unpack")
 
 
-def test_an_existing_result_is_replaced_only_if_asked_for(pruned_dir, tiny_llama, tmp_path, capsys):
-    target = applied(tiny_llama, pruned_dir, tmp_path / "model")
-    words = ["is not empty", "--overwrite_output_dir"]
-    refused(capsys, apply.main, [tiny_llama, pruned_dir, "--output_dir", target], *words)
-    (target / "notes.txt").write_text("mine")
-    applied(tiny_llama, pruned_dir, target, "--overwrite_output_dir")
-    assert (target / "notes.txt").read_text() == "mine"
-    assert (target / MARKER).exists()
-
-
 def test_a_failed_save_leaves_nothing_behind(pruned_dir, tiny_llama, tmp_path, capsys, monkeypatch):
     def full_disk(*_arguments, **_keywords):
         raise OSError(28, "No space left on device")
@@ -127,8 +116,8 @@ def test_bad_input_is_refused_in_one_line(pruned_dir, tiny_llama, tmp_path, caps
     refuse(tiny_llama, tmp_path / "absent.safetensors", target, "absent.safetensors", "no such file")
     refuse(tiny_llama, tiny_llama, target, "masks.safetensors", "no such file")
     refuse(tiny_llama, tiny_llama / "model.safetensors", target, "not a mask file")
-    refuse(tiny_llama, pruned_dir, pruned_dir, "the folder of BASE or MASKS")
-    refuse(tiny_llama, pruned_dir, tiny_llama, "the folder of BASE or MASKS")
+    refuse(tiny_llama, pruned_dir, pruned_dir, "is not empty; choose another, or delete it")
+    refuse(tiny_llama, pruned_dir, tiny_llama, "is not empty", "choose another directory")
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes((pruned_dir / "masks.safetensors").read_bytes()[:-8])
     refuse(tiny_llama, damaged, target, "malformed")

@@ -116,7 +116,6 @@ def names_in(folder):
         (["--objective", "wanda"], ["--objective wanda", "masked"]),
         (["--precision", "fp16"], ["--precision fp16", "bf16"]),
         (["--frozen_eps", "0"], ["--frozen_eps"]),
-        (["--forward", "dense"], ["--forward", "--help"]),  # a YAML file may set it
         (["--warmup_ratio", "5"], ["--warmup_ratio"]),
         (["--num_train_epochs", "1e308"], ["--num_train_epochs 1e+308: must be a number > 0, at most 1,000,000"]),
         (["--num_samples", "many"], ["--num_samples many", "whole number"]),
@@ -175,18 +174,16 @@ def test_the_scaling_names_the_layer_that_is_not_finite(flags, capsys, monkeypat
 def test_prune_names_the_layer_whose_inputs_are_not_finite(method, prune_flags, capsys, tmp_path):
     flags = [*prune_flags, "--model", "overflowing", "--method", method]
     refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
-    assert names_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "finished_blocks"}
+    assert names_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", "checkpoints"}
 
 
-def test_an_output_folder_in_use_is_refused(command, tiny_llama, capsys, tmp_path):
+def test_an_output_folder_in_use_is_refused(command, capsys, tmp_path):
     main, flags = command
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    for more in ([], ["--overwrite_output_dir"], ["--resume_from_checkpoint", "last"]):
+    for more in ([], ["--resume_from_checkpoint", "last"]):
         refused(capsys, main, [*flags, *more], "not empty (thesis.tex)", "choose another")
     assert names_in(tmp_path / "run") == {"thesis.tex"}
-    own = ["--output_dir", tiny_llama, "--overwrite_output_dir"]
-    refused(capsys, main, [*flags, *own], "folder of the model")
 
 
 def test_a_full_disk_leaves_nothing_half_written(command, capsys, tmp_path, monkeypatch):
@@ -196,9 +193,9 @@ def test_a_full_disk_leaves_nothing_half_written(command, capsys, tmp_path, monk
 
     monkeypatch.setattr("proxsparse.run.folder.save_masks", no_space)
     main, flags = command
-    words = [] if main is train.main else ["2 finished decoder blocks"]
+    words = [] if main is train.main else ["2 decoder blocks in checkpoints/ saved"]
     refused(capsys, main, flags, "disk is full", "--output_dir", *words)
-    kept = "metrics.jsonl" if main is train.main else "finished_blocks"
+    kept = "metrics.jsonl" if main is train.main else "checkpoints"
     assert names_in(tmp_path / "run") == {".proxsparse.json", "config.yaml", kept}
 
 

@@ -14,10 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from proxsparse import NMPattern, evaluate, pack, prune
-from proxsparse.errors import InputError
 from proxsparse.finetune import main
 from proxsparse.io.mask_files import load_masks
-from proxsparse.methods.finetune import finetune
+from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
 from proxsparse.training.early_stopping import EarlyStopping
@@ -157,39 +156,13 @@ def test_the_best_weights_are_kept_and_training_stops_early(tune, pruned, monkey
     assert not changed(tmp_path / "run", pruned)
 
 
-@pytest.mark.parametrize("flags", [[], ["--precision", "bf16"]], ids=["kept", "bf16"])
-def test_killed_and_resumed_bit_for_bit(flags, tune, pruned, text_file, tmp_path):
-    flags = ["--num_train_epochs", "2", "--save_steps", "2", *flags]
-    whole = tune("whole", *flags)
-    if (child := os.fork()) == 0:
-        import proxsparse.training.checkpoint as checkpoint
-
-        finish, saves = checkpoint.finish, []
-
-        def die(*arguments):
-            saves.append(1)
-            if len(saves) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            finish(*arguments)
-
-        checkpoint.finish = die
-        tune("killed", *flags)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    resumed = tune("killed", *flags, "--resume_from_checkpoint", "last")
-    assert resumed["resumed"]
-    assert not changed(tmp_path / "whole", tmp_path / "killed")
-    assert resumed["held_out"] == whole["held_out"]
-    assert resumed["perplexity"] == whole["perplexity"]
-
-
 @pytest.mark.parametrize(
     ("where", "call", "saved"),
     [
         ("proxsparse.run.result.perplexity", 1, ""),
         ("proxsparse.training.distillation.most_likely", 2, ""),
-        ("proxsparse.training.loop.calibration_loss", 3, "checkpoint-3"),
-        ("proxsparse.methods.finetune.held_out_loss", 3, "checkpoint-8"),
+        ("proxsparse.methods.finetune.calibration_loss", 4, "checkpoints/step-3"),
+        ("proxsparse.methods.finetune.held_out_loss", 3, "checkpoints/step-8"),
         ("proxsparse.run.folder.save_masks", 1, "complete"),
     ],
     ids=["perplexity", "teacher", "step", "held out", "saving"],
@@ -219,13 +192,13 @@ def test_ctrl_c_and_continued_bit_for_bit(
     last = stderr.strip().splitlines()[-1]
     resume = f"to resume, run the same command with --output_dir {run_dir} --resume_from_checkpoint last"
     if not saved:
-        assert last == "interrupted; there is nothing to resume yet; to start again, run the same command"
+        assert last == "interrupted; nothing has been saved; to start again, run the same command"
         assert not run_dir.exists()
     elif saved == "complete":
         assert last.endswith(f"to measure it, run proxsparse evaluate {run_dir}")
     else:
         assert last.removeprefix("interrupted; ") == f"{saved} saved; {resume}"
-    has_model = "checkpoint" in saved or saved == "complete"
+    has_model = "step" in saved or saved == "complete"
     assert (run_dir / "model.safetensors").exists() == (run_dir / "result.json").exists() == has_model
     if has_model:
         result = json.loads((run_dir / "result.json").read_text())
@@ -305,9 +278,7 @@ def test_from_python(pruned):
     layers = prunable_layers(model)
     ids = torch.arange(80).view(4, 20)
     batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in ids]
-    patterns = dict.fromkeys(layers, NMPattern(2, 4))
-    with pytest.raises(InputError, match=r"teacher=None: distill=0\.67 needs the dense model"):
-        finetune(model, layers, batches, patterns)
-    masks = finetune(model, layers, batches, patterns, distill=0.0, held_out=1)
+    tuned = train_kept_weights(model, layers, batches, dict.fromkeys(layers, NMPattern(2, 4)), distill=0.0, held_out=1)
+    tuned.stop.restore()
     for name, layer in layers.items():
-        assert not layer.weight[~masks[name]].any()
+        assert not layer.weight[~tuned.masks[name]].any()

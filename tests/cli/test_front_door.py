@@ -19,7 +19,7 @@ from proxsparse import __main__, _start, env, evaluate, finetune, pack, prune, p
 from proxsparse._start import COMMANDS
 from proxsparse.errors import BROKEN_PIPE, INTERRUPTED, InputError, run_command
 from proxsparse.ops.backends import cpp
-from proxsparse.run.resume import naming_progress
+from proxsparse.run.folder import progress_in_errors
 from proxsparse.runtime import distributed
 from proxsparse.runtime.command import command_line
 
@@ -189,7 +189,8 @@ def test_a_world_size_that_is_not_from_torchrun_is_refused(size, more, words, mo
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_the_same_command_is_recommended_only_where_it_helps(error, helps, tmp_path):
-    with pytest.raises(type(error)) as raised, naming_progress(tmp_path, lambda: "checkpoint-3"):
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    with pytest.raises(type(error)) as raised, progress_in_errors(tmp_path):
         raise error
     assert bool(getattr(raised.value, "__notes__", [])) is helps
 

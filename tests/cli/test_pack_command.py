@@ -13,7 +13,7 @@ from proxsparse import evaluate, pack, prune, train
 from proxsparse.inference import packed_checkpoint
 from proxsparse.io.mask_files import load_masks
 from proxsparse.io.model_files import FROM_CLONE
-from proxsparse.io.output_folder import MARKER, write_marker
+from proxsparse.io.output_folder import MARKER
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 UP = "model.layers.0.mlp.up_proj"
@@ -126,15 +126,6 @@ def test_calibration_keeps_the_dtype_of_each_layer(spoiled, text_file, tmp_path)
         assert found[f"{layer}.scales"].dtype == before[f"{layer}.weight"].dtype
 
 
-def test_the_calibration_text_is_not_replaced(pruned_dir, tmp_path, capsys):
-    old = packed(pruned_dir, tmp_path / "old")
-    text = old / "metrics.jsonl"
-    text.write_text('{"text": "some text"}\n')
-    flags = ["--bits", "4", "--calibrate", text, "--output_dir", old, "--overwrite_output_dir"]
-    refused(capsys, pack.main, [pruned_dir, *flags], f"--calibrate {text}", "copy it to another place")
-    assert text.exists()
-
-
 @pytest.mark.parametrize("card", [b"---\nlicense: mit\n---\n# Tiny\n", b"\xff\xfe caf\xe9", None])
 def test_a_card_gets_a_note_and_loses_it_again(card, spoiled, tmp_path):
     readme = lambda folder: folder / "README.md"  # noqa: E731
@@ -165,30 +156,20 @@ def test_include_and_exclude(pruned_dir, tmp_path):
     assert packed_layers(folder) == [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def test_overwriting_leaves_nothing_of_what_was_there_but_a_folder_named_like_a_file(pruned_dir, tmp_path, capsys):
-    target = packed(pruned_dir, tmp_path / "packed", "--max_shard_size", "20KB")
-    refused(capsys, pack.main, [pruned_dir, "--output_dir", target], "not empty", "--overwrite_output_dir")
-    (target / "vocab.json").mkdir()
-    (target / "model.safetensors").write_text("damaged")
-    packed(pruned_dir, target, "--overwrite_output_dir")
-    assert sorted(path.name for path in target.glob("model*")) == ["model.safetensors"]
-    assert (target / "vocab.json").is_dir()
-    assert len(model_tensors(target)) > 14
-
-
-def test_an_interrupted_pack_leaves_nothing_and_one_that_was_killed_is_repeated(pruned_dir, tmp_path, monkeypatch):
+def test_an_interrupted_pack_leaves_nothing_and_a_folder_that_has_a_model_is_refused(
+    pruned_dir, packed_dir, tmp_path, monkeypatch, capsys
+):
     def interrupted(*_arguments, **_keywords):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(pack, "copy_files", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            packed(pruned_dir, tmp_path / "packed")
+    monkeypatch.setattr(pack, "copy_files", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        packed(pruned_dir, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
-    write_marker(tmp_path, {"format": "", "run_id": "1", "command": "pack", "settings": {}, "others": []})
-    (tmp_path / ".incomplete").mkdir()
-    (tmp_path / ".incomplete" / "0.part").write_text("half")
-    assert not (packed(pruned_dir, tmp_path) / ".incomplete").exists()
+    for target in (packed_dir, pruned_dir):
+        before = {path: path.stat().st_mtime_ns for path in target.iterdir()}
+        refused(capsys, pack.main, [pruned_dir, "--output_dir", target], "is not empty; choose another, or delete it")
+        assert {path: path.stat().st_mtime_ns for path in target.iterdir()} == before
 
 
 def test_evaluate_takes_a_packed_folder(pruned_dir, packed_dir, text_file, capsys):
@@ -259,7 +240,7 @@ def test_a_packed_model_cannot_be_pruned(command, packed_dir, text_file, tmp_pat
         (["absent"], ["absent", "no such folder"]),
         (["{run}", "--max_shard_size", "0"], ["--max_shard_size 0"]),
         (["{run}", "--max_shard_size", "5 boxes"], ["--max_shard_size 5 boxes", "5GB"]),
-        (["{run}", "--output_dir", "{run}"], ["folder of the model"]),
+        (["{run}", "--output_dir", "{run}"], ["is not empty", "choose another"]),
         (["{run}", "--unpack"], ["not packed"]),
         (["{packed}"], ["not dense", "proxsparse"]),
         (["{packed}", "--unpack", "--include", "mlp"], ["--unpack", "--include"]),

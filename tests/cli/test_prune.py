@@ -103,11 +103,11 @@ def test_a_method_without_data_has_no_window_of_samples(prune):
 
 @pytest.mark.parametrize("name", list_methods())
 def test_same_seed_gives_the_same_masks(name, prune):
-    flags = ["--method", name, "--eval_data", "none", "--overwrite_output_dir"]
     digests = []
     for seed in ("1", "1", "2"):
-        torch.manual_seed(len(digests))
-        digests.append(prune("run", *flags, "--seed", seed)["masks_sha256"])
+        torch.manual_seed(number := len(digests))
+        flags = ["--method", name, "--eval_data", "none", "--seed", seed]
+        digests.append(prune(f"run-{number}", *flags)["masks_sha256"])
     assert digests[0] == digests[1]
     assert (digests[0] == digests[2]) != get_method(name).needs_data
 

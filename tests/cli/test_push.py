@@ -78,18 +78,17 @@ def test_the_uploaded_model_is_that_of_the_run(hub, pruned_dir, tmp_path):
 @one_hub
 def test_only_the_model_is_uploaded_and_no_folder_of_this_machine_is_named(hub, pruned_dir, tiny_llama, tmp_path):
     folder = copied(pruned_dir, tmp_path / "run")
-    (folder / "checkpoint-100").mkdir()
-    (folder / "tensorboard").mkdir()
     for name in ("metrics.jsonl", "report.md", "loss.png", "notes.txt", "hf_token.txt", "LICENSE"):
         (folder / name).write_text("mine")
-    for entry in ("checkpoint-100", "tensorboard"):
-        (folder / entry / "state.json").write_text("{}")
+    for entry in ("checkpoints", "tensorboard"):
+        (folder / entry).mkdir()
+        (folder / entry / "facts.json").write_text("{}")
     result = json.loads((folder / "result.json").read_text())
     result["command"] += f" --eval_data={tiny_llama.parent.parent}/a=b --include {tiny_llama.parent.parent}/c=d"
     (folder / "result.json").write_text(json.dumps(result))
     pushed(folder, "jane/model")
     files = hub.repos["jane/model"]
-    assert files.keys() == MODEL | {"result.json"}
+    assert files.keys() == MODEL | {"result.json", "LICENSE"}
     for name, content in files.items():
         assert str(tiny_llama.parent.parent).encode() not in content, name
     result = json.loads(files["result.json"])

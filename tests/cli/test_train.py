@@ -14,7 +14,7 @@ import pytest
 import torch
 from commands import check_pruned, run
 
-from proxsparse import evaluate, prune
+from proxsparse import evaluate
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.run import folder as run_folder
 from proxsparse.train import main
@@ -80,16 +80,6 @@ def test_a_mask_worse_than_that_of_magnitude_is_reported(train, tmp_path, capsys
     assert warning in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_overwriting_leaves_nothing_of_the_earlier_run(train, tiny_llama, text_file, tmp_path):
-    train("run")
-    with pytest.raises(ValueError, match="no layer to prune"):
-        train("run", "--overwrite_output_dir", "--include", "nothing")
-    assert (tmp_path / "run" / "result.json").exists()  # a run that never began takes nothing away
-    flags = ["--method", "magnitude", "--overwrite_output_dir", "--eval_data", "none"]
-    assert run(prune.main, tiny_llama, text_file, tmp_path / "run", *flags)["perplexity"] is None
-    assert not {"report.md", "metrics.jsonl"} & {path.name for path in (tmp_path / "run").iterdir()}
-
-
 def test_a_run_of_some_layers_is_repeated_from_its_config(train, tiny_llama, tmp_path):
     first = train("run", "--include", "mlp", "--exclude", "down_proj", "--reg_lambda_rel", "0.01")
     assert main(["--config", str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again")]) == 0
@@ -118,7 +108,7 @@ def test_sigterm_saves_what_there_is(tiny_llama, text_file, tmp_path):
 
 
 def test_a_run_that_fails_leaves_no_result(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("proxsparse.training.loop.calibration_loss", lambda *_, **__: torch.tensor(math.nan))
+    monkeypatch.setattr("proxsparse.methods.proxsparse.calibration_loss", lambda *_, **__: torch.tensor(math.nan))
     with pytest.raises(ValueError, match=r"loss is nan.*lower --learning_rate"):
         train("run")
     assert not {"result.json", "model.safetensors"} & {path.name for path in (tmp_path / "run").iterdir()}
@@ -135,14 +125,14 @@ def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, mo
     flags += ["--max_steps", "2", "--save_steps", "1", "--output_dir", tmp_path / "run"]
     flags = list(map(str, [*flags, "--resume_from_checkpoint", "last"]))
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "save_checkpoint", Mock(side_effect=OSError("the disk is gone")))
+        patch.setattr(run_folder, "save_pruned", Mock(side_effect=OSError("the disk is gone")))
         with pytest.raises(OSError, match="disk"):
             main(flags)
     assert re.search(r"--eval_seq_len: 4\d tokens, the length of the text", capsys.readouterr().err)
     held_out.write_text("The quick brown fox jumps over the lazy dog. " * 50)
     assert main(flags) == 0
     printed = capsys.readouterr().err
-    assert re.search("resuming in .*checkpoint-1", printed)
+    assert re.search("resuming in .*: checkpoints/step-1", printed)
     assert "--seq_len: 128 tokens, the model's context length (default: 512)" in printed
     assert "--eval_seq_len: 128 tokens, the model's context length (default: 1024)" in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -161,13 +151,6 @@ def test_an_unset_window_fits_a_short_text(tiny_llama, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "the length of the text (default: 2048)" in printed.err
     assert re.search(r": 1 windows? of 4\d tokens", printed.out)
-
-
-def test_a_yaml_file_may_set_what_the_objective_stands_for(train, tiny_llama, tmp_path):
-    (tmp_path / "study.yaml").write_text("scaling: none\nupdate: all\n")
-    result = train("run", "--config", tmp_path / "study.yaml")
-    assert (result["config"]["scaling"], result["config"]["forward"]) == ("none", "masked")
-    check_pruned(tiny_llama, tmp_path / "run")
 
 
 def test_embedded_model_is_found_without_its_dependencies():
