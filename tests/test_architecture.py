@@ -14,7 +14,8 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 
 # Every module of the package; add a new one here.
 PLACES = {
-    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning push report serve train",
+    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning push report serve "
+    "train",
     "allocations": "alphapruning budget owl registry",
     "data": "batches calibration sources",
     "evaluation": "perplexity zero_shot",

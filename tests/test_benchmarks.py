@@ -17,7 +17,7 @@ import torch
 from lib import common, measure, plots, shapes
 
 from proxsparse.ops import choice, registry
-from proxsparse.run.recipes import RECIPE_NAMES
+from proxsparse.run.args import RECIPE_NAMES
 
 CPU = torch.device("cpu")
 ROOT = Path(common.__file__).parents[1]

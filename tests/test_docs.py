@@ -19,11 +19,13 @@ from tiny_models import byte_tokenizer, tiny_model
 
 from proxsparse import NMPattern, apply, evaluate, pack, push, serve, sparsify_
 from proxsparse._start import COMMANDS
+from proxsparse.allocations.registry import list_allocations
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
+from proxsparse.methods import list_methods
 from proxsparse.models.layers import prunable_layers
-from proxsparse.run.config import FinetuneConfig, TrainConfig
-from proxsparse.run.parse import parse_config, parse_finetune, parse_prune, prune_parser
+from proxsparse.run.args import SECTIONS
+from proxsparse.run.parse import parse_finetune, parse_prune, parse_train, prune_parser
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")]
@@ -162,7 +164,7 @@ def parse(command: str, *arguments: str) -> None:
         case name if name in COMMANDS and not arguments:
             pass  # its name in a sentence
         case "train":
-            parse_config(list(arguments))
+            parse_train(list(arguments))
         case "prune":
             assert arguments == ("--list",) or parse_prune(list(arguments))
         case "finetune":
@@ -200,12 +202,13 @@ def test_commands_are_found():
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """The flags of all commands, benchmarks and tests."""
-    options = {option for action in prune_parser()._actions for option in action.option_strings}
+    parsers = [prune_parser(method, allocation) for method in list_methods() for allocation in list_allocations()]
+    options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
     files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "push", "serve")]
     sources = "\n".join(path.read_text() for path in files)
     flags = (
-        {f"--{one.name}" for config in (TrainConfig, FinetuneConfig) for one in fields(config)}
+        {f"--{each.name}" for sections in SECTIONS.values() for section in sections for each in fields(section)}
         | options
         | FLAGS_OF_OTHERS
     )

@@ -7,9 +7,8 @@ from family_models import family_model, save_family
 from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 
-from proxsparse import ProxAdamW, ProxOptimizer, prune, train
+from proxsparse import ProxAdamW, ProxOptimizer, prune, prune_, train
 from proxsparse.errors import InputError
-from proxsparse.methods import prune_
 from proxsparse.models.layers import decoder_blocks, dense_share, prunable_layers, routers
 from proxsparse.models.loading import load_model, skeleton
 from proxsparse.models.unfold_linears import unfold_linears_

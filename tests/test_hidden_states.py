@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_models import PADDED, tiny_model
 
+from proxsparse import prune_
 from proxsparse.errors import InputError
-from proxsparse.methods import prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.hidden_states import dense, hidden_error, matching_loss

@@ -8,13 +8,12 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from proxsparse import NMPattern, nm_mask
+from proxsparse import NMPattern, nm_mask, prune_
 from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
-from proxsparse.methods import prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
-from proxsparse.run.parse import make_config
+from proxsparse.run.parse import train_args
 from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
 from proxsparse.training.hidden_states import matching_loss
@@ -126,7 +125,7 @@ def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask(mod
 )
 def test_flags_that_do_not_go_together(settings, words):
     with pytest.raises(InputError, match=words):
-        make_config(model="x", **settings)
+        train_args(model="x", **settings)
 
 
 def new_state(**settings) -> TrainState:

@@ -13,8 +13,7 @@ from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import cast_parameters_
 from proxsparse.run import job, memory
-from proxsparse.run.config import TrainConfig
-from proxsparse.run.parse import parse_config, parse_finetune
+from proxsparse.run.parse import parse_finetune, parse_train, train_args
 from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
 from proxsparse.training.state import TrainState
@@ -33,7 +32,7 @@ FLAGS = {"device": "cpu", "seq_len": 64, "eval_data": "none"}
 
 def plan_of(model, **flags) -> memory.Plan:
     """The plan of a run of `train` with these flags."""
-    return memory.Plan(TrainConfig(model=str(model), **{**FLAGS, **flags}).check())
+    return memory.Plan(train_args(model=str(model), **{**FLAGS, **flags}))
 
 
 def kept_by_blocks(plan: memory.Plan, padding: int = 0) -> int:
@@ -134,7 +133,7 @@ def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_
         assert train.main(["--model", str(model), *few, "--output_dir", str(tmp_path / "pruned")]) == 0
         arguments, main, parse = [str(tmp_path / "pruned"), *run], finetune.main, parse_finetune
     else:
-        arguments, main, parse = ["--model", str(model), *run], train.main, parse_config
+        arguments, main, parse = ["--model", str(model), *run], train.main, parse_train
     for module, function, replaced in (
         (loop, "update_all", update),
         (TrainState, "save", saved),

@@ -15,9 +15,8 @@ from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.ops.registry import list_ops
-from proxsparse.run.config import TrainConfig
-from proxsparse.run.parse import make_config, parse_config
-from proxsparse.run.recipes import RECIPE_NAMES
+from proxsparse.run.args import RECIPE_NAMES
+from proxsparse.run.parse import parse_train, train_args
 from proxsparse.training import loop, optimizer
 from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
@@ -28,28 +27,29 @@ from proxsparse.training.scaling import activation_scaling
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_every_recipe_is_valid(name):
-    assert parse_config(["--recipe", name]).recipe == name
+    assert parse_train(["--recipe", name]).output.recipe == name
 
 
 def test_paper_recipes_hold_the_papers_table():
     table = {"mistral-7b-v0.1": 20, "mistral-7b-v0.3": 25, "qwen2.5-14b": 0.2, "openllama-7b-v2": 1}
     table |= {"llama-2-7b": 0.25, "llama-2-13b": 0.5, "llama-3.1-8b": 0.85}
     for name, reg_lambda in table.items():
-        config = parse_config(["--recipe", name])
+        args = parse_train(["--recipe", name])
+        options = args.options
         slow = name in ("mistral-7b-v0.1", "mistral-7b-v0.3", "llama-3.1-8b")
-        assert (config.reg_lambda, config.reg_lambda_rel, config.objective) == (reg_lambda, None, "paper")
-        assert (config.learning_rate, config.warmup_ratio) == (5e-5 if slow else 1e-4, 0.1)
-        assert config.frozen_lambda == (0.25 if name == "llama-2-13b" else 0)
-        assert (config.precision, config.num_samples, config.update) == ("bf16", 400, "all")
+        assert (options.reg_lambda, options.reg_lambda_rel, options.objective) == (reg_lambda, None, "paper")
+        assert (options.learning_rate, options.warmup_ratio) == (5e-5 if slow else 1e-4, 0.1)
+        assert options.frozen_lambda == (0.25 if name == "llama-2-13b" else 0)
+        assert (args.hardware.precision, args.data.num_samples) == ("bf16", 400)
 
 
 def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
-    assert parse_config([]).recipe == "demo"
-    assert parse_config(["--model", "x"]).recipe is None
+    assert parse_train([]).output.recipe == "demo"
+    assert parse_train(["--model", "x"]).output.recipe is None
     (tmp_path / "c.yaml").write_text("recipe: llama-2-7b\nnum_samples: 7\nlearning_rate: 3e-4\ninclude: [mlp]\n")
-    config = parse_config(["--config", str(tmp_path / "c.yaml"), "--learning_rate", "0.5"])
-    assert (config.learning_rate, config.num_samples, config.reg_lambda) == (0.5, 7, 0.25)
-    assert config.include == ["mlp"]
+    args = parse_train(["--config", str(tmp_path / "c.yaml"), "--learning_rate", "0.5"])
+    assert (args.options.learning_rate, args.data.num_samples, args.options.reg_lambda) == (0.5, 7, 0.25)
+    assert args.model.include == ["mlp"]
 
 
 @pytest.mark.parametrize(
@@ -57,28 +57,26 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
     [
         ("llama-2-7b", {"reg_lambda_rel": 0.01}, {"reg_lambda": None, "reg_lambda_rel": 0.01}),
         ("demo", {"objective": "masked"}, {"reg_lambda_rel": 0.006}),  # the default: changes nothing
-        ("smollm2-135m", {"objective": "paper"}, {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "update": "all"}),
-        ("smollm2-135m", {"objective": "paper"}, {"forward": "dense", "match_hidden": 0}),
-        ("smollm2-135m", {"forward": "masked"}, {"match_hidden": 16}),
-        ("smollm2-135m", {"forward": "dense"}, {"match_hidden": 0}),
-        ("smollm2-135m", {"update": "prunable"}, {"match_hidden": 16}),
+        ("smollm2-135m", {"objective": "paper"}, {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3, "match_hidden": 0}),
+        ("smollm2-135m", {"objective": "masked"}, {"match_hidden": 16}),
     ],
 )
 def test_a_flag_takes_back_what_the_recipe_chose_for_another_one(recipe, changes, expected):
-    config = make_config(recipe=recipe, **changes)
-    assert {name: getattr(config, name) for name in expected} == expected
+    flags = train_args(recipe=recipe, **changes).flags()
+    assert {name: flags[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize("text", ["- list", "a: [", "seq_len: true", "seq_len: 1.5", "include: mlp", "config: x.yaml"])
+@pytest.mark.parametrize(
+    "text", ["- list", "a: [", "seq_len: true", "seq_len: 1.5", "include: {a: 1}", "config: x.yaml", "extra: 1"]
+)
 def test_a_malformed_file_is_refused(text, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(InputError, match=r"c\.yaml"):
-        parse_config(["--config", str(tmp_path / "c.yaml")])
+        parse_train(["--config", str(tmp_path / "c.yaml")])
 
 
 def test_the_learning_rate_rises_then_falls_and_no_step_is_lost():
-    config = TrainConfig().check()
-    factors = [optimizer.lr_factor(step, 100, config) for step in range(100)]
+    factors = [optimizer.lr_factor(step, 100, LearningOptions()) for step in range(100)]
     assert factors[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert factors[10:] == pytest.approx([1 - i / 90 for i in range(90)])
     assert min(factors) > 0
@@ -90,7 +88,7 @@ def test_the_learning_rate_rises_then_falls_and_no_step_is_lost():
     + [(f"--gradient_accumulation_steps {count}", steps) for count, steps in ((8, 5), (25, 1))],
 )
 def test_step_count(flags, steps):
-    assert loop.step_count(40, parse_config(["--model", "x", *flags.split()])) == steps
+    assert loop.step_count(40, parse_train(["--model", "x", *flags.split()]).options) == steps
 
 
 def test_later_passes_are_shuffled_with_the_seed():

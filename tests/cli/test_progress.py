@@ -9,10 +9,9 @@ import types
 import pytest
 from tiny_models import byte_tokenizer, tiny_model
 
-from proxsparse import prune
+from proxsparse import prune, prune_
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.errors import run_command
-from proxsparse.methods import prune_
 from proxsparse.runtime import progress
 from proxsparse.runtime.progress import phase, shown
 
@@ -43,7 +42,8 @@ def test_a_library_call_prints_nothing(capsys):
     batches = calibration_batches(["some text"] * 2, tokenizer, num_samples=2, seq_len=8)
     prune_(model, "wanda", batches)
     assert capsys.readouterr() == ("", "")
-    prune_(model, "wanda", batches, progress=True)
+    with shown():
+        prune_(model, "wanda", batches)
     assert capsys.readouterr().err.startswith("wanda: done (2 decoder blocks, ")
 
 

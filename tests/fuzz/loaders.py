@@ -36,7 +36,7 @@ from proxsparse.models.loading import load_model, locate, skeleton
 from proxsparse.models.snap import apply_masks_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import report
-from proxsparse.run.parse import parse_config
+from proxsparse.run.parse import parse_train
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ SETTINGS |= {"reg_lambda": 0.001, "learning_rate": 0.005, "seed": 42}
 
 def load_settings(path: Path) -> None:
     """`--config FILE`, up to the checked flags."""
-    parse_config(["--config", str(path / "config.yaml")])
+    parse_train(["--config", str(path / "config.yaml")])
 
 
 # ---------------------------------------------------------------------------------------------- texts

@@ -9,12 +9,11 @@ import tiny_models
 import torch
 from layer_cases import hooked_inputs
 
-from proxsparse import NMPattern
+from proxsparse import NMPattern, prune_
 from proxsparse.allocations.alphapruning import alpha_peak
 from proxsparse.allocations.budget import budget, by_decoder_block, nearest_counts
 from proxsparse.allocations.registry import allocate, get_allocation, list_allocations
 from proxsparse.errors import InputError
-from proxsparse.methods import prune_
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 
 BLOCKS = 6
@@ -173,7 +172,7 @@ def test_every_allocation_keeps_the_budget_and_the_model(name, pattern, deep_mod
     assert patterns == allocate(name, model, layers, batches, pattern, **OPTIONS[name])
     assert model.training
     assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
-    masks = prune_(model, "wanda", batches, patterns)
+    masks = prune_(model, "wanda", batches, pattern=patterns)
     assert all((patterns[layer].blocks(mask).sum(-1) == patterns[layer].n).all() for layer, mask in masks.items())
 
 

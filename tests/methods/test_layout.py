@@ -10,7 +10,7 @@ from tiny_models import COMMON, MODELS, save_tiny_model
 from tiny_models import tiny_model as own_layout
 from torch import nn
 
-from proxsparse.methods import prune_
+from proxsparse import prune_
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import copy_weights, snap_

@@ -10,9 +10,9 @@ import tiny_models
 import torch
 from torch import nn
 
-from proxsparse import NMPattern
+from proxsparse import NMPattern, prune_
 from proxsparse.errors import InputError
-from proxsparse.methods import maskllm, prune_
+from proxsparse.methods import maskllm
 from proxsparse.methods.block_masks import block_masks
 
 FAST = {"learning_rate": 0.02, "final_learning_rate": 0.002}  # few steps: each must move the logits further

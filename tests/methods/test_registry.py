@@ -7,11 +7,12 @@ import torch
 from pruned import assert_pruned
 from tiny_models import MODELS
 
+from proxsparse import prune_
 from proxsparse.allocations.registry import get_allocation, list_allocations
 from proxsparse.errors import InputError
-from proxsparse.methods import get_method, list_methods, prune_, register_layer_method
+from proxsparse.methods import get_method, list_methods, register_layer_method
 from proxsparse.models.layers import prunable_layers
-from proxsparse.run.config import TrainConfig
+from proxsparse.training.options import LearningOptions
 
 ROWS = [*map(get_method, list_methods()), *map(get_allocation, list_allocations())]
 # Layers of two decoder blocks: 4 projections of attention and 3 of an MLP in each, unless said otherwise.
@@ -102,7 +103,7 @@ def test_an_option_of_another_method_is_refused_by_name(name, tiny_model, batche
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_option_is_described(row):
-    own = row.options.keys() - {one.name for one in dataclasses.fields(TrainConfig)}
+    own = row.options.keys() - {one.name for one in dataclasses.fields(LearningOptions)}
     assert own <= row.descriptions.keys()
     assert all(5 < len(text) < 120 for name, text in row.descriptions.items() if name in own)
 

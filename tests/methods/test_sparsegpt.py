@@ -4,9 +4,8 @@ import pytest
 import torch
 from layer_cases import correlated_inputs, layer_and_statistics
 
-from proxsparse import NMPattern
+from proxsparse import NMPattern, prune_
 from proxsparse.errors import InputError
-from proxsparse.methods import prune_
 from proxsparse.methods.sparsegpt import InputGram, prune_sparsegpt
 
 

@@ -8,8 +8,8 @@ from layer_cases import hooked_inputs
 from tiny_models import MIXED, MODELS
 from torch import nn
 
+from proxsparse import prune_
 from proxsparse.data.calibration import single_samples
-from proxsparse.methods import prune_
 from proxsparse.methods.walk import capture_samples, same_arguments, walk
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.reference import nm_mask
