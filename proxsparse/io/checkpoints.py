@@ -77,17 +77,7 @@ class Checkpoints:
             InputError: it is damaged, or its identity differs from that of this run.
         """
         path = self.folder / name
-        facts = on_rank_zero(lambda: verified(path) if path.is_dir() else None)
-        for key, now in self.identity.items() if facts else ():
-            if (before := facts["identity"].get(key)) == now:
-                continue
-            if key == "digest":
-                raise InputError(
-                    f"{path}: the model or the calibration text has changed since the run was stopped; give the same, "
-                    "or write to another directory"
-                )
-            raise InputError(f"{path}: its run has {key} {before} (now {now}); give the same, or delete {self.folder}")
-        return facts
+        return on_rank_zero(lambda: verified(path, self.identity) if path.is_dir() else None)
 
     def load(
         self, name: str, into: dict[str, Tensor] | None = None, prefixes: tuple[str, ...] = ()
@@ -181,8 +171,8 @@ def digests(folder: Path) -> dict[str, str]:
         return dict(zip((path.name for path in paths), pool.map(digest, paths), strict=True))
 
 
-def verified(path: Path) -> dict:
-    """The content of facts.json. Raises InputError unless all files are as they were written."""
+def verified(path: Path, identity: dict) -> dict:
+    """The content of facts.json. Raises InputError unless all files are as they were written, by a run of `identity`."""
     try:
         facts = json.loads((path / FACTS).read_bytes())
         found, expected, _ = digests(path), facts["files"], facts["identity"].keys()
@@ -191,6 +181,15 @@ def verified(path: Path) -> dict:
         raise InputError(f"{path}: damaged ({describe_error(error)}); {DELETE}") from error
     if changed:
         raise InputError(f"{path}: damaged ({min(changed)} has changed); {DELETE}")
+    for key, now in identity.items():
+        before = facts["identity"].get(key)
+        if before != now and key == "digest":
+            raise InputError(
+                f"{path}: the model or the calibration text has changed since the run was stopped; give the same, or "
+                "write to another directory"
+            )
+        if before != now:
+            raise InputError(f"{path}: its run has {key} {before} (now {now}); give the same, or delete {path.parent}")
     return facts
 
 
