@@ -13,7 +13,7 @@ from tiny_models import MODELS, NOT_PACKED
 
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference.convert import pack_tensors, unsparsify_
-from proxsparse.integrations import transformers_quantizer
+from proxsparse.integrations.transformers_quantizer import PackedConfig
 from proxsparse.io.model_files import headers
 from proxsparse.pack import main as pack
 
@@ -96,14 +96,19 @@ def refused(folder, *words):
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - NOT_PACKED))
+@torch.no_grad()
 def test_families_load_packed_and_generate_the_same(name, tmp_path):
     dense, packed = (load(folder) for folder in packed_copy(tmp_path, name, torch.float32))
     linears = {n for n, module in dense.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
     assert packed_layers(packed).keys() == linears
     assert not any(layer.values.requires_grad for layer in packed_layers(packed).values())
-    assert torch.equal(packed.generate(TOKENS, **GREEDY), dense.generate(TOKENS, **GREEDY))
+    logits, tokens = dense(TOKENS).logits, dense.generate(TOKENS, **GREEDY)
+    torch.testing.assert_close(packed(TOKENS).logits, logits, rtol=1e-4, atol=1e-5)
+    assert torch.equal(packed.generate(TOKENS, **GREEDY), tokens)
     packed.save_pretrained(tmp_path / "again")
     assert_same_files(tmp_path / "packed", tmp_path / "again")
+    assert packed_layers(sparsify_(dense)).keys() == linears
+    assert torch.equal(dense(TOKENS).logits, packed(TOKENS).logits)
 
 
 def test_sparsified_it_saves_what_the_command_writes_and_unpacked_the_dense_checkpoint(dense, folders, tmp_path):
@@ -191,13 +196,6 @@ def test_the_base_model_alone_loads_packed_and_saved_again(folders, tmp_path):
     torch.testing.assert_close(hidden, dense(TOKENS).last_hidden_state, rtol=1e-4, atol=1e-5)
     base.save_pretrained(tmp_path)
     assert torch.equal(transformers.AutoModel.from_pretrained(tmp_path)(TOKENS).last_hidden_state, hidden)
-
-
-def test_a_state_dict_without_files_is_refused(packed, folders):
-    config = transformers.AutoConfig.from_pretrained(folders[1])
-    state = {name: tensor for name, tensor in packed.state_dict().items() if not name.endswith("up_proj.values")}
-    with pytest.raises(ValueError, match="give its folder"):
-        type(packed).from_pretrained(None, config=config, state_dict=state)
 
 
 def test_shards(tmp_path):
@@ -316,23 +314,37 @@ def test_too_many_layers_are_refused_before_transformers_creates_them(folders, t
     refused(folder, f"{folder}/config.json", "num_hidden_layers is 2147483647", "at most 2048")
 
 
-def test_packing_while_loading_is_refused(folders):
+def without_files(folders):
+    model = load(folders[1])
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("up_proj.values")}
+    type(model).from_pretrained(None, config=transformers.AutoConfig.from_pretrained(folders[1]), state_dict=state)
+
+
+def packed_while_loading(folders):
     entry = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
-    with pytest.raises(ValueError, match="pre-quantized"):
-        load(folders[0], quantization_config=transformers_quantizer.PackedConfig(**entry))
+    load(folders[0], quantization_config=PackedConfig(**entry))
 
 
-def test_a_packed_config_without_layers_says_how_to_pack_in_memory():
-    for entries in ({}, {"bits": 8}, {"quant_method": "proxsparse"}):
-        with pytest.raises(ValueError, match=r"PackedConfig: .* load it without .*, then call proxsparse\.sparsify_"):
-            transformers_quantizer.PackedConfig(**entries)
+IN_MEMORY = r"PackedConfig: .* load it without .*, then call proxsparse\.sparsify_"
 
 
-def test_another_class_than_that_of_the_checkpoint_is_named(folders):
-    from transformers import AutoModelForQuestionAnswering
-
-    with pytest.raises(ValueError, match=r"QuestionAnswering has no nn\.Linear .* class that it was packed for"):
-        AutoModelForQuestionAnswering.from_pretrained(folders[1])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (without_files, "give its folder"),
+        (packed_while_loading, "pre-quantized"),
+        (lambda folders: PackedConfig(), IN_MEMORY),
+        (lambda folders: PackedConfig(bits=8), IN_MEMORY),
+        (lambda folders: PackedConfig(quant_method="proxsparse"), IN_MEMORY),
+        (
+            lambda folders: transformers.AutoModelForQuestionAnswering.from_pretrained(folders[1]),
+            r"QuestionAnswering has no nn\.Linear .* class that it was packed for",
+        ),
+    ],
+)
+def test_other_ways_to_load_are_refused(call, message, folders):
+    with pytest.raises(ValueError, match=message):
+        call(folders)
 
 
 def test_the_format_of_the_files(folders):

@@ -12,11 +12,7 @@ from pathlib import Path
 import pytest
 import setuptools
 import torch
-from ops.blocks import random_blocks
-from reference.ground_truth import GAP, assert_optimal
 from torch.utils import cpp_extension
-
-from proxsparse.reference import nm_mask
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -197,45 +193,25 @@ def test_failed_cuda_kernels_leave_the_cpu_kernels_alone(described, names, toolk
 
 # ------------------------------------------------------------------------------------------ one build, many CPUs
 
-# Prints the instruction set and saves what the kernels make of the blocks in the file.
-VARIANT = """
-import sys
-import torch
-from proxsparse import _C, nm_mask, prox_nm, use_backend
 
-cases, results = torch.load(sys.argv[1]), {}
-with use_backend("cpp"):
-    for name, (weight, pattern, scale) in cases.items():
-        results[name] = prox_nm(weight, 0.7, pattern, scale), nm_mask(weight, pattern)
-torch.save(results, sys.argv[2])
-print(_C.cpu_capability())
-"""
-
-
-def run_variant(capability: str, *arguments: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", VARIANT, *map(str, arguments)]
-    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability}
+def run_cases(capability: str) -> subprocess.CompletedProcess:
+    """cpu_kernel_cases.py with the kernels of an instruction set; prints the one that ran."""
+    environment = os.environ | {"PROXSPARSE_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "tests/ops/cpu_kernel_cases.py"]
     return subprocess.run(command, env=environment, cwd=CHECKOUT, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512", "avx512_bf16"])
-def test_the_kernels_are_exact_with_every_instruction_set(capability, tmp_path, compiled):
-    blocks = random_blocks(20_003, 0.7, seed=30)
-    scales = None, 0.5 + torch.rand(4, dtype=torch.float64)
-    cases = dict(enumerate((blocks.to(dtype), n, scale) for dtype in GAP for n in ("2:4", "1:4") for scale in scales))
-    torch.save(cases, tmp_path / "cases.pt")
-    process = run_variant(capability, tmp_path / "cases.pt", tmp_path / "results.pt")
-    assert process.returncode == 0, process.stderr
+@pytest.mark.parametrize(
+    "capability", ["default", "avx512_bf16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("avx2", "avx512"))]
+)
+def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
+    process = run_cases(capability)
+    assert process.returncode == 0, process.stderr or process.returncode
     if process.stdout.strip() != capability:
         pytest.skip(f"this CPU has no {capability}; it ran {process.stdout.strip()}")
-    for case, (result, mask) in torch.load(tmp_path / "results.pt").items():
-        weight, pattern, scale = cases[case]
-        assert_optimal(result, weight, 0.7, int(pattern[0]), 1.0 if scale is None else scale)
-        assert torch.equal(mask, nm_mask(weight, pattern)), (weight.dtype, pattern, scale)
 
 
-def test_an_unknown_instruction_set_is_refused_with_the_choices(tmp_path, compiled):
-    torch.save({"one": (torch.ones(1, 4), "2:4", None)}, tmp_path / "cases.pt")
-    process = run_variant("sse9", tmp_path / "cases.pt", tmp_path / "results.pt")
+def test_an_unknown_instruction_set_is_refused_with_the_choices(compiled):
+    process = run_cases("sse9")
     assert process.returncode != 0
     assert "ValueError: PROXSPARSE_CPU_CAPABILITY='sse9': choose one of default, avx2, avx512" in process.stderr

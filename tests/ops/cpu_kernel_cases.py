@@ -1,4 +1,4 @@
-"""The compiled CPU kernels of the packed form between fences; test_cpp_sparse_linear.py runs this file for each CPU.
+"""The compiled CPU kernels between fences; test_cpp_build.py runs this file with each instruction set.
 
 Every tensor ends, or begins, where memory must not be touched: an access beyond it ends the process. Prints the
 instruction set.
@@ -14,10 +14,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ops.blocks import random_blocks
 from pruned import assert_as_good_as_dense, pruned_weight, quantized
+from reference.ground_truth import GAP, assert_optimal
 from torch import Tensor
 
-from proxsparse import _C
+from proxsparse import _C, nm_mask, prox_nm_, reference, use_backend
 from proxsparse.reference import pack
 
 IN_FEATURES = [*range(4, 140, 4), 252, 256, 260, 508, 512, 516, 576, 1028]
@@ -38,6 +40,15 @@ def fenced(tensor: Tensor, at_end: bool) -> Tensor:
     for fence in (whole.data_ptr(), whole.data_ptr() + page + inner):
         assert protect(ctypes.c_void_p(fence), ctypes.c_size_t(page), 0) == 0, os.strerror(ctypes.get_errno())
     return copy
+
+
+def check_prox_and_mask(dtype, n, scale):
+    """As exact as the ground truth; the mask of the reference."""
+    weight = random_blocks(20_003, 0.7, seed=30).to(dtype)
+    with use_backend("cpp"):
+        result = prox_nm_(fenced(weight, True), 0.7, f"{n}:4", scale)
+        assert torch.equal(nm_mask(fenced(weight, True), f"{n}:4"), reference.nm_mask(weight, f"{n}:4"))
+    assert_optimal(result, weight, 0.7, n, 1.0 if scale is None else scale)
 
 
 def check_pack(dtype, in_features, at_end):
@@ -67,6 +78,10 @@ def check_linear(dtype, in_features, out_features, rows, at_end):
 
 def main():
     torch.manual_seed(0)
+    for dtype in GAP:
+        for n in (1, 2):
+            for scale in (None, 0.5 + torch.rand(4, dtype=torch.float64)):
+                check_prox_and_mask(dtype, n, scale)
     for at_end in (True, False):
         for in_features in IN_FEATURES:
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
