@@ -48,7 +48,7 @@ class Measurement:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Finds or measures every cell, then prints the table and writes it to --table."""
+    """Finds or measures every cell, then prints the table."""
     arguments = sys.argv[1:] if arguments is None else arguments
     args = parse_arguments(arguments)
     lines = [contenders.dense(args) if t == "dense" else contenders.method(t, args) for t in args.methods]
