@@ -333,9 +333,10 @@ def multiply(t: Translator, operands, total, type) -> str:
     return f"{t.lanes('~0u', words)} {{ const {total} sum[] = {{{', '.join(sums)}}}; {results} }}"
 
 
+SPACE = r"\.(\w+(?:::cluster)?)(?:::cta)?"  # shared::cta is shared
 MMA = r"mma\.sp::ordered_metadata\.sync\.aligned\.m16n8k"
 METHODS = [
-    (r"(ld|st)(?:\.(\w+(?:::cluster)?))?(?:\.L1::no_allocate)?(?:\.L2::128B)?(?:\.v([24]))?\.([busf]\d+)", memory),
+    (rf"(ld|st)(?:{SPACE})?(?:\.L1::no_allocate)?(?:\.L2::128B)?(?:\.v([24]))?\.([busf]\d+)", memory),
     (r"mov\.([busf]\d+|pred)", move),
     (r"bra(?:\.uni)?", jump),
     (r"cp\.async\.c[ag]\.shared\.global(?:\.L2::128B)?", copy),
