@@ -2,6 +2,7 @@
 
 import re
 
+import plan_check
 import pytest
 import torch
 from tiny_models import save_tiny_model
@@ -12,7 +13,7 @@ from proxsparse.io.model_files import headers
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.loading import load_model
 from proxsparse.models.snap import cast_parameters_
-from proxsparse.run import job, memory
+from proxsparse.run import folder, job, memory
 from proxsparse.run.parse import parse_finetune, parse_train, train_args
 from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
@@ -37,7 +38,7 @@ def plan_of(model, **flags) -> memory.Plan:
 
 def kept_by_blocks(plan: memory.Plan, padding: int = 0) -> int:
     """What the decoder blocks of the real model keep for the backward pass of the real loss, in bytes."""
-    model, documents = load_model(plan.config.model)[0].train(), plan.config.per_device_train_batch_size
+    model, documents = load_model(plan.args.model.model)[0].train(), plan.args.options.per_device_train_batch_size
     cast_parameters_(model, plan.dtype)
     for parameter in model.parameters():
         parameter.requires_grad_(plan.learns != "prunable" or parameter.ndim == 2)
@@ -98,7 +99,13 @@ def data_bytes(folder, names: str = "") -> int:
     ],
 )
 def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_path, monkeypatch):
-    model, held, update_all, save, move = tmp_path / "model", {}, loop.update_all, TrainState.save, job.shard_and_move_
+    model, held, update_all, save, move = (
+        tmp_path / "model",
+        {},
+        loop.update_all,
+        TrainState.save,
+        folder.shard_and_move_,
+    )
     save_tiny_model(name, model)
     run = f"{flags} --device cpu --seq_len 32 --num_samples 16 --max_steps 2 --save_steps 1 --eval_data none".split()
 
@@ -137,7 +144,7 @@ def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_
     for module, function, replaced in (
         (loop, "update_all", update),
         (TrainState, "save", saved),
-        (job, "shard_and_move_", moved),
+        (folder, "shard_and_move_", moved),
     ):
         monkeypatch.setattr(module, function, replaced)
     assert main([*arguments, "--output_dir", str(tmp_path / "run")]) == 0
@@ -152,7 +159,7 @@ def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_
 
 def test_eight_devices_share_what_is_held():
     one, eight = (
-        memory.memory(plan_of("meta-llama/Llama-2-7b-hf", device="cuda", gradient_accumulation_steps=2).config, n)[
+        memory.memory(plan_of("meta-llama/Llama-2-7b-hf", device="cuda", gradient_accumulation_steps=2).args, n)[
             "device"
         ]
         for n in (1, 8)
@@ -198,3 +205,10 @@ def test_a_model_without_a_config_is_refused_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", offline)
     with pytest.raises(InputError, match=r"'someone/unknown': no network; give a folder with config.json$"):
         train.main(["--model", "someone/unknown", "--plan"])
+
+
+def test_plan_check_compares_the_plan_with_a_run(monkeypatch, capsys):
+    monkeypatch.setattr(plan_check, "peak", lambda arguments: 10**9)
+    monkeypatch.setattr(plan_check, "RANDOM", {"max_position_embeddings": 512})
+    assert plan_check.main(["--no-save", "--only", "train random"]) == 0
+    assert re.search(r"train random --seq_len 512 +0.5\d +1.00", capsys.readouterr().out)
