@@ -15,6 +15,7 @@ import solver_quality
 import tiny_models
 import torch
 from lib import common, measure, plots, shapes
+from pruned import prune_
 
 from proxsparse.ops import choice, registry
 from proxsparse.run.args import RECIPE_NAMES
@@ -35,7 +36,7 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
     "solver_quality": "--hard --instances 4 --lambdas 3",
     "compare_methods": f"{TRAIN} --methods dense magnitude wanda+owl --work_dir {{folder}}/work",
     "studies": f"constraints {TRAIN} --max_steps 2 --output_dir {{folder}}/out",
-    "bits_quality": "--model {model} --masks a={model} --eval_data {text} --eval_seq_len 32 --eval_max_windows 2",
+    "bits_quality": "--model {model} --masks a={folder}/pruned --eval_data {text} --eval_seq_len 32",
     "plan_check": "--only 'train random'",
     "serve_speed": "--model tiny --layers 1 --batches 3 --prompts 8 --new_tokens 2 --repetitions 2 --device cpu",
 }
@@ -68,7 +69,9 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
     for package in {"serve_speed": ("fastapi", "uvicorn"), "bits_quality": ("torchao",)}.get(name, ()):
         pytest.importorskip(package)
     monkeypatch.setattr(plan_check, "peak", lambda arguments: 10**9)  # of a process of its own, which takes minutes
-    model = tiny_models.save_tiny_model("llama", tmp_path / "model")
+    model = tiny_models.save_tiny_model("llama", tmp_path / "model", hidden_size=64)
+    for part in (prune_(tiny_models.tiny_model("llama", hidden_size=64)), tiny_models.byte_tokenizer()):
+        part.save_pretrained(tmp_path / "pruned")
     text = tiny_models.save_texts(tmp_path / "text.jsonl")
     flags = SMALL[name].format(model=model, text=text, folder=tmp_path)
     assert not importlib.import_module(name).main(shlex.split(flags))
