@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from proxsparse.allocations.budget import Layers, mean_over_weights, relative
 from proxsparse.errors import require
 from proxsparse.methods.walk import Batches, walk
-from proxsparse.methods.wanda import FeatureNorms
+from proxsparse.models.feature_norms import FeatureNorms
 from proxsparse.patterns import NMPattern
 
 

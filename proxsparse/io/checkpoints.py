@@ -172,7 +172,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def verified(path: Path, identity: dict) -> dict:
-    """The content of facts.json. Raises InputError unless all files are as they were written, by a run of `identity`."""
+    """The content of facts.json. Raises InputError unless a run of this identity wrote all files as they are now."""
     try:
         facts = json.loads((path / FACTS).read_bytes())
         found, expected, _ = digests(path), facts["files"], facts["identity"].keys()

@@ -23,6 +23,7 @@ from proxsparse.io.mask_files import pack_mask, unpack_mask
 from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.layers import decoder_blocks
+from proxsparse.models.snap import masked
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.progress import phase
 
@@ -89,7 +90,7 @@ def block_name(layers: Iterable[str]) -> str:
 def apply_mask_(layer: nn.Linear, mask: Tensor, new_weight: Tensor | None = None) -> Tensor:
     """Prunes one layer in place, optionally with new weights, and returns the mask on the CPU."""
     weight = layer.weight if new_weight is None else new_weight.to(layer.weight)
-    layer.weight.copy_(torch.where(mask.to(weight.device), weight, 0.0))  # a product would give -0.0
+    layer.weight.copy_(masked(weight, mask))
     return mask.cpu()
 
 

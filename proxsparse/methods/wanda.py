@@ -1,30 +1,11 @@
 """Wanda: magnitude times the norm of the input feature."""
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from proxsparse.methods.registry import register_layer_method
+from proxsparse.models.feature_norms import FeatureNorms
 from proxsparse.ops.mask import nm_mask
 from proxsparse.patterns import NMPattern
-
-
-class FeatureNorms:
-    """||X_j||_2 of every input feature j of a layer, over all calibration tokens."""
-
-    def __init__(self, layer: nn.Linear):
-        self.tokens = 0
-        self.sums = layer.weight.new_zeros(
-            layer.in_features, dtype=torch.promote_types(layer.weight.dtype, torch.float32)
-        )
-
-    def add(self, inputs: Tensor) -> None:
-        """inputs: [tokens, in_features]"""
-        self.tokens += len(inputs)
-        self.sums += inputs.to(self.sums.dtype).square().sum(0)
-
-    def norms(self) -> Tensor:
-        """[in_features]"""
-        return self.sums.sqrt()
 
 
 @register_layer_method(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
 from proxsparse.models.checks import check_finite
+from proxsparse.models.feature_norms import FeatureNorms
 from proxsparse.runtime.distributed import all_reduce_sum_, shard_items, world_size
 from proxsparse.runtime.progress import phase
 from proxsparse.runtime.sharding import local, mean_of_shards
@@ -35,31 +36,29 @@ def activation_scaling(
     for name, layer in layers.items():  # before the forward passes: an error there would name a later layer
         if not math.isfinite(mean_of_shards(local(layer.weight).float().abs(), layer.weight)):
             raise InputError(f"{name}: its weights contain NaN or infinity; use an undamaged copy of the model")
-    devices = {name: local(layer.weight).device for name, layer in layers.items()}
-    squares = {name: torch.zeros(layer.in_features, device=devices[name]) for name, layer in layers.items()}
-    factor = 1.0  # 0 for a sample that another process counts
+    found = {name: FeatureNorms(layer, local(layer.weight).device) for name, layer in layers.items()}
+    counted = True  # False for a sample that another process counts
 
-    def accumulate(name: str):
+    def accumulate(norms: FeatureNorms):
         def hook(_module, inputs):
-            square = inputs[0].detach().float().reshape(-1, squares[name].numel()).square().sum(0)
-            squares[name] += factor * square
+            if counted:
+                norms.add(inputs[0].detach().flatten(0, -2))
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(accumulate(name)) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(accumulate(found[name])) for name, layer in layers.items()]
     try:
         inputs = list(islice(single_samples(batches), samples))
         with phase("measuring the input activations", len(inputs), "sample") as current:
-            for ids, counts in shard_items(inputs):
-                factor = float(counts)
+            for ids, counted in shard_items(inputs):  # noqa: B007 the hooks read it
                 model(input_ids=ids.to(model.device), use_cache=False)
                 current.step(world_size())
     finally:
         for handle in handles:
             handle.remove()
-    for name, square in squares.items():
-        check_finite(name, all_reduce_sum_(square))
-    return {name: normalized_scale(layers[name].weight, square.sqrt()) for name, square in squares.items()}
+    for name, norms in found.items():
+        check_finite(name, all_reduce_sum_(norms.sums))
+    return {name: normalized_scale(layers[name].weight, norms.norms().float()) for name, norms in found.items()}
 
 
 def normalized_scale(weight: Tensor, norms: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from proxsparse.errors import InputError
 from proxsparse.methods.admm import prune_admm
 from proxsparse.methods.magnitude import prune_magnitude
 from proxsparse.methods.sparsegpt import InputGram, prune_sparsegpt
-from proxsparse.methods.wanda import FeatureNorms, prune_wanda
+from proxsparse.methods.wanda import prune_wanda
+from proxsparse.models.feature_norms import FeatureNorms
 
 
 def literal_admm(weight, inputs, n, m):

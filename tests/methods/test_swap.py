@@ -11,7 +11,8 @@ from proxsparse.errors import InputError
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.sparsegpt import InputGram
 from proxsparse.methods.swap import improve_mask, prune_swap
-from proxsparse.methods.wanda import FeatureNorms, prune_wanda
+from proxsparse.methods.wanda import prune_wanda
+from proxsparse.models.feature_norms import FeatureNorms
 
 
 def error_of(mask, weight, inputs):
