@@ -52,26 +52,26 @@ def main(arguments: list[str] | None = None) -> int:
     repo = hub.check_repository(options.push_to_hub)
     config = disk.read_packed_config(source / CONFIG, packed=options.unpack)
     check_folder(source)
-    found, model = headers(weight_files(source)), skeleton(source)
+    source_headers, model = headers(weight_files(source)), skeleton(source)
     bits = config["quantization_config"].get("bits", {}).values() if options.unpack else [options.bits]
     work, verb, done = UNPACK if options.unpack else PACK
     before = file_bytes(source)
     with output_folder.opened(target, "pack", vars(options)):
         require_space(target, growth(bits, options.unpack) * before)
-        layers, stream, count = work(options, config, found, model)
+        layers, stream, count = work(options, config, source_headers, model)
         with atomic_directory(target) as scratch:
             with phase(verb, count, "tensor") as current:
                 disk.write_shards(scratch, current.count(stream), shard_bytes)
             (scratch / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            copy_files(source, scratch, keep=(MASKS,), but=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
+            copy_files(source, scratch, keep=(MASKS,), exclude=(CONFIG, *WEIGHTS, *FOREIGN_WEIGHTS, *OF_THE_RUN))
             after, written = file_bytes(scratch), headers(weight_files(scratch))
-            refuse_differences(scratch, found, written, config)
+            refuse_differences(scratch, source_headers, written, config)
             disk.annotate(scratch / CARD, bits, packed=not options.unpack)
     linears = convert.names_of_modules(model, nn.Linear)
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
     if options.bits != 16:
         print(f"their kept weights are rounded to {options.bits} bits")
-    print(change("these layers", disk.layer_bytes(layers, found), disk.layer_bytes(layers, written)))
+    print(change("these layers", disk.layer_bytes(layers, source_headers), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")
     if repo:
@@ -82,31 +82,31 @@ def main(arguments: list[str] | None = None) -> int:
 Work = tuple[list[str], convert.Stream, int]  # the packed layers; the tensors of the result, and their number
 
 
-def packing(options, config: dict, found: dict, model: nn.Module) -> Work:
+def packing(options, config: dict, source_headers: dict, model: nn.Module) -> Work:
     """Packs a dense checkpoint; `config` becomes that of the result."""
-    names = match(found, skeleton(Path(options.model)))
+    names = match(source_headers, skeleton(Path(options.model)))
     refuse_incomplete(options.model, names, type(model).__name__)
-    layers = convert.layers_to_pack(found, model, names, options.include, options.exclude, options.bits)
+    layers = convert.layers_to_pack(source_headers, model, names, options.include, options.exclude, options.bits)
     buffers = {name for name, _ in model.named_buffers()}
     config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
-    rounded = {} if options.calibrate is None else calibrated(options, found, layers)
+    rounded = {} if options.calibrate is None else calibrated(options, source_headers, layers)
     stored, fixed = list(layers.values()), {name for name, inside in names.names.items() if inside in buffers}
-    stream = convert.pack_tensors(found, stored, options.bits, rounded, fixed)
-    return stored, stream, len(found) + more * len(layers)
+    stream = convert.pack_tensors(source_headers, stored, options.bits, rounded, fixed)
+    return stored, stream, len(source_headers) + more * len(layers)
 
 
-def refuse_differences(folder: Path, found: dict, written: dict, config: dict) -> None:
+def refuse_differences(folder: Path, source_headers: dict, written: dict, config: dict) -> None:
     """Raises ValueError unless the written files have the tensors of a checkpoint that `from_pretrained` loads."""
     model, dense = skeleton(folder), dict(written)
     if entry := config.get("quantization_config"):
         for layer, place in convert.packed_layers(written, model, entry).items():
             parts = [dense.pop(f"{layer}.{part}", None) for part in disk.PARTS]
             dense[f"{layer}.weight"] = replace(parts[0], shape=tuple(model.get_submodule(place).weight.shape))
-    check_saved(dense, model, extra=found)
+    check_saved(dense, model, extra=source_headers)
 
 
-def calibrated(options, found: dict, stored: dict[str, str]) -> dict:
+def calibrated(options, source_headers: dict, stored: dict[str, str]) -> dict:
     """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate.
 
     `stored`: name in the model -> name in the files, which is that of the result.
@@ -114,7 +114,7 @@ def calibrated(options, found: dict, stored: dict[str, str]) -> dict:
     The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
     """
     texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
-    dtypes = {name: read_tensor(found, f"{file}.weight").dtype for name, file in stored.items()}
+    dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, file in stored.items()}
     model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
     seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
     count = NUM_SAMPLES if options.num_samples is None else options.num_samples
@@ -126,15 +126,15 @@ def calibrated(options, found: dict, stored: dict[str, str]) -> dict:
     return {stored[name]: parts for name, parts in rounded.items()}
 
 
-def unpacking(_options, config: dict, found: dict, model: nn.Module) -> Work:
+def unpacking(_options, config: dict, source_headers: dict, model: nn.Module) -> Work:
     """The same for --unpack."""
     config.pop(WEIGHTS_NAME, None)
-    layers = list(convert.packed_layers(found, model, config.pop("quantization_config")))
+    layers = list(convert.packed_layers(source_headers, model, config.pop("quantization_config")))
     parts = [f"{layer}.{part}" for layer in layers for part in (*disk.PARTS, "weight")]
     return (
         layers,
-        convert.unpack_tensors(found, layers),
-        len(found) + len(layers) - sum(name in found for name in parts),
+        convert.unpack_tensors(source_headers, layers),
+        len(source_headers) + len(layers) - sum(name in source_headers for name in parts),
     )
 
 

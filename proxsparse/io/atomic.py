@@ -15,14 +15,14 @@ from proxsparse.io.model_files import is_inside
 SCRATCH = ".incomplete"  # name prefix of files that are being written; only a killed process leaves such files
 
 
-def copy_files(source: Path, target: Path, but: Iterable[str], keep: Iterable[str] = ()) -> None:
-    """Copies the files of a folder, except hidden files and files that match a pattern in `but` and none in `keep`.
+def copy_files(source: Path, target: Path, exclude: Iterable[str], keep: Iterable[str] = ()) -> None:
+    """Copies the files of a folder, except hidden files and files that match a pattern in `exclude` and none in `keep`.
 
     A link that points outside the folder is skipped with a message: an untrusted folder must not decide which files of
     this machine are copied. Links into the blobs of the surrounding Hugging Face cache are followed.
     """
     for path in sorted(source.iterdir()):
-        wanted = any(map(path.match, keep)) or not any(map(path.match, but))
+        wanted = any(map(path.match, keep)) or not any(map(path.match, exclude))
         if not wanted or not path.is_file() or path.name.startswith("."):
             continue
         if is_inside(path, source):

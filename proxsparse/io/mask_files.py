@@ -152,7 +152,7 @@ def read_packed(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise InputError(
             f"{path}: not a mask file of proxsparse (format {metadata.get('format')!r}); give a masks.safetensors file"
         )
-    if "pattern" not in metadata or any(one.dtype != torch.uint8 or one.ndim != 2 for one in packed.values()):
+    if "pattern" not in metadata or any(mask.dtype != torch.uint8 or mask.ndim != 2 for mask in packed.values()):
         raise InputError(
             f"mask file {str(path)!r} is malformed (no pattern, or not uint8); give an undamaged mask file"
         )

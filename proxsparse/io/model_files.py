@@ -220,9 +220,9 @@ def headers(files: Iterable[Path]) -> dict[str, Header]:
     return found
 
 
-def read_tensor(found: dict[str, Header], name: str) -> Tensor:
+def read_tensor(headers: dict[str, Header], name: str) -> Tensor:
     """Reads one tensor. Raises ValueError for a damaged file."""
-    with open_file(found[name].file) as file:
+    with open_file(headers[name].file) as file:
         return file.get_tensor(name)
 
 
@@ -253,27 +253,27 @@ def write_index(folder: Path, weight_map: dict[str, str], total_bytes: int) -> N
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def check_weights(found: dict[str, Header], model: nn.Module) -> None:
+def check_weights(headers: dict[str, Header], model: nn.Module) -> None:
     """Raises InputError, before memory is allocated, unless the files can contain the weights of the model.
 
     Only the number of weights is compared, because transformers renames and merges tensors while it loads them. Up to
     half of the weights may be missing here: transformers reports missing tensors by name.
 
     Args:
-        found: the headers of the checkpoint.
+        headers: those of the checkpoint.
         model: the model of its config.json, on the meta device.
     """
     parameters = dict(model.named_parameters())
     needed = sum(parameter.numel() for parameter in parameters.values())
-    held = sum(math.prod(header.shape) for header in found.values())
+    held = sum(math.prod(header.shape) for header in headers.values())
     if needed > 2 * held:
         raise InputError(
             f"config.json: {needed:.4g} weights are needed, but the files contain {held:.4g}; "
             "download the checkpoint again"
         )
     floats = {name for name, parameter in parameters.items() if parameter.is_floating_point()}
-    for name in sorted(floats & found.keys()):
-        if (header := found[name]).dtype not in SAFETENSORS_FLOATS:
+    for name in sorted(floats & headers.keys()):
+        if (header := headers[name]).dtype not in SAFETENSORS_FLOATS:
             raise InputError(
                 f"{header.file}: {name} is {header.dtype}, but weights must be {', '.join(SAFETENSORS_FLOATS)}; "
                 "give the dense checkpoint"

@@ -206,7 +206,7 @@ def describe_unreached(unreached: list[str], names: list[str]) -> str:
     if re.search(r"experts\.\d+\.", name):
         return f"{name}: no calibration token reached this expert; use more samples, or --exclude experts"
     outer, parent = name, name.rpartition(".")[0]  # the outermost module of which no layer was called
-    while not parent[-1:].isdigit() and all(one in unreached for one in names if one.startswith(f"{parent}.")):
+    while not parent[-1:].isdigit() and all(name in unreached for name in names if name.startswith(f"{parent}.")):
         outer, parent = parent, parent.rpartition(".")[0]
     return (
         f"{name}: the decoder block does not call this layer by itself, so it has no calibration inputs; leave it "
@@ -337,7 +337,7 @@ def check_arguments(model: nn.Module, blocks: nn.ModuleList, ids: Tensor, whole:
     changed = capture_sample(model, blocks, ids, len(blocks), lambda hidden: hidden.flip(-1))
     for index, (call, other) in enumerate(zip(whole.calls, changed.calls, strict=True)):
         for name, value in named_arguments(call).items():
-            everywhere = all(named_arguments(one).get(name) is value for one in whole.calls)
+            everywhere = all(named_arguments(each).get(name) is value for each in whole.calls)
             if not everywhere and not is_equal(value, named_arguments(other).get(name)):
                 raise InputError(
                     f"decoder block {index}: {type(blocks[index]).__name__} has an argument ({name}) that "

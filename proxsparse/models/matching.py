@@ -50,7 +50,7 @@ def model_names(
     return names, merged, extra
 
 
-def match(found: dict[str, Header], model: nn.Module) -> Match:
+def match(headers: dict[str, Header], model: nn.Module) -> Match:
     """Renames, splits and merges the tensors of the files on the meta device, as `from_pretrained` does.
 
     `model` is the dense model of their config.json on the meta device; its parameters are replaced.
@@ -60,11 +60,11 @@ def match(found: dict[str, Header], model: nn.Module) -> Match:
     from transformers.modeling_utils import LoadStateDictConfig
     from transformers.utils import logging
 
-    names, merged, extra = model_names(found, model)
+    names, merged, extra = model_names(headers, model)
     owners = defaultdict(set)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].add(name)
-    files = {name: torch.empty(header.shape, device="meta") for name, header in found.items()}
+    files = {name: torch.empty(header.shape, device="meta") for name, header in headers.items()}
     config = LoadStateDictConfig(
         device_map={"": torch.device("meta")}, weight_mapping=get_model_conversion_mapping(model)
     )
@@ -85,35 +85,35 @@ def match(found: dict[str, Header], model: nn.Module) -> Match:
     return Match(names, merged, extra, sorted(set(info.missing_keys) - tied), mismatched)
 
 
-def refuse_incomplete(name: str, found: Match, kind: str) -> None:
+def refuse_incomplete(name: str, matched: Match, kind: str) -> None:
     """Raises InputError if tensors that the class `kind` needs are missing in the files, or have another shape."""
-    if found.mismatched:
-        raise InputError(f"model {name!r}: {found.mismatched[0]}; download the checkpoint again")
-    if found.missing:
+    if matched.mismatched:
+        raise InputError(f"model {name!r}: {matched.mismatched[0]}; download the checkpoint again")
+    if matched.missing:
         raise InputError(
-            f"model {name!r}: {kind} needs {len(found.missing)} tensors that are missing, the first is "
-            f"{found.missing[0]}; download the complete checkpoint, or save the causal language model"
+            f"model {name!r}: {kind} needs {len(matched.missing)} tensors that are missing, the first is "
+            f"{matched.missing[0]}; download the complete checkpoint, or save the causal language model"
         )
 
 
 def check_saved(
-    found: dict[str, Header], skeleton: nn.Module, model: nn.Module | None = None, extra: Iterable[str] = ()
+    headers: dict[str, Header], skeleton: nn.Module, model: nn.Module | None = None, extra: Iterable[str] = ()
 ) -> None:
     """Raises InputError unless `from_pretrained` restores the model from the saved files.
 
     No tensor may be missing, have another shape or dtype, or be unknown to the model.
 
     Args:
-        found: the headers of the saved files, read back.
+        headers: those of the saved files, read back.
         skeleton: the model of their config.json on the meta device.
         model: the model in memory, for the dtypes.
         extra: names of tensors that are in the files although the model does not have them.
     """
-    result = match(found, skeleton)
+    result = match(headers, skeleton)
     wrong = [f"{name} is missing" for name in result.missing]
     wrong += result.mismatched
     wrong += [f"{name} is not a tensor of {type(skeleton).__name__}" for name in result.extra if name not in set(extra)]
-    wrong += [] if model is None else wrong_dtypes(found, result, model)
+    wrong += [] if model is None else wrong_dtypes(headers, result, model)
     if wrong:
         raise InputError(
             f"the written files differ from the model in {len(wrong)} tensors ({wrong[0]}), so the model is not saved; "
@@ -121,7 +121,7 @@ def check_saved(
         )
 
 
-def wrong_dtypes(found: dict[str, Header], result: Match, model: nn.Module) -> list[str]:
+def wrong_dtypes(headers: dict[str, Header], result: Match, model: nn.Module) -> list[str]:
     """The tensors in the files that have another dtype than in the model."""
     dtypes = {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name in list(dtypes):  # fused experts: the tensor of all has the dtype of the first
@@ -131,6 +131,6 @@ def wrong_dtypes(found: dict[str, Header], result: Match, model: nn.Module) -> l
     wrong = []
     for name, inside in result.names.items():
         dtype = dtypes.get(inside) or dtypes.get(inside.rpartition(".")[0])
-        if dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] != found[name].dtype:
-            wrong.append(f"{name} is {found[name].dtype}, in the model {DTYPE_NAMES[dtype]}")
+        if dtype in DTYPE_NAMES and DTYPE_NAMES[dtype] != headers[name].dtype:
+            wrong.append(f"{name} is {headers[name].dtype}, in the model {DTYPE_NAMES[dtype]}")
     return wrong

@@ -88,7 +88,7 @@ def prune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": updated, "masks_sha256": masks_sha256(masks)}
     figures |= {"already_pruned": len(already)} if already else {}
-    figures |= results.what_was_pruned(model, layers, patterns, pattern)
+    figures |= results.layer_figures(model, layers, patterns, pattern)
     return run.finish(model, pruned, samples_in(batches) if needs_data else None, figures)
 
 
@@ -118,7 +118,7 @@ def finetune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "masks_sha256": masks_sha256(masks)}
-    figures |= results.what_was_pruned(model, layers, patterns, pattern)
+    figures |= results.layer_figures(model, layers, patterns, pattern)
     return run.finish(model, pruned, samples_in(batches), figures)
 
 

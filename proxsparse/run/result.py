@@ -100,7 +100,7 @@ def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> di
     return table | {name: score.value for name, score in scores.items()}
 
 
-def what_was_pruned(
+def layer_figures(
     model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern
 ) -> dict:
     """The entries of result.json about the layers; dense_share: the share of the blocks' weights in other layers."""

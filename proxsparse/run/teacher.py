@@ -37,7 +37,7 @@ def read_teacher(name: str, model: nn.Module) -> nn.Module:
 
 def refuse_other_vocabulary(model: nn.Module, teacher: nn.Module, what: str) -> None:
     """Raises InputError, which begins with `what`, if the embeddings of the two have different numbers of tokens."""
-    sizes = [len(one.get_input_embeddings().weight) for one in (model, teacher)]
+    sizes = [len(each.get_input_embeddings().weight) for each in (model, teacher)]
     if sizes[0] != sizes[1]:
         raise InputError(
             f"{what}: its vocabulary has {sizes[1]:,} tokens, that of the model {sizes[0]:,}; give the dense "

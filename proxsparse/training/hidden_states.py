@@ -59,13 +59,13 @@ def targets_of_dense(
 def dense(learned: Iterable[LearnableLayer]) -> Iterator[None]:
     """Within the block, the masked layers have their pretrained weights."""
     learned = list(learned)
-    for one in learned:
-        local(one.layer.weight.detach()).copy_(one.pretrained)
+    for layer in learned:
+        local(layer.layer.weight.detach()).copy_(layer.pretrained)
     try:
         yield
     finally:
-        for one in learned:
-            one.remask_()
+        for layer in learned:
+            layer.remask_()
 
 
 def hidden_error(states: tuple[Tensor, ...], wanted: tuple[Tensor, ...], real: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class LearnableLayer:
 @torch.no_grad()
 def count_not_finite(learned: Iterable[LearnableLayer]) -> int:
     """Number of learned weights that are NaN or infinite, in all processes together."""
-    return sum(int(sum_of_shards((~local(one.weight).isfinite()).sum(), one.weight)) for one in learned)
+    return sum(int(sum_of_shards((~local(layer.weight).isfinite()).sum(), layer.weight)) for layer in learned)
 
 
 @torch.no_grad()

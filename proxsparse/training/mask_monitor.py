@@ -116,8 +116,10 @@ def concatenate(tensors: Iterable[Tensor]) -> Tensor:
 def feasible_share(learned: Iterable[LearnableLayer]) -> float:
     """Exact share of N:M blocks in all learned weights, sharded or not."""
     learned = list(learned)
-    counts = [sum_of_shards(one.pattern.feasible_blocks(local(one.weight)).sum(), one.weight) for one in learned]
-    return sum(count.item() for count in counts) / sum(one.weight.numel() // one.pattern.m for one in learned)
+    counts = [
+        sum_of_shards(layer.pattern.feasible_blocks(local(layer.weight)).sum(), layer.weight) for layer in learned
+    ]
+    return sum(count.item() for count in counts) / sum(layer.weight.numel() // layer.pattern.m for layer in learned)
 
 
 def agreement(
