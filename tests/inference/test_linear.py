@@ -258,19 +258,12 @@ def test_a_form_is_held_until_the_weight_changes_and_is_not_part_of_the_state(ba
     assert set(sparse.state_dict()) == {"values", "indices", "weight", "bias"}
 
 
-def test_a_form_is_that_of_one_backend(deriving):
+def test_a_form_is_that_of_one_backend_and_dtype_and_auto_holds_one_only_after_prepare(deriving):
     sparse, linear, x = sparse_and_dense("deriving")
     for backend in ("deriving", "auto"):
         sparse.backend = backend
         torch.testing.assert_close(sparse(x), linear(x))
     assert deriving == [torch.float32, None]
-
-
-def test_auto_holds_a_form_only_after_prepare_and_only_for_its_dtype(deriving):
-    sparse, _, x = sparse_and_dense()
-    for _ in range(2):
-        sparse(x)
-    assert deriving == [None, None]
     sparse.prepare_("deriving")
     with torch.autocast("cpu", torch.bfloat16):
         sparse(x)
