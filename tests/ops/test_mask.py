@@ -1,14 +1,12 @@
-"""The N:M mask, and W0 under the mask of a learned weight: every block by the rule; ties, NaN, infinity."""
+"""The N:M mask on every backend of this machine: every block by the rule; ties, NaN, infinity."""
 
 import pytest
 import torch
-from ops.cases import DTYPES, bits, each_dtype, hard, masked, ranked
+from ops.cases import each_dtype, hard, ranked
 from ops.on_each_backend import backends_of
 
 from proxsparse import nm_mask
-from proxsparse.ops import masked_weight_
 
-OP = "masked_weight_"
 NAN, INF = float("nan"), float("inf")
 TIES = [
     ((1, 1, 1, 1), (0, 1)),
@@ -56,21 +54,3 @@ def test_a_score_that_repeats_in_memory(place, serve):
     device = serve("nm_mask", place)
     score = hard((1, 8), torch.float32, 21)
     assert torch.equal(nm_mask(score.to(device).expand(5, 8)).cpu(), nm_mask(score).expand(5, 8))
-
-
-# (weight, pretrained): equal, what kernels convert, what the op converts
-PAIRS = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
-
-
-@pytest.mark.parametrize("pattern", ["2:4", "1:4"])
-@pytest.mark.parametrize("with_scale", [True, False])
-@pytest.mark.parametrize(("dtype", "pretrained_dtype"), PAIRS, ids=str)
-def test_the_masked_weight_has_the_bits_of_the_composed_operations(
-    dtype, pretrained_dtype, with_scale, pattern, device
-):
-    weight, pretrained = hard((100, 1200), dtype, 1), hard((100, 1200), pretrained_dtype, 2)
-    scale = torch.rand(1200) + 0.1 if with_scale else None
-    given = [None if tensor is None else tensor.to(device) for tensor in (weight, pretrained, scale)]
-    out = torch.full_like(given[0], NAN)
-    assert masked_weight_(out, *given, pattern) is out
-    assert torch.equal(bits(out), bits(masked(weight, pretrained, scale, pattern)))

@@ -65,8 +65,8 @@ def test_hard_blocks(dtype, n, scaled, shape):
         ("AdamW", F16),
         ("masked weight, scaled", F32),
         ("masked weight, scaled", F64),
-        ("masked weight, 1:4, W0 in bfloat16", F32),
-        ("masked weight, 1:4, W0 in bfloat16", F16),
+        ("masked weight, 1:4, W0 of another dtype", F32),
+        ("masked weight, 1:4, W0 of another dtype", F16),
     ],
 )
 def test_matches_reference(name, dtype):

@@ -89,7 +89,7 @@ def test_laws_of_one_call(problem, bits):
 @pytest.mark.parametrize("pattern", ["2:6", "4:8"])
 def test_the_general_solver_obeys_the_same_laws(pattern):
     pattern = NMPattern.parse(pattern)
-    assert_laws(random_blocks(90, 0.7, m=pattern.m, n=pattern.n, seed=14), 0.7, pattern, sign=-1.0)
+    assert_laws(random_blocks(36, 0.7, m=pattern.m, n=pattern.n, seed=14), 0.7, pattern, sign=-1.0)
 
 
 @given(problems(), st.integers(0, 2**32 - 1))
