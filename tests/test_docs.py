@@ -202,17 +202,14 @@ def test_commands_are_found():
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """The flags of all commands, benchmarks and tests."""
-    parsers = [prune_parser(method, allocation) for method in list_methods() for allocation in list_allocations()]
-    options = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    methods = [name for name in list_methods() if name != "proxsparse"]  # whose flags are those of train
+    parsers = [prune_parser(method, allocation) for method in methods for allocation in list_allocations()]
+    flags = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    flags |= {f"--{field.name}" for sections in SECTIONS.values() for section in sections for field in fields(section)}
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
     files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "push", "serve")]
     sources = "\n".join(path.read_text() for path in files)
-    flags = (
-        {f"--{each.name}" for sections in SECTIONS.values() for section in sections for each in fields(section)}
-        | options
-        | FLAGS_OF_OTHERS
-    )
-    return flags | set(re.findall(r"--[a-z][\w-]*", sources))
+    return flags | FLAGS_OF_OTHERS | set(re.findall(r"--[a-z][\w-]*", sources))
 
 
 @each_page

@@ -1,11 +1,14 @@
 """The parts of a run, one by one: flags and their sources, schedules, scaling, monitor, mask files, perplexity."""
 
 import itertools
+import json
 import math
 
 import pytest
 import tiny_models
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from proxsparse import NMPattern, env, nm_mask
 from proxsparse.data.calibration import evaluation_tokens, sample_stream
@@ -66,9 +69,7 @@ def test_a_flag_takes_back_what_the_recipe_chose_for_another_one(recipe, changes
     assert {name: flags[name] for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "text", ["- list", "a: [", "seq_len: true", "seq_len: 1.5", "include: {a: 1}", "config: x.yaml", "extra: 1"]
-)
+@pytest.mark.parametrize("text", ["- list", "a: [", "seq_len: true", "seq_len: 1.5", "config: x.yaml", "extra: 1"])
 def test_a_malformed_file_is_refused(text, tmp_path):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(InputError, match=r"c\.yaml"):
@@ -160,17 +161,26 @@ def test_monitor_takes_mixed_patterns_and_stacks_of_weights():
     assert MaskMonitor([two], steps=1).observe(1)["norm_gap"] == 0.0, "not 0 / 0"
 
 
-def test_masks_round_trip_and_one_that_is_not_nm_is_refused(tmp_path):
+def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
     file, masks = tmp_path / "masks.safetensors", {"a.b": nm_mask(torch.rand(3, 12)), "c": nm_mask(torch.rand(5, 20))}
-    save_masks(file, masks, "2:4", "some/model")  # 12 and 20 are not multiples of 8
+    masks["d"] = nm_mask(torch.rand(2, 8), NMPattern(1, 4))  # 12 and 20 are not multiples of 8
+    patterns = {"a.b": "2:4", "c": "2:4", "d": "1:4"}
+    save_masks(file, masks, patterns, "some/model")
     loaded = load_masks(file)
     assert all(torch.equal(loaded[name], mask) for name, mask in masks.items())
     assert agreement(masks, loaded) == 1.0
     assert masks_sha256(loaded) == masks_sha256(dict(reversed(masks.items())))
-    masks["c"][0, 0] ^= True
-    save_masks(file, masks, "2:4", "some/model")
-    with pytest.raises(InputError, match="layer c does not keep 2:4"):
-        load_masks(file)
+    with pytest.raises(InputError, match="layer d does not keep 2:4"):
+        save_masks(tmp_path / "other.safetensors", masks, "2:4")
+    with safe_open(file, framework="pt") as opened:
+        packed, metadata = {name: opened.get_tensor(name) for name in masks}, opened.metadata()
+    for changed, words in (
+        ({"patterns": json.dumps(patterns | {"a.b": "1:4"})}, r"layer a\.b does not keep 1:4"),
+        ({"pattern": "9:8"}, r"masks\.safetensors.*9:8"),
+    ):
+        save_file(packed, file, metadata | changed)
+        with pytest.raises(InputError, match=words):
+            load_masks(file)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no mask at all", b"\xff" * 64])
