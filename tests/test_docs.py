@@ -10,13 +10,13 @@ import runpy
 import shlex
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from pruned import prune_
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
+import proxsparse
 from proxsparse import NMPattern, apply, evaluate, pack, push, serve, sparsify_
 from proxsparse._start import COMMANDS
 from proxsparse.allocations.registry import list_allocations
@@ -46,6 +46,7 @@ def snippets(text: str) -> list[str]:
 
 
 README = read(PAGES[0])
+WORDS = f"{'Some words . ' * 200}\n"  # more than 2,048 tokens of a byte
 
 
 def tiny_batches() -> list[dict[str, torch.Tensor]]:
@@ -53,10 +54,16 @@ def tiny_batches() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 260, (3, 1, 12))]
 
 
-def fake_data_set(name: str, config: str, split: str, streaming: bool = False):
-    """In the place of the Hub's C4 and WikiText-2: rows as there, a few; C4 is streamed."""
-    rows = [{"text": text, "timestamp": None} for text in (" = Title = \n", "", "Some words . \n")]
-    return SimpleNamespace(take=lambda count: rows) if streaming else rows
+class Rows(list):
+    """A data set, streamed or not."""
+
+    def take(self, count: int) -> "Rows":
+        return Rows(self[:count])
+
+
+def fake_data_set(name: str, config: str, split: str, streaming: bool = False) -> Rows:
+    """In the place of the Hub's C4 and WikiText-2: rows as there, a few."""
+    return Rows({"text": text, "timestamp": None} for text in (" = Title = \n", "", WORDS))
 
 
 @pytest.fixture
@@ -69,6 +76,7 @@ def workplace(tmp_path, monkeypatch) -> dict:
     monkeypatch.setattr("datasets.load_dataset", fake_data_set)
     monkeypatch.setattr(command, "main", lambda: None)
     pruned = prune_(tiny_model("llama", torch.bfloat16))
+    save_tiny_model("llama", tmp_path / "Qwen" / "Qwen2.5-0.5B", max_position_embeddings=2048)
     pruned.save_pretrained("runs/qwen")
     sparsify_(pruned).save_pretrained("runs/qwen-packed")
     for folder in ("runs/qwen", "runs/qwen-packed"):
@@ -88,7 +96,7 @@ def workplace(tmp_path, monkeypatch) -> dict:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_snippets_run(page, workplace):
     for snippet in snippets(read(page)):
-        exec(compile(snippet, str(page), "exec"), workplace)
+        exec(compile(snippet, str(page), "exec"), workplace | {"torch": torch, "proxsparse": proxsparse})
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
@@ -105,8 +113,8 @@ def test_the_data_of_the_results_is_what_their_commands_read(workplace, tmp_path
     exec(snippets(text)[0], workplace)
     named = set(re.findall(r"\bdata/([\w.]+\.(?:gz|raw))", text))
     assert named == {path.name for path in (tmp_path / "data").iterdir()}
-    assert load_texts("data/c4_train_sample.jsonl.gz", "train")[2] == "Some words . \n"
-    assert evaluation_text("data/wiki.test.raw") == " = Title = \n\n\n\n\nSome words . \n"
+    assert load_texts("data/c4_train_sample.jsonl.gz", "train")[2] == WORDS
+    assert evaluation_text("data/wiki.test.raw") == f" = Title = \n\n\n\n\n{WORDS}"
     with gzip.open("data/c4_validation_first1025.jsonl.gz", "rt") as file:
         assert json.loads(file.readline()) == {"text": " = Title = \n"}
 
@@ -120,7 +128,7 @@ def run(code: str) -> list[torch.Tensor]:
 
 
 def test_the_loop_of_the_readme_is_a_step_and_the_prox():
-    wrapped = snippets(README)[0]
+    (wrapped,) = (snippet for snippet in snippets(README) if ONE_LINE in snippet)
     setup, loop_and_end = wrapped.split(ONE_LINE)
     loop = loop_and_end.partition("with torch.no_grad()")[0]
     step, prox = "    optimizer.step()\n", "    for weight in weights: proxsparse.prox_nm_(weight, 0.25)\n"
