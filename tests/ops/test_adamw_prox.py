@@ -145,8 +145,8 @@ def test_a_bad_number_stays_inside_its_block(dtype, poison, where, device):
 def test_a_feasible_block_is_left_to_adamw_and_zeros_are_positive(device):
     tensors = problem((2, 400), torch.float32, device, parts=("scale",), seed=9)
     pruned = torch.arange(400, device=device) % 4 >= 2
-    for name in ("weight", "grad", "exp_avg"):
-        tensors[name][:, pruned] = -0.0
+    for name, zero in (("weight", -0.0), ("grad", 0.0), ("exp_avg", 0.0)):  # -0.0 - 0.0 is -0.0
+        tensors[name][:, pruned] = zero
     expected = step_(copied(tensors), reg_lambda=0.0)
     step_(tensors, reg_lambda=5.0)
     for weight in (expected["weight"], tensors["weight"]):
