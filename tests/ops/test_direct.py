@@ -37,6 +37,8 @@ def test_direct_has_the_bits_of_the_op(dtype, bits, shape):
     assert y.dtype == dtype
     assert torch.equal(y, expected)
     assert torch.equal(layer(x), expected)
+    with torch.inference_mode():
+        assert torch.equal(directly(layer, x), expected)
     y.add_(1).relu_()
 
 
