@@ -13,7 +13,6 @@ from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
-from proxsparse.run.parse import train_args
 from proxsparse.training import loop
 from proxsparse.training.distillation import calibration_loss
 from proxsparse.training.hidden_states import matching_loss
@@ -113,19 +112,6 @@ def test_the_monitor_measures_from_the_pretrained_weights_and_the_first_mask(mod
     for one in found.values():
         one.weight.data = one.layer.weight.data
     assert feasible_share(found.values()) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"frozen_lambda": 0.1}, "--frozen_lambda 0.1: needs --objective paper"),
-        ({"match_hidden": 16, "objective": "paper"}, "--match_hidden 16: needs --objective masked"),
-        ({"match_hidden": -1}, "--match_hidden -1: must be a finite number >= 0"),
-    ],
-)
-def test_flags_that_do_not_go_together(settings, words):
-    with pytest.raises(InputError, match=words):
-        train_args(model="x", **settings)
 
 
 def new_state(**settings) -> TrainState:

@@ -87,12 +87,6 @@ def test_one_changed_weight_is_another_model(pruned_dir, tiny_llama, tmp_path, c
     refused(capsys, apply.main, [tiny_llama, unknown, "--output_dir", tmp_path / "none"], "belong to 'another'")
 
 
-def test_a_packed_base_is_refused_with_its_own_remedy(pruned_dir, tmp_path, capsys):
-    assert pack.main([str(pruned_dir), "--output_dir", str(tmp_path / "packed")]) == 0
-    arguments = [tmp_path / "packed", pruned_dir, "--output_dir", tmp_path / "model"]
-    refused(capsys, apply.main, arguments, "not dense", "proxsparse pack MODEL_DIR --unpack")
-
-
 def test_a_failed_save_leaves_nothing_behind(pruned_dir, tiny_llama, tmp_path, capsys, monkeypatch):
     def full_disk(*_arguments, **_keywords):
         raise OSError(28, "No space left on device")
@@ -103,27 +97,3 @@ def test_a_failed_save_leaves_nothing_behind(pruned_dir, tiny_llama, tmp_path, c
         refused(capsys, apply.main, [tiny_llama, pruned_dir, "--output_dir", target], "the disk is full")
     assert not target.exists()
     applied(tiny_llama, pruned_dir, target)
-
-
-def test_bad_input_is_refused_in_one_line(pruned_dir, tiny_llama, tmp_path, capsys):
-    def refuse(base, masks, target, *words):
-        before = sorted(path.name for path in target.iterdir()) if target.exists() else None
-        refused(capsys, apply.main, [base, masks, "--output_dir", target], *words)
-        assert (sorted(path.name for path in target.iterdir()) if target.exists() else None) == before
-
-    target = tmp_path / "model"
-    refuse(tmp_path / "absent", pruned_dir, target, "absent", "no such")
-    refuse(tiny_llama, tmp_path / "absent.safetensors", target, "absent.safetensors", "no such file")
-    refuse(tiny_llama, tiny_llama, target, "masks.safetensors", "no such file")
-    refuse(tiny_llama, tiny_llama / "model.safetensors", target, "not a mask file")
-    refuse(tiny_llama, pruned_dir, pruned_dir, "is not empty; choose another, or delete it")
-    refuse(tiny_llama, pruned_dir, tiny_llama, "is not empty", "choose another directory")
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes((pruned_dir / "masks.safetensors").read_bytes()[:-8])
-    refuse(tiny_llama, damaged, target, "malformed")
-
-    spoiled = shutil.copytree(tiny_llama, tmp_path / "spoiled")
-    weights = load_file(spoiled / "model.safetensors")
-    weights["model.layers.0.mlp.up_proj.weight"][-1, -1] = float("nan")
-    save_file(weights, spoiled / "model.safetensors", {"format": "pt"})
-    refuse(spoiled, pruned_dir, target, "up_proj", "NaN")

@@ -165,8 +165,8 @@ def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file,
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    results = iter([evaluate.perplexity, interrupted])
-    monkeypatch.setattr(evaluate, "perplexity", lambda *arguments: next(results)(*arguments))
+    results = iter([evaluate.measured, interrupted])
+    monkeypatch.setattr(evaluate, "measured", lambda *arguments: next(results)(*arguments))
     with pytest.raises(KeyboardInterrupt):
         score(tiny_llama, "--data", text_file, other_text, "--seq_len", 64, "--json", tmp_path / "scores.jsonl")
     assert [row["data"] for row in rows_in(tmp_path / "scores.jsonl")] == [str(text_file)]
@@ -195,41 +195,6 @@ def test_tasks_in_lower_precision(precision, tiny_llama, task_folder, capsys):
     found = rows(capsys, *flags)
     assert found == rows(capsys, *flags)
     assert 0 <= found[0]["acc"] <= 1
-
-
-@needs_lm_eval
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tasks", "boolq"], ["'boolq'", "arc_challenge", "truthfulqa_mc", "all"]),
-        (["--tasks", "piqa", "--limit", "0"], ["--limit 0", "at least 1"]),
-        (["--tasks", "piqa", "--batch_size", "0"], ["--batch_size 0", "at least 1"]),
-        (["--tasks", "piqa", "--num_fewshot", "-1"], ["--num_fewshot -1", "at least 0"]),
-        (["--tasks", "piqa", "--data_dir", "absent"], ["absent", "no such folder", "piqa"]),
-        (["--tasks", "piqa", "--data_dir", "{tmp}"], ["piqa_validation.jsonl.gz", "piqa"]),
-        (["--tasks", "piqa", "--data_dir", "{tasks}", "--num_fewshot", "3"], ["--num_fewshot 3", "--data_dir"]),
-        (["--json", "absent/scores.jsonl"], ["absent/scores.jsonl", "no such folder"]),
-        (["--json", "{tmp}"], ["--json", "exists; name a new file"]),
-        (["--max_windows", "0"], ["--max_windows 0"]),
-        (["--data", "absent.raw"], ["absent.raw"]),
-        (["--masks", "absent.safetensors"], ["absent.safetensors", "no such file"]),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) and value[0].startswith("--") else "",
-)
-def test_refused_before_the_model_is_loaded(arguments, words, task_folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(evaluate, "load_model", lambda *_: pytest.fail("the model was loaded"))
-    fails(capsys, ["model", *(a.format(tmp=tmp_path, tasks=task_folder) for a in arguments)], *words)
-
-
-def test_masks_of_another_model_are_refused(tiny_llama, text_file, tmp_path, capsys):
-    mask = torch.tensor([True, True, False, False]).repeat(8, 2)
-    for name, words in (
-        ("model.layers.9.mlp", "no such linear layer"),
-        ("model.layers.0.mlp.up_proj", "has shape [64, 32]"),
-    ):
-        save_masks(tmp_path / "masks.safetensors", {name: mask}, "2:4", "another")
-        flags = ["--masks", tmp_path / "masks.safetensors", "--data", text_file, "--allow_other_base"]
-        fails(capsys, [tiny_llama, *flags, "--seq_len", 64], name, "[8, 8]", words)
 
 
 def test_without_lm_eval_the_command_that_installs_it_is_named(capsys, monkeypatch):

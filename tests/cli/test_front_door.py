@@ -89,24 +89,6 @@ def test_a_command_names_itself_as_it_was_started(started, shown, main, monkeypa
     assert command_line() == f"{shown.format(name)} --limit 'a b'"
 
 
-@pytest.mark.parametrize(
-    ("main", "arguments", "words"),
-    [
-        (evaluate.main, ["model", "--dat", "x"], ["unrecognized arguments: --dat x", "--help"]),
-        (evaluate.main, ["model", "--limit", "few"], ["--limit", "'few'"]),
-        (evaluate.main, ["model", "--precision", "fp8"], ["--precision", "fp8", "bf16"]),
-        (evaluate.main, [], ["required: model"]),
-        (pack.main, ["model"], ["required: --output_dir"]),
-        (pack.main, ["model", "--output_dir"], ["--output_dir", "expected one argument"]),
-        (report.main, [], ["required: run_dir"]),
-        (report.main, ["a", "b"], ["unrecognized arguments: b"]),
-        (env.main, ["--json"], ["unrecognized arguments: --json"]),
-    ],
-)
-def test_a_wrong_flag_is_one_line(main, arguments, words, capsys):
-    assert refused(capsys, main, arguments, *words) == []
-
-
 @pytest.mark.parametrize("command", [["--help"], ["prune", "--list"]], ids=" ".join)
 def test_a_reader_that_leaves_ends_a_command_quietly(command):
     reading, writing = os.pipe()

@@ -197,6 +197,16 @@ def test_a_signal_says_how_to_resume(run, number, arguments_of, undisturbed, com
     assert outcome(tmp_path / "run") == undisturbed(run)
 
 
+@pytest.mark.parametrize("run", QUICK_RUNS)
+def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, command_in_child, tmp_path):
+    main, arguments = arguments_of(run, tmp_path / "run")
+    code, stderr = command_in_child(main, arguments, at_rename(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    assert code == 128 + signal.SIGINT
+    last = "interrupted; nothing has been saved; to start again, run the same command"
+    assert stderr.strip().splitlines()[-1] == last
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturbed, command_in_child, tmp_path):
     main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "0")
 

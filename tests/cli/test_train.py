@@ -1,22 +1,15 @@
 """The whole job on tiny random models: exactly N:M, pretrained bits where kept, nothing else touched."""
 
 import json
-import math
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
-from unittest.mock import Mock
 
 import pytest
-import torch
 from commands import check_pruned, run
 
 from proxsparse import evaluate
 from proxsparse.evaluation.perplexity import Perplexity
-from proxsparse.run import folder as run_folder
 from proxsparse.train import main
 
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
@@ -80,69 +73,18 @@ def test_a_mask_worse_than_that_of_magnitude_is_reported(train, tmp_path, capsys
     assert warning in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_a_run_of_some_layers_is_repeated_from_its_config(train, tiny_llama, tmp_path):
-    first = train("run", "--include", "mlp", "--exclude", "down_proj", "--reg_lambda_rel", "0.01")
-    assert main(["--config", str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again")]) == 0
-    assert json.loads((tmp_path / "again" / "result.json").read_text())["masks_sha256"] == first["masks_sha256"]
-    masks = check_pruned(tiny_llama, tmp_path / "run")
-    assert all(name.endswith(("gate_proj", "up_proj")) for name in masks)
-    assert len(masks) == 4
-
-
-@pytest.mark.slow
-def test_sigterm_saves_what_there_is(tiny_llama, text_file, tmp_path):
-    run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "proxsparse.train", "--model", tiny_llama, "--data", text_file]
-    command += ["--eval_data", "none", "--output_dir", run_dir, "--max_steps", "100000", "--seq_len", "32"]
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        process.stderr.read()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert json.loads((run_dir / "result.json").read_text())["status"] == "interrupted"
-    check_pruned(tiny_llama, run_dir)
-
-
-def test_a_run_that_fails_leaves_no_result(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("proxsparse.methods.proxsparse.calibration_loss", lambda *_, **__: torch.tensor(math.nan))
-    with pytest.raises(ValueError, match=r"loss is nan.*lower --learning_rate"):
-        train("run")
-    assert not {"result.json", "model.safetensors"} & {path.name for path in (tmp_path / "run").iterdir()}
-
-
-def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys, monkeypatch):
-    """The context length of the model is 128, less than the defaults of 512 and 1024 tokens.
-
-    The run can be resumed. If the held-out text has changed, the dense perplexity is measured again.
-    """
-    held_out = tmp_path / "held_out.txt"
-    held_out.write_text("The quick brown fox jumps over the lazy dog.")
-    flags = ["--model", tiny_llama, "--data", text_file, "--eval_data", held_out, "--num_samples", "4"]
-    flags += ["--max_steps", "2", "--save_steps", "1", "--output_dir", tmp_path / "run"]
-    flags = list(map(str, [*flags, "--resume_from_checkpoint", "last"]))
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "save_pruned", Mock(side_effect=OSError("the disk is gone")))
-        with pytest.raises(OSError, match="disk"):
-            main(flags)
-    assert re.search(r"--eval_seq_len: 4\d tokens, the length of the text", capsys.readouterr().err)
-    held_out.write_text("The quick brown fox jumps over the lazy dog. " * 50)
-    assert main(flags) == 0
+def test_unset_windows_fit_the_model(tiny_llama, text_file, tmp_path, capsys):
+    """The context length of the model is 128, less than the defaults of 512 and 1024 tokens."""
+    flags = ["--model", tiny_llama, "--data", text_file, "--eval_data", text_file, "--num_samples", "4"]
+    assert main(list(map(str, [*flags, "--max_steps", "1", "--output_dir", tmp_path / "run"]))) == 0
     printed = capsys.readouterr().err
-    assert re.search("resuming in .*: checkpoints/step-1", printed)
     assert "--seq_len: 128 tokens, the model's context length (default: 512)" in printed
     assert "--eval_seq_len: 128 tokens, the model's context length (default: 1024)" in printed
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["seq_len"], result["perplexity"]["seq_len"]) == (128, 128)
-    assert main([*flags, "--output_dir", str(tmp_path / "undisturbed")]) == 0
-    undisturbed = json.loads((tmp_path / "undisturbed" / "result.json").read_text())
-    assert result["perplexity"]["dense"] == undisturbed["perplexity"]["dense"]
-    report = (tmp_path / "run" / "README.md").read_text()
-    assert "| `seq_len` | 128 |" in report
-    assert "| `eval_seq_len` | 128 |" in report
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "| `seq_len` | 128 |" in card
+    assert "| `eval_seq_len` | 128 |" in card
 
 
 def test_an_unset_window_fits_a_short_text(tiny_llama, tmp_path, capsys):

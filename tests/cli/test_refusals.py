@@ -1,0 +1,438 @@
+"""What the commands refuse: exit code 2, one line that names the value and the remedy, and no output directory.
+
+The calls run in a folder with the models and texts that `places` makes; the parts of a message are separated by " .. ".
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from commands import refused
+from pruned import pruned_model
+from safetensors.torch import load_file, save_file
+from task_files import write_task_files
+from tiny_models import byte_tokenizer, save_texts, save_tiny_model
+
+from proxsparse import apply, env, evaluate, finetune, pack, prune, report, train
+from proxsparse.evaluation import zero_shot
+from proxsparse.io import atomic
+from proxsparse.io.mask_files import save_masks
+from proxsparse.run import job
+
+SHORT = "--data text.jsonl --num_samples 8 --seq_len 16 --eval_data none"
+COMMANDS = {  # its main function, and flags with which it succeeds
+    "train": (train.main, f"--model dense --max_steps 1 {SHORT}"),
+    "prune": (prune.main, f"--method wanda --model dense {SHORT}"),
+    "finetune": (finetune.main, f"--max_steps 1 {SHORT}"),
+    "apply": (apply.main, ""),
+    "pack": (pack.main, ""),
+    "evaluate": (evaluate.main, "--seq_len 64"),
+    "report": (report.main, ""),
+    "env": (env.main, ""),
+}
+UP, NORM = "model.layers.1.mlp.up_proj", "model.layers.1.input_layernorm"
+
+
+def change_weights(folder, change):
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def set_last(name, value):
+    return lambda folder: change_weights(folder, lambda weights: weights[f"{name}.weight"].view(-1)[-1:].fill_(value))
+
+
+def shorten(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+INDEX = "model.safetensors.index.json"
+DENSE = {  # damaged copies of the dense model
+    "no-tokenizer": lambda folder: [file.unlink() for file in folder.glob("*token*")],
+    "pickled": lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+    "cut": shorten,
+    "incomplete": lambda folder: change_weights(folder, lambda weights: weights.pop(f"{UP}.weight")),
+    "infinite-norm": set_last(NORM, torch.inf),
+    "nan-layer": set_last(UP, torch.nan),
+    "infinite-last-norm": set_last("model.norm", torch.inf),
+}
+PRUNED = {  # damaged copies of the pruned model
+    "cut-pruned": shorten,
+    "nan-pruned": set_last("model.norm", torch.nan),
+    "no-weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no-shard": write(INDEX, '{"weight_map": {"a": "b.safetensors"}}'),
+    "bad-index": write(INDEX, '{"weights": 1}'),
+    "empty-index": write(INDEX, '{"weight_map": {}}'),
+    "empty-weights": lambda folder: save_file({}, folder / "model.safetensors"),
+    "bad-config": write("config.json", "{"),
+    "empty-config": write("config.json", "{}"),
+    "other-shape": lambda folder: change_weights(
+        folder, lambda weights: weights.update({f"{UP}.weight": weights[f"{UP}.weight"][1:]})
+    ),
+    "not-2of4": lambda folder: change_weights(folder, lambda weights: weights[f"{UP}.weight"][0, :4].fill_(1.0)),
+    "cut-masks": lambda folder: (folder / "masks.safetensors").write_bytes(
+        (folder / "masks.safetensors").read_bytes()[:-8]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """The folder in which the calls run."""
+    folder = tmp_path_factory.mktemp("places")
+    dense, text = save_tiny_model("llama", folder / "dense"), save_texts(folder / "text.jsonl")
+    save_tiny_model("llama", folder / "other-vocabulary", vocab_size=300)
+    flags = ["--method", "magnitude", "--model", str(dense), "--eval_data", "none", "--output_dir"]
+    assert prune.main([*flags, str(folder / "pruned")]) == 0
+    assert prune.main([*flags, str(folder / "3of4"), "--pattern", "3:4"]) == 0
+    assert pack.main([str(folder / "pruned"), "--output_dir", str(folder / "packed")]) == 0
+    (folder / "3of4" / "masks.safetensors").unlink()
+    for source, damages in ((dense, DENSE), (folder / "pruned", PRUNED)):
+        for name, damage in damages.items():
+            damage(shutil.copytree(source, folder / name))
+    swap_two_tokens(shutil.copytree(dense, folder / "other-tokens"))
+    pruned_model().model.save_pretrained(folder / "base-model")
+    four = torch.tensor([True, True, False, False]).repeat(8, 2)
+    save_masks(folder / "no-layer.safetensors", {"model.layers.9.mlp": four})
+    save_masks(folder / "no-shape.safetensors", {"model.layers.0.mlp.up_proj": four})
+    texts = {"empty.jsonl": "", "broken.jsonl": '{"text": "fine"}\n{"text": \n', "other.jsonl": '{"body": "words"}\n'}
+    texts |= {
+        "c.yaml": "lerning_rate: 1.0\n",
+        "masked.yaml": "objective: masked\n",
+        "rate.yaml": "learning_rate: 0.1\n",
+    }
+    texts |= {"obs.yaml": "method: obs\n", "empty.yaml": "", "short.txt": "a few words", "used/thesis.tex": "precious"}
+    for name in ("directory", "linked", "pipe", "used"):
+        (folder / name).mkdir()
+    for name, content in texts.items():
+        (folder / name).write_text(content)
+    (folder / "linked" / "secret.txt").symlink_to(folder / "short.txt")
+    os.mkfifo(folder / "pipe" / "a.jsonl")
+    assert text.exists()
+    return folder
+
+
+def swap_two_tokens(folder):
+    tokenizer = byte_tokenizer()
+    tokens = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = tokens["model"]["vocab"]
+    tokens["model"]["vocab"] = vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}
+    tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(json.dumps(tokens))
+    tokenizer.save_pretrained(folder)
+
+
+def call_is_refused(call, message, tmp_path, capsys, trains=False):
+    """`trains`: the training begins, so its log stays."""
+    command, *words = shlex.split(call)
+    main, flags = COMMANDS[command]
+    arguments = [*flags.split(), *words]
+    if "output_dir" not in call and command in ("train", "prune", "finetune", "apply", "pack"):
+        arguments += ["--output_dir", tmp_path / "out"]
+    printed = refused(capsys, main, arguments, *message.split(" .. "))
+    assert not any("perplexity" in line or "saved to" in line for line in printed), printed
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert trains or not (tmp_path / "out").exists()
+
+
+def cases(table):
+    return pytest.mark.parametrize(("call", "message"), table, ids=[call for call, _ in table])
+
+
+BEFORE_THE_MODEL_IS_LOADED = [
+    # the command line
+    ("train --lerning_rate 1", "unrecognized arguments: --lerning_rate 1 .. --help"),
+    ("train --num_samples many", "--num_samples: many: must be a whole number"),
+    ("train --packing maybe", "--packing: maybe: must be true or false"),
+    ("finetune", "MODEL is missing"),
+    ("evaluate", "required: model"),
+    ("evaluate model --dat x", "unrecognized arguments: --dat x .. --help"),
+    ("evaluate model --limit few", "--limit .. 'few'"),
+    ("evaluate model --precision fp8", "--precision .. fp8 .. bf16"),
+    ("pack model --output_dir", "--output_dir .. expected one argument"),
+    ("report", "required: run_dir"),
+    ("report a b", "unrecognized arguments: b"),
+    ("env --json", "unrecognized arguments: --json"),
+    # values
+    ("train --reg_lambda -1", "--reg_lambda -1"),
+    ("train --reg_lambda nan --objective paper", "--reg_lambda nan"),
+    ("train --reg_lambda 0.1 --reg_lambda_rel 0.1", "mutually exclusive"),
+    ("train --reg_lambda 25", "--reg_lambda 25 .. --objective paper"),
+    ("train --frozen_lambda 0.1", "--frozen_lambda 0.1: needs --objective paper"),
+    ("train --frozen_eps 0", "--frozen_eps 0"),
+    ("train --match_hidden -1", "--match_hidden -1 .. must be a finite number >= 0"),
+    ("train --match_hidden 16 --objective paper", "--match_hidden 16: needs --objective masked"),
+    ("train --seq_len 0", "--seq_len 0: must be at least 2"),
+    ("train --num_samples 0", "--num_samples 0"),
+    ("train --learning_rate 0", "--learning_rate 0"),
+    ("train --max_steps 0", "--max_steps 0"),
+    ("train --warmup_ratio 5", "--warmup_ratio 5"),
+    ("train --num_train_epochs 1e308", "--num_train_epochs 1e+308: must be a number > 0, at most 1,000,000"),
+    ("train --gradient_accumulation_steps 9999999999", "ion_steps 9999999999 .. --num_samples"),
+    ("train --step_in_backward", "--step_in_backward: needs --max_grad_norm 0"),
+    ("train --master_weights", "--master_weights: needs --precision bf16"),
+    ("train --pattern 4:2", "--pattern .. 4:2 .. 1 <= n < m"),
+    ("train --pattern 2/4", "--pattern .. 2/4"),
+    ("train --objective wanda", "--objective wanda .. masked"),
+    ("train --precision fp16", "--precision fp16 .. bf16"),
+    ("train --recipe unheard-of", "unheard-of .. llama-2-7b"),
+    ("train --config absent.yaml", "absent.yaml"),
+    ("train --config c.yaml", "c.yaml .. lerning_rate"),
+    ("train --device cuda:7", "cuda:7 .. --device cpu"),
+    ("train --report_to wandb", "wandb .. pip install"),
+    ("finetune pruned --patience 3 --held_out 0", "--patience 3 .. set --held_out"),
+    ("finetune pruned --train all", "--train all .. kept, norms"),
+    ("evaluate dense --seq_len 0", "--seq_len 0: must be at least 2"),
+    ("evaluate dense --max_windows 0", "--max_windows 0"),
+    ("evaluate dense --json absent/scores.jsonl", "absent/scores.jsonl .. no such folder"),
+    ("evaluate dense --json directory", "--json .. exists; name a new file"),
+    ("evaluate dense --masks absent.safetensors", "absent.safetensors .. no such file"),
+    ("evaluate dense --data absent.raw", "absent.raw"),
+    # methods and allocations
+    ("prune --method obs", "--method 'obs' .. choose from .. magnitude .. proxsparse"),
+    ("prune --method obs --list_all", "--list_all .. --help"),
+    ("prune --allocation owls", "'owls' .. choose from .. owl .. uniform"),
+    ("prune --method proxsparse --allocation owl", "--allocation owl .. one --pattern .. another --method"),
+    ("prune --damping 0.1", "unrecognized arguments: --damping 0.1"),
+    ("prune --spread 2", "unrecognized arguments: --spread 2"),
+    ("prune --max_steps 3", "--max_steps .. --help"),
+    ("prune --method sparsegpt --damping much", "--damping: much: must be a number"),
+    ("prune --method sparsegpt --update_weights perhaps", "--update_weights: perhaps: must be true or false"),
+    ("prune --method sparsegpt --damping -0.1", "--damping -0.1: must be a finite number >= 0"),
+    ("prune --method sparsegpt --damping nan", "--damping nan: must be"),
+    ("prune --method sparsegpt --chunk 0", "--chunk 0: must be at least 1"),
+    ("prune --method swap --sweeps 0", "--sweeps 0: must be at least 1"),
+    ("prune --method admm --iterations 10", "--mask_iterations 15: must be from 1 to --iterations 10"),
+    ("prune --method admm --rho 0", "--rho 0.0: must be a finite number > 0"),
+    ("prune --method maskllm --tau 0", "--tau 0.0: must be"),
+    ("prune --method maskllm --epochs 0", "--epochs 0: must be at least 1"),
+    ("prune --method maskllm --learning_rate nan", "--learning_rate nan: must be"),
+    ("prune --method maskllm --scale 0", "--scale 0.0: must be"),
+    ("prune --method maskllm --prior nope", "--prior 'nope': no such method"),
+    ("prune --allocation owl --outlier_factor -1", "--outlier_factor -1.0: must be"),
+    ("prune --allocation alphapruning --epsilon 99", "--epsilon 99.0: must be above 0 and below 1"),
+    ("prune --config masked.yaml", "masked.yaml .. arguments: --objective=masked"),
+    ("prune --config rate.yaml", "rate.yaml: unrecognized arguments: --learning_rate=0.1"),
+    # texts
+    ("train --data absent.jsonl", "absent.jsonl .. no such"),
+    ("train --data c4.jsonl.bz2", "'c4.jsonl.bz2': no such file"),
+    ("train --eval_data absent.txt", "absent.txt"),
+    ("train --eval_data wiki.csv", "'wiki.csv': no such file"),
+    # folders
+    ("train --output_dir c.yaml", "is a file"),
+    ("train --output_dir /proc/proxsparse", "/proc/proxsparse .. choose another"),
+    ("train --output_dir used", "'used' is not empty (thesis.tex) and no run .. has written there; choose another"),
+    ("train --output_dir used --resume_from_checkpoint last", "'used' is not empty (thesis.tex)"),
+    ("prune --output_dir dense", "'dense' is not empty .. choose another"),
+    ("finetune pruned --output_dir pruned", "'pruned' is not empty; choose another, or delete it"),
+    ("apply dense pruned --output_dir dense", "'dense' is not empty .. choose another"),
+    ("apply dense pruned --output_dir pruned", "'pruned' is not empty; choose another, or delete it"),
+    ("pack pruned --output_dir pruned", "'pruned' is not empty; choose another, or delete it"),
+    ("apply dense absent.safetensors", "absent.safetensors .. no such file"),
+    ("apply dense dense", "masks.safetensors .. no such file"),
+    ("apply dense dense/model.safetensors", "not a mask file"),
+    ("apply dense cut-masks", "malformed"),
+    # pack: from the headers of the files alone
+    ("pack absent", "absent .. no such folder"),
+    ("pack pruned --max_shard_size 0", "--max_shard_size 0"),
+    ("pack pruned --max_shard_size '5 boxes'", "--max_shard_size 5 boxes .. 5GB"),
+    ("pack pruned --unpack", "not packed"),
+    ("pack packed", "not dense .. proxsparse"),
+    ("pack packed --unpack --include mlp", "--unpack .. --include"),
+    ("pack packed --unpack --bits 4", "--unpack .. --bits"),
+    ("pack pruned --bits 3", "--bits .. 3 .. 16, 8, 4"),
+    ("pack pruned --calibrate builtin", "--calibrate .. --bits 8 or --bits 4"),
+    ("pack pruned --bits 4 --calibrate /absent.txt", "/absent.txt"),
+    ("pack pruned --bits 4 --calibrate ''", "no such file"),
+    ("pack pruned --bits 4 --calibrate builtin --num_samples 0", "--num_samples 0: must be"),
+    ("pack pruned --num_samples 7", "--num_samples .. add --calibrate"),
+    ("pack pruned --include (", "regular expression"),
+    ("pack pruned --exclude proj", "nothing to pack"),
+    ("pack pruned --include lm_head", "lm_head .. blocks are not 2:4"),
+    ("pack dense", "nothing to pack .. proxsparse prune"),
+    ("pack cut-pruned", "model.safetensors .. truncated"),
+    ("pack no-weights", "model.safetensors is missing"),
+    ("pack no-shard", "b.safetensors is missing"),
+    ("pack bad-index", "index.json: malformed"),
+    ("pack empty-index", "index.json: contains no tensors"),
+    ("pack empty-weights", "model.safetensors: contains no tensors"),
+    ("pack bad-config", "config.json .. malformed"),
+    ("pack empty-config", "config.json"),
+    ("pack other-shape", f"{UP} .. [63, 32] .. [64, 32]"),
+    ("pack not-2of4", f"{UP} .. 1 of 512 blocks .. exclude"),
+    ("pack base-model", "LlamaForCausalLM needs 1 tensors that are missing .. lm_head.weight .. save the causal"),
+]
+
+
+@cases(BEFORE_THE_MODEL_IS_LOADED)
+def test_refused_before_the_model_is_loaded(call, message, places, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(places)
+    for module in (job, evaluate, apply, pack):
+        monkeypatch.setattr(module, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    call_is_refused(call, message, tmp_path, capsys)
+
+
+def test_a_missing_method_is_named(places, capsys, monkeypatch):
+    monkeypatch.chdir(places)
+    refused(capsys, prune.main, [], "--method is missing", "sparsegpt")
+    refused(capsys, prune.main, ["--config", "empty.yaml"], "--method is missing", "sparsegpt")
+    refused(capsys, prune.main, ["--config", "obs.yaml"], "'obs': no such method; choose from")
+    refused(capsys, pack.main, ["pruned"], "required: --output_dir")
+
+
+BEFORE_THE_WORK = [
+    ("train --model ./absent", "./absent .. no such"),
+    ("train --model pickled", "pickled .. convert"),
+    ("train --model cut", "damaged or truncated .. download the file again"),
+    ("train --model incomplete", "up_proj .. complete checkpoint"),
+    ("train --model infinite-norm", f"{NORM}.weight .. NaN or infinite .. download"),
+    ("train --model nan-layer", f"{UP}.weight .. NaN or infinite .. download"),
+    ("prune --model infinite-last-norm", "model.norm.weight .. NaN or infinite .. download"),
+    ("train --model packed", "proxsparse .. --unpack"),
+    ("prune --model packed --method magnitude", "proxsparse .. --unpack"),
+    ("train --data linked", "secret.txt: not a regular file in this folder"),
+    ("train --data pipe", "a.jsonl: not a regular file in this folder"),
+    ("train --data empty.jsonl", "empty.jsonl"),
+    ("train --data broken.jsonl", "broken.jsonl .. 2"),
+    ("train --data other.jsonl", "no field 'text'; set --text_field to one of: body"),
+    ("train --text_field content", "content .. text"),
+    (
+        "train --num_samples 100 --gradient_accumulation_steps 50",  # the file has 40 documents
+        "--gradient_accumulation_steps 50 .. needs 50 batches .. has 40",
+    ),
+    ("train --pattern 2:5", "q_proj .. in_features=32 .. --exclude"),
+    ("train --seq_len 1000", "context length of 128 .. lower --seq_len"),
+    ("train --eval_data builtin --eval_seq_len 1000", "context length of 128 .. lower --eval_seq_len"),
+    ("train --include nothing", "no layer to prune .. nothing"),
+    ("train --exclude (", "regular expression"),
+    (
+        "prune --method sparsegpt --damping 0 --num_samples 1 --precision fp32",
+        "model.layers.0.self_attn.q_proj .. not positive definite .. increase damping",
+    ),
+    ("finetune dense --distill 0", "model.layers.0 .. is not 2:4 .. blocks have more than 2 non-zero"),
+    ("finetune 3of4 --teacher dense", "is not 2:4"),
+    ("finetune 3of4", "--teacher is missing .. --distill 0"),
+    ("finetune pruned --teacher other-vocabulary", "--teacher .. vocabulary has 300 tokens"),
+    (
+        "finetune pruned --teacher other-tokens",
+        "--teacher other-tokens .. pruned .. 2 token ids differ .. 'b' in the teacher, 'a' in",
+    ),
+    ("finetune pruned --teacher absent", "--teacher: cannot load model 'absent' .. there is no such folder"),
+    ("finetune nan-pruned --teacher dense", "model.norm.weight .. NaN"),
+    ("finetune pruned --held_out 8 --distill 0", "--held_out 8 .. only 8 samples"),
+    ("finetune pruned --pattern 1:4", "--pattern 1:4 .. are 2:4"),
+    ("finetune absent", "MODEL absent: no such folder .. --teacher"),
+    ("evaluate ./absent", "./absent"),
+    ("evaluate nan-layer --data text.jsonl", f"{UP}.weight: has weights that are NaN"),
+    ("evaluate no-tokenizer --data text.jsonl", "no tokenizer.json or other tokenizer files"),
+    ("evaluate dense --data text.jsonl --masks directory", "a directory; give the masks.safetensors in it"),
+    ("evaluate dense --data short.txt", "--seq_len 64: the text has 11 tokens; lower it"),
+    ("evaluate dense --data text.jsonl --seq_len 1000000", "1000000 .. length of 128 .. lower --seq_len"),
+    ("evaluate dense --masks no-layer.safetensors --allow_other_base", "layers.9.mlp .. no such linear layer"),
+    ("evaluate dense --masks no-shape.safetensors --allow_other_base", "up_proj .. [8, 8] .. has shape [64, 32]"),
+    ("apply absent pruned", "absent .. no such"),
+    ("apply nan-layer pruned", f"{UP} .. NaN"),
+    ("apply packed pruned", "not dense .. proxsparse pack MODEL_DIR --unpack"),
+    ("apply other-vocabulary pruned", "belong to .. --allow_other_base"),
+    ("pack pruned --bits 4 --calibrate builtin --seq_len 9999", "--seq_len 9999 .. context length"),
+]
+
+
+@cases(BEFORE_THE_WORK)
+def test_refused_before_the_work(call, message, places, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(places)
+    call_is_refused(call, message, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("call", ["train", "prune", "finetune pruned --distill 0", "apply dense pruned", "pack pruned"])
+def test_too_small_a_disk_is_refused_before_the_work(call, places, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(places)
+    usage = atomic.shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _path: usage)
+    call_is_refused(call, "MiB free .. --output_dir", tmp_path, capsys)
+
+
+def test_tasks_are_checked_before_the_model_is_loaded(places, capsys, monkeypatch):
+    pytest.importorskip("lm_eval", reason=f"run: {zero_shot.INSTALL}")
+    monkeypatch.chdir(places)
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    (places / "tasks").mkdir()
+    write_task_files(places / "tasks", zero_shot.TASKS)
+    for flags, words in (
+        ("--tasks boolq", ["'boolq'", "arc_challenge", "truthfulqa_mc", "all"]),
+        ("--tasks piqa --limit 0", ["--limit 0", "at least 1"]),
+        ("--tasks piqa --batch_size 0", ["--batch_size 0", "at least 1"]),
+        ("--tasks piqa --num_fewshot -1", ["--num_fewshot -1", "at least 0"]),
+        ("--tasks piqa --data_dir absent", ["absent", "no such folder", "piqa"]),
+        ("--tasks piqa --data_dir directory", ["piqa_validation.jsonl.gz", "piqa"]),
+        ("--tasks piqa --data_dir tasks --num_fewshot 3", ["--num_fewshot 3", "--data_dir"]),
+    ):
+        refused(capsys, evaluate.main, ["dense", *flags.split()], *words)
+
+
+# ---------------------------------------------------------------------------------------------- during the work
+
+
+@pytest.fixture
+def overflow(monkeypatch):
+    """overflow(module): after the check of its files the weights of the module are infinite."""
+
+    def damage(module):
+        fill = lambda model: model.get_submodule(module).weight.data.fill_(torch.inf)  # noqa: E731
+        monkeypatch.setattr(job, "refuse_not_finite", fill)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("call", "module", "message"),
+    [
+        ("train --objective paper", NORM, f"of {NORM}; lower --learning_rate"),
+        (
+            "train --objective paper --step_in_backward --max_grad_norm 0",
+            "model.norm",
+            "of model.norm; lower --learning_rate",
+        ),
+        ("train --objective paper --gradient_accumulation_steps 4", NORM, f"of {NORM}; lower --learning_rate"),
+        ("train", NORM, "model.layers.1.self_attn.q_proj: its calibration inputs .. damaged"),
+        ("finetune pruned --distill 0", NORM, "not finite; lower --learning_rate"),
+    ],
+)
+def test_a_loss_that_is_not_finite_names_the_layer(
+    call, module, message, overflow, places, tmp_path, capsys, monkeypatch
+):
+    """Finite weights whose products overflow, as those of a run that diverges."""
+    monkeypatch.chdir(places)
+    overflow(module)
+    call_is_refused(call, message, tmp_path, capsys, trains=True)
+
+
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_prune_names_the_layer_whose_inputs_are_not_finite(method, places, tmp_path, capsys, monkeypatch):
+    """The finished decoder block is kept."""
+    model = shutil.copytree(places / "dense", tmp_path / "overflowing")
+    set_last(UP, torch.finfo(torch.bfloat16).max)(model)
+    monkeypatch.chdir(places)
+    flags = [*COMMANDS["prune"][1].split(), "--model", model, "--method", method, "--output_dir", tmp_path / "out"]
+    refused(capsys, prune.main, flags, "model.layers.1.mlp.down_proj", "NaN", "--precision")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".proxsparse.json", "config.yaml", "checkpoints"}
+
+
+def test_the_command_line_prints_no_traceback(tmp_path):
+    command = [sys.executable, "-m", "proxsparse.train", "--model", "./absent", "--output_dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False, cwd=Path.cwd())
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
