@@ -62,8 +62,8 @@ def prune_(
     The kept weights stay bit-identical, except with methods that update them (sparsegpt, admm). A progress bar is shown
     on an interactive terminal and in a notebook.
 
-    If an error or Ctrl-C ends the call, the model is as before; it needs a copy of the weights for that. Only Ctrl-C
-    during mask learning (proxsparse) first prunes the model with the masks learned so far, so it is valid N:M.
+    If an error or Ctrl-C ends the call, the model is as before; this needs a copy of the weights. Only Ctrl-C during
+    mask learning (proxsparse) first prunes the model with the masks learned so far, so it is valid N:M.
 
     Args:
         model: a decoder-only model of transformers, on its device, in float32, bfloat16 or float16. bfloat16 weights
@@ -75,7 +75,8 @@ def prune_(
         tokenizer: that of the model; needed if the data is text.
         pattern: "N:M": N of every M consecutive weights of a row are kept; or layer name -> pattern.
         allocation: how N:M of each decoder block is chosen: uniform, owl or alphapruning.
-        include, exclude: regular expressions: use only, or leave out, layers whose name matches one.
+        include: regular expressions; only layers whose name matches one are pruned.
+        exclude: regular expressions; layers whose name matches one stay dense.
         num_samples: number of calibration samples.
         seq_len: largest number of tokens in a sample; default: 512, or the context length of the model if shorter.
             Tokens and dicts are cut only if it is given.
@@ -83,8 +84,8 @@ def prune_(
         text_field: the field of a row that holds the text.
         seed: seed of the document order and of all random numbers.
         checkpoints: a directory where the progress is saved; the same call resumes from it.
-        options: options of the method and the allocation, such as damping=0.1; `proxsparse prune --list` prints those
-            of all methods, `proxsparse train --help` those of proxsparse.
+        options: options of the method and the allocation, such as damping=0.1; `proxsparse prune --method NAME --help`
+            describes them.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept; in model order.
     Raises:

@@ -99,6 +99,26 @@ def test_snippets_run(page, workplace):
         exec(compile(snippet, str(page), "exec"), workplace | {"torch": torch, "proxsparse": proxsparse})
 
 
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny_model("llama", tmp_path / "model")
+    (tmp_path / "text.txt").write_text(WORDS)
+    tiny = {"MODEL": "model", "DATA": "text.txt", "NUM_SAMPLES": 2, "SEQ_LEN": 32, "MAX_WINDOWS": 2}
+    cells = json.loads(read(ROOT / "examples" / "prune_smollm2.ipynb"))["cells"]
+    names: dict = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+        if "parameters" in cell["metadata"].get("tags", ()):
+            assert tiny.keys() <= names.keys()
+            names |= tiny
+    assert names["equal"]
+    assert set(names["masks"]) == set(proxsparse.load_masks("masks.safetensors"))
+    assert all(mask.unflatten(-1, (-1, 4)).sum(-1).eq(2).all() for mask in names["masks"].values())
+    assert any(isinstance(module, proxsparse.SparseLinear) for module in names["packed"].modules())
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_the_trainer_leaves_a_pruned_model_and_its_masks(workplace, tmp_path):
     (snippet,) = (s for s in snippets((ROOT / "docs" / "training.md").read_text()) if "MaskTrainer" in s)
