@@ -83,7 +83,7 @@ def prune_(
         packing: join documents into full windows; without it a sample is one truncated document.
         text_field: the field of a row that holds the text.
         seed: seed of the document order and of all random numbers.
-        checkpoints: a directory where the progress is saved; the same call resumes from it.
+        checkpoints: a directory where the progress is saved; the same call, on the same weights, resumes from it.
         options: options of the method and the allocation, such as damping=0.1; `proxsparse prune --method NAME --help`
             describes them.
     Returns:
@@ -116,7 +116,8 @@ def prune_(
             if allocation != UNIFORM:
                 more = {name: values[name] for name in allocated.options}
                 patterns = allocate(allocation, model, layers, batches, pattern, **more)
-            identity = {"method": method, "pattern": str(pattern), **values}
+            identity = {"method": method, "pattern": str(pattern), "allocation": allocation}
+            identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
             arguments = {name: values[name] for name in chosen.options if name in options or name == "seed"}
             return run_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments).masks
@@ -184,7 +185,9 @@ def finetune_(
             size = values["per_device_train_batch_size"]
             more = {"window": TuningDataArgs.window, "batch_size": size, "seed": seed}
             batches, _ = read_batches(data, model, tokenizer, **more, **given)
-            saved = saved_progress(checkpoints, {"pattern": str(pattern), **values}, model, batches)
+            identity = {"method": "finetune", "pattern": str(pattern)}
+            identity |= {"include": include, "exclude": exclude, **values}
+            saved = saved_progress(checkpoints, identity, model, batches)
             if values["distill"]:
                 batches = teacher_targets(teacher, [add_labels(batch) for batch in batches])
             patterns = dict.fromkeys(layers, pattern)
@@ -242,10 +245,10 @@ def run_(
             snap_(model, before, {})
         for name, weight in model.named_parameters():
             weight.requires_grad_(learns[name])
-    pruned.stop.restore()
     if "pretrained" in takes:
         snap_(model, before, pruned.masks)
-    if not pruned.complete:
+    pruned.stop.restore()
+    if pruned.stop.seen is not None:
         raise KeyboardInterrupt
     return pruned
 

@@ -15,7 +15,10 @@ import proxsparse
 from proxsparse import prune
 from proxsparse.errors import InputError
 from proxsparse.methods import list_methods
+from proxsparse.patterns import NMPattern
+from proxsparse.runtime.signals import SIGNALS
 from proxsparse.training import loop
+from proxsparse.training.mask_monitor import MaskMonitor
 
 TEXTS = [f"Document {i}. The quick brown fox jumps over the lazy dog. " * 3 for i in range(20)]
 TOKENS = [torch.arange(i, i + 32) for i in range(8)]
@@ -149,6 +152,27 @@ def test_ctrl_c_during_a_training_leaves_a_valid_model(method, model, tokenizer,
     )
 
 
+def test_ctrl_c_after_the_last_step_is_not_lost(model, tokenizer, monkeypatch):
+    similarity = MaskMonitor.similarity
+
+    def interrupted(monitor):
+        os.kill(os.getpid(), signal.SIGINT)
+        return similarity(monitor)
+
+    monkeypatch.setattr(MaskMonitor, "similarity", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer, **FEW)
+    assert all(NMPattern(2, 4).is_feasible(weight) for name, weight in model.named_parameters() if "proj" in name)
+
+
+def test_ctrl_c_works_after_an_error(model, tokenizer, monkeypatch):
+    monkeypatch.setattr("proxsparse.training.state.count_not_finite", lambda layers: 1)
+    handlers = [signal.getsignal(number) for number in SIGNALS]
+    with pytest.raises(InputError, match="became NaN"):
+        proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer, **FEW)
+    assert [signal.getsignal(number) for number in SIGNALS] == handlers
+
+
 def test_checkpoints_resume_the_same_call(model, tokenizer, tmp_path, monkeypatch):
     options = {"save_steps": 1, "checkpoints": tmp_path, **FEW}
     expected = proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, **FEW)
@@ -168,6 +192,16 @@ def test_checkpoints_resume_the_same_call(model, tokenizer, tmp_path, monkeypatc
     assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
     with pytest.raises(InputError, match=r"its run has learning_rate .* \(now 0.1\); give the same, or delete"):
         proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, learning_rate=0.1, **options)
+
+
+@pytest.mark.parametrize("changed", [{"allocation": "owl"}, {"exclude": ["down"]}, {"include": ["proj"]}])
+def test_checkpoints_of_other_layers_or_patterns_are_refused(changed, tokenizer, tmp_path):
+    options = {"pattern": "4:8", "checkpoints": tmp_path, **FEW}
+    for first, second in ((changed, {}), ({}, changed)):
+        folder = options["checkpoints"] = tmp_path / str(len(first))
+        proxsparse.prune_(tiny_model("llama"), "wanda", TEXTS, tokenizer, **options, **first)
+        with pytest.raises(InputError, match=f"its run has .* delete {folder}"):
+            proxsparse.prune_(tiny_model("llama"), "wanda", TEXTS, tokenizer, **options, **second)
 
 
 # ---------------------------------------------------------------------------------------------- the other functions

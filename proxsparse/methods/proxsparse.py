@@ -101,8 +101,8 @@ def learn_masks(
         while not state.complete and not stop.number:
             row = train_step(state, samples, loss, compute_dtype, update)
             end_step(row | monitor.observe(state.step))
+        masks = state.masks()  # within the block, which restores the signals if this fails
 
-    masks = state.masks()
     magnitude = {name: nm_mask(layer.pretrained.abs(), layer.pattern).cpu() for name, layer in learned.items()}
     figures = {
         "steps": state.step,
