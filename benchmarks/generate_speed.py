@@ -158,7 +158,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Built:
     """One form of a model on the device."""
-    pruned = pruned_model(args.masks, dtype) if name == EMBEDDED_MODEL else None
+    pruned = pruned_once(args.masks, dtype) if name == EMBEDDED_MODEL else None
     release_memory(device)
     before = held_bytes(device)
     if pruned:
@@ -173,10 +173,9 @@ def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: 
     return Built(model, layer_bytes, held_bytes(device) - before)
 
 
-@functools.lru_cache(maxsize=1)
 @torch.no_grad()
 def pruned_model(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
-    """SmolLM2-135M with the masks of a file, or those of the largest magnitudes, on its weights; loaded once."""
+    """SmolLM2-135M with the masks of a file, or those of the largest magnitudes, on its weights."""
     model = load_model(EMBEDDED_MODEL, dtype)[0].requires_grad_(False)
     layers = prunable_layers(model)
     masks = load_masks(masks_file) if masks_file else {n: nm_mask(layer.weight.abs()) for n, layer in layers.items()}
@@ -186,6 +185,9 @@ def pruned_model(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
     for name, layer in layers.items():
         layer.weight.copy_(torch.where(masks[name], layer.weight, 0.0))
     return model
+
+
+pruned_once = functools.lru_cache(maxsize=1)(pruned_model)  # for all forms: loading takes longer than measuring
 
 
 def warm_up(device: torch.device) -> None:
