@@ -2,12 +2,10 @@
 
     with Forks() as forks:
         codes = forks.run(["--model", ...], processes=2)          # as torchrun starts them
-        codes = forks.run(["--model", ...], kill=(7, 0.03))       # kill -9, 0.03 seconds after 7 rows of metrics.jsonl
-        codes = forks.run(["--model", ...], die_in=("proxsparse.io.checkpoints.finish", 2))  # in the 2nd call
+        codes = forks.run(["--model", ...], die_in=("proxsparse.io.checkpoints.finish", 2))  # kill -9 in the 2nd call
         codes = forks.run(["--model", ...], term_in=("proxsparse.io.checkpoints.finish", 2))  # SIGTERM
         codes = forks.run(["--model", ...], fill=("proxsparse.io.checkpoints.clear", 2, "/disk"))  # disk full
         codes = forks.run([...], main="trainer_processes.main")   # another function of a list of texts
-    codes = forks.run_together([job, ...])                    # several at once, see `run_together`
 
 A fork of pytest itself would inherit thread pools without their threads.
 """
@@ -21,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -47,15 +44,6 @@ class Forks:
         print(json.dumps(job | {"output": str(output or os.devnull)}), file=self.server.stdin, flush=True)
         return json.loads(self.server.stdout.readline())
 
-    def run_together(self, jobs: list[dict]) -> list[int]:
-        """The exit codes of several commands that start at once, of one process each.
-
-        Args:
-            jobs: each the keyword arguments of `child`, and `signal`: (number, seconds after the start), or None.
-        """
-        print(json.dumps({"together": jobs}), file=self.server.stdin, flush=True)
-        return json.loads(self.server.stdout.readline())
-
 
 def serve() -> None:
     """One job a line on stdin, its exit codes as a line on stdout."""
@@ -70,35 +58,11 @@ def serve() -> None:
         print(json.dumps(run_job(**json.loads(line))), flush=True)
 
 
-def run_job(together: list[dict] | None = None, **job) -> list[int]:
-    return run_one(**job) if together is None else run_all(together)
-
-
-def run_all(jobs: list[dict]) -> list[int]:
-    """Starts all jobs, sends each its signal when it is due, and returns their exit codes."""
-    signals = [job.pop("signal", None) for job in jobs]
-    for job in jobs:
-        importlib.import_module(job["main"].rpartition(".")[0])
-    begun, pids = time.monotonic(), []
-    for job in jobs:
-        pids.append(os.fork())
-        if pids[-1] == 0:
-            child(**job)
-    due = sorted((how[1], how[0], pid) for how, pid in zip(signals, pids, strict=True) if how)
-    for when, number, pid in due:
-        time.sleep(max(0.0, begun + when - time.monotonic()))
-        os.kill(pid, number)  # one that has ended is not waited for yet: its number is not another process's
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
-def run_one(processes: int, nodes: int, kill: list | None = None, number: int = signal.SIGKILL, **job) -> list[int]:
+def run_job(processes: int, nodes: int, **job) -> list[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     importlib.import_module(job["main"].rpartition(".")[0])  # here, where the next job finds it too
-    if kill:
-        run_dir = Path(job["arguments"][job["arguments"].index("--output_dir") + 1])
-        before = (run_dir / "metrics.jsonl").stat().st_ino if (run_dir / "metrics.jsonl").exists() else None
     pids = []
     for rank in range(processes):
         pids.append(os.fork())
@@ -107,22 +71,7 @@ def run_one(processes: int, nodes: int, kill: list | None = None, number: int = 
             start |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {name: str(value) for name, value in start.items()} if processes > 1 else {}
             child(**job)
-    if kill:
-        wait_for_rows(run_dir, kill[0], pids[0], before)
-        time.sleep(kill[1])
-        for pid in pids:
-            os.kill(pid, number)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-
-
-def wait_for_rows(run_dir: Path, rows: int, pid: int, before: int | None) -> None:
-    """Until this run's metrics.jsonl, not the file `before`, has so many rows, or the process has ended."""
-    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        metrics = run_dir / "metrics.jsonl"
-        with contextlib.suppress(FileNotFoundError):
-            if metrics.stat().st_ino != before and metrics.read_bytes().count(b"\n") >= rows:
-                return
-        time.sleep(0.002)
 
 
 def child(

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from proxsparse import NMPattern, nm_mask, prune_
+from proxsparse import NMPattern, nm_mask
 from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
@@ -186,14 +186,3 @@ def test_a_gradient_that_is_not_finite_is_refused(documents, settings):
     loss = partial(calibration_loss, state.model, distill=0.0)
     with loop.updating(state) as update, pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):
         loop.train_step(state, iter(documents), loss, None, update)
-
-
-def test_a_library_call_leaves_the_model_as_other_methods_do(model, documents):
-    options = {"distill": 0.5, "gradient_checkpointing": True}
-    masks = prune_(model.train(), "proxsparse", documents[:3], **options)
-    assert all(module.training for module in model.modules())
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    dense = dict(tiny_model("llama").named_parameters())
-    for name, weight in model.named_parameters():
-        mask = masks.get(name.removesuffix(".weight"), torch.tensor(True))
-        assert torch.equal(weight, torch.where(mask, dense[name], 0.0)), name

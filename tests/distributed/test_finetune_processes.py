@@ -19,6 +19,7 @@ def pruned(flags, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains(forks, flags, pruned, tmp_path):
     given = [pruned, *flags[2:], *STEP]
 
