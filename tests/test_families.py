@@ -140,10 +140,10 @@ def called_once(blocks, hidden, keywords):
 @pytest.mark.parametrize(
     ("forward", "words"),
     [
-        (derived_argument, r"argument \(level\) that .* computes from earlier blocks.*--method magnitude"),
-        (changed_between, "once and in order.*--method magnitude"),
-        (called_twice, "once and in order.*--method magnitude"),
-        (called_once, "only 1 of its 2 decoder blocks.*--method magnitude"),
+        (derived_argument, r"argument \(level\) that .* computes from earlier blocks.*method magnitude"),
+        (changed_between, "once and in order.*method magnitude"),
+        (called_twice, "once and in order.*method magnitude"),
+        (called_once, "only 1 of its 2 decoder blocks.*method magnitude"),
     ],
 )
 def test_a_model_that_the_walk_cannot_follow_is_refused(forward, words):
@@ -167,11 +167,11 @@ def test_layers_that_share_a_weight_are_pruned_once(tmp_path):
 @pytest.mark.parametrize(
     ("name", "method", "words"),
     [
-        ("bart", "wanda", "does not call this layer by itself.*--exclude encoder_attn$"),
-        ("mamba", "wanda", "does not call this layer by itself.*--exclude dt_proj$"),
-        ("jetmoe", "magnitude", r"--exclude input_linear output_linear \(\d+% of the weights of the decoder blocks\)"),
-        ("llama4_text", "magnitude", r"--exclude experts \(\d+% of the weights"),
-        ("flex_olmo", "wanda", "reached this expert; use more samples, or --exclude experts$"),
+        ("bart", "wanda", "does not call this layer by itself.*exclude encoder_attn$"),
+        ("mamba", "wanda", "does not call this layer by itself.*exclude dt_proj$"),
+        ("jetmoe", "magnitude", r"exclude input_linear output_linear \(\d+% of the weights of the decoder blocks\)"),
+        ("llama4_text", "magnitude", r"exclude experts \(\d+% of the weights"),
+        ("flex_olmo", "wanda", "reached this expert; use more samples, or exclude experts$"),
         ("hrm_text", "wanda", "once and in order"),
         ("reformer", "wanda", "returns a ReformerOutput"),
         ("blt", "magnitude", "in the lists .*cross_attn_layers"),

@@ -1,7 +1,5 @@
 """What the commands replace, and a signal at a bad moment."""
 
-import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from proxsparse import evaluate, report
+from proxsparse import report
 from proxsparse.errors import InputError
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import MARKER, opened
@@ -51,24 +49,6 @@ def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
     (final / "loss.png").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"loss\.png: is a link or a folder, and the report would replace it"):
         report.main([str(final)])
-
-
-def test_json_replaces_only_an_earlier_report(tmp_path):
-    mine, earlier, fifo, link = (tmp_path / name for name in ("mine.json", "scores.jsonl", "fifo", "link"))
-    mine.write_text('{"model": "a", "data": "b"}')
-    os.mkfifo(fifo)
-    row = json.dumps({"model": "a", "precision": "fp32", "data": "b", "perplexity": 1.0})
-    for path in (mine, fifo):
-        with pytest.raises(InputError, match=r"not written by `proxsparse evaluate`; name another file"):
-            evaluate.parse(["model", "--json", str(path)])
-    earlier.write_text(row + "\n")
-    link.symlink_to(earlier)
-    assert evaluate.parse(["model", "--json", str(earlier)]).json == str(earlier)
-    with pytest.raises(InputError, match="name another file"):
-        evaluate.parse(["model", "--data", str(earlier), "--json", str(link)])
-    evaluate.Report({"model": "a", "precision": "fp32"}, str(link)).add({"task": "piqa", "error": "none"})
-    assert link.is_symlink()
-    assert json.loads(earlier.read_text())["task"] == "piqa"
 
 
 def test_the_callback_replaces_only_masks(tmp_path):

@@ -3,9 +3,10 @@
 import dataclasses
 
 import pytest
+import tiny_models
 import torch
 from pruned import assert_pruned
-from tiny_models import MODELS
+from tiny_models import MODELS, byte_tokenizer
 
 from proxsparse import prune_
 from proxsparse.allocations.registry import get_allocation, list_allocations
@@ -54,6 +55,18 @@ def test_padding_does_not_count(family, name, tiny_model, batches):
     assert all(torch.equal(mask, padded_masks[layer]) for layer, mask in masks.items())
     for one, other in zip(alone.parameters(), padded_model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list_methods())
+def test_the_seed_decides_where_data_is_used(name):
+    texts, found = [f"text {i}: the quick brown fox jumps over {i} dogs" for i in range(40)], []
+    for seed in (1, 1, 2):
+        model = tiny_models.tiny_model("llama")
+        torch.manual_seed(len(found))  # which must not matter
+        masks = prune_(model, name, texts, byte_tokenizer(), num_samples=8, seq_len=32, seed=seed)
+        found.append(torch.cat([mask.flatten() for mask in masks.values()]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2]) != get_method(name).needs_data
 
 
 @pytest.mark.parametrize("name", ["wanda", "proxsparse"])
