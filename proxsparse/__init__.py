@@ -24,6 +24,10 @@ def __getattr__(name: str) -> object:
     return getattr(importlib.import_module(_LAZY[name]), name)
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
+
+
 if _start.needs_torch:
     from proxsparse.inference.convert import sparsify_
     from proxsparse.inference.linear import SparseLinear

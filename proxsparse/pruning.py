@@ -17,6 +17,7 @@ from proxsparse.data.batches import read_batches, read_tokens
 from proxsparse.data.calibration import add_labels
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import measured
+from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.checkpoints import Checkpoints, digest_of
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
@@ -269,6 +270,8 @@ def check_model(model: nn.Module) -> None:
         raise InputError(f"model: {type(model).__name__} is not a causal language model of transformers")
     refuse_not_causal(model, "model")
     refuse_packed(model)
+    if any(isinstance(module, SparseLinear) for module in model.modules()):
+        raise InputError("model: its layers are packed; prune or fine-tune it before sparsify_")
     refuse_not_finite(model)
 
 

@@ -62,7 +62,7 @@ SEES = {
     "integrations": ("base", "ops", "optim", "parts", "jobs", "inference", "autoload"),
     "public names": ("base", "ops", "optim", "inference", "integrations"),
     "runs": ("base", "ops", "optim", "parts", "jobs", "inference"),
-    "front door": ("base", "ops", "optim", "parts", "jobs", "runs"),
+    "front door": ("base", "ops", "optim", "parts", "jobs", "inference", "runs"),
     "commands": ("base", "ops", "optim", "public names", "parts", "jobs", "inference", "integrations", "runs"),
 }
 # What comes with `import proxsparse` has to do with torch alone.

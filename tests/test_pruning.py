@@ -241,6 +241,13 @@ REFUSALS = {
     "no data": (lambda m, t: proxsparse.prune_(m), "data=None: method 'proxsparse' needs calibration text"),
     "no form": (lambda m, t: proxsparse.prune_(m, "wanda", 5), "data=5: give the name of a source"),
     "bytes": (lambda m, t: proxsparse.prune_(m, "wanda", b"text", t), "data=b'text': give the name of a source"),
+    "a dict": (lambda m, t: proxsparse.prune_(m, "wanda", {"text": TEXTS}, t), "data={'text': ["),
+    "no list": (lambda m, t: proxsparse.prune_(m, exclude="mlp", method="magnitude"), "exclude 'mlp': must be a list"),
+    "no directory": (lambda m, t: proxsparse.save_masks("none/m", {"a": TOKENS[0]}), "there is no directory none"),
+    "packed": (
+        lambda m, t: proxsparse.prune_(proxsparse.sparsify_(prune_by_magnitude(tiny_model("llama"))), "magnitude"),
+        "its layers are packed; prune or fine-tune it before sparsify_",
+    ),
     "empty": (lambda m, t: proxsparse.prune_(m, "wanda", [], t), "data: it is empty"),
     "no tokenizer": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS), "tokenizer=None: texts need the tokenizer"),
     "mixed": (lambda m, t: proxsparse.prune_(m, "wanda", ["a", 1], t), "a list of texts with int"),

@@ -1,5 +1,6 @@
 """Calibration data in any of its forms: the name of a source, texts, tokens, dicts, a DataLoader."""
 
+import reprlib
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -49,8 +50,8 @@ def read_batches(
     if isinstance(data, str):
         on_rank_zero(lambda: check_source(data))
         data = on_rank_zero(lambda: load_texts(data, "train", text_field, read_limit(data)))
-    elif data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
-        raise InputError(f"data={data!r}: {FORMS}")
+    elif data is None or isinstance(data, bytes | Mapping) or not isinstance(data, Iterable):
+        raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
     items = iter(data)
     first = next(items, None)
     if first is None:
@@ -79,8 +80,8 @@ def read_tokens(
     """All tokens of a text in any form of `read_batches`, int64 [N], for the perplexity. Raises InputError as that."""
     if isinstance(data, str):
         data = [evaluation_text(data, split, text_field)]
-    elif data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
-        raise InputError(f"data={data!r}: {FORMS}")
+    elif data is None or isinstance(data, bytes | Mapping) or not isinstance(data, Iterable):
+        raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
     items = list(data)
     if not items:
         raise InputError(f"data: it is empty; {FORMS}")

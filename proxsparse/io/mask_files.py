@@ -51,12 +51,14 @@ def save_masks(
         base_model, base_revision, base_weights_sha256: name, commit on the Hub and digest of the pretrained model, see
             `models.loading.base_identity`; "" if unknown.
     Raises:
-        InputError: there is no mask, or one does not keep exactly n of every m weights.
+        InputError: there is no mask, or one does not keep exactly n of every m weights; there is no such directory.
     """
     from safetensors.torch import save_file
 
     if not masks:
         raise InputError("masks={}: no layer; give the masks of prune_")
+    if not Path(path).parent.is_dir():
+        raise InputError(f"{path}: there is no directory {Path(path).parent}; create it first")
     one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(masks, pattern)
     patterns = {name: str(NMPattern.parse(one_each[name])) for name in masks}
     metadata = {

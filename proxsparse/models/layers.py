@@ -134,6 +134,9 @@ def prunable_layers(
         InputError: no layer is left, an expression is malformed, or a layer cannot be split into blocks.
     """
     refuse_packed(model)
+    for flag, words in (("include", include), ("exclude", exclude)):
+        if isinstance(words, str):  # a string would be read as a list of letters
+            raise InputError(f"--{flag} {words!r}: must be a list; give [{words!r}]")
     candidates = body_linears(model)
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
     if not isinstance(pattern, dict):
@@ -148,7 +151,7 @@ def prunable_layers(
     if not layers:
         raise InputError(
             f"no layer to prune: {len(candidates)} nn.Linear layers in the decoder blocks, none selected by "
-            f"--include {include} --exclude {exclude}; change these flags"
+            f"--include {include} --exclude {exclude}; change them"
         )
     for name, layer in layers.items():
         m = NMPattern.parse(pattern[name] if isinstance(pattern, dict) else pattern).m
