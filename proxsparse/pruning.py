@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
@@ -25,10 +26,10 @@ from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import check_option_names, layers_and_patterns
 from proxsparse.models.checks import refuse_not_causal, refuse_not_finite
 from proxsparse.models.layers import prunable_layers, pruned_layers, refuse_packed
-from proxsparse.models.snap import snap_
+from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike
-from proxsparse.run.args import DataArgs, EvaluateArgs, TuningDataArgs
+from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
 from proxsparse.run.teacher import refuse_other_vocabulary
 from proxsparse.runtime.progress import shown
 from proxsparse.training.distillation import teacher_targets
@@ -63,8 +64,9 @@ def prune_(
     The kept weights stay bit-identical, except with methods that update them (sparsegpt, admm). A progress bar is shown
     on an interactive terminal and in a notebook.
 
-    If an error or Ctrl-C ends the call, the model is as before; this needs a copy of the weights. Only Ctrl-C during
-    mask learning (proxsparse) first prunes the model with the masks learned so far, so it is valid N:M.
+    If an error or Ctrl-C ends the call, the model is as before; this needs a copy of the weights (on the CPU, except
+    with proxsparse). Only Ctrl-C during mask learning (proxsparse) first prunes the model with the masks learned so
+    far, so it is valid N:M.
 
     Args:
         model: a decoder-only model of transformers, on its device, in float32, bfloat16 or float16. bfloat16 weights
@@ -102,10 +104,12 @@ def prune_(
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         check_types(options | given | {"seed": seed}, known | TYPICAL)
         check_fields(DataArgs(**given))
+        check_fields(HardwareArgs(seed=seed))
         values = known | options | {"seed": seed}
         for row in (chosen, allocated):
             row.check(**{name: values[name] for name in row.options})
         check_model(model)
+        torch.manual_seed(seed)  # for dropout
         layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
         with shown(is_interactive()):
             batches = []
@@ -173,6 +177,7 @@ def finetune_(
         check_fields(TuningDataArgs(**given))
         values = vars(FinetuneOptions(**options, seed=seed).check())
         check_model(model)
+        torch.manual_seed(seed)  # for dropout
         pattern = NMPattern.parse(pattern)
         layers = prunable_layers(unfold_linears_(model), pattern, include, exclude)
         layers = {name: layers[name] for name in pruned_layers(layers, pattern)}
@@ -234,16 +239,21 @@ def run_(
     prune, takes: tuple[str, ...], model, layers, batches, patterns, checkpoints: Checkpoints | None, options: dict
 ) -> Pruned:
     """Calls `Method.prune`; restores the weights if it fails. Ctrl-C during a training is raised after its end."""
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    if "pretrained" in takes:  # used in every step
+        before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    else:
+        before = copy_weights(model)
     learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
     given = {name: {"checkpoints": checkpoints, "pretrained": before}[name] for name in takes}
     done = False
+    model.zero_grad()  # gradients of the caller
     try:
         pruned = prune(model, layers, batches, patterns, **given, **options)
         done = True
     finally:
         if not done:
             snap_(model, before, {})
+        model.zero_grad()
         for name, weight in model.named_parameters():
             weight.requires_grad_(learns[name])
     if "pretrained" in takes:

@@ -204,6 +204,22 @@ def test_checkpoints_of_other_layers_or_patterns_are_refused(changed, tokenizer,
             proxsparse.prune_(tiny_model("llama"), "wanda", TEXTS, tokenizer, **options, **second)
 
 
+def test_the_modes_gradients_and_random_state_of_the_caller_change_nothing(tokenizer):
+    """GPT-2 has dropout."""
+    results = []
+    for changed in (False, True):
+        model = tiny_model("gpt2").train(changed)
+        torch.manual_seed(changed)
+        for weight in model.parameters() if changed else ():
+            weight.grad = torch.ones_like(weight)
+        options = {"distill": 0.5, "gradient_checkpointing": True}
+        results.append(proxsparse.prune_(model, "proxsparse", TEXTS, tokenizer, **options, **FEW))
+        assert all(module.training == changed for module in model.modules())
+        assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+        assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    assert all(torch.equal(mask, results[1][name]) for name, mask in results[0].items())
+
+
 # ---------------------------------------------------------------------------------------------- the other functions
 
 

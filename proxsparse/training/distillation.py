@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL
+from proxsparse.models.checks import evaluating
 from proxsparse.runtime.distributed import gather_in_order, shard_items, world_size
 from proxsparse.runtime.progress import phase
 
@@ -24,7 +25,8 @@ def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
     teacher_tokens: int32 [R, K], the K = 64 most likely next tokens; teacher_probs: bfloat16 [R, K].
     """
     own = []
-    with phase("outputs of the dense model", sum(len(batch["input_ids"]) for batch in batches), "sample") as current:
+    samples = sum(len(batch["input_ids"]) for batch in batches)
+    with evaluating(model), phase("outputs of the dense model", samples, "sample") as current:
         for batch, counts in shard_items(batches):
             own += [most_likely(logits_at_labels(model, batch)[0])] * counts
             current.step(len(batch["input_ids"]) * world_size())

@@ -56,6 +56,7 @@ def training(
             if checkpoints and due and state.step < state.steps:
                 state.save(checkpoints)
 
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in state.model.modules())
         start_training(state.model, state.options.gradient_checkpointing)
         stop.defer()
         try:
@@ -63,6 +64,9 @@ def training(
         except BaseException:
             stop.restore()
             raise
+        finally:
+            if state.options.gradient_checkpointing and not recomputes:
+                switch_checkpointing(state.model, "disable")
 
 
 def train_step(
@@ -115,9 +119,13 @@ def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:
     """Sets training mode and enables gradient checkpointing."""
     model.train()
     if gradient_checkpointing:
-        # transformers 5.2x has renamed it and deprecated the old name
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        switch_checkpointing(model, "enable", {"use_reentrant": False})
+
+
+def switch_checkpointing(model: nn.Module, action: str, *settings: dict) -> None:
+    """Enables or disables gradient checkpointing; transformers 5.2x has renamed it and deprecated the old name."""
+    new = hasattr(model, f"activation_checkpointing_{action}")
+    getattr(model, f"{'activation' if new else 'gradient'}_checkpointing_{action}")(*settings)
 
 
 def backward(

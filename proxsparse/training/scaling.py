@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import single_samples
 from proxsparse.errors import InputError
-from proxsparse.models.checks import check_finite
+from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.feature_norms import FeatureNorms
 from proxsparse.runtime.distributed import all_reduce_sum_, shard_items, world_size
 from proxsparse.runtime.progress import phase
@@ -49,7 +49,7 @@ def activation_scaling(
     handles = [layer.register_forward_pre_hook(accumulate(found[name])) for name, layer in layers.items()]
     try:
         inputs = list(islice(single_samples(batches), samples))
-        with phase("measuring the input activations", len(inputs), "sample") as current:
+        with evaluating(model), phase("measuring the input activations", len(inputs), "sample") as current:
             for ids, counted in shard_items(inputs):  # noqa: B007 the hooks read it
                 model(input_ids=ids.to(model.device), use_cache=False)
                 current.step(world_size())
