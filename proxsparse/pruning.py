@@ -73,8 +73,8 @@ def prune_(
             are learned with stochastic rounding.
         method: magnitude, wanda, sparsegpt, admm, swap, maskllm or proxsparse (which learns the masks).
         data: calibration text, not needed for magnitude: the name of a source ("c4", "wikitext2", "builtin", a data set
-            of the Hub, a file), a list of texts, of token tensors int64 [T] or [B, T], of dicts with input_ids, or a
-            DataLoader of such tensors or dicts.
+            of the Hub, a file); texts, or dicts with a text, such as a Dataset; token tensors int64 [T] or [B, T], or
+            dicts with input_ids, in a list or a DataLoader. Samples without a token to predict are left out.
         tokenizer: that of the model; needed if the data is text.
         pattern: "N:M": N of every M consecutive weights of a row are kept; or layer name -> pattern.
         allocation: how N:M of each decoder block is chosen: uniform, owl or alphapruning.
@@ -215,8 +215,8 @@ def perplexity(
     """exp of the mean negative log-likelihood of a text, in windows that do not overlap, as pruning papers measure it.
 
     Args:
-        data: the name of a source ("wikitext2": its test text), a list of texts, of token tensors, of dicts with
-            input_ids, or a DataLoader; what it contains is joined to one text.
+        data: the name of a source ("wikitext2": its test text), or texts or tokens in any form of `prune_`; they are
+            joined to one text.
         seq_len: tokens in a window; default: 2048, or the context length of the model or the text if shorter.
         max_windows: largest number of windows; -1: all.
         split: split of a data set; default: "validation", of wikitext2 "test".

@@ -90,5 +90,5 @@ def test_its_gradient_is_the_same_with_gradient_checkpointing(masked):
 
 def test_one_block_is_refused():
     model = tiny_model("llama", num_hidden_layers=1)
-    with pytest.raises(InputError, match="--match_hidden: the model has one decoder block"):
+    with pytest.raises(InputError, match="match_hidden: the model has one decoder block"):
         prune_(model, "proxsparse", [PADDED], match_hidden=1.0)

@@ -1,5 +1,6 @@
 """The Python front door: prune_, finetune_, perplexity, save_masks, load_masks, apply_masks_."""
 
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,10 @@ FORMS = {
     "tensors": TOKENS,
     "dicts": [{"input_ids": ids[None], "attention_mask": torch.ones(1, 32, dtype=torch.int64)} for ids in TOKENS],
     "lists": [{"input_ids": ids.tolist()} for ids in TOKENS],
+    "rows": [{"text": text, "url": ""} for text in TEXTS],
+    "tokenizer output": byte_tokenizer()(TEXTS, padding=True, return_tensors="pt"),
+    "arrays": [ids.numpy() for ids in TOKENS],
+    "blank rows": [{"input_ids": []}, {"input_ids": [5]}, *({"input_ids": ids.tolist()} for ids in TOKENS)],
     "loader": DataLoader(TensorDataset(torch.stack(TOKENS)), batch_size=2),
     "loader of dicts": DataLoader([{"input_ids": ids} for ids in TOKENS], batch_size=2),
 }
@@ -77,17 +82,20 @@ def test_data_in_all_forms(data, model, tokenizer):
 def test_equal_tokens_in_different_forms_give_equal_masks(tokenizer):
     masks = [
         proxsparse.prune_(tiny_model("llama"), "wanda", FORMS[form], tokenizer, **FEW)
-        for form in ("tensors", "dicts", "lists", "loader", "loader of dicts")
+        for form in ("tensors", "dicts", "lists", "arrays", "blank rows", "loader", "loader of dicts")
     ]
     assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
 
 
-def test_an_endless_loader_is_read_only_as_far_as_needed(model):
-    def endless():
-        while True:
-            yield TOKENS[0]
+def test_texts_in_all_forms_are_the_same_texts(tokenizer):
+    forms = [TEXTS, FORMS["rows"], (text for text in TEXTS), (dict(row) for row in FORMS["rows"])]
+    masks = [proxsparse.prune_(tiny_model("llama"), "wanda", data, tokenizer, **FEW) for data in forms]
+    assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
 
-    assert_pruned(model, proxsparse.prune_(model, "wanda", endless(), **FEW))
+
+@pytest.mark.parametrize("item", [TOKENS[0], TEXTS[0]], ids=["tokens", "text"])
+def test_an_endless_iterator_is_read_only_as_far_as_needed(item, model, tokenizer):
+    assert_pruned(model, proxsparse.prune_(model, "wanda", itertools.repeat(item), tokenizer, **FEW))
 
 
 def test_the_command_and_the_function_give_the_same_masks(tmp_path):
@@ -266,7 +274,7 @@ REFUSALS = {
     ),
     "empty": (lambda m, t: proxsparse.prune_(m, "wanda", [], t), "data: it is empty"),
     "no tokenizer": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS), "tokenizer=None: texts need the tokenizer"),
-    "mixed": (lambda m, t: proxsparse.prune_(m, "wanda", ["a", 1], t), "a list of texts with int"),
+    "mixed": (lambda m, t: proxsparse.prune_(m, "wanda", ["a", 1], t), "data: 1 is not text"),
     "no file": (lambda m, t: proxsparse.prune_(m, "wanda", "none.txt", t), "'none.txt': no such file"),
     "no input_ids": (lambda m, t: proxsparse.prune_(m, "wanda", [{"ids": 1}]), "a dict with ids, without input_ids"),
     "floats": (lambda m, t: proxsparse.prune_(m, "wanda", [torch.rand(3)]), "input_ids are torch.float32 [3]"),
@@ -274,6 +282,14 @@ REFUSALS = {
     "mask": (
         lambda m, t: proxsparse.prune_(m, "wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3)}]),
         "attention_mask is [1, 3], input_ids are [1, 32]",
+    ),
+    "one token": (
+        lambda m, t: proxsparse.prune_(m, "proxsparse", [torch.tensor([5])]),
+        "data: no sample has a token to predict",
+    ),
+    "long tokens": (
+        lambda m, t: proxsparse.prune_(m, "wanda", [torch.ones(200, dtype=torch.int64)]),
+        "seq_len 200: above the model's context length of 128",
     ),
     "foreign tokens": (
         lambda m, t: proxsparse.prune_(m, "wanda", [torch.tensor([1, 5000])]),

@@ -1,20 +1,28 @@
-"""Calibration data in any of its forms: the name of a source, texts, tokens, dicts, a DataLoader."""
+"""Calibration data in any of its forms: the name of a source, texts, rows, tokens, dicts, a DataLoader."""
 
 import reprlib
 from collections.abc import Iterable, Mapping
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
 
-from proxsparse.data.calibration import calibration_batches, evaluation_tokens
-from proxsparse.data.sources import check_source, evaluation_text, load_texts, read_limit
+from proxsparse.data.calibration import IGNORED_LABEL, add_labels, calibration_batches, evaluation_tokens
+from proxsparse.data.sources import (
+    DOCUMENTS_OF_A_DATA_SET,
+    check_source,
+    evaluation_text,
+    load_texts,
+    read_limit,
+    text_of,
+)
 from proxsparse.errors import InputError
 from proxsparse.models.checks import fit_window
 from proxsparse.runtime.distributed import on_rank_zero
 
 FORMS = (
-    "give the name of a source (such as 'c4', or a file), a list of texts, a list of token tensors, a list of dicts "
-    "with input_ids, or a DataLoader of one of the last two"
+    "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
+    "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two"
 )
 Batch = dict[str, Tensor]
 
@@ -35,9 +43,10 @@ def read_batches(
     """The calibration batches, and the largest number of tokens in a sample.
 
     Args:
-        data: the name of a source, see `data.sources.load_texts`; or a list of texts; both are tokenized, see
-            `calibration_batches`. Or a list or DataLoader of tokens, int64 [T] or [B, T] each, or of dicts with such
-            input_ids and optionally attention_mask and labels; these are used in their order.
+        data: the name of a source, see `data.sources.load_texts`; or texts, or dicts with a text; these are tokenized,
+            see `calibration_batches`. Or a list or DataLoader of tokens, int64 [T] or [B, T] each, or of dicts with
+            such input_ids and optionally attention_mask and labels; these are used in their order, except those
+            without a token to predict.
         model: limits the length of the samples, and the tokens.
         tokenizer: needed for texts.
         num_samples: number of samples; of a longer list or DataLoader the first ones are used.
@@ -50,28 +59,23 @@ def read_batches(
     if isinstance(data, str):
         on_rank_zero(lambda: check_source(data))
         data = on_rank_zero(lambda: load_texts(data, "train", text_field, read_limit(data)))
-    elif data is None or isinstance(data, bytes | Mapping) or not isinstance(data, Iterable):
-        raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
-    items = iter(data)
-    first = next(items, None)
-    if first is None:
-        raise InputError(f"data: it is empty; {FORMS}")
-    if isinstance(first, str):
-        if tokenizer is None:
-            raise InputError("tokenizer=None: texts need the tokenizer of the model; give it")
-        texts = [first, *items]
-        if other := next((text for text in texts if not isinstance(text, str)), None):
-            raise InputError(f"data: a list of texts with {type(other).__name__}; {FORMS}")
+    items, are_texts = read_items(data, tokenizer, text_field)
+    if are_texts:
         length = on_rank_zero(lambda: fit_window(model, seq_len, window, "seq_len"))
-        return calibration_batches(texts, tokenizer, num_samples, length, batch_size, packing, seed), length
+        return calibration_batches(items, tokenizer, num_samples, length, batch_size, packing, seed), length
     batches, count = [], 0
-    for item in (first, *items) if isinstance(data, list | tuple) else chain_first(first, items):
+    for item in items:
         batch = {name: tensor[: num_samples - count] for name, tensor in as_batch(item, model, seq_len).items()}
+        if (add_labels(batch)["labels"][:, 1:] == IGNORED_LABEL).all():
+            continue
         batches.append(batch)
         count += len(batch["input_ids"])
         if count >= num_samples:  # a DataLoader may be endless
             break
-    return batches, max(batch["input_ids"].shape[-1] for batch in batches)
+    if not batches:
+        raise InputError("data: no sample has a token to predict; give samples of at least 2 tokens")
+    length = max(batch["input_ids"].shape[-1] for batch in batches)
+    return batches, fit_window(model, length, window, "seq_len")
 
 
 def read_tokens(
@@ -80,23 +84,33 @@ def read_tokens(
     """All tokens of a text in any form of `read_batches`, int64 [N], for the perplexity. Raises InputError as that."""
     if isinstance(data, str):
         data = [evaluation_text(data, split, text_field)]
-    elif data is None or isinstance(data, bytes | Mapping) or not isinstance(data, Iterable):
-        raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
-    items = list(data)
-    if not items:
-        raise InputError(f"data: it is empty; {FORMS}")
-    if all(isinstance(item, str) for item in items):
-        if tokenizer is None:
-            raise InputError("tokenizer=None: texts need the tokenizer of the model; give it")
+    items, are_texts = read_items(data, tokenizer, text_field)
+    if are_texts:
         return evaluation_tokens("\n\n".join(items), tokenizer)
     batches = [as_batch(item, model, None) for item in items]
     return torch.cat([batch["input_ids"][batch["attention_mask"] != 0] for batch in batches])
 
 
-def chain_first(first: object, items: Iterable) -> Iterable:
-    """`first`, then the items."""
-    yield first
-    yield from items
+def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterable, bool]:
+    """The items of the data, and whether they are texts. Raises InputError for data that has no items.
+
+    Of texts that are not in a list, such as a Dataset, as many are read as of a data set of the Hub.
+    """
+    data = [data] if isinstance(data, Mapping) else data  # one batch, such as the output of a tokenizer
+    if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
+        raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
+    items = iter(data)
+    first = next(items, None)
+    if first is None:
+        raise InputError(f"data: it is empty; {FORMS}")
+    items = chain([first], items)
+    has_text = isinstance(first, Mapping) and text_field in first and "input_ids" not in first
+    if not (isinstance(first, str) or has_text):
+        return items, False
+    if tokenizer is None:
+        raise InputError("tokenizer=None: texts need the tokenizer of the model; give it")
+    limit = None if isinstance(data, list | tuple) else DOCUMENTS_OF_A_DATA_SET
+    return [text_of(item, "data", text_field) for item in islice(items, limit)], True
 
 
 def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
@@ -109,13 +123,14 @@ def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:
     found = {name: fields[name] for name in ("input_ids", "attention_mask", "labels") if fields.get(name) is not None}
     try:
         found = {name: torch.as_tensor(value) for name, value in found.items()}
+        found = {name: tensor if tensor.numel() else tensor.long() for name, tensor in found.items()}  # [] is float
     except (TypeError, ValueError, RuntimeError) as error:
         kind = type(item).__name__
         raise InputError(f"data: an item of type {kind}, which is not a tensor of tokens; {FORMS}") from error
     ids = found["input_ids"]
-    if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.ndim not in (1, 2) or ids.numel() == 0:
+    if ids.dtype.is_floating_point or ids.dtype == torch.bool or ids.ndim not in (1, 2):
         raise InputError(f"data: input_ids are {ids.dtype} {list(ids.shape)}; they must be integers, [T] or [B, T]")
-    batch = {name: tensor.to(torch.int64).reshape(-1, tensor.shape[-1]).cpu() for name, tensor in found.items()}
+    batch = {name: torch.atleast_2d(tensor.to(torch.int64)).cpu() for name, tensor in found.items()}
     batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
     for name, tensor in batch.items():
         if tensor.shape != batch["input_ids"].shape:
