@@ -243,6 +243,12 @@ def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
     assert not any("self_attn" in name or "embed" in name for name in changed)
 
 
+def test_fine_tuning_on_the_batches_of_a_loader(tokenizer):
+    dense, model = tiny_model("llama"), prune_by_magnitude(tiny_model("llama"))
+    loader = DataLoader(TensorDataset(torch.stack(TOKENS * 4)), batch_size=8)  # 32 samples, of which 4 are held out
+    assert_pruned(model, proxsparse.finetune_(model, dense, loader, tokenizer))
+
+
 def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
     before = weights_of(model)
     masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **FEW)

@@ -1,7 +1,9 @@
 """Recovery: the mask is held, the kept weights are trained on text and on the predictions of the dense model."""
 
 import math
+from bisect import bisect_left
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -86,14 +88,15 @@ def train_kept_weights(
 
 
 def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[list, list]:
-    """The batches to train on, and the last batches, with --held_out samples, to measure.
+    """The batches to train on, and the last batches, with at least --held_out samples, to measure.
 
     Raises:
         InputError: no sample is left to train on.
     """
-    samples = sum(len(batch["input_ids"]) for batch in batches)
+    held = [0, *accumulate(len(batch["input_ids"]) for batch in reversed(batches))]  # in the last 0, 1, 2, ... batches
+    samples = held[-1]
     asked = min(HELD_OUT, samples // 8) if options.held_out is None else options.held_out
-    count = -(-asked // options.per_device_train_batch_size)
+    count = bisect_left(held, asked)
     if count >= len(batches):
         raise InputError(f"--held_out {asked}: the calibration text has only {samples} samples; lower it")
     return batches[: len(batches) - count], batches[len(batches) - count :]
