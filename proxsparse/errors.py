@@ -23,7 +23,7 @@ class InputError(ValueError):
 
 def require(name: str, value: float, holds: bool, words: str) -> None:
     """Raises InputError "--name value: must be `words`" unless the value is finite and `holds`."""
-    if not (math.isfinite(value) and holds):
+    if not (holds and math.isfinite(value)):
         raise InputError(f"--{name} {value}: must be {words}")
 
 

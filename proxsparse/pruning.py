@@ -31,11 +31,13 @@ from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
 from proxsparse.run.teacher import refuse_other_vocabulary
+from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.progress import shown
 from proxsparse.training.distillation import teacher_targets
 from proxsparse.training.options import FinetuneOptions, check_fields
 
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42}
+TYPICAL |= {"include": [], "exclude": []}  # values of the type of each argument
 
 
 def prune_(
@@ -102,7 +104,8 @@ def prune_(
             options, known, f"method {method!r}" + f" with allocation {allocation!r}" * (allocation != UNIFORM)
         )
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
-        check_types(options | given | {"seed": seed}, known | TYPICAL)
+        more = {"seed": seed, "include": include, "exclude": exclude}
+        check_types(options | given | more, known | TYPICAL)
         check_fields(DataArgs(**given))
         check_fields(HardwareArgs(seed=seed))
         values = known | options | {"seed": seed}
@@ -173,7 +176,8 @@ def finetune_(
             options = {"distill": 0.0} | options
         check_option_names(options, known, "finetune_")
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
-        check_types(options | given | {"seed": seed}, known | TYPICAL)
+        more = {"seed": seed, "include": include, "exclude": exclude}
+        check_types(options | given | more, known | TYPICAL)
         check_fields(TuningDataArgs(**given))
         values = vars(FinetuneOptions(**options, seed=seed).check())
         check_model(model)
@@ -276,8 +280,17 @@ def saved_progress(
 
 def check_model(model: nn.Module) -> None:
     """Raises InputError unless it is a dense, causal language model of transformers with finite weights."""
+    if world_size() > 1:
+        raise InputError(
+            f"this function runs in one process, not in a process group of {world_size()}; start proxsparse.train or "
+            "proxsparse.finetune with torchrun instead"
+        )
     if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
         raise InputError(f"model: {type(model).__name__} is not a causal language model of transformers")
+    if any(hasattr(module, "base_layer") for module in model.modules()):
+        raise InputError("model: has adapters of peft, which would be pruned too; give model.merge_and_unload()")
+    if any(weight.is_meta for weight in model.parameters()):
+        raise InputError("model: has weights that are offloaded (on the meta device); load it on one device")
     refuse_not_causal(model, "model")
     refuse_packed(model)
     if any(isinstance(module, SparseLinear) for module in model.modules()):

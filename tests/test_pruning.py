@@ -267,6 +267,17 @@ def encoder():
     return BertLMHeadModel(BertConfig(vocab_size=260, **sizes))
 
 
+def with_adapter(model):
+    import peft
+
+    return peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+
+
+def offloaded(model):
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
 REFUSALS = {
     "no data": (lambda m, t: proxsparse.prune_(m), "data=None: method 'proxsparse' needs calibration text"),
     "no form": (lambda m, t: proxsparse.prune_(m, "wanda", 5), "data=5: give the name of a source"),
@@ -310,6 +321,15 @@ REFUSALS = {
         "method 'sparsegpt' has no option 'dampng'; its options: damping",
     ),
     "type": (lambda m, t: proxsparse.prune_(m, "sparsegpt", TEXTS, t, damping="0.1"), "damping='0.1': must be of type"),
+    "type of None": (
+        lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, learning_rate="0.1"),
+        "learning_rate 0.1: must be a finite number > 0",
+    ),
+    "expression": (
+        lambda m, t: proxsparse.prune_(m, "magnitude", include="mlp"),
+        "include='mlp': must be of type list",
+    ),
+    "seed": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, seed=-1), "seed -1: must be between 0 and"),
     "number": (
         lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, num_samples=0),
         "num_samples 0: must be at least",
@@ -327,6 +347,8 @@ REFUSALS = {
     "pattern": (lambda m, t: proxsparse.prune_(m, "magnitude", pattern="2:3"), "in_features=32 is not a multiple of 3"),
     "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
     "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
+    "adapters": (lambda m, t: proxsparse.prune_(with_adapter(m), "magnitude"), "model: has adapters of peft"),
+    "offloaded": (lambda m, t: proxsparse.prune_(offloaded(m), "magnitude"), "model: has weights that are offloaded"),
     "dense": (lambda m, t: proxsparse.finetune_(m, None, TEXTS, t), "model: no layer is 2:4; prune it first"),
     "no teacher": (
         lambda m, t: proxsparse.finetune_(prune_by_magnitude(m), None, TEXTS, t, distill=0.5),
@@ -355,3 +377,9 @@ def test_refusals_name_the_argument_and_leave_the_model(call, message, model, to
     assert "--" not in str(raised.value)
     after = weights_of(model)
     assert "teacher" in message or all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_process_group_is_refused(model, monkeypatch):
+    monkeypatch.setattr("proxsparse.pruning.world_size", lambda: 2)
+    with pytest.raises(InputError, match="runs in one process, not in a process group of 2"):
+        proxsparse.prune_(model, "magnitude")

@@ -36,7 +36,7 @@ def check_fields(options) -> None:
         if allowed and value not in allowed:
             raise InputError(f"--{each.name} {value}: must be one of {', '.join(allowed)}")
         if valid:
-            require(each.name, value, valid[0](value), valid[1])
+            require(each.name, value, isinstance(value, int | float) and valid[0](value), valid[1])
 
 
 @dataclass
