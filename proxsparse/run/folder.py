@@ -18,7 +18,7 @@ from proxsparse.errors import InputError, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
-from proxsparse.io.checkpoints import CHECKPOINTS, STEP, Checkpoints, digest_of, saved_names, step_of
+from proxsparse.io.checkpoints import CHECKPOINTS, STEP, Checkpoints, digest_of, saved_names, step_of, verified
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned
@@ -229,7 +229,7 @@ def choose_checkpoint(path: Path, named: str) -> None:
     """Removes the checkpoints of the training steps after the one that is named, unless it is `last`.
 
     Raises:
-        InputError: the run in `path` has no such checkpoint.
+        InputError: the run in `path` has no such checkpoint, or it is damaged; nothing is removed.
     """
     if named == LAST:
         return
@@ -240,6 +240,7 @@ def choose_checkpoint(path: Path, named: str) -> None:
             f"--resume_from_checkpoint {named}: not a checkpoint step-N in {str(checkpoints.folder)!r}; give one of "
             f"{', '.join(checkpoints.steps()) or 'them'}, or last"
         )
+    verified(chosen, {})  # before the others are removed
     checkpoints.remove([name for name in checkpoints.steps() if step_of(name) > step_of(chosen.name)])
 
 

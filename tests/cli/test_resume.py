@@ -316,6 +316,12 @@ def test_by_its_path(arguments_of, undisturbed, command_in_child, capsys, tmp_pa
     assert later
     named = ["--resume_from_checkpoint", str(run_dir / "checkpoints" / first)]
     refused(capsys, main, [*arguments, *named[:1], str(run_dir)], "not a checkpoint step-N in", first, "or last")
+    facts = run_dir / "checkpoints" / first / "facts.json"
+    content = facts.read_bytes()
+    facts.write_bytes(b"{")
+    refused(capsys, main, [*arguments, *named], first, "damaged")
+    assert saved(run_dir) == [first, *later]
+    facts.write_bytes(content)
     output = arguments.index("--output_dir")
     assert main([*arguments[:output], *arguments[output + 2 :], *named]) == 0
     assert outcome(run_dir) == undisturbed("train")
