@@ -50,7 +50,6 @@ def train_kept_weights(
         InputError: a layer is not N:M; a loss or gradient is not finite.
     """
     options, compute_dtype = FinetuneOptions(**options).check(), autocast_dtype(model.device)
-    learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
     held = hold_layers(layers, patterns)
     batches, held_out = split([add_labels(batch) for batch in batches], options)
     steps = step_count(len(batches), options)
@@ -80,8 +79,6 @@ def train_kept_weights(
         "held_out": {"losses": stopping.losses, "best_step": stopping.best_step if stopping.losses else None},
         "trained_weights": sum(weight.numel() for weight in weights_of(optimizer).values()),
     }
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(learns[name])
     masks = {name: layer.mask().cpu() for name, layer in held.items()}
     more = {"trained": frozenset(trained), "seconds_before": seconds_before}
     return Pruned(masks, figures, **more, complete=state.complete, stop=stop)

@@ -3,7 +3,6 @@
 import dataclasses
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from proxsparse.data.calibration import add_labels
@@ -71,7 +70,6 @@ def learn_masks(
     """
     options, compute_dtype = LearningOptions(**options).check(), autocast_dtype(model.device)
     weights = pretrained or {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    learns = {name: weight.requires_grad for name, weight in model.named_parameters()}
     batches = [add_labels(batch) for batch in batches]
     steps = step_count(len(batches), options)
     if options.match_hidden:  # evaluates the teacher in every step
@@ -81,7 +79,7 @@ def learn_masks(
     newest = checkpoints and checkpoints.newest_step()
     scales = {}
     if options.masked and newest:
-        scales = {name: torch.empty(layer.in_features, device=device_of(layer)) for name, layer in layers.items()}
+        scales = {name: local(layer.weight).new_empty(layer.in_features).float() for name, layer in layers.items()}
         checkpoints.load(newest[0], {f"scale.{name}": scale for name, scale in scales.items()})
     elif options.masked:
         scales = activation_scaling(model, layers, batches, options.scaling_samples)
@@ -112,14 +110,7 @@ def learn_masks(
         "magnitude_agreement": agreement(masks, magnitude, learned),
         "mask_similarity": monitor.similarity(),
     }
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(learns[name])
     if not pretrained:
         snap_(model, weights, masks)
     more = {"baselines": {"magnitude": magnitude}, "seconds_before": seconds_before}
     return Pruned(masks, figures, **more, complete=state.complete, stop=stop)
-
-
-def device_of(layer: nn.Linear) -> torch.device:
-    """The device of the rows of this process."""
-    return local(layer.weight).device
