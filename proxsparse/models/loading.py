@@ -26,6 +26,7 @@ from proxsparse.io.model_files import (
     weight_files,
 )
 from proxsparse.models.checks import refuse_not_causal
+from proxsparse.models.gguf_notes import gguf_notes
 from proxsparse.models.matching import check_saved, match, refuse_incomplete
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase, write_line
@@ -94,6 +95,8 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
                 source, dtype=dtype, output_loading_info=True, trust_remote_code=False, **keywords
             )
             tokenizer = read_tokenizer(source, gguf_file)
+            if gguf_file:
+                kept.notes.extend(gguf_notes(Path(source, gguf_file), model))
         current.result = f"{model.num_parameters() / 1e6:,.1f}M weights"
     if incomplete := [*loading["missing_keys"], *loading["mismatched_keys"]]:
         raise InputError(

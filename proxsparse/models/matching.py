@@ -25,13 +25,18 @@ class Match:
 
 
 def model_names(
-    found: Iterable[str], model: nn.Module, packed: Iterable[str] = ()
+    found: Iterable[str], model: nn.Module, packed: Iterable[str] = (), steps: list | None = None
 ) -> tuple[dict[str, str], set[str], list[str]]:
-    """`names`, `merged` and `extra` of `Match`; `packed` are names of the model that are not in its state_dict."""
+    """`names`, `merged` and `extra` of `Match`.
+
+    Args:
+        packed: names of the model that are not in its state_dict.
+        steps: the renamings and conversions of transformers; None: those of a safetensors checkpoint.
+    """
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    steps = get_model_conversion_mapping(model)
+    steps = get_model_conversion_mapping(model) if steps is None else steps
     renamings, converters = (
         [step for step in steps if isinstance(step, kind)] for kind in (loading.WeightRenaming, loading.WeightConverter)
     )

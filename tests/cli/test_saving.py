@@ -3,6 +3,8 @@
 import json
 import re
 
+import gguf
+import numpy
 import pytest
 import torch
 import transformers
@@ -15,6 +17,7 @@ from proxsparse.inference import convert
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
 from proxsparse.io.model_files import add_tensors, headers, refuse_quantized, weight_files
+from proxsparse.models.gguf_notes import unused_tensors
 from proxsparse.models.loading import auto_class, load_model, save_model
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -194,6 +197,62 @@ def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
     assert warning in json.loads((run / "result.json").read_text())["warnings"]
     assert warning in (run / "README.md").read_text()
     assert not any("mtp" in name for name in tensors_of(run))
+
+
+def save_gguf(path, extra=(), scaling=None):
+    """A tiny Llama with random weights as a .gguf file, as llama.cpp writes it, and further tensors."""
+    writer, size = gguf.GGUFWriter(path, "llama"), COMMON["hidden_size"]
+    writer.add_context_length(128)
+    writer.add_embedding_length(size)
+    writer.add_block_count(COMMON["num_hidden_layers"])
+    writer.add_feed_forward_length(COMMON["intermediate_size"])
+    writer.add_head_count(4)
+    writer.add_head_count_kv(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    if scaling:
+        writer.add_rope_scaling_type(scaling)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"<{number}>" for number in range(COMMON["vocab_size"])])
+    writer.add_token_scores([0.0] * COMMON["vocab_size"])
+    wide, tall = (size, COMMON["intermediate_size"]), (COMMON["intermediate_size"], size)
+    block = {f"attn_{name}": (size, size) for name in ("q", "k", "v", "output")}
+    block |= {"ffn_gate": tall, "ffn_up": tall, "ffn_down": wide, "attn_norm": (size,), "ffn_norm": (size,)}
+    shapes = {f"blk.{i}.{name}": shape for i in range(COMMON["num_hidden_layers"]) for name, shape in block.items()}
+    shapes |= {"token_embd": (COMMON["vocab_size"], size), "output_norm": (size,), **dict.fromkeys(extra, (size,))}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", numpy.random.default_rng(0).normal(0, 0.02, shape).astype("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "scaling", "named"),
+    [
+        ((), None, []),
+        (("blk.2.nextn.eh_proj", "rope_freqs"), None, ["blk.2.nextn.eh_proj.weight", "rope_freqs.weight"]),
+        ((), gguf.RopeScalingType.YARN, ["llama.rope.scaling.type"]),
+    ],
+    ids=["plain", "tensors", "scaling"],
+)
+def test_what_is_not_loaded_from_a_gguf_file_is_named(extra, scaling, named, tmp_path, capsys):
+    save_gguf(tmp_path / "tiny.gguf", extra, scaling)
+    run = pruned(tmp_path / "tiny.gguf", tmp_path / "run")
+    warnings = json.loads((run / "result.json").read_text())["warnings"]
+    assert len(warnings) == len(named)
+    for text in (capsys.readouterr().out, str(warnings), (run / "README.md").read_text()):
+        assert [text.count(name) for name in named] == [1] * len(named)
+        assert text.count("scaling of rotary positions") == any("rope" in name for name in named)
+
+
+def test_a_head_of_qwen_3_5_in_a_gguf_file_is_named():
+    """transformers renames the tensors of this architecture with its newer loader."""
+    config = transformers.AutoConfig.for_model("qwen3_5_text", **COMMON, **DELTA, head_dim=8)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    loaded = ("token_embd.weight", "blk.0.ffn_up.weight", "blk.0.ssm_out.weight", "blk.0.ssm_a", "output.weight")
+    assert unused_tensors("qwen35", (*loaded, "blk.2.nextn.eh_proj.weight"), model) == ["blk.2.nextn.eh_proj.weight"]
 
 
 def test_tensors_that_the_model_does_not_use_are_kept(tmp_path, text_file, capsys):
