@@ -1,12 +1,10 @@
 """The op `proxsparse::adamw_prox_`: an AdamW step, then the prox, in one pass and in place."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from proxsparse import reference
-from proxsparse.ops.prox import check_reg_lambda, write_back
+from proxsparse.ops.prox import check_reg_lambda, in_range, write_back
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike, check_dtype
 
@@ -96,17 +94,17 @@ def check_numbers(step: int, lr: float, betas: tuple[float, float], eps: float, 
     if step < 1:
         raise ValueError(f"step={step}: steps are counted from 1")
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not 0 <= value < math.inf:
+        if not in_range(value, 0):
             raise ValueError(f"{name}={value!r} must be a finite number >= 0")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not all(in_range(beta, 0, 1) for beta in betas):
         raise ValueError(f"betas={betas!r} must be two numbers in [0, 1)")
 
 
 def check_frozen(frozen_lambda: float, frozen_eps: float) -> None:
     """Raises ValueError for settings of the frozen-weight term that are out of range."""
-    if not 0 <= frozen_lambda < math.inf:
+    if not in_range(frozen_lambda, 0):
         raise ValueError(f"frozen_lambda={frozen_lambda!r} must be a finite number >= 0 (0 turns it off)")
-    if not 0 < frozen_eps < math.inf:
+    if not in_range(frozen_eps, 0) or frozen_eps == 0:
         raise ValueError(f"frozen_eps={frozen_eps!r} must be a finite number > 0, such as 0.1")
 
 

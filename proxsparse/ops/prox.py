@@ -42,6 +42,14 @@ def _reference(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor 
     weight.copy_(reference.prox_nm(weight, reg_lambda, NMPattern(n, m), scale))
 
 
+def in_range(value: object, low: float, high: float = math.inf) -> bool:
+    """Whether low <= value < high; False for what is not one number, such as a string or a tensor of two elements."""
+    try:
+        return bool(low <= value < high)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
 def check_reg_lambda(reg_lambda: float) -> None:
     """Raises ValueError unless lambda is a finite number >= 0."""
     if not isinstance(reg_lambda, int | float) or not math.isfinite(reg_lambda) or reg_lambda < 0:

@@ -34,12 +34,17 @@ def first_settings(reg_lambda: float, pattern: PatternLike, frozen_lambda: float
     return dict(zip(SETTINGS, values, strict=True))
 
 
-def check_group(group: dict) -> None:
-    """Stores `pattern` as text; raises ValueError for a setting or parameter that the prox does not support."""
+def check_settings(group: dict) -> None:
+    """Raises ValueError for a learning rate, lambda or epsilon that is not a number in its range."""
     if isinstance(lr := group.get("lr"), Tensor) and lr.numel() != 1:
         raise ValueError(f"lr of shape {list(lr.shape)} must be a number, or a tensor of one element")
     check_reg_lambda(group["reg_lambda"])
     check_frozen(group["frozen_lambda"], group["frozen_eps"])
+
+
+def check_group(group: dict) -> None:
+    """Stores `pattern` as text; raises ValueError for a setting or parameter that the prox does not support."""
+    check_settings(group)
     group["pattern"] = str(NMPattern.parse(group["pattern"]))
     for parameter, scale in pruned_parameters(group):
         if scale is not None:
@@ -63,7 +68,11 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
         groups: with all settings; those with reg_lambda = 0 do not change.
         chosen: for each group, whether the caller gave it a reg_lambda: then without `model` it does not change.
         model: only the `body_weights` of this model are pruned.
+    Raises:
+        ValueError: a number is out of range.
     """
+    for group in groups:
+        check_settings(group)
     active = [(group, given) for group, given in zip(groups, chosen, strict=True) if group["reg_lambda"] != 0]
     if model is not None:
         wanted = {id(weight) for weight in body_weights(model)}

@@ -345,6 +345,11 @@ REFUSED += [
     (lambda: nn.Linear(6, 8).parameters(), {}, r"\[8, 6\].*multiple of 4"),
     (lambda: [tiny_model()[0].bias], {}, r"nothing to prune.*ZeRO"),
     (flat, {}, r"FSDP1.*fully_shard"),
+    *(
+        (lambda: tiny_model().parameters(), {name: value}, f"{name}=.* must be a finite number")
+        for name in ("reg_lambda", "frozen_lambda", "frozen_eps")
+        for value in (torch.tensor([1.0, 2.0]), "0.1", None)
+    ),
 ]
 
 
