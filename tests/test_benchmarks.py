@@ -52,7 +52,7 @@ def rows_of(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.MODELS, "tiny", shapes.Model(2, 8, 4, 16))
     monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**16)
     yield lambda name: common.read_rows(tmp_path / f"{name}.jsonl")
-    choice.forget()
+    choice.clear_cache()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -16,8 +16,10 @@ def command(tmp_path, monkeypatch):
     """command(name, *flags) -> the rows of the study, and how often the job was run so far."""
     monkeypatch.setattr(run_folder, "write_report", lambda run_dir: None)  # half of the time
     monkeypatch.setattr(common, "commit", lambda: "0123456789ab")
-    started, run, results = [], runs.job.run, tmp_path / "rows.jsonl"
-    monkeypatch.setattr(runs.job, "run", lambda config, method: started.append(config) or run(config, method))
+    started, results = [], tmp_path / "rows.jsonl"
+    for name in ("prune", "finetune"):
+        run = getattr(runs.job, name)
+        monkeypatch.setattr(runs.job, name, lambda args, run=run: started.append(args) or run(args))
     text, model = str(save_texts(tmp_path / "text.jsonl")), str(save_tiny_model("llama", tmp_path / "model"))
     shared = ["--model", model, "--data", text, "--eval_data", text, "--device", "cpu", "--num_samples", "8"]
     shared += ["--seq_len", "64", "--eval_seq_len", "64", "--eval_max_windows", "2", "--objective", "paper"]

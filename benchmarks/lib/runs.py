@@ -1,5 +1,6 @@
 """Runs of the pruning job for benchmarks: each has a folder named by its settings, and is done once."""
 
+import dataclasses
 import hashlib
 import json
 import shlex
@@ -10,8 +11,7 @@ from lib import common
 
 from proxsparse.io.atomic import write_file
 from proxsparse.run import job
-from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
-from proxsparse.run.parse import train_args
+from proxsparse.run.args import LAST, NOT_REPEATED, SECTIONS, RunArgs
 from proxsparse.run.sections import shortened
 from proxsparse.runtime.device import choose_device
 
@@ -68,8 +68,9 @@ def result_of(folder: Path) -> dict | None:
 
 
 def settings_of(args: RunArgs) -> dict:
-    """Every setting of `proxsparse train` that changes the masks and differs from its default."""
-    defaults, values = train_args(model=args.model.model).flags(), args.flags().items()
+    """Every setting of `proxsparse train` that changes the masks and differs from the default of its field."""
+    defaults = {field.name: field.default for section in SECTIONS["train"] for field in dataclasses.fields(section)}
+    values = args.flags().items()
     return {name: value for name, value in values if value != defaults.get(name) and name not in NOT_SETTINGS}
 
 
