@@ -181,7 +181,7 @@ def valid_packed() -> list[Files]:
     valid_dense()
     with redirect_stdout(StringIO()):
         for bits in ("16", "8", "4"):
-            output = ["--output_dir", str(scratch() / f"dense{bits}"), "--overwrite_output_dir"]
+            output = ["--output_dir", str(scratch() / f"dense{bits}")]
             pack.main([str(scratch() / "dense"), "--bits", bits, *output])
     folders = [scratch() / name for name in ("dense16", "dense8", "dense4")]
     return [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders]
