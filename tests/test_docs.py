@@ -257,6 +257,15 @@ def test_named_files_exist(page):
 
 
 @each_page
+def test_named_functions_exist(page):
+    """`run/folder.py: opened` is a file of the package, and a function in it."""
+    package = ROOT / "proxsparse"
+    for folder, file, function in re.findall(r"`([a-z]+)/([\w/]+\.py)(?:: (\w+))?`", read(page)):
+        if (package / folder).is_dir():
+            assert f"def {function}" in read(package / folder / file)
+
+
+@each_page
 def test_environment_variables_exist(page):
     folders = ("proxsparse", "csrc", "benchmarks", "tests")
     files = [path for folder in folders for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")]

@@ -61,6 +61,10 @@ def assert_pruned(model, masks, before=None):
         assert before is None or torch.equal(weight, torch.where(mask, before[f"{name}.weight"], 0.0))
 
 
+def test_completion_offers_the_functions_that_are_imported_lazily():
+    assert set(proxsparse.__all__) <= set(dir(proxsparse))
+
+
 # ---------------------------------------------------------------------------------------------- prune_
 
 
