@@ -286,8 +286,8 @@ REFUSALS = {
     "no data": (lambda m, t: proxsparse.prune_(m), "data=None: method 'proxsparse' needs calibration text"),
     "no form": (lambda m, t: proxsparse.prune_(m, "wanda", 5), "data=5: give the name of a source"),
     "bytes": (lambda m, t: proxsparse.prune_(m, "wanda", b"text", t), "data=b'text': give the name of a source"),
-    "a dict": (lambda m, t: proxsparse.prune_(m, "wanda", {"text": TEXTS}, t), "data={'text': ["),
-    "no list": (lambda m, t: proxsparse.prune_(m, exclude="mlp", method="magnitude"), "exclude 'mlp': must be a list"),
+    "no list": (lambda m, t: proxsparse.prune_(m, "magnitude", exclude="mlp"), "exclude='mlp': must be of type list"),
+    "dict of texts": (lambda m, t: proxsparse.prune_(m, "wanda", {"text": TEXTS}, t), "is not text; a row is a string"),
     "no directory": (lambda m, t: proxsparse.save_masks("none/m", {"a": TOKENS[0]}), "there is no directory none"),
     "packed": (
         lambda m, t: proxsparse.prune_(proxsparse.sparsify_(prune_by_magnitude(tiny_model("llama"))), "magnitude"),

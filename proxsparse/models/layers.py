@@ -134,9 +134,6 @@ def prunable_layers(
         InputError: no layer is left, an expression is malformed, or a layer cannot be split into blocks.
     """
     refuse_packed(model)
-    for flag, words in (("include", include), ("exclude", exclude)):
-        if isinstance(words, str):  # a string would be read as a list of letters
-            raise InputError(f"--{flag} {words!r}: must be a list; give [{words!r}]")
     candidates = body_linears(model)
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
     if not isinstance(pattern, dict):
