@@ -18,14 +18,13 @@ from proxsparse.data.batches import read_batches, read_tokens
 from proxsparse.data.calibration import add_labels
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import measured
-from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.checkpoints import Checkpoints, digest_of
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import check_option_names, layers_and_patterns
 from proxsparse.models.checks import refuse_not_causal, refuse_not_finite
-from proxsparse.models.layers import prunable_layers, pruned_layers, refuse_packed
+from proxsparse.models.layers import UNSPARSIFY, prunable_layers, pruned_layers, refuse_packed
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.patterns import NMPattern, PatternLike
@@ -292,9 +291,7 @@ def check_model(model: nn.Module) -> None:
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("model: has weights that are offloaded (on the meta device); load it on one device")
     refuse_not_causal(model, "model")
-    refuse_packed(model)
-    if any(isinstance(module, SparseLinear) for module in model.modules()):
-        raise InputError("model: its layers are packed; prune or fine-tune it before sparsify_")
+    refuse_packed(model, UNSPARSIFY)
     refuse_not_finite(model)
 
 

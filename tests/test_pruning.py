@@ -289,10 +289,6 @@ REFUSALS = {
     "no list": (lambda m, t: proxsparse.prune_(m, "magnitude", exclude="mlp"), "exclude='mlp': must be of type list"),
     "dict of texts": (lambda m, t: proxsparse.prune_(m, "wanda", {"text": TEXTS}, t), "is not text; a row is a string"),
     "no directory": (lambda m, t: proxsparse.save_masks("none/m", {"a": TOKENS[0]}), "there is no directory none"),
-    "packed": (
-        lambda m, t: proxsparse.prune_(proxsparse.sparsify_(prune_by_magnitude(tiny_model("llama"))), "magnitude"),
-        "its layers are packed; prune or fine-tune it before sparsify_",
-    ),
     "empty": (lambda m, t: proxsparse.prune_(m, "wanda", [], t), "data: it is empty"),
     "no tokenizer": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS), "tokenizer=None: texts need the tokenizer"),
     "mixed": (lambda m, t: proxsparse.prune_(m, "wanda", ["a", 1], t), "data: 1 is not text"),
@@ -353,6 +349,10 @@ REFUSALS = {
     "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
     "adapters": (lambda m, t: proxsparse.prune_(with_adapter(m), "magnitude"), "model: has adapters of peft"),
     "offloaded": (lambda m, t: proxsparse.prune_(offloaded(m), "magnitude"), "model: has weights that are offloaded"),
+    "packed": (
+        lambda m, t: proxsparse.prune_(proxsparse.sparsify_(prune_by_magnitude(tiny_model("llama"))), "magnitude"),
+        "give the dense model (to unpack a packed one: proxsparse.inference.convert.unsparsify_)",
+    ),
     "dense": (lambda m, t: proxsparse.finetune_(m, None, TEXTS, t), "model: no layer is 2:4; prune it first"),
     "no teacher": (
         lambda m, t: proxsparse.finetune_(prune_by_magnitude(m), None, TEXTS, t, distill=0.5),

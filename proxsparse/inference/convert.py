@@ -20,7 +20,7 @@ from proxsparse.inference.packed_checkpoint import (
     spellings,
 )
 from proxsparse.io.model_files import Header, read_tensor
-from proxsparse.models.layers import is_selected
+from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, model_names
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
@@ -375,9 +375,3 @@ def declare_(model: nn.Module) -> None:
     elif quant_method(model) == QUANT_METHOD:
         del model.config.quantization_config
         model.hf_quantizer, model.is_quantized = None, False
-
-
-def quant_method(model: nn.Module) -> str | None:
-    """quant_method in the config of a model of transformers; None for dense weights and other models."""
-    entry = getattr(getattr(model, "config", None), "quantization_config", None)
-    return entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)

@@ -53,9 +53,11 @@ class PackedConfig(QuantizationConfig):
         bits = self.bits_of(prefix)
         if not isinstance(layer, LinearBase):
             if bits:
+                name = prefix.rpartition(".")[2]
                 raise ValueError(
                     f"{prefix}: the layer is packed, but in vLLM it is a {type(layer).__name__}, which must be dense; "
-                    f"unpack the checkpoint and pack it again with --exclude {prefix.rpartition('.')[2]}"
+                    "unpack the checkpoint and pack it again without this layer (proxsparse pack --exclude "
+                    f"{name}, in Python sparsify_(model, exclude=[{name!r}]))"
                 )
             return None
         return PackedLinearMethod(prefix, bits) if bits else UnquantizedLinearMethod()
@@ -71,11 +73,13 @@ class PackedConfig(QuantizationConfig):
         if dense := [part for part in parts if packed and part not in packed]:
             raise ValueError(
                 f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but {', '.join(dense)} "
-                f"{'is' if len(dense) == 1 else 'are'} dense; pack all of them or none (proxsparse pack --exclude)"
+                f"{'is' if len(dense) == 1 else 'are'} dense; pack all of them or none (proxsparse pack --exclude, in "
+                "Python sparsify_(model, exclude=...))"
             )
         if len(set(packed.values())) > 1:
             raise ValueError(
                 f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but they have "
-                f"{', '.join(map(str, packed.values()))} bits; pack all of them with the same --bits"
+                f"{', '.join(map(str, packed.values()))} bits; pack all of them with the same bits "
+                "(proxsparse pack --bits, in Python sparsify_(model, bits=...))"
             )
         return next(iter(packed.values()), None)

@@ -52,7 +52,7 @@ class PackedLinearMethod(LinearMethodBase):
             raise ValueError(
                 f"{self.name}: {input_size // columns} tensor-parallel processes get {columns} of {input_size} columns "
                 f"each, but the columns of a layer packed with {self.bits} bits can only be divided into multiples of "
-                f"{COLUMNS[self.bits]}; use a smaller --tensor-parallel-size"
+                f"{COLUMNS[self.bits]}; use a smaller --tensor-parallel-size, in Python tensor_parallel_size"
             )
         self.parts = len(output_partition_sizes)
         width = width_of_values(columns, self.bits)

@@ -9,6 +9,8 @@ from proxsparse.errors import InputError
 from proxsparse.models.unfold_linears import SplitExperts
 from proxsparse.patterns import NMPattern, PatternLike
 
+UNSPARSIFY = "proxsparse.inference.convert.unsparsify_"  # what unpacks a model in memory, for messages
+
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList:
     """The decoder blocks of a causal language model of transformers, in order.
@@ -200,10 +202,18 @@ def refuse_fused_weights(model: nn.Module, include: list[str] | None, exclude: l
         )
 
 
-def refuse_packed(model: nn.Module) -> None:
-    """Raises InputError for a model whose weights are packed or quantized."""
-    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+def quant_method(model: nn.Module) -> str | None:
+    """quant_method in the config of a model of transformers; None for dense weights and other models."""
+    entry = getattr(getattr(model, "config", None), "quantization_config", None)
+    return entry.get("quant_method") if isinstance(entry, dict) else getattr(entry, "quant_method", None)
+
+
+def refuse_packed(
+    model: nn.Module, unpack: str = f"proxsparse pack MODEL_DIR --unpack, in Python {UNSPARSIFY}"
+) -> None:
+    """Raises InputError for a model whose weights are packed or quantized; `unpack` is the remedy for a packed one."""
+    if (method := quant_method(model)) is not None:
         raise InputError(
-            f"model {model.name_or_path!r}: not dense (quant_method {quantizer.quantization_config.quant_method}); "
-            "give the dense model (for a packed one, run: proxsparse pack MODEL_DIR --unpack)"
+            f"model {model.name_or_path!r}: not dense (quant_method {method}); give the dense model (to unpack a "
+            f"packed one: {unpack})"
         )
