@@ -26,8 +26,7 @@ from proxsparse.io.model_files import (
     weight_files,
 )
 from proxsparse.models.checks import refuse_not_causal
-from proxsparse.models.gguf_notes import gguf_notes
-from proxsparse.models.matching import check_saved, match, refuse_incomplete
+from proxsparse.models.matching import check_saved, gguf_notes, match, refuse_incomplete
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.progress import importing, phase, write_line
 

@@ -17,8 +17,8 @@ from proxsparse.inference import convert
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.io.mask_files import load_masks
 from proxsparse.io.model_files import add_tensors, headers, refuse_quantized, weight_files
-from proxsparse.models.gguf_notes import unused_tensors
 from proxsparse.models.loading import auto_class, load_model, save_model
+from proxsparse.models.matching import unused_tensors
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 MTP = {"mtp.norm.weight": torch.ones(32).bfloat16(), "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16()}
