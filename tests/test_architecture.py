@@ -24,7 +24,7 @@ PLACES = {
     "transformers_trainer vllm_config vllm_linear vllm_plugin",
     "io": "atomic checkpoints file_lock mask_files model_files output_folder text_table yaml_files",
     "methods": "admm block_masks finetune gptq magnitude maskllm proxsparse pruned registry sparsegpt swap walk wanda",
-    "models": "checks feature_norms gguf_notes layers loading matching snap unfold_linears",
+    "models": "checks feature_norms layers loading matching snap unfold_linears",
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
@@ -75,8 +75,7 @@ OWNERS = {
     "proxsparse._C_cutlass": "ops/backends/cutlass.py",
     "datasets": "data/sources.py",
     "lm_eval": "evaluation/zero_shot.py",
-    "transformers": "models/gguf_notes.py models/loading.py models/matching.py models/unfold_linears.py "
-    "integrations/transformers_",
+    "transformers": "models/loading.py models/matching.py models/unfold_linears.py integrations/transformers_",
     "safetensors": "io/mask_files.py io/model_files.py inference/packed_checkpoint.py",
     "matplotlib": "run/report.py",
     "fastapi": "integrations/transformers_server.py",

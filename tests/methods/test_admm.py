@@ -99,7 +99,7 @@ def test_dead_features_are_pruned_first_and_a_block_of_them_stays_finite_and_spa
 
 
 def test_a_singular_matrix_names_the_layer_and_the_remedy(tiny_model, batches):
-    one_token = {name: tensor[:, :1] for name, tensor in batches[0].items()}
+    two_tokens = {name: tensor[:1, :2] for name, tensor in batches[0].items()}
     words = r"layers\.0\.self_attn\.q_proj: .*damping=0.0 and rho=1e-30; .*increase damping"
     with pytest.raises(InputError, match=words):
-        prune_(tiny_model(), "admm", [one_token], damping=0.0, rho=1e-30)
+        prune_(tiny_model(), "admm", [two_tokens], damping=0.0, rho=1e-30)
