@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -166,7 +167,7 @@ def gguf_notes(path: Path, model: nn.Module) -> list[str]:
     return notes
 
 
-def unused_tensors(architecture: str, tensors: tuple[str, ...], model: nn.Module) -> list[str]:
+def unused_tensors(architecture: str, tensors: Iterable[str], model: nn.Module) -> list[str]:
     """The tensors of a .gguf file that transformers does not load into the model.
 
     transformers has two loaders: one renames tensors as it does for safetensors, the other has a table of names.
@@ -177,6 +178,9 @@ def unused_tensors(architecture: str, tensors: tuple[str, ...], model: nn.Module
     if is_gguf_arch_supported(architecture):
         return model_names(tensors, model, steps=get_gguf_conversion_mapping(architecture, model.config))[2]
     processor = tables.TENSOR_PROCESSORS.get(architecture, tables.TensorProcessor)()
-    loaded = tables.get_gguf_hf_weights_map(model, processor)
-    # fused experts are in the table without ".weight"
-    return [name for name in tensors if name not in loaded and name.removesuffix(".weight") not in loaded]
+    whole = SimpleNamespace(config=model.config, state_dict=model.state_dict, named_children=list)
+    for part in (whole, model):  # transformers looks at each module: seconds, so only for what is left
+        loaded = tables.get_gguf_hf_weights_map(part, processor) if tensors else ()
+        # fused experts are in the table without ".weight"
+        tensors = [name for name in tensors if name not in loaded and name.removesuffix(".weight") not in loaded]
+    return tensors
