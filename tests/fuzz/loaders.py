@@ -90,7 +90,15 @@ def load_and_apply_masks(path: Path) -> None:
 
 ROWS = [{"step": s, "loss": 3.0 / s, "feasible_share": 0.1 * s, "norm_gap": 0.01, "tokens": 64 * s} for s in (1, 2, 3)]
 RESULT = {
-    **{"status": "complete", "version": "0.1.0", "model": "owner/tiny", "data": "c4", "pattern": "2:4", "layers": 12},
+    **{
+        "status": "complete",
+        "version": "0.1.0",
+        "method": "proxsparse",
+        "model": "owner/tiny",
+        "data": "c4",
+        "pattern": "2:4",
+        "layers": 12,
+    },
     **{"objective": "paper", "command": "python -m proxsparse.train", "masks_sha256": "ab" * 32, "weights": 10},
     **{"steps": 3, "tokens": 192, "seconds": 3.5, "feasible_share": 0.9, "magnitude_agreement": None},
     **{"config": {"num_samples": 2, "include": ["a"], "packing": True}, "reg_lambda": {"min": 0.1, "max": 0.2}},

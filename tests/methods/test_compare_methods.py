@@ -66,7 +66,7 @@ def tasks(monkeypatch):
 
 def test_rows_and_masks_are_not_made_twice(compare, at, tasks, capsys):
     flags = ["--methods", "dense", "wanda", "--tasks", "arc_easy", "piqa"]
-    tasks.append(["piqa"])
+    tasks.append("piqa")
     with pytest.raises(InputError, match="power cut"):
         compare(*flags)
     tasks.clear()

@@ -77,6 +77,6 @@ def test_a_dead_feature_is_pruned_first(damping):
 
 
 def test_a_singular_hessian_names_the_layer_and_the_remedy(tiny_model, batches):
-    one_token = {name: tensor[:, :1] for name, tensor in batches[0].items()}
+    two_tokens = {name: tensor[:1, :2] for name, tensor in batches[0].items()}
     with pytest.raises(InputError, match=r"layers\.0\.self_attn\.q_proj: .*calibration samples or increase damping"):
-        prune_(tiny_model(), "sparsegpt", [one_token], damping=0.0)
+        prune_(tiny_model(), "sparsegpt", [two_tokens], damping=0.0)

@@ -165,7 +165,7 @@ def measured(monkeypatch, tmp_path):
         kernels = {name: Kernel(name, None, lambda x, values: None) for name in ("fast", "faster", "reference")}
         kernels |= {name: Kernel(name, None, function) for name, function in supports.items()}
         monkeypatch.setitem(registry._kernels, "sparse_linear", kernels)
-        monkeypatch.setattr(registry, "_announced", set())
+        monkeypatch.setattr(registry, "_warned", set())
         file = tmp_path / "measured.json"
         file.write_text(json.dumps({choice.device_kind(CPU): {"float32": {"measured": {}, "fastest": fastest}}}))
         monkeypatch.setattr(choice, "MEASURED", file)
@@ -195,7 +195,7 @@ def test_the_nearest_shape_and_rows_decide(measured):
     assert [chosen(1, 32, 128), chosen(1, 128, 1024), chosen(64, 16, 4096)] == ["fast", "faster", "faster"]
 
 
-def test_a_backend_that_is_missing_is_announced_once_and_the_next_serves(measured):
+def test_a_backend_that_is_missing_is_warned_once_and_the_next_serves(measured):
     measured({"8x8": {"1": "gone > faster > fast > reference"}}, faster=lambda x, values: "not installed; remedy: pip")
     message = "sparse_linear: not on the faster backend (not installed; remedy: pip); using a slower backend"
     assert warnings_of(lambda: chosen(1, 8, 8)) == [message]
