@@ -281,6 +281,9 @@ def test_a_command_ends_in_one_line(name, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("PROXSPARSE_DEBUG", raising=False)
     code = run_command(lambda: main([places.get(argument, argument) for argument in arguments]))
     error = capfd.readouterr().err
+    if name == "a loss of 400 digits":
+        assert code == 0  # the report leaves out rows without the figures of a step
+        return
     if name == "warnings nested deep" and sys.version_info >= (3, 12):
         assert (code, error) == (0, "")  # C code has its own recursion limit: str writes every list that json reads
         return
