@@ -66,6 +66,12 @@ def test_a_damaged_marker_is_refused(content, resume, tmp_path):
         begin(tmp_path, resume=resume)
 
 
+def test_a_run_of_another_version_is_refused(tmp_path):
+    (tmp_path / MARKER).write_text('{"format": "proxsparse-run-1"}')
+    with pytest.raises(InputError, match="written by another version of proxsparse; choose another directory"):
+        begin(tmp_path, resume=True)
+
+
 def test_a_file_in_its_place_is_refused(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(InputError, match="is a file; give a directory"):
@@ -76,6 +82,7 @@ def test_a_run_that_fails_before_it_saves_anything_leaves_nothing(tmp_path):
     def fail(path):
         with opened(path, "train", {}):
             write_file(path / "config.yaml", b"seed: 1")
+            (path / "metrics.jsonl").touch()
             (path / "checkpoints" / "patterns").mkdir(parents=True)
             raise InputError("wrong option")
 
@@ -93,7 +100,8 @@ def test_a_run_that_fails_before_it_saves_anything_leaves_nothing(tmp_path):
 def test_a_run_that_fails_later_keeps_everything(saved, tmp_path):
     def fail():
         with opened(tmp_path / "run", "train", {}):
-            (tmp_path / "run" / saved).mkdir(parents=True)
+            (tmp_path / "run" / saved).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "run" / saved).write_text("saved")
             raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="gone"):

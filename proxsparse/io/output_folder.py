@@ -121,6 +121,8 @@ def read_marker(path: Path) -> dict | None:
     except (OSError, ValueError, RecursionError) as error:
         marker = error
     entries = {"format": str, "run_id": str, "command": str, "settings": dict}
+    if isinstance(marker, dict) and marker.get("format", FORMAT) != FORMAT:
+        raise InputError(f"{path / MARKER}: written by another version of proxsparse; choose another directory")
     if not isinstance(marker, dict) or not all(isinstance(marker.get(name), kind) for name, kind in entries.items()):
         raise InputError(f"{path / MARKER}: damaged, so it is unknown which run wrote here; choose another directory")
     return marker
@@ -137,10 +139,11 @@ def read_result(path: Path) -> dict:
 
 def remove_unsaved(path: Path) -> None:
     """After an error: removes the files of a run that has saved nothing to resume from and has no metrics."""
-    if any((path / name).exists() for name in (RESULT, METRICS, MASKS)) or saved_names(path):
+    has_metrics = (path / METRICS).exists() and (path / METRICS).stat().st_size > 0
+    if has_metrics or any((path / name).exists() for name in (RESULT, MASKS)) or saved_names(path):
         return
     shutil.rmtree(path / CHECKPOINTS, ignore_errors=True)
-    for name in (CONFIG, MARKER):
+    for name in (METRICS, CONFIG, MARKER):
         (path / name).unlink(missing_ok=True)
 
 
