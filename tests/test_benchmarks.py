@@ -40,6 +40,7 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
     "plan_check": "--only 'train random'",
     "serve_speed": "--model tiny --layers 1 --batches 3 --prompts 8 --new_tokens 2 --repetitions 2 --device cpu",
 }
+SLOW = {"serve_speed", "solver_quality"}
 DRAWN = {"prox_speed", "linear_speed", "generate_speed", "solver_quality", "studies", "bits_quality"}
 OTHER_ROWS = {"note", "task", "curve", "finetuned", "parts"}  # fields of rows that the small runs do not have
 EARLIER = {"scaling", "forward"}  # fields of rows of studies before --objective alone chose the mode
@@ -65,7 +66,7 @@ def test_help(name, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "serve_speed" else ()) for n in SMALL])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SMALL])
 def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
     for package in {"serve_speed": ("fastapi", "uvicorn"), "bits_quality": ("torchao",)}.get(name, ()):
         pytest.importorskip(package)

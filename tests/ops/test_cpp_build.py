@@ -202,7 +202,7 @@ def run_cases(capability: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "capability", ["default", "avx512_bf16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("avx2", "avx512"))]
+    "capability", ["avx512_bf16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("default", "avx2", "avx512"))]
 )
 def test_exact_and_within_its_memory_with_every_instruction_set(capability, compiled):
     process = run_cases(capability)

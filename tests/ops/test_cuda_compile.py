@@ -98,7 +98,7 @@ def fatbin(setup, tmp_path):
     return compiled
 
 
-@pytest.mark.parametrize("source", sources(KERNELS, slow=("adamw_prox", "gemv")))
+@pytest.mark.parametrize("source", sources(KERNELS, slow=("adamw_prox", "gemv", "prox", "masked")))
 def test_kernels_compile_into_registers_and_16_byte_accesses(source, fatbin):
     file, report = fatbin(source)
     frames, kernels = check_report(report), disassembled(file)

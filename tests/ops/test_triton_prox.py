@@ -12,16 +12,10 @@ import pytest
 
 pytest.importorskip("triton")
 FOLDER = Path(__file__).parent
-# (files and options of pytest): what runs quickly; each call of the interpreter takes a quarter second
-QUICK = [("test_every_op.py", "-k", "test_matches_reference and triton and bfloat16")]
-SLOW = [("triton_prox_cases.py",), ("test_prox.py",), ("test_every_op.py", "-k", "not strides or bfloat16")]
-SLOW += [("test_adamw_prox.py", "-k", "not mean_over")]
-COMPILED = [("triton_compiled_prox.py", "-m", "not slow")]
-COMPILED_SLOW = [("triton_compiled_prox.py", "-m", "slow"), ("triton_rocm_cases.py", "-m", "slow or not slow")]
-
-
-def quick_and_slow(quick, slow):
-    return [*quick, *(pytest.param(command, marks=pytest.mark.slow) for command in slow)]
+# (files and options of pytest); each call of the interpreter takes a quarter second
+INTERPRETED = [("triton_prox_cases.py",), ("test_prox.py",), ("test_every_op.py", "-k", "not strides or bfloat16")]
+INTERPRETED += [("test_adamw_prox.py", "-k", "not mean_over")]
+COMPILED = [("triton_compiled_prox.py", "-m", "slow or not slow"), ("triton_rocm_cases.py", "-m", "slow or not slow")]
 
 
 def run_in_own_process(*options: str, **environment: str):
@@ -33,12 +27,14 @@ def run_in_own_process(*options: str, **environment: str):
     assert process.returncode == 0, f"{options} failed:\n{process.stdout[-6000:]}"
 
 
-@pytest.mark.parametrize("command", quick_and_slow(QUICK, SLOW))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", INTERPRETED)
 def test_interpreted(command, tmp_path):
     run_in_own_process(*command, "-x", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.parametrize("command", quick_and_slow(COMPILED, COMPILED_SLOW))
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMPILED)
 def test_compiled_ahead_of_time(command, tmp_path):
     run_in_own_process(*command, "-x", TRITON_CACHE_DIR=str(tmp_path))
 
