@@ -11,6 +11,7 @@ A fork of pytest itself would inherit thread pools without their threads.
 """
 
 import contextlib
+import errno
 import importlib
 import itertools
 import json
@@ -19,7 +20,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
+from functools import partial
 from pathlib import Path
 
 
@@ -75,9 +78,19 @@ def run_job(processes: int, nodes: int, **job) -> list[int]:
 
 
 def child(
-    arguments: list[str], main: str, output: str, die_in=None, term_in=None, fill=None, unmount=None, folders=None
+    arguments: list[str],
+    main: str,
+    output: str,
+    die_in=None,
+    term_in=None,
+    fill=None,
+    unmount=None,
+    folders=None,
+    at_rename=None,
+    die_after=None,
 ) -> None:
     """The run itself; never returns."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -90,6 +103,10 @@ def child(
             before_call(*die_in, lambda: os.kill(os.getpid(), signal.SIGKILL))
         if term_in:
             before_call(*term_in, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        if at_rename:
+            before_rename(*at_rename)
+        if die_after is not None:
+            threading.Timer(die_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if fill:
             before_call(*fill[:2], lambda: fill_disk(Path(fill[2])))
         if unmount:
@@ -119,6 +136,23 @@ def before_call(name: str, number: int, act) -> None:
         return function(*arguments, **keywords)
 
     setattr(module, attribute, call)
+
+
+def before_rename(number: int, act: int | str) -> None:
+    """Before the rename of that number: a signal, or "full": an error of a full disk.
+
+    Every file and folder of a run gets its name by a rename.
+    """
+    count = itertools.count(1)
+
+    def sabotaged(rename, *paths, **more):
+        if next(count) == number:
+            if act == "full":
+                raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
+            os.kill(os.getpid(), act)
+        rename(*paths, **more)
+
+    os.rename, os.replace = partial(sabotaged, os.rename), partial(sabotaged, os.replace)
 
 
 def fill_disk(folder: Path) -> None:

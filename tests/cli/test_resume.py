@@ -1,23 +1,19 @@
 """kill -9, a signal, a full disk: the same command with --resume_from_checkpoint last gives the same bits."""
 
-import errno
 import itertools
 import json
-import os
 import random
 import shutil
 import signal
-import threading
-from functools import partial
 
 import pytest
 import torch
 from commands import refused
+from forks import Forks
 from safetensors.torch import load_file
 from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import finetune, prune, train
-from proxsparse.run import folder as run_folder
 from proxsparse.run import job
 
 RESUME = ["--resume_from_checkpoint", "last"]
@@ -101,24 +97,23 @@ def outcome(output_dir):
     return bits, rows, {name: result.get(name) for name in figures}
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
+@pytest.fixture(scope="module")
+def forks():
+    with Forks() as server:  # a fork of pytest itself would inherit autograd's thread pools without their threads
+        yield server
 
 
-def at_rename(number, act):
-    """Sabotage: `act()` before the rename of that number. Every file and folder of a run gets its name by a rename."""
+@pytest.fixture
+def command_in_child(forks, tmp_path):
+    """command_in_child(main, arguments, how to disturb it) -> exit code, or minus the signal; what it prints."""
 
-    def prepare():
-        count = itertools.count(1)
+    def run(main, arguments, **disturbed):
+        output = tmp_path / "printed"
+        output.unlink(missing_ok=True)
+        (code,) = forks.run(arguments, output=output, main=f"{main.__module__}.main", **disturbed)
+        return code, output.read_text()
 
-        def sabotaged(rename, *paths, **more):
-            if next(count) == number:
-                act()
-            rename(*paths, **more)
-
-        os.rename, os.replace = partial(sabotaged, os.rename), partial(sabotaged, os.replace)
-
-    return prepare
+    return run
 
 
 def saved(output_dir):
@@ -136,7 +131,7 @@ def test_killed_in_the_middle(run, arguments_of, undisturbed, command_in_child, 
     main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
     counts = []
     for number in (4, 6, 8):
-        code, stderr = command_in_child(main, arguments, at_rename(number, die))
+        code, stderr = command_in_child(main, arguments, at_rename=(number, signal.SIGKILL))
         assert code == -signal.SIGKILL, stderr
         counts.append(len(saved(tmp_path / "run")))
     assert counts[0] < counts[-1] or main is not prune.main
@@ -150,7 +145,7 @@ def test_killed_at_every_rename(run, arguments_of, undisturbed, command_in_child
     """The same command again and again, each time killed one rename later; at last it gets through."""
     main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
     for number in itertools.count(1):
-        code, stderr = command_in_child(main, arguments, at_rename(number, die))
+        code, stderr = command_in_child(main, arguments, at_rename=(number, signal.SIGKILL))
         if code == 0:
             break
         assert code == -signal.SIGKILL, stderr
@@ -168,7 +163,7 @@ def test_killed_at_twenty_random_moments(run, arguments_of, undisturbed, command
     moments, kills = random.Random(0), 0
     while kills < 20:
         seconds = moments.uniform(0.0, 1.5)
-        code, stderr = command_in_child(main, arguments, lambda: threading.Timer(seconds, die).start())  # noqa: B023
+        code, stderr = command_in_child(main, arguments, die_after=seconds)
         assert code in (0, -signal.SIGKILL), stderr
         kills += code != 0
         if code == 0:
@@ -186,7 +181,7 @@ def test_killed_at_twenty_random_moments(run, arguments_of, undisturbed, command
 def test_a_signal_says_how_to_resume(run, number, arguments_of, undisturbed, command_in_child, tmp_path):
     """During mask learning and fine-tuning the model so far is saved as well."""
     main, arguments = arguments_of(run, tmp_path / "run")
-    code, stderr = command_in_child(main, arguments, at_rename(6, lambda: os.kill(os.getpid(), number)))
+    code, stderr = command_in_child(main, arguments, at_rename=(6, number))
     assert code == 128 + number
     last = stderr.strip().splitlines()[-1]
     assert f"to resume, run the same command with --output_dir {tmp_path / 'run'} --resume_from_checkpoint last" in last
@@ -200,7 +195,7 @@ def test_a_signal_says_how_to_resume(run, number, arguments_of, undisturbed, com
 @pytest.mark.parametrize("run", QUICK_RUNS)
 def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, command_in_child, tmp_path):
     main, arguments = arguments_of(run, tmp_path / "run")
-    code, stderr = command_in_child(main, arguments, at_rename(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    code, stderr = command_in_child(main, arguments, at_rename=(2, signal.SIGINT))
     assert code == 128 + signal.SIGINT
     last = "interrupted; nothing has been saved; to start again, run the same command"
     assert stderr.strip().splitlines()[-1] == last
@@ -209,12 +204,8 @@ def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, com
 
 def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturbed, command_in_child, tmp_path):
     main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "0")
-
-    def interrupt_the_save():
-        save = run_folder.save_model
-        run_folder.save_model = lambda *given: (os.kill(os.getpid(), signal.SIGTERM), save(*given))
-
-    assert command_in_child(main, arguments, interrupt_the_save)[0] == 128 + signal.SIGTERM
+    moment = ("proxsparse.run.folder.save_model", 1)
+    assert command_in_child(main, arguments, term_in=moment)[0] == 128 + signal.SIGTERM
     bits, rows, figures = outcome(tmp_path / "run")
     assert (bits, rows) == undisturbed("train")[:2]
     assert (figures["status"], figures["perplexity"]) == ("complete", None)
@@ -222,11 +213,8 @@ def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturb
 
 @pytest.mark.parametrize("run", QUICK_RUNS)
 def test_a_full_disk_keeps_what_is_saved(run, arguments_of, undisturbed, command_in_child, tmp_path):
-    def no_space():
-        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
-
     main, arguments = arguments_of(run, tmp_path / "run")
-    code, stderr = command_in_child(main, arguments, at_rename(6, no_space))
+    code, stderr = command_in_child(main, arguments, at_rename=(6, "full"))
     assert code == 2
     assert "the disk is full" in stderr
     assert stderr.strip().endswith(f"--output_dir {tmp_path / 'run'} --resume_from_checkpoint last")
@@ -245,7 +233,9 @@ def stopped(arguments_of, command_in_child, tmp_path):
     def stop(run):
         main, arguments = arguments_of(run, tmp_path / "run")
         for number in itertools.count(4):
-            assert command_in_child(main, [*arguments, *RESUME], at_rename(number, die))[0] == -signal.SIGKILL
+            assert (
+                command_in_child(main, [*arguments, *RESUME], at_rename=(number, signal.SIGKILL))[0] == -signal.SIGKILL
+            )
             if len(saved(tmp_path / "run")) >= 1:
                 return main, arguments
 
@@ -310,7 +300,7 @@ def test_a_damaged_checkpoint_is_named_and_the_rest_is_used(run, stopped, undist
 def test_by_its_path(arguments_of, undisturbed, command_in_child, capsys, tmp_path):
     """An earlier step than the last."""
     main, arguments = arguments_of("train", run_dir := tmp_path / "run", "--save_total_limit", "9")
-    code, _ = command_in_child(main, arguments, at_rename(8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    code, _ = command_in_child(main, arguments, at_rename=(8, signal.SIGTERM))
     assert code == 128 + signal.SIGTERM
     first, *later = saved(run_dir)
     assert later
