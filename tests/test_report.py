@@ -12,7 +12,7 @@ import yaml
 from safetensors.numpy import save_file
 
 from proxsparse.errors import InputError, run_command
-from proxsparse.io.output_folder import MARKER
+from proxsparse.io.output_folder import FORMAT, MARKER
 from proxsparse.report import main
 from proxsparse.run.model_card import APPLY_MASKS
 from proxsparse.run.report import number, table, write_report
@@ -252,7 +252,7 @@ def test_table_cells_stay_in_their_cell():
 
 def test_a_card_that_a_person_has_edited_is_kept(tmp_path, capsys):
     make_run(tmp_path, rows(), result())
-    marker = {"format": "1", "run_id": "", "command": "train", "settings": {}, "others": []}
+    marker = {"format": FORMAT, "run_id": "", "command": "train", "settings": {}}
     (tmp_path / MARKER).write_text(json.dumps(marker))
     card = tmp_path / "README.md"
     main([str(tmp_path)])
