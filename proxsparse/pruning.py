@@ -1,12 +1,12 @@
 """The Python front door: `prune_`, `finetune_` and `perplexity` on a model in memory.
 
-The commands `proxsparse prune`, `train`, `finetune` and `evaluate` call the same functions; keyword arguments have the
-names of their flags.
+The commands `proxsparse prune`, `train`, `finetune` and `evaluate` read the same data and run the same methods and
+measurements; keyword arguments have the names of their flags.
 """
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,7 +127,7 @@ def prune_(
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
             arguments = {name: values[name] for name in chosen.options if name in options or name == "seed"}
-            return run_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments).masks
+            return prune_or_restore_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments)
 
 
 def finetune_(
@@ -201,7 +201,7 @@ def finetune_(
                 batches = teacher_targets(teacher, [add_labels(batch) for batch in batches])
             patterns = dict.fromkeys(layers, pattern)
             takes = ("checkpoints",)
-            return run_(train_kept_weights, takes, model, layers, batches, patterns, saved, values).masks
+            return prune_or_restore_(train_kept_weights, takes, model, layers, batches, patterns, saved, values)
 
 
 def perplexity(
@@ -238,10 +238,17 @@ def perplexity(
 # ---------------------------------------------------------------------------------------------- parts
 
 
-def run_(
-    prune, takes: tuple[str, ...], model, layers, batches, patterns, checkpoints: Checkpoints | None, options: dict
-) -> Pruned:
-    """Calls `Method.prune`; restores the weights if it fails. Ctrl-C during a training is raised after its end."""
+def prune_or_restore_(
+    prune: Callable[..., Pruned],
+    takes: tuple[str, ...],
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: list[dict[str, Tensor]],
+    patterns: dict[str, NMPattern],
+    checkpoints: Checkpoints | None,
+    options: dict,
+) -> dict[str, Tensor]:
+    """The masks of `Method.prune`; restores the weights if it fails. Ctrl-C in a training is raised after its end."""
     if "pretrained" in takes:  # used in every step
         before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     else:
@@ -264,7 +271,7 @@ def run_(
     pruned.stop.restore()
     if pruned.stop.seen is not None:
         raise KeyboardInterrupt
-    return pruned
+    return pruned.masks
 
 
 def saved_progress(

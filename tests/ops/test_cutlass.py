@@ -135,8 +135,8 @@ def test_tiles_grow_with_the_rows_and_all_of_them_exist(gpu):
         gpu(major)
         assert [cutlass.tile_for(device, count) for count in rows] == expected
         assert {tile for _, tile in cutlass.TILES[10 * major]} <= set(cutlass.built_tiles(device))
-    of_codes = {(a, f"{kind.name}_{tile}") for kind in KINDS for a in kind.tiles for _, tile in kind.tiles[a]}
-    assert of_codes == {(a, tile) for a, tile in BUILT if tile.startswith(("int8", "fp8"))}
+    offered = {(a, f"{kind.name}_{tile}") for kind in KINDS for a in kind.tiles for _, tile in kind.tiles[a]}
+    assert offered == {(a, tile) for a, tile in BUILT if tile.startswith(("int8", "fp8"))}
 
 
 @pytest.mark.slow
