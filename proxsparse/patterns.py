@@ -22,7 +22,8 @@ def check_dtype(tensor: torch.Tensor, what: str) -> None:
 class NMPattern:
     """At most `n` nonzero weights in every block of `m` consecutive weights along in_features.
 
-    `n` counts the KEPT weights; `prune_n` of Wanda and SparseGPT counts the pruned ones.
+    `n` counts the KEPT weights; `prune_n` of Wanda and SparseGPT counts the pruned ones. If in_features is no multiple
+    of m, the remainder at the end of each row stays dense: for 2:4, 4:6, 6:8, ... (`is_dial`) and an even remainder.
 
     Raises:
         ValueError: unless 1 <= n < m <= 64.
@@ -54,30 +55,50 @@ class NMPattern:
 
     @property
     def density(self) -> float:
-        """Fraction of the weights that are kept, n / m."""
+        """Fraction of the weights of a block that are kept, n / m."""
         return self.n / self.m
 
+    @property
+    def is_dial(self) -> bool:
+        """Whether the pattern is 2:4, 4:6, 6:8, ...: sparse tensor cores can run it, see `reference.windows`."""
+        return self.m % 2 == 0 and self.n == self.m - 2
+
+    def whole(self, in_features: int) -> int:
+        """The number of input features in whole blocks; those after it are the dense remainder."""
+        return in_features - in_features % self.m
+
     def check_blocks(self, shape: torch.Size, what: str = "weight") -> None:
-        """Raises ValueError unless the last dimension of `shape` splits into whole blocks."""
-        if len(shape) == 0 or shape[-1] % self.m:
+        """Raises ValueError unless the last dimension of `shape` splits into blocks and, if allowed, a remainder."""
+        in_features = shape[-1] if len(shape) else 1
+        if in_features % self.m and not (self.is_dial and in_features % 2 == 0 and in_features > self.m):
+            needed = f"an even number above {self.m}" if self.is_dial else f"a multiple of {self.m}"
             raise ValueError(
-                f"{what} of shape {list(shape)}: the last dimension (in_features) must be a multiple of {self.m} "
+                f"{what} of shape {list(shape)}: the last dimension (in_features) must be {needed} "
                 f"for {self} blocks; exclude this layer or choose another pattern"
             )
 
     def blocks(self, weight: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., in_features / m, m], a view if the strides allow it."""
+        """[..., in_features] -> [..., whole blocks, m] without the remainder; a view if the strides allow it."""
         self.check_blocks(weight.shape)
-        return weight.unflatten(-1, (weight.shape[-1] // self.m, self.m))
+        whole = self.whole(weight.shape[-1])
+        return weight[..., :whole].unflatten(-1, (whole // self.m, self.m))
 
     def nonzeros(self, weight: torch.Tensor) -> torch.Tensor:
-        """Number of nonzeros of each block: weight or mask [..., in_features] -> uint8 [..., in_features / m]."""
+        """Number of nonzeros of each block: weight or mask [..., in_features] -> uint8 [..., whole blocks]."""
         # m <= 64 fits uint8; summing bool would convert every element to int64, 8 bytes a weight
         return (self.blocks(weight) != 0).view(torch.uint8).sum(-1, dtype=torch.uint8)
 
     def feasible_blocks(self, weight: torch.Tensor) -> torch.Tensor:
-        """Whether each block has at most n nonzeros: [..., in_features] -> bool [..., in_features / m]."""
+        """Whether each block has at most n nonzeros: [..., in_features] -> bool [..., whole blocks]."""
         return self.nonzeros(weight) <= self.n
+
+    def is_mask(self, mask: torch.Tensor) -> bool:
+        """Whether a mask keeps exactly n weights of every block, and the remainder."""
+        try:
+            nonzeros = self.nonzeros(mask)
+        except ValueError:
+            return False
+        return bool((nonzeros == self.n).all() and mask[..., self.whole(mask.shape[-1]) :].all())
 
     def is_feasible(self, weight: torch.Tensor) -> bool:
         """Whether every block has at most n nonzeros."""

@@ -79,8 +79,8 @@ def save_masks(
 
 
 def check_mask(name: str, mask: Tensor, pattern: NMPattern) -> None:
-    """Raises InputError unless the mask of a layer keeps exactly n of every m weights."""
-    if mask.shape[-1] % pattern.m or not (pattern.nonzeros(mask) == pattern.n).all():
+    """Raises InputError unless the mask of a layer keeps exactly n of every m weights, and the whole remainder."""
+    if not pattern.is_mask(mask):
         raise InputError(f"masks: layer {name} does not keep {pattern} in all blocks; give its pattern")
 
 
@@ -125,14 +125,15 @@ def read_masks(path: Path | str) -> tuple[dict[str, Tensor], dict[str, NMPattern
         named = json.loads(metadata["patterns"]) if mixed else dict.fromkeys(packed, metadata["pattern"])
         patterns = {name: NMPattern.parse(named[name]) for name in packed}
         masks = {name: unpack_checked(tensor, columns[name]) for name, tensor in packed.items()}
-        if wrong := [name for name, mask in masks.items() if mask.shape[-1] % patterns[name].m]:
-            raise ValueError(f"{wrong[0]} has {columns[wrong[0]]} columns, not a multiple of {patterns[wrong[0]].m}")
+        for name, mask in masks.items():
+            patterns[name].check_blocks(mask.shape, name)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"mask file {str(path)!r} is malformed ({error}); give an undamaged mask file") from error
     for name, mask in masks.items():
-        pattern = patterns[name]
-        if not (pattern.nonzeros(mask) == pattern.n).all():
-            raise InputError(f"mask file {str(path)!r}: layer {name} does not keep {pattern} in all blocks; remake it")
+        if not patterns[name].is_mask(mask):
+            raise InputError(
+                f"mask file {str(path)!r}: layer {name} does not keep {patterns[name]} in all blocks; remake it"
+            )
     return masks, patterns, metadata
 
 

@@ -153,12 +153,10 @@ def prunable_layers(
             f"--include {include} --exclude {exclude}; change them"
         )
     for name, layer in layers.items():
-        m = NMPattern.parse(pattern[name] if isinstance(pattern, dict) else pattern).m
-        if layer.in_features % m:
-            raise InputError(
-                f"{name}: in_features={layer.in_features} is not a multiple of {m}; "
-                f"leave it dense with --exclude {name.rpartition('.')[2]}, or choose another --pattern"
-            )
+        try:
+            NMPattern.parse(pattern[name] if isinstance(pattern, dict) else pattern).check_blocks(layer.weight.shape)
+        except ValueError as error:
+            raise InputError(f"{name}: {error} (--exclude {name.rpartition('.')[2]}, --pattern)") from error
     return layers
 
 
