@@ -10,11 +10,12 @@ from pathlib import Path
 from proxsparse.errors import run_command
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory
-from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, refuse_other_base, save_masks
+from proxsparse.io.mask_files import masks_sha256, read_masks, refuse_other_base, save_masks
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model, save_model
 from proxsparse.models.snap import apply_masks_
+from proxsparse.patterns import pattern_name
 from proxsparse.run import hub
 from proxsparse.run.folder import require_space_for
 from proxsparse.run.model_card import applied_card_text

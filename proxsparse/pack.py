@@ -88,51 +88,58 @@ def packing(options, config: dict, source_headers: dict, model: nn.Module) -> Wo
     refuse_incomplete(options.model, names, type(model).__name__)
     layers = convert.layers_to_pack(source_headers, model, names, options.include, options.exclude, options.bits)
     buffers = {name for name, _ in model.named_buffers()}
-    config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
+    forms = {layer: disk.Form(options.bits, pattern) for layer, (_, pattern) in layers.items()}
+    config |= {"quantization_config": disk.description(forms), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
     rounded = {} if options.calibrate is None else calibrated(options, source_headers, layers)
-    stored, fixed = list(layers.values()), {name for name, inside in names.names.items() if inside in buffers}
+    stored, fixed = dict(layers.values()), {name for name, inside in names.names.items() if inside in buffers}
     stream = convert.pack_tensors(source_headers, stored, options.bits, rounded, fixed)
-    return stored, stream, len(source_headers) + more * len(layers)
+    return list(stored), stream, len(source_headers) + more * len(layers)
 
 
 def refuse_differences(folder: Path, source_headers: dict, written: dict, config: dict) -> None:
     """Raises ValueError unless the written files have the tensors of a checkpoint that `from_pretrained` loads."""
     model, dense = skeleton(folder), dict(written)
     if entry := config.get("quantization_config"):
-        for layer, place in convert.packed_layers(written, model, entry).items():
+        for layer, (place, _) in convert.packed_layers(written, model, entry).items():
             parts = [dense.pop(f"{layer}.{part}", None) for part in disk.PARTS]
             dense[f"{layer}.weight"] = replace(parts[0], shape=tuple(model.get_submodule(place).weight.shape))
     check_saved(dense, model, extra=source_headers)
 
 
-def calibrated(options, source_headers: dict, stored: dict[str, str]) -> dict:
+def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
     """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate.
 
-    `stored`: name in the model -> name in the files, which is that of the result.
+    `stored`: name in the model -> name in the files, which is that of the result, and pattern.
 
     The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
     """
     texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
-    dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, file in stored.items()}
+    dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, (file, _) in stored.items()}
     model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
     seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
     count = NUM_SAMPLES if options.num_samples is None else options.num_samples
     batches = calibration_batches(texts, tokenizer, count, seq_len)
     layers = {name: model.get_submodule(name) for name in stored}
-    rounded = quantize_layers_(model, layers, batches, options.bits, dtypes)
+    patterns = {name: pattern for name, (_, pattern) in stored.items()}
+    rounded = quantize_layers_(model, layers, batches, options.bits, dtypes, patterns)
     if others := [name for name in stored if name not in rounded]:
         print(f"not in a decoder block, so rounded to nearest: {', '.join(others)}")
-    return {stored[name]: parts for name, parts in rounded.items()}
+    return {stored[name][0]: parts for name, parts in rounded.items()}
 
 
 def unpacking(_options, config: dict, source_headers: dict, model: nn.Module) -> Work:
     """The same for --unpack."""
     config.pop(WEIGHTS_NAME, None)
-    layers = list(convert.packed_layers(source_headers, model, config.pop("quantization_config")))
+    layers = {
+        name: (form.pattern, model.get_submodule(place).in_features)
+        for name, (place, form) in convert.packed_layers(
+            source_headers, model, config.pop("quantization_config")
+        ).items()
+    }
     parts = [f"{layer}.{part}" for layer in layers for part in (*disk.PARTS, "weight")]
     return (
-        layers,
+        list(layers),
         convert.unpack_tensors(source_headers, layers),
         len(source_headers) + len(layers) - sum(name in source_headers for name in parts),
     )

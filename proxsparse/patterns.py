@@ -50,6 +50,14 @@ class NMPattern:
             raise ValueError(f'pattern {pattern!r} is not of the form "N:M", such as "2:4"')
         return cls(int(match[1]), int(match[2]))
 
+    @classmethod
+    def parse_dial(cls, pattern: "PatternLike") -> "NMPattern":
+        """`parse` for layers that are to be packed. Raises ValueError unless 2:4 kernels can run them (`is_dial`)."""
+        pattern = cls.parse(pattern)
+        if not pattern.is_dial:
+            raise ValueError(f"pattern {pattern}: packed layers are 2:4, 4:6, 6:8, ..., two less than an even number")
+        return pattern
+
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
 
@@ -106,3 +114,11 @@ class NMPattern:
 
 
 PatternLike = str | NMPattern
+DIAL = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))  # the patterns that a weight's zeros are compared with
+MIXED = "mixed"  # instead of a pattern: the layers have different patterns
+
+
+def pattern_name(patterns: dict[str, PatternLike]) -> str:
+    """The pattern of all layers, such as "2:4", or "mixed" if they differ."""
+    names = {str(NMPattern.parse(pattern)) for pattern in patterns.values()}
+    return names.pop() if len(names) == 1 else MIXED

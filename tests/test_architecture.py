@@ -28,7 +28,7 @@ PLACES = {
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
-    "reference": "adamw_prox mask pack prox quantize regularizers",
+    "reference": "adamw_prox mask pack prox quantize regularizers windows",
     "run": "args folder hub job memory model_card parse report result sections teacher",
     "runtime": "command device distributed progress sharding signals",
     "training": "distillation early_stopping held_layer hidden_states learnable_layer log loop mask_monitor optimizer "

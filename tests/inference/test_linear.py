@@ -19,24 +19,32 @@ each_bits = pytest.mark.parametrize("bits", [16, 8, 4])
 AS_CODES = {"values", "indices", "scales", "weight", "bias"}
 
 
-def packed_and_dense(bits=16, in_features=24, out_features=7, backend="auto"):
+def packed_and_dense(bits=16, in_features=24, out_features=7, backend="auto", pattern="2:4"):
     """A packed layer, and nn.Linear with the weight that it stands for."""
-    linear = pruned_linear(in_features, out_features)
-    packed = SparseLinear.from_linear(linear, backend, bits=bits)
+    linear = pruned_linear(in_features, out_features, pattern=pattern)
+    packed = SparseLinear.from_linear(linear, backend, bits=bits, pattern=pattern)
     with torch.no_grad():
         linear.weight.copy_(packed.dense_weight())
     return packed, linear
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors", "ignore:sparse_linear. not on the cpp backend")
-@pytest.mark.parametrize("size", [(4, 1), (12, 3), (20, 128), (256, 1), (140, 9), (0, 3), (8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [
+        *[(4, 1), (12, 3), (20, 128), (256, 1), (140, 9), (0, 3), (8, 0)],
+        *[(22, 5, "2:4"), (24, 3, "4:6"), (130, 9, "4:6"), (256, 7, "6:8"), (140, 9, "6:8"), (130, 5, "8:10")],
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @each_bits
 def test_matches_the_dense_layer(bits, dtype, size):
-    in_features, out_features = size
+    in_features, out_features, *pattern = size
     if bits != 16 and 0 in size:
         pytest.skip("codes need a value")
-    packed, _ = packed_and_dense(bits, in_features, out_features)
+    packed, linear = packed_and_dense(bits, in_features, out_features, "auto", *pattern)
+    assert bits != 16 or torch.equal(packed.dense_weight(), linear.weight)
     packed.to(dtype)
     exact = copy.deepcopy(packed).double().dense_weight() if bits != 16 else packed.dense_weight()
     with torch.no_grad():
@@ -71,7 +79,8 @@ def test_repr_and_wrong_layers():
     spoiled = pruned_linear(8, 4)
     spoiled.weight.data[2, spoiled.weight[2].nonzero()[0]] = torch.nan
     for make, message in (
-        (lambda: SparseLinear(6, 8), "multiple of 4"),
+        (lambda: SparseLinear(7, 8), "even number above 4"),
+        (lambda: SparseLinear(8, 8, pattern="1:4"), "pattern 1:4: packed layers are 2:4, 4:6"),
         (lambda: SparseLinear(8, 8, bits=3), r"bits=3: .* 16, 8 or 4"),
         (lambda: SparseLinear(8, 8, backend="fastest"), "'fastest'"),
         (lambda: SparseLinear.from_linear(nn.Linear(8, 8)), "blocks have more than 2"),
