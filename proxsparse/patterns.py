@@ -75,10 +75,18 @@ class NMPattern:
         """The number of input features in whole blocks; those after it are the dense remainder."""
         return in_features - in_features % self.m
 
+    def kept_features(self, in_features: int) -> int:
+        """Number of weights that are kept of a row."""
+        return in_features // self.m * self.n + in_features % self.m
+
+    def fits(self, in_features: int) -> bool:
+        """Whether rows of this size split into blocks and, if allowed, a remainder."""
+        remainder = self.is_dial and in_features % 2 == 0 and in_features > self.m
+        return in_features % self.m == 0 or remainder
+
     def check_blocks(self, shape: torch.Size, what: str = "weight") -> None:
         """Raises ValueError unless the last dimension of `shape` splits into blocks and, if allowed, a remainder."""
-        in_features = shape[-1] if len(shape) else 1
-        if in_features % self.m and not (self.is_dial and in_features % 2 == 0 and in_features > self.m):
+        if len(shape) == 0 or not self.fits(shape[-1]):
             needed = f"an even number above {self.m}" if self.is_dial else f"a multiple of {self.m}"
             raise ValueError(
                 f"{what} of shape {list(shape)}: the last dimension (in_features) must be {needed} "

@@ -16,7 +16,7 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 PLACES = {
     "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning push report serve "
     "train",
-    "allocations": "alphapruning budget owl registry",
+    "allocations": "budget registry sensitivity",
     "data": "batches calibration sources",
     "evaluation": "perplexity zero_shot",
     "inference": "convert linear packed_checkpoint",

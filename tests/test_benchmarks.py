@@ -34,7 +34,7 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
     "generate_speed": "--devices cpu --models tiny --modes eager --prompt 4 --new_tokens 3 --batches 2",
     "training_speed": "--devices cpu --model tiny --steps 3 --flags '--seq_len 32'",
     "solver_quality": "--hard --instances 4 --lambdas 3",
-    "compare_methods": f"{TRAIN} --methods dense magnitude wanda+owl --work_dir {{folder}}/work",
+    "compare_methods": f"{TRAIN} --methods dense magnitude wanda+sensitivity --work_dir {{folder}}/work",
     "studies": f"constraints {TRAIN} --max_steps 2 --output_dir {{folder}}/out",
     "bits_quality": "--model {model} --masks a={folder}/pruned --eval_data {text} --eval_seq_len 32",
     "plan_check": "--only 'train random'",

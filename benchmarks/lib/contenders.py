@@ -39,7 +39,7 @@ def dense(args: Namespace) -> Contender:
 
 
 def method(text: str, args: Namespace) -> Contender:
-    """METHOD[:OPTION=VALUE,...][+ALLOCATION[:OPTION=VALUE,...]], such as sparsegpt:update_weights=false+owl.
+    """METHOD[:OPTION=VALUE,...][+ALLOCATION[:OPTION=VALUE,...]], such as sparsegpt:update_weights=false+sensitivity.
 
     It is pruned by a run of `proxsparse prune` in --work_dir.
 

@@ -79,6 +79,7 @@ def prune_model(run: Run) -> int:
 
     with autocast(run.device, run.compute_dtype):
         patterns = choose_patterns(args, checkpoints, model, layers, batches)
+        selected, layers = layers, {name: layers[name] for name in patterns}
         given = {name: {"checkpoints": checkpoints, "pretrained": pretrained}[name] for name in method.takes}
         pruned = method.prune(model, layers, batches, patterns, **given, **options)
     if updated:
@@ -88,7 +89,7 @@ def prune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": updated, "masks_sha256": masks_sha256(masks)}
     figures |= {"already_pruned": len(already)} if already else {}
-    figures |= results.layer_figures(model, layers, patterns, pattern)
+    figures |= results.layer_figures(model, layers, patterns, selected)
     return run.finish(model, pruned, samples_in(batches) if needs_data else None, figures)
 
 
@@ -118,7 +119,7 @@ def finetune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "masks_sha256": masks_sha256(masks)}
-    figures |= results.layer_figures(model, layers, patterns, pattern)
+    figures |= results.layer_figures(model, layers, patterns, layers)
     return run.finish(model, pruned, samples_in(batches), figures)
 
 
@@ -172,7 +173,7 @@ def choose_patterns(
 ) -> dict[str, NMPattern]:
     """Layer name -> pattern: those of the stopped run if it is resumed, else those of --allocation."""
     if saved := checkpoints.facts("patterns"):
-        return {name: NMPattern.parse(saved["patterns"][name]) for name in layers}
+        return {name: NMPattern.parse(pattern) for name, pattern in saved["patterns"].items()}
     allocation = get_allocation(args.allocation)
     options = args.options_of(allocation)
     patterns = allocate(allocation.name, model, layers, batches, args.model.pattern, **options)

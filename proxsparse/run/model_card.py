@@ -2,12 +2,14 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
 from proxsparse.io.atomic import write_file
+from proxsparse.patterns import MIXED
 from proxsparse.run.sections import (
     number,
     page,
@@ -81,8 +83,10 @@ def card_text(result: dict) -> str:
         how = f"It is {shortened(result['model'])}, trained while the mask was held (`--train {trained}`)."
         others = f"Norms and biases were trained too; all other parameters are {given}."
     kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
-    if result.get("allocation", "uniform") != "uniform":
-        kept_share += f" on average (`{result['allocation']}` chose the number for each decoder block)"
+    if pattern == MIXED:
+        counts = Counter(result["patterns"].values())
+        pattern = ", ".join(sorted(counts))
+        kept_share = ", ".join(f"{each} in {number(count)} layers" for each, count in sorted(counts.items()))
     kept = "have new values" if updated else f"are {given}, unchanged"
     if method == "finetune" and trained == "norms":
         kept = "were not trained"

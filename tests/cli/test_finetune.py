@@ -126,7 +126,7 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     foreign = save_pruned_model(tmp_path / "foreign")
     tune("norms", "--teacher", tiny_llama, model=foreign)
     assert_held(foreign, tmp_path / "norms")
-    flags = ["--allocation", "owl", "--method", "wanda", "--eval_data", "none", *QUICK]
+    flags = ["--allocation", "sensitivity", "--method", "wanda", "--eval_data", "none", *QUICK]
     where = ["--model", str(tiny_llama), "--data", str(text_file), "--output_dir", str(tmp_path / "owl")]
     assert prune.main([*flags, *where]) == 0
     tuned = tune("tuned", model=tmp_path / "owl")

@@ -107,7 +107,7 @@ def test_the_bars_of_other_libraries_count_in_the_phase(capsys):
     ("flags", "phases"),
     [
         (["--method", "proxsparse", "--distill", "0.5"], "outputs of|measuring|learning"),
-        (["--method", "maskllm", "--prior", "wanda", "--allocation", "alphapruning"], "alphapruning|wanda|maskllm"),
+        (["--method", "maskllm", "--prior", "wanda", "--allocation", "sensitivity"], "sensitivity|wanda|maskllm"),
         (["--method", "magnitude"], "magnitude"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",

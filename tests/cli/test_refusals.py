@@ -203,8 +203,11 @@ BEFORE_THE_MODEL_IS_LOADED = [
     # methods and allocations
     ("prune --method obs", "--method 'obs' .. choose from .. magnitude .. proxsparse"),
     ("prune --method obs --list_all", "--list_all .. --help"),
-    ("prune --allocation owls", "'owls' .. choose from .. owl .. uniform"),
-    ("prune --method proxsparse --allocation owl", "--allocation owl .. one --pattern .. another --method"),
+    ("prune --allocation owls", "'owls' .. choose from .. sensitivity, uniform"),
+    (
+        "prune --method proxsparse --allocation sensitivity",
+        "--allocation sensitivity .. one --pattern .. another --method",
+    ),
     ("prune --damping 0.1", "unrecognized arguments: --damping 0.1"),
     ("prune --spread 2", "unrecognized arguments: --spread 2"),
     ("prune --max_steps 3", "--max_steps .. --help"),
@@ -221,8 +224,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --method maskllm --learning_rate nan", "--learning_rate nan: must be"),
     ("prune --method maskllm --scale 0", "--scale 0.0: must be"),
     ("prune --method maskllm --prior nope", "--prior 'nope': no such method"),
-    ("prune --allocation owl --outlier_factor -1", "--outlier_factor -1.0: must be"),
-    ("prune --allocation alphapruning --epsilon 99", "--epsilon 99.0: must be above 0 and below 1"),
+    ("prune --allocation sensitivity --target_flops 0.4", "--target_flops 0.4: must be from 0.5"),
     ("prune --config masked.yaml", "masked.yaml .. arguments: --objective=masked"),
     ("prune --config rate.yaml", "rate.yaml: unrecognized arguments: --learning_rate=0.1"),
     # texts

@@ -19,12 +19,12 @@ from proxsparse.run import job
 RESUME = ["--resume_from_checkpoint", "last"]
 QUICK = ["--seq_len", "32", "--precision", "fp32", "--eval_seq_len", "32", "--eval_max_windows", "2"]
 STEPS = ["--num_samples", "8", "--save_steps", "2"]
-OWL = ["--method", "wanda", "--allocation", "owl", "--spread", "6", "--outlier_factor", "2"]
+MIXED = ["--method", "wanda", "--allocation", "sensitivity", "--target_flops", "0.7"]
 EVERYTHING = "--distill 0.5 --precision bf16 --moment_dtype fp32 --gradient_accumulation_steps 2 --save_total_limit 2"
 PAPER = "--objective paper --precision bf16 --frozen_lambda 0.2 --master_weights"
 RUNS = {
     "prune sparsegpt": (prune.main, ["--method", "sparsegpt", "--num_samples", "4"]),
-    "prune owl": (prune.main, [*OWL, "--num_samples", "4"]),
+    "prune mixed": (prune.main, [*MIXED, "--num_samples", "4"]),
     "train": (train.main, STEPS),
     "train everything": (train.main, [*STEPS, *EVERYTHING.split()]),
     "train paper": (train.main, [*STEPS, *PAPER.split()]),

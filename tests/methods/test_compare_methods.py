@@ -86,7 +86,7 @@ def test_rows_and_masks_are_not_made_twice(compare, at, tasks, capsys):
     assert len(compare("--methods", "wanda", "--seed", "2")) == 15 + 2  # a row of uncommitted code never counts
 
 
-@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "sparsegpt:update_weights=false", "wanda+owl"])
+@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "sparsegpt:update_weights=false", "wanda+sensitivity"])
 def test_the_model_is_what_the_method_makes_of_the_fresh_one(args, name):
     """And it is the same when the run is there already."""
     contender = contenders.method(name, args)
