@@ -95,7 +95,7 @@ class ProxTrainerMixin:
         """Layer name -> LearnableLayer, for every parameter that the optimizer prunes."""
         reshard_(self.model)
         name_of = {parameter: plain_name(name) for name, parameter in self.model.named_parameters()}
-        weights = [weight for group in self.optimizer.param_groups for weight, _ in pruned_parameters(group)]
+        weights = [weight for group in self.optimizer.param_groups for weight in pruned_parameters(group)]
         return {
             name_of[weight].removesuffix(".weight"): LearnableLayer(None, weight, local(weight), None, self.pattern)
             for weight in weights

@@ -133,22 +133,6 @@ class ProxOptimizer(Optimizer):
         # also here, because some base optimizers do not call hooks
         self.base_optimizer.load_state_dict(param_groups.complete_state(self, state_dict))
 
-    def set_scale(self, parameter: Tensor, scale: Tensor | None) -> None:
-        """Sets the scale c of `parameter`: later steps act on v = c * w (base step with g / c, prox, then w = v / c).
-
-        Exact for any base optimizer; for AdamW this is a step with lr / c_j in column j, then the prox with scale c.
-        The conversion to v and back rounds twice per step unless c is a power of two, so keep these weights in float32.
-        After the step `.grad` is the gradient of w again, up to rounding. c is saved with the group.
-
-        Args:
-            parameter: a parameter of a group with reg_lambda > 0.
-            scale: c, [in_features], floating point, one positive number per input feature; None means 1.
-        Raises:
-            ValueError: the scale has a wrong shape or dtype, or values that are not positive and finite; the parameter
-                is not pruned.
-        """
-        param_groups.set_scale(self.param_groups, parameter, scale)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Frozen-weight gradient, base step, prox. Returns the loss of the closure, if given.
@@ -161,30 +145,25 @@ class ProxOptimizer(Optimizer):
             return self._base_step(closure)
         learning = list(filter(param_groups.learns, self.param_groups))
         lambdas = [param_groups.reg_lambda_now(group) for group in learning]
-        first_values, applied = {}, []
+        first_values = {}
 
-        def before_base():
+        def add_frozen_gradients():
             for group in self.param_groups:
                 if group["frozen_lambda"] > 0:
                     pretrained = self._pretrained(group, first_values)
                     param_groups.add_frozen_gradients(group, pretrained, getattr(self, "grad_scale", None))
-                param_groups.apply_scales(group, applied)
 
         @torch.no_grad()
         def evaluate():
-            param_groups.undo_scales(applied)  # the model uses w, the base v
             with torch.enable_grad():
                 loss = closure()
-            before_base()
+            add_frozen_gradients()
             return loss
 
-        try:
-            if closure is None:
-                before_base()
-            loss = self._base_step(closure and evaluate)
-            param_groups.prox_step(list(zip(learning, lambdas, strict=True)))
-        finally:
-            param_groups.undo_scales(applied)
+        if closure is None:
+            add_frozen_gradients()
+        loss = self._base_step(closure and evaluate)
+        param_groups.prox_step(list(zip(learning, lambdas, strict=True)))
         for parameter, value in first_values.items():  # after the base step, which initializes only empty states
             self.state[parameter]["pretrained"] = value
         return loss
@@ -192,7 +171,7 @@ class ProxOptimizer(Optimizer):
     def _pretrained(self, group: dict, first_values: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         """W0 of every trained parameter of the group; if missing, its present value, which `first_values` records."""
         pretrained = {}
-        for parameter, _ in param_groups.trained_parameters(group):
+        for parameter in param_groups.trained_parameters(group):
             known = self.state.get(parameter, {}).get("pretrained")
             if known is None and parameter not in first_values:
                 first_values[parameter] = parameter.detach().clone()

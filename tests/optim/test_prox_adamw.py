@@ -27,14 +27,10 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("scaled", [False, True], ids=["w", "scaled"])
 @pytest.mark.parametrize("prox", PROX.values(), ids=PROX)
-def test_trajectory_matches_prox_optimizer(prox, scaled, dtype):
+def test_trajectory_matches_prox_optimizer(prox, dtype):
     model, twin = (tiny_model(5, dtype) for _ in range(2))
     fused, wrapped = ProxAdamW(model.parameters(), **ADAMW, **prox), prox_optimizer(twin.parameters(), **ADAMW, **prox)
-    if scaled and prox["reg_lambda"] > 0:
-        fused.set_scale(model[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
-        wrapped.set_scale(twin[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
     rounds = 1 if prox.get("pattern") == "4:8" else 5  # the general solver is slow
     for _ in range(4):
         train(model, fused, rounds)
@@ -48,6 +44,22 @@ def test_trajectory_matches_prox_optimizer(prox, scaled, dtype):
         assert fused.state[p].keys() == wrapped.state[q].keys()
         for key, value in fused.state[p].items():
             torch.testing.assert_close(value, wrapped.state[q][key], rtol=1e-4, atol=TOLERANCE[dtype])
+
+
+def test_the_scaled_step_is_the_plain_step_on_v():
+    """v = c * w, with a scaling c from 0.1 to 10."""
+    weight = nn.Parameter(torch.randn(6, 16, dtype=torch.float64))
+    scale = torch.logspace(-1, 1, 16, dtype=torch.float64)[torch.randperm(16)]
+    v = nn.Parameter(scale * weight.detach())
+    on_v = ProxAdamW([v], lr=0.02, weight_decay=0.1, reg_lambda=0.3)
+    on_w = ProxAdamW([{"params": [weight], "prox_scale": scale}], lr=0.02, weight_decay=0.1, reg_lambda=0.3)
+    for gradient in torch.randn(5, 6, 16, dtype=torch.float64):
+        weight.grad, v.grad = gradient.clone(), gradient / scale
+        on_w.step()
+        on_v.step()
+    torch.testing.assert_close(weight * scale, v, rtol=1e-11, atol=1e-12)
+    assert torch.equal(weight == 0, v == 0)
+    assert (v == 0).any()
 
 
 def test_a_compiled_step_is_the_eager_one():
@@ -278,6 +290,15 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
             ([{"params": [parameter()], option: True}], {}, f"{option}=True.*plain AdamW only")
             for option in ("amsgrad", "maximize", "differentiable")
         ),
+        *(
+            ([{"params": [parameter()], "prox_scale": scale}], {}, words)
+            for scale, words in (
+                (torch.ones(9), r"shape \[9\].*shape \[4\]"),
+                (torch.ones(4, dtype=torch.int64), "int64"),
+                (torch.zeros(4), r"from 0\.0 to 0\.0.*finite and > 0"),
+                (torch.full((4,), torch.inf), "from inf to inf"),
+            )
+        ),
     ],
 )
 def test_bad_settings_are_refused(parameters, arguments, message):
@@ -293,7 +314,7 @@ def test_float32_parameters_beside_bfloat16_accept_both_roundings(option):
 def test_the_state_of_another_method_is_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="decoupled_weight_decay=False"):
-        with_everything(ProxAdamW, model).load_state_dict(Adam(model.parameters()).state_dict())
+        ProxAdamW(model.parameters(), reg_lambda=0.1).load_state_dict(Adam(model.parameters()).state_dict())
 
 
 def test_sparse_gradients_and_other_dtypes_are_refused_before_anything_moves():
