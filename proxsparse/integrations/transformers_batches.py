@@ -102,8 +102,9 @@ class Batches(CBGenerateManager):
             raise ValueError(f"the tokenizer gives token {max(tokens)}, but the model has only {known} embeddings")
 
     def request(self, model, processor, inputs, gen_config) -> "Request":
-        """The request. Ends its answer at the last position. Raises ValueError if its settings cannot be used."""
+        """The request. Ends its answer at the last position. Raises ValueError if it cannot be answered."""
         tokens, wanted = inputs["input_ids"], gen_config.max_new_tokens
+        self.check(model, tokens)
         room = self.room(model) - len(tokens)
         try:
             if wanted is not None and wanted < 1:

@@ -1,4 +1,4 @@
-"""The requests of the server: which values their fields may have, and the tokens of their prompts."""
+"""The requests of the server: which values their fields may have."""
 
 import inspect
 import json
@@ -117,40 +117,3 @@ def checked(body: dict, vocabulary: int) -> dict:
     if "logit_bias" in body:
         body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
     return body
-
-
-class Tokenized(Exception):
-    """A `Prompt` has its tokens."""
-
-
-class Prompt:
-    """Stands for the tokenizer in a handler of transformers, which tokenizes in the event loop.
-
-    So the handler is called twice. The first call, in a thread, ends with `Tokenized` as soon as the tokens are there.
-    The second call, in the event loop, finds them.
-
-    Args:
-        real: the tokenizer.
-        check: is called with the tokens, and raises an exception if the request is refused.
-    """
-
-    def __init__(self, real: PreTrainedTokenizerBase, check: Callable[[list[int]], None]):
-        self.real, self.check, self.inputs = real, check, None
-
-    def __getattr__(self, name: str):
-        return getattr(self.real, name)
-
-    def __call__(self, *arguments, **keywords):
-        return self.once(self.real, *arguments, **keywords)
-
-    def apply_chat_template(self, *arguments, **keywords):
-        """As of the tokenizer."""
-        return self.once(self.real.apply_chat_template, *arguments, **keywords)
-
-    def once(self, tokenize: Callable, /, *arguments, **keywords):
-        """What `tokenize` returns. Raises Tokenized at the first call."""
-        if self.inputs is None:
-            self.inputs = tokenize(*arguments, **keywords)
-            self.check(self.inputs["input_ids"])
-            raise Tokenized
-        return self.inputs

@@ -172,18 +172,6 @@ def test_a_body_that_is_too_long_is_not_read(server):
     assert slowest_health(server, send_long) < 1
 
 
-@pytest.mark.slow
-def test_the_server_answers_while_it_tokenizes(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers_server, "MIN_BODY_BYTES", 2**24)
-    with serving(tmp_path / "log", folders[1]) as client:
-
-        def send_long() -> None:
-            code, answer, _ = send(client, "POST", "/v1/completions", GREEDY | {"prompt": "x" * 2**22})
-            assert (code, "has 4194304 tokens" in answer["error"]["message"]) == (400, True)
-
-        assert slowest_health(client, send_long) < 1
-
-
 NUMBERS = ["x", [1], {}, True, float("nan"), float("inf"), -1e300, 1e300, -(10**400), 10**400]
 PATHS = {
     "/v1/completions": completion.CompletionHandler,
