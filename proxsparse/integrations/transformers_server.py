@@ -84,17 +84,12 @@ class PackedServer(Serve):
 
     def start_batches(self) -> None:
         """Starts the thread that generates. Raises InputError if its cache does not fit into the memory."""
-        flag = f"--cache_tokens {self.batches.cache_tokens}"
         try:
             self.batches.init_cb(self.model, None)
-        except MemoryError:
-            fits = self.batches.largest_cache(self.model)
-            words = f"the largest that fits is {fits}" if fits > 0 else "nothing fits; use a machine with more memory"
-            raise InputError(f"{flag}: too large for the memory; {words}") from None
-        except RuntimeError as error:  # of torch: other programs have taken the memory, or the system limits it
+        except (MemoryError, RuntimeError) as error:  # of transformers, or of torch: the system limits the memory
             if "memory" not in str(error):
                 raise
-            raise InputError(f"{flag}: {error}; lower --cache_tokens") from error
+            raise InputError(f"--cache_tokens {self.batches.cache_tokens}: {error}; lower it") from error
 
     async def answer(self, handle_request, body: dict, request_id: str):
         """The response to a request, by a handler of transformers."""

@@ -199,17 +199,7 @@ OTHERS = {  # of all routes that have the field
     "messages": ["x", 5, [5], [{"role": 5}], [{"role": "user", "content": 5}]],
     "tools": [5, [5]],
     "chat_template_kwargs": [5, {"padding": "max_length"}, {"chat_template": "x"}],
-    "generation_config": [
-        *[5, "x", "[]", '{"sequence_bias": [[[260], 1.0]]}', '{"bad_words_ids": [[260]]}', '{"max_new_tokens": "x"}'],
-        *['{"temperature": 1e-300}', '{"temperature": "x"}', '{"eos_token_id": "x"}', '{"repetition_penalty": 0}'],
-        *[
-            '{"max_new_tokens": 0}',
-            '{"stop_strings": [""]}',
-            '{"stop_strings": 5}',
-            '{"stop_strings": [5]}',
-            '{"eos_token_id": [[1]]}',
-        ],
-    ],
+    "generation_config": [5, "x", '{"top_k": 5}'],
 }
 
 
@@ -244,7 +234,7 @@ def test_wrong_values_are_refused_with_the_name_of_the_field(path, server):
 def test_right_values_are_accepted(server):
     chat = {"logit_bias": {"65": 100}, "stop": ["x", "y"], "seed": -1, "temperature": 1e-6, "top_p": 0, "n": 1}
     chat |= {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
-    chat |= {"chat_template_kwargs": {"colour": "red"}, "generation_config": '{"top_k": 5}', "tools": []}
+    chat |= {"chat_template_kwargs": {"colour": "red"}, "tools": []}
     code, answer, _ = send(server, "POST", "/v1/chat/completions", chat)
     assert code == 200, answer
     assert send(server, "POST", "/v1/completions", {"prompt": "\ud800"})[0] == 400  # half of a character
