@@ -45,7 +45,6 @@ class ProxTrainerMixin:
     Args:
         reg_lambda: lambda_1, in units of 1 / |w|^(N-1); not multiplied by the learning rate.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        frozen_lambda: lambda_2 of the frozen-weight term.
     Attributes:
         masks: layer name -> bool [out_features, in_features], True = kept; on rank zero, after the training.
     Raises:
@@ -53,8 +52,8 @@ class ProxTrainerMixin:
             directory is another file; a learned weight is not finite.
     """
 
-    def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", frozen_lambda: float = 0.0, **kwargs):
-        self.reg_lambda, self.pattern, self.frozen_lambda = reg_lambda, NMPattern.parse(pattern), frozen_lambda
+    def __init__(self, *args, reg_lambda: float, pattern: PatternLike = "2:4", **kwargs):
+        self.reg_lambda, self.pattern = reg_lambda, NMPattern.parse(pattern)
         self.masks: dict[str, Tensor] = {}
         super().__init__(*args, **kwargs)
         refuse_cut_blocks(self)
@@ -65,7 +64,7 @@ class ProxTrainerMixin:
         if "prox_step" not in base.defaults:  # else `train` is called a second time
             of_transformers = hasattr(getattr(model, "config", None), "get_text_config")
             model = model if of_transformers else None
-            self.optimizer = ProxOptimizer(base, self.reg_lambda, self.pattern, self.frozen_lambda, model=model)
+            self.optimizer = ProxOptimizer(base, self.reg_lambda, self.pattern, model=model)
         return self.optimizer
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:

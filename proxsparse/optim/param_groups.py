@@ -15,30 +15,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxsparse.models.layers import body_weights
-from proxsparse.ops.adamw_prox import check_frozen
 from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.patterns import NMPattern, PatternLike
-from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
 
-SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_step", "prox_skip")
+SETTINGS = ("reg_lambda", "pattern", "prox_step", "prox_skip")
 NOT_PRUNED = r"embed|lm_head"  # in names of parameters
 TALL = 8  # a matrix with this ratio of rows to columns is likely an embedding or lm_head
 
 
-def first_settings(reg_lambda: float, pattern: PatternLike, frozen_lambda: float, frozen_eps: float) -> dict:
+def first_settings(reg_lambda: float, pattern: PatternLike) -> dict:
     """The default value of each of `SETTINGS`."""
-    values = (reg_lambda, str(NMPattern.parse(pattern)), frozen_lambda, frozen_eps, 0, None)
-    return dict(zip(SETTINGS, values, strict=True))
+    return dict(zip(SETTINGS, (reg_lambda, str(NMPattern.parse(pattern)), 0, None), strict=True))
 
 
 def check_settings(group: dict) -> None:
-    """Raises ValueError for a learning rate, lambda or epsilon that is not a number in its range."""
+    """Raises ValueError for a learning rate or lambda_1 that is not a number in its range."""
     if isinstance(lr := group.get("lr"), Tensor) and lr.numel() != 1:
         raise ValueError(f"lr of shape {list(lr.shape)} must be a number, or a tensor of one element")
     check_reg_lambda(group["reg_lambda"])
-    check_frozen(group["frozen_lambda"], group["frozen_eps"])
 
 
 def check_group(group: dict) -> None:
@@ -139,21 +135,6 @@ def pruned_parameters(group: dict) -> Iterator[Tensor]:
             yield parameter
 
 
-def trained_parameters(group: dict) -> list[Tensor]:
-    """The `pruned_parameters` that have a gradient; optimizers of torch skip the others too.
-
-    Raises ValueError for a sparse gradient of a parameter that has the frozen-weight term.
-    """
-    trained = [parameter for parameter in pruned_parameters(group) if parameter.grad is not None]
-    for parameter in trained:
-        if parameter.grad.is_sparse and group["frozen_lambda"] > 0:
-            raise ValueError(
-                f"parameter of shape {list(parameter.shape)} has a sparse gradient, which does not support the "
-                "frozen-weight term; create its layer with sparse=False, or set reg_lambda=0 in its group"
-            )
-    return trained
-
-
 def check_shards(parameter: Tensor, pattern: NMPattern) -> None:
     """Raises ValueError if the shards of a DTensor do not consist of whole blocks."""
     shape, last, placements = list(parameter.shape), parameter.ndim - 1, parameter.placements
@@ -174,14 +155,6 @@ def learns(group: dict) -> bool:
     lr = group.get("lr")
     on_accelerator = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return lr is None or on_accelerator or bool(lr != 0)
-
-
-def add_frozen_gradients(group: dict, pretrained: dict[Tensor, Tensor], grad_scale: Tensor | None) -> None:
-    """grad += lambda_2 * dReg_W0/dW (paper, section 3.1), times `grad_scale` if a GradScaler has scaled `.grad`."""
-    for parameter in trained_parameters(group):
-        term = frozen_penalty_grad(local(parameter), local(pretrained[parameter]), group["frozen_eps"])
-        term = term if grad_scale is None else term * grad_scale
-        local(parameter.grad).add_(term, alpha=group["frozen_lambda"])
 
 
 def check_not_capturing(optimizer: Optimizer) -> None:
@@ -209,14 +182,16 @@ def reg_lambda_now(group: dict) -> float:
 
 
 def prox_step(strengths: list[tuple[dict, float]]) -> None:
-    """W <- prox_{lambda_1 Reg_{N:M}}(W) for the trained parameters of every (group, lambda_1); increments `prox_step`.
+    """W <- prox_{lambda_1 Reg_{N:M}}(W) for the parameters with a gradient of every (group, lambda_1).
 
-    The op is called once per pattern: for small weights a launch takes longer than the computation.
+    Increments `prox_step`. The op is called once per pattern: for small weights a launch takes longer than the
+    computation.
     """
     of_pattern: dict[str, dict[Tensor, float]] = {}
     for group, reg_lambda in strengths:
         parameters = of_pattern.setdefault(group["pattern"], {})
-        parameters.update(dict.fromkeys(trained_parameters(group), reg_lambda))
+        trained = (parameter for parameter in pruned_parameters(group) if parameter.grad is not None)
+        parameters.update(dict.fromkeys(trained, reg_lambda))
     for pattern, parameters in of_pattern.items():
         prox_nm_list_([local(parameter) for parameter in parameters], list(parameters.values()), pattern)
     for group, _ in strengths:

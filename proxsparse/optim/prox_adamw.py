@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxsparse.ops.adamw_prox import adamw_prox_, check_numbers
+from proxsparse.ops.adamw_prox import adamw_prox_, check_frozen, check_numbers
 from proxsparse.optim import param_groups
 from proxsparse.patterns import PatternLike, check_dtype
 from proxsparse.runtime.sharding import local
@@ -41,8 +41,8 @@ class ProxAdamW(Optimizer):
     Any pattern is supported; 2:4 and 1:4 have fused kernels.
 
     `state_dict()` has the format of torch.optim.AdamW and ProxOptimizer(AdamW) with additional keys, and each of the
-    three can load the state of the others, which ignore a scaling. Loading keeps the dtypes given here. Resuming is
-    bit-identical, also with stochastic rounding.
+    three can load the state of the others, which ignore W0 and a scaling. Loading keeps the dtypes given here.
+    Resuming is bit-identical, also with stochastic rounding.
 
     A group may have a scaling `prox_scale`, c: one positive number per input feature of its parameters. The step is
     then that of v = c * w: AdamW with lr / c_j in column j, and the prox of c * w.
@@ -106,8 +106,8 @@ class ProxAdamW(Optimizer):
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
-        defaults |= VARIANTS | EXECUTION | {"prox_scale": None}
-        defaults |= param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
+        defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern)
+        defaults |= {"frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "prox_scale": None}
         self._check_group(defaults | {"params": []})
         params = list(params)
         own = ["reg_lambda" in group for group in params if isinstance(group, dict)] or [False]
@@ -283,6 +283,7 @@ class ProxAdamW(Optimizer):
         """Normalizes the group; raises ValueError for unsupported settings."""
         param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        check_frozen(group["frozen_lambda"], group["frozen_eps"])
         for key, value in VARIANTS.items():
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")

@@ -78,7 +78,7 @@ def train_with_trainer(
     """Trains and saves into folder/name; seen-RANK.pt there holds what only this process can see."""
     placed = {"distributed_config": distributed_config} if distributed_config else {}
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **placed)
-    ours = {"reg_lambda": 0.02, "frozen_lambda": 0.1}
+    ours = {"reg_lambda": 0.02}
     trainer = make_trainer(on_fsdp2(MaskTrainer) if sharded else MaskTrainer, model, folder / name, ours, settings)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     trainer.save_model()

@@ -13,6 +13,7 @@ from training import ADAMW, ROUNDINGS, assert_same, loss_of, prox_optimizer, tin
 from proxsparse import ProxAdamW, ProxOptimizer
 from proxsparse.ops import prox_nm_
 from proxsparse.optim.prox_adamw import call_seed
+from proxsparse.reference import frozen_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 BF16 = torch.bfloat16
@@ -21,7 +22,6 @@ PROX = {
     "without prox": {"reg_lambda": 0.0},
     "1:4": {"reg_lambda": 0.1, "pattern": "1:4"},
     "4:8": {"reg_lambda": 0.5, "pattern": "4:8"},
-    "frozen": {"reg_lambda": 0.05, "frozen_lambda": 0.2, "frozen_eps": 0.05},
 }
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 
@@ -60,6 +60,23 @@ def test_the_scaled_step_is_the_plain_step_on_v():
     torch.testing.assert_close(weight * scale, v, rtol=1e-11, atol=1e-12)
     assert torch.equal(weight == 0, v == 0)
     assert (v == 0).any()
+
+
+def test_the_frozen_term_is_a_penalty_in_the_loss():
+    model, twin = tiny_model(), tiny_model()
+    frozen = {"frozen_lambda": 0.2, "frozen_eps": 0.05}
+    ours = ProxAdamW(model.parameters(), **ADAMW, reg_lambda=0.05, **frozen)
+    plain = ProxAdamW(twin.parameters(), **ADAMW, reg_lambda=0.05)
+    pretrained = [weight for weight in weights(twin) if weight.ndim == 2]
+    for _ in range(5):
+        train(model, ours, 1)
+        plain.zero_grad()
+        penalties = map(frozen_penalty, (twin[0].weight, twin[2].weight), pretrained, (0.05, 0.05))
+        (loss_of(twin) + 0.2 * sum(penalties)).backward()
+        plain.step()
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-10, atol=1e-12)
+    kept = [state["pretrained"] for state in ours.state.values() if "pretrained" in state]
+    assert_same(kept, pretrained)
 
 
 def test_a_compiled_step_is_the_eager_one():
@@ -279,6 +296,9 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
         ([parameter()], {"eps": "0.1"}, r"eps='0.1' must be"),
         ([parameter()], {"betas": (0.9, torch.ones(2))}, r"betas=.* must be two numbers"),
         ([parameter()], {"betas": 0.9}, r"betas=0.9 must be two numbers"),
+        ([parameter()], {"frozen_lambda": -2}, r"frozen_lambda=-2"),
+        ([parameter()], {"frozen_eps": 0}, r"frozen_eps=0 must be"),
+        ([parameter()], {"frozen_lambda": "0.1"}, r"frozen_lambda=.* must be a finite number"),
         ([parameter()], {"seed": 1.5}, r"seed=1.5 must be an integer"),
         ([parameter()], {"moment_dtype": torch.float16}, r"moment_dtype=torch.float16 must be torch.bfloat16, or None"),
         ([parameter()], {"stochastic_rounding": True, "master_weights": True}, r"choose one of the two"),

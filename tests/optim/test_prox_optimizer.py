@@ -1,4 +1,4 @@
-"""ProxOptimizer: frozen-weight gradient, base step, prox; what it shares with its base; refusals."""
+"""ProxOptimizer: base step, prox; what it shares with its base; refusals."""
 
 import copy
 import pickle
@@ -13,7 +13,6 @@ from training import assert_same, loss_of, tiny_model, train, weights
 from proxsparse import ProxAdamW
 from proxsparse.ops import prox_nm, prox_nm_
 from proxsparse.optim import ProxOptimizer, param_groups
-from proxsparse.reference import frozen_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:prox_nm_. not on the cpp backend")
 
@@ -60,26 +59,10 @@ def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
     assert [group["prox_step"] for group in optimizer.param_groups] == [1, 1, 1]
 
 
-def test_frozen_gradient_is_that_of_the_penalty():
-    model = tiny_model()
-    pretrained = weights(model)[0]
-    optimizer = ProxOptimizer(SGD(model.parameters(), lr=0.1), 0.01, frozen_lambda=0.3, frozen_eps=0.05)
-    train(model, optimizer, 3)
-    w = model[0].weight.detach().clone().requires_grad_()
-    (loss_gradient,) = torch.autograd.grad(loss_of(model), model[0].weight)
-    (penalty_gradient,) = torch.autograd.grad(0.3 * frozen_penalty(w, pretrained, 0.05), w)
-    assert penalty_gradient.norm() > 1e-3 * loss_gradient.norm(), "the test would not see the term"
-    gradient = loss_gradient + penalty_gradient
-    train(model, optimizer, 1)
-    torch.testing.assert_close(model[0].weight.grad, gradient, rtol=1e-12, atol=1e-12)
-    expected = prox_nm(w.detach() - 0.1 * gradient, 0.01)
-    torch.testing.assert_close(model[0].weight.detach(), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_lbfgs_evaluates_the_closure_many_times():
     model, calls = tiny_model(), []
     base = LBFGS([model[0].weight, model[2].weight], lr=0.5, max_iter=8, line_search_fn="strong_wolfe")
-    optimizer = ProxOptimizer(base, 1e-3, frozen_lambda=1e-3)
+    optimizer = ProxOptimizer(base, 1e-3)
 
     def closure():
         optimizer.zero_grad()
@@ -152,8 +135,8 @@ def test_bad_bases_are_refused():
     ("last", "arguments", "message"),
     [
         ({}, {"pattern": "1:3"}, "multiple of 3"),
-        ({"frozen_eps": -1.0}, {}, "frozen_eps=-1.0"),
-        ({}, {"frozen_lambda": -1.0}, "frozen_lambda=-1.0"),
+        ({"reg_lambda": -1.0}, {}, "reg_lambda=-1.0"),
+        ({}, {"reg_lambda": -2.0}, "reg_lambda=-2.0"),
     ],
 )
 def test_a_wrap_that_raises_leaves_the_base_as_it_was(last, arguments, message):
@@ -161,20 +144,8 @@ def test_a_wrap_that_raises_leaves_the_base_as_it_was(last, arguments, message):
     base = SGD([{"params": [first]}, {"params": [second]} | last], lr=0.1)
     before = copy.deepcopy(base.defaults), [list(group) for group in base.param_groups]
     with pytest.raises(ValueError, match=message):
-        ProxOptimizer(base, 0.1, **arguments)
+        ProxOptimizer(base, **{"reg_lambda": 0.1} | arguments)
     assert (base.defaults, [list(group) for group in base.param_groups]) == before
-    base.param_groups[1].pop("frozen_eps", None)
+    base.param_groups[1].pop("reg_lambda", None)
     ProxOptimizer(base, 0.5, "1:4")
     assert (base.param_groups[0]["reg_lambda"], base.param_groups[0]["pattern"]) == (0.5, "1:4")
-
-
-def test_a_sparse_gradient_takes_no_frozen_term():
-    layer = nn.Embedding(6, 8, sparse=True)
-    optimizer = ProxOptimizer(SGD(layer.parameters(), lr=0.1), 0.1)
-    layer(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()  # the prox alone accepts it
-    optimizer.param_groups[0]["frozen_lambda"] = 0.2
-    before = layer.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"\[6, 8\] has a sparse gradient.*sparse=False"):
-        optimizer.step()
-    assert torch.equal(layer.weight, before)

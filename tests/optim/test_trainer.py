@@ -49,7 +49,7 @@ def make(folder, model=None, kind=MaskTrainer, ours=None, **settings):
 def test_only_layers_of_decoder_blocks_are_pruned_and_groups_stay_as_trainer_made_them(tmp_path):
     model = tiny_model("llama")
     frozen = model.model.layers[0].mlp.down_proj.requires_grad_(False)
-    trainer = make(tmp_path, model, ours={"pattern": "1:4", "reg_lambda": 0.25, "frozen_lambda": 0.5})
+    trainer = make(tmp_path, model, ours={"pattern": "1:4", "reg_lambda": 0.25})
     optimizer = trainer.create_optimizer()
     assert isinstance(optimizer, ProxOptimizer)
     assert trainer.create_optimizer() is optimizer, "a second call of train"
@@ -58,7 +58,7 @@ def test_only_layers_of_decoder_blocks_are_pruned_and_groups_stay_as_trainer_mad
     assert {layer.weight for layer in trainer.learned().values()} == {
         layer.weight for layer in prunable_layers(model).values() if layer is not frozen
     }
-    assert all((group["pattern"], group["frozen_lambda"]) == ("1:4", 0.5) for group in group_of.values())
+    assert all((group["pattern"], group["reg_lambda"]) == ("1:4", 0.25) for group in group_of.values())
     assert group_of[model.lm_head.weight]["weight_decay"] == 0.1
     assert group_of[model.model.norm.weight]["weight_decay"] == 0
 
