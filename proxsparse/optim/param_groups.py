@@ -49,8 +49,9 @@ def check_something_to_prune(param_groups: Iterable[dict]) -> None:
     active = [group for group in param_groups if group["reg_lambda"] > 0]
     if active and not any(list(pruned_parameters(group)) for group in active):
         raise ValueError(
-            "there is nothing to prune: no parameter with reg_lambda > 0 has two or more dimensions (frameworks "
-            "that flatten parameters, such as DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard)"
+            "there is nothing to prune: no parameter with reg_lambda > 0 is a matrix to prune (with adapters such as "
+            "LoRA they are frozen; frameworks that flatten parameters, such as DeepSpeed ZeRO, are not supported; "
+            "shard with FSDP2's fully_shard)"
         )
 
 

@@ -17,13 +17,8 @@ def layer_lambda(weight: Tensor, options: LearningOptions) -> float:
         return options.reg_lambda
     if options.masked:
         return options.reg_lambda_rel
-    mean = mean_size(weight)
+    mean = sharding.mean_of_shards(sharding.local(weight.detach()).float().abs(), weight).item()
     return options.reg_lambda_rel / mean if mean > 0 else 0.0
-
-
-def mean_size(weight: Tensor) -> float:
-    """mean|w| over the whole weight."""
-    return sharding.mean_of_shards(sharding.local(weight.detach()).float().abs(), weight).item()
 
 
 def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: LearningOptions) -> ProxAdamW:

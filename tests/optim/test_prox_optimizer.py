@@ -104,18 +104,6 @@ def test_everything_is_shared_with_the_base():
     assert model[0].weight.grad is None
 
 
-def test_a_plain_state_loaded_into_the_base_keeps_the_settings_of_every_group():
-    model = tiny_model()
-    split = [{"params": [model[0].weight]}, {"params": [model[2].weight], "reg_lambda": 0}]
-    optimizer = ProxOptimizer(AdamW(split, lr=0.01), reg_lambda=0.6)
-    plain = AdamW([{"params": [model[0].weight]}, {"params": [model[2].weight]}], lr=0.02)
-    for wrapped in (optimizer, copy.deepcopy(optimizer)):
-        wrapped.base_optimizer.load_state_dict(plain.state_dict())
-        assert [(group["lr"], group["reg_lambda"]) for group in wrapped.param_groups] == [(0.02, 0.6), (0.02, 0)]
-    train(model, optimizer, 1)
-    assert optimizer.param_groups[0]["prox_step"] == 1
-
-
 def test_bad_bases_are_refused():
     model = tiny_model()
     base = SGD(model.parameters(), lr=0.1)
