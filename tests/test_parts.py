@@ -168,7 +168,6 @@ def test_masks_round_trip_and_are_checked_against_their_own_patterns(tmp_path):
     save_masks(file, masks, patterns, "some/model")
     loaded = load_masks(file)
     assert all(torch.equal(loaded[name], mask) for name, mask in masks.items())
-    assert all(torch.equal(mask, loaded[name]) for name, mask in masks.items())
     assert masks_sha256(loaded) == masks_sha256(dict(reversed(masks.items())))
     with pytest.raises(InputError, match="layer d does not keep 2:4"):
         save_masks(tmp_path / "other.safetensors", masks, "2:4")
