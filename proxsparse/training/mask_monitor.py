@@ -126,15 +126,7 @@ def feasible_share(learned: Iterable[LearnableLayer]) -> float:
     return sum(count.item() for count in counts) / sum(blocks)
 
 
-def agreement(
-    masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, LearnableLayer] | None = None
-) -> float:
-    """Share of equal bits in two sets of masks of the same layers.
-
-    `learned`: given for sharded layers; the masks then hold the rows of this process, and all processes must call it.
-    """
-    equal = {name: (mask == others[name]).sum() for name, mask in masks.items()}
-    if learned:
-        equal = {name: sum_of_shards(count, learned[name].weight) for name, count in equal.items()}
-    bits = sum(learned[name].weight.numel() if learned else mask.numel() for name, mask in masks.items())
-    return sum(count.item() for count in equal.values()) / bits
+def agreement(masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, LearnableLayer]) -> float:
+    """Share of equal bits in two sets of masks of the learned layers: the rows of this process, if they are sharded."""
+    equal = [sum_of_shards((masks[name] == others[name]).sum(), layer.weight) for name, layer in learned.items()]
+    return sum(count.item() for count in equal) / sum(layer.weight.numel() for layer in learned.values())

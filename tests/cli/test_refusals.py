@@ -191,7 +191,6 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --config absent.yaml", "absent.yaml"),
     ("train --config c.yaml", "c.yaml .. lerning_rate"),
     ("train --device cuda:7", "cuda:7 .. --device cpu"),
-    ("train --report_to wandb", "wandb .. pip install"),
     ("finetune pruned --patience 3 --held_out 0", "--patience 3 .. set --held_out"),
     ("finetune pruned --train all", "--train all .. kept, norms"),
     ("evaluate dense --seq_len 0", "--seq_len 0: must be at least 2"),

@@ -3,14 +3,11 @@
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from proxsparse import report
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import MARKER, opened
 
 
@@ -49,18 +46,3 @@ def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
     (final / "loss.png").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=r"loss\.png: is a link or a folder, and the report would replace it"):
         report.main([str(final)])
-
-
-def test_the_callback_replaces_only_masks(tmp_path):
-    from proxsparse.integrations.transformers_trainer import ProxCallback
-
-    callback = ProxCallback()
-    callback.keep_pretrained = lambda model: next(iter(()))  # stops the callback: the file was accepted
-    arguments = (SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=0), None)
-    (tmp_path / "masks.safetensors").write_text("the user's")
-    with pytest.raises(ValueError, match=r"masks\.safetensors is not a mask file, and the masks would replace it"):
-        callback.on_train_begin(*arguments)
-    assert (tmp_path / "masks.safetensors").read_text() == "the user's"
-    save_masks(tmp_path / "masks.safetensors", {"layer": torch.tensor([[True, True, False, False]])}, "2:4", "model")
-    with pytest.raises(StopIteration):
-        callback.on_train_begin(*arguments)
