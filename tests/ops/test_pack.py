@@ -7,7 +7,6 @@ import torch
 from ops.cases import DTYPES, bits, feasible
 
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, registry, unpack_nm
-from proxsparse.ops.backends import cpp
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack, quantize
 
@@ -103,17 +102,6 @@ def test_an_infeasible_weight_is_refused_in_the_words_of_the_reference(device):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         pack_nm(weight.to(device))
     assert str(error.value) == f"weight of shape [40, 1024]: {message}"
-
-
-def test_without_the_compiled_extension_the_reference_serves_with_a_warning(monkeypatch):
-    monkeypatch.setattr(cpp, "_C", None)
-    monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing")
-    monkeypatch.setattr(registry, "_warned", set())
-    monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
-    weight = feasible((3, 12), torch.float32, 0).nan_to_num()
-    with pytest.warns(UserWarning, match=r"pack_nm: not on the cpp backend.*the compiled extension is missing"):
-        values, indices = pack_nm(weight)
-    assert torch.equal(unpack_nm(values, indices), weight)
 
 
 # ------------------------------------------------------------------------------------------ codes of 8 and 4 bits
