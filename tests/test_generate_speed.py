@@ -52,21 +52,6 @@ def test_onednn_is_off_for_steps_of_one_token_only():
     assert torch._C._get_mkldnn_enabled()
 
 
-def test_speed_is_compared_with_the_fastest_dense_row_of_all_modes_and_of_the_same_mode():
-    def speed(mode: str, form: str, speed: float) -> dict:
-        sizes = {f"{part}_bytes": 100 if form == "dense" else 60 for part in ("layer", "built", "peak")}
-        return {"mode": mode, "form": form, "decode_tokens_per_s": speed, "prefill_tokens_per_s": speed} | sizes
-
-    dense = [speed("eager", "dense", 2.0), speed("graph", "dense", 5.0)]
-    sparse = [speed("eager", "sparse", 3.0), speed("graph", "sparse", 6.0), speed("compile", "sparse", 7.5)]
-    failed = {"mode": "compile", "form": "dense", "note": "RuntimeError: out of memory"}
-    found = [generate_speed.ratios(row, [failed, *dense, *sparse]) for row in sparse]
-    assert [row["decode_times_dense"] for row in found] == [3 / 5, 6 / 5, 7.5 / 5]
-    assert [row.get("decode_times_dense_of_mode") for row in found] == [3 / 2, 6 / 5, None]
-    assert found[0]["peak_bytes_of_dense"] == 0.6
-    assert generate_speed.ratios(failed, [failed, *dense]) == {}
-
-
 def broken(*arguments):
     raise RuntimeError("no such\nkernel")
 

@@ -74,13 +74,6 @@ gpu_run.main(["--device", "cpu"])"""
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_a_rehearsal_saves_no_rows(folders, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_run, "PARTS", [("small", 20, "echo", "of a CPU"), ("large", 20, "exit 1", None)])
-    assert gpu_run.main(["--device", "cpu"]) == 0
-    assert re.search(r"small +passed .* of a CPU\nlarge +skipped .* needs a GPU", capsys.readouterr().out)
-    assert not list(folders[0].iterdir())
-
-
 def test_the_halves_of_a_file_are_joined(tmp_path, monkeypatch):
     content, calls = os.urandom(100_001), []
     monkeypatch.setattr(subprocess, "check_call", calls.append)  # pip

@@ -91,12 +91,6 @@ def test_equal_tokens_in_different_forms_give_equal_masks(tokenizer):
     assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
 
 
-def test_texts_in_all_forms_are_the_same_texts(tokenizer):
-    forms = [TEXTS, FORMS["rows"], (text for text in TEXTS), (dict(row) for row in FORMS["rows"])]
-    masks = [proxsparse.prune_(tiny_model("llama"), "wanda", data, tokenizer, **FEW) for data in forms]
-    assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
-
-
 @pytest.mark.parametrize("item", [TOKENS[0], TEXTS[0]], ids=["tokens", "text"])
 def test_an_endless_iterator_is_read_only_as_far_as_needed(item, model, tokenizer):
     assert_pruned(model, proxsparse.prune_(model, "wanda", itertools.repeat(item), tokenizer, **FEW))
@@ -245,12 +239,6 @@ def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
     assert {f"{name}.weight" for name in masks} <= changed
     assert not any("self_attn" in name or "embed" in name for name in changed)
-
-
-def test_fine_tuning_on_the_batches_of_a_loader(tokenizer):
-    dense, model = tiny_model("llama"), prune_by_magnitude(tiny_model("llama"))
-    loader = DataLoader(TensorDataset(torch.stack(TOKENS * 4)), batch_size=8)  # 32 samples, of which 4 are held out
-    assert_pruned(model, proxsparse.finetune_(model, dense, loader, tokenizer))
 
 
 def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):

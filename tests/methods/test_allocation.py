@@ -120,22 +120,6 @@ def test_alpha_ignores_the_zeros_of_a_singular_matrix():
     assert singular == pytest.approx([alone, alone], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("wishes", "counts"),
-    [
-        # rounding gives 7 and 9 of 8: 1.4 and 2.6 are nearest to a boundary; the last is clamped only
-        ([1.3, 1.4, 3.1, 2.1], [1, 2, 3, 2]),
-        ([2.6, 2.9, 1.4, 2.0], [2, 3, 1, 2]),
-        ([5.0, -3.0, 2.0, 2.0], [3, 1, 2, 2]),
-        # of equally good ways the early blocks gain
-        ([2.5, 1.5], [3, 1]),
-        ([1.5, 2.5], [2, 2]),
-    ],
-)
-def test_equal_blocks_meet_the_budget_by_the_nearest_moves(wishes, counts):
-    assert nearest_counts(wishes, [7] * len(wishes), NMPattern(2, 4)) == counts
-
-
 @pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:8"])
 @pytest.mark.parametrize("sizes", [[1] * 5, [3, 3, 2, 2, 3], [10, 7, 7, 3, 1], [1000, 1, 1, 1, 1]])
 def test_counts_are_the_best_of_all_combinations(pattern, sizes):
@@ -176,14 +160,6 @@ def test_every_allocation_keeps_the_budget_and_the_model(name, pattern, deep_mod
     assert all((patterns[layer].blocks(mask).sum(-1) == patterns[layer].n).all() for layer, mask in masks.items())
 
 
-def test_a_wide_spread_neither_empties_nor_fills_a_block(deep_model, batches):
-    model = deep_model()
-    layers = prunable_layers(model)
-    patterns = allocate("owl", model, layers, batches, "2:4", outlier_factor=2.0, spread=100.0)
-    assert {pattern.n for pattern in patterns.values()} >= {1, 3}
-    assert budget(layers, patterns) == 0.5
-
-
 @pytest.mark.parametrize("name", ["owl", "alphapruning"])
 def test_unequal_decoder_blocks_come_as_near_as_they_can(name, deep_model, batches):
     """One decoder block without its MLP: the wishes are centred by weights, the budget is not met exactly."""
@@ -198,12 +174,6 @@ def test_unequal_decoder_blocks_come_as_near_as_they_can(name, deep_model, batch
     assert np.average(wishes, weights=sizes) == pytest.approx(2)
     assert squared_distance(counts, wishes) == pytest.approx(best_by_trying(wishes, sizes, pattern)[1])
     assert budget(layers, patterns) == pytest.approx(np.average(counts, weights=sizes) / 4)
-
-
-@pytest.mark.parametrize(("blocks", "pattern"), [(BLOCKS, "2:4"), (1, "1:2")])
-def test_uniform_gives_every_layer_the_pattern(blocks, pattern, deep_model):
-    layers = prunable_layers(model := deep_model(blocks), pattern)
-    assert allocate("uniform", model, layers, (), pattern) == dict.fromkeys(layers, NMPattern.parse(pattern))
 
 
 @pytest.mark.parametrize(

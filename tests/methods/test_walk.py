@@ -6,13 +6,10 @@ import pytest
 import torch
 from layer_cases import hooked_inputs
 from tiny_models import MIXED, MODELS
-from torch import nn
 
-from proxsparse import prune_
 from proxsparse.data.calibration import single_samples
 from proxsparse.methods.walk import capture_samples, same_arguments, walk
 from proxsparse.models.layers import decoder_blocks, prunable_layers
-from proxsparse.reference import nm_mask
 
 
 class Inputs:
@@ -97,40 +94,3 @@ def test_one_decoder_block_of_statistics_at_a_time(tiny_model, batches):
     walk(model, prunable_layers(model), batches, Counted, lambda statistics: None)
     assert max(most) == 7
     assert len(most) == 14
-
-
-class Tupled(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, hidden_states, **kwargs):
-        return self.block(hidden_states, **kwargs), None
-
-
-def test_blocks_that_return_tuples(tiny_model, batches):
-    """Older decoder blocks return (hidden states, ...) and take their hidden states by keyword."""
-    plain, tupled = tiny_model(), tiny_model()
-    tupled.model.layers = nn.ModuleList(Tupled(block) for block in tupled.model.layers)
-
-    def forward(input_ids, attention_mask, use_cache):
-        hidden = tupled.model.embed_tokens(input_ids)
-        position_ids = torch.arange(input_ids.shape[1])[None]
-        for block in tupled.model.layers:
-            rotary = tupled.model.rotary_emb(hidden, position_ids=position_ids)
-            hidden, _ = block(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)
-
-    tupled.forward = forward
-    masks, tupled_masks = prune_(plain, "wanda", batches), prune_(tupled, "wanda", batches)
-    assert all(torch.equal(one, two) for one, two in zip(masks.values(), tupled_masks.values(), strict=True))
-
-
-def test_wanda_scores_of_the_first_block(tiny_model, batches):
-    """|W_ij| * ||X_j||_2, the norm over all tokens of all documents."""
-    model, rows = tiny_model(), hooked_inputs(tiny_model(), batches)
-    masks = prune_(tiny_model(), "wanda", batches)
-    first = prunable_layers(model, include=[r"\.0\."])
-    assert len(first) == 7
-    for name, layer in first.items():
-        score = layer.weight.double().abs() * torch.cat(rows[name]).double().square().sum(0).sqrt()
-        assert torch.equal(masks[name], nm_mask(score)), name
