@@ -1,10 +1,8 @@
 """generate_speed: its decode loop gives the tokens of `model.generate`, also past a sliding window; ratios."""
 
-import generate_speed
 import pytest
 import torch
 from generate_speed import MODES
-from lib import common
 from lib.decode import Decoder
 from lib.measure import elapsed_ms
 from pruned import prune_
@@ -50,28 +48,6 @@ def test_onednn_is_off_for_steps_of_one_token_only():
     with pytest.raises(ZeroDivisionError):
         decoders[0].step()
     assert torch._C._get_mkldnn_enabled()
-
-
-def broken(*arguments):
-    raise RuntimeError("no such\nkernel")
-
-
-def test_rows_of_every_form_and_a_mode_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
-    monkeypatch.setitem(MODES, "compile", broken)
-    flags = ["--devices", "cpu", "--models", "tiny", "--prompt", "4", "--new_tokens", "3", "--batches", "1"]
-    generate_speed.main([*flags, "--dtypes", "float32", "--layers", "2", "--modes", "eager", "compile"])
-    rows = common.read_rows(tmp_path / "generate_speed.jsonl")
-    notes = [row["note"] for row in rows if row["mode"] == "compile"]
-    assert notes == ["RuntimeError: no such kernel"] * len(generate_speed.FORMS)
-    found = {row["form"]: row for row in rows if row["mode"] == "eager"}
-    weights, biases = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64), 2 * (64 + 2 * 32) * 4
-    assert found["dense"]["layer_bytes"] == 4 * weights + biases
-    assert found["sparse"]["layer_bytes"] == 4 * weights // 2 + weights // 8 + biases
-    assert found["sparse"]["same_tokens"] == 1
-    for row in found.values():
-        assert row["decode_tokens_per_s"] == pytest.approx(1000 / row["p50_ms"])
-        assert (row["decode_backends"] == ["dense"]) == (row["form"] == "dense")
 
 
 @pytest.mark.gpu

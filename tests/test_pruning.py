@@ -117,23 +117,29 @@ def test_an_allocation_and_its_options(model, tokenizer):
     assert len(counts) > 1
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "proxsparse"])
-def test_an_error_leaves_the_model_as_before(method, model, tokenizer, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "owner"),
+    [
+        ("sparsegpt", "proxsparse.methods.sparsegpt.inverse_factor"),
+        ("proxsparse", "proxsparse.training.loop.backward"),
+        ("maskllm", "proxsparse.methods.maskllm.language_loss"),
+    ],
+)
+def test_an_error_leaves_the_model_as_before(method, owner, model, tokenizer, monkeypatch):
     before, calls = weights_of(model), iter(range(100))
 
     def fail_late():
         raise OSError("gone")
 
-    owner = (
-        "proxsparse.methods.sparsegpt.inverse_factor" if method == "sparsegpt" else "proxsparse.training.loop.backward"
-    )
     module, _, name = owner.rpartition(".")
     original = getattr(__import__(module, fromlist=[name]), name)
     monkeypatch.setattr(owner, lambda *a, **k: fail_late() if next(calls) == 2 else original(*a, **k))
     with pytest.raises(OSError, match="gone"):
         proxsparse.prune_(model, method, TEXTS, tokenizer, **FEW)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
-    assert all(weight.requires_grad for weight in model.parameters())
+    after = weights_of(model)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
 
 
 @pytest.mark.parametrize("method", ["proxsparse", "finetune"])

@@ -9,10 +9,8 @@ import pytest
 from lib import common, contenders
 from tiny_models import save_texts, save_tiny_model
 
-from proxsparse import train
 from proxsparse.errors import InputError
 from proxsparse.evaluation import zero_shot
-from proxsparse.io.mask_files import load_masks, masks_sha256
 
 
 @pytest.fixture
@@ -40,11 +38,6 @@ def compare(command, tmp_path):
         return common.read_rows(tmp_path / "rows.jsonl")
 
     return call
-
-
-@pytest.fixture
-def args(command):
-    return compare_methods.parse_arguments(command)
 
 
 @pytest.fixture
@@ -82,19 +75,6 @@ def test_rows_and_masks_are_not_made_twice(compare, at, tasks, capsys):
     at("a-dirty")
     compare("--methods", "wanda", "--seed", "2")
     assert len(compare("--methods", "wanda", "--seed", "2")) == 15 + 2  # a row of uncommitted code never counts
-
-
-def test_learned_masks_are_those_of_train_and_saved_ones_are_scored(compare, command, args, tmp_path):
-    flags = [*command[: command.index("--eval_data")], "--num_samples", "4", "--seq_len", "16", "--device", "cpu"]
-    flags += ["--objective", "paper", "--max_steps", "3", "--precision", "bf16", "--eval_data", "none"]
-    train.main([*flags, "--output_dir", str(tmp_path / "run")])
-    masks = tmp_path / "run" / "masks.safetensors"
-    learned, file, folder = compare(
-        *("--methods", "proxsparse:objective=paper,max_steps=3,precision=bf16"),
-        *("--masks", f"file={masks}", f"folder={tmp_path / 'run'}"),
-    )
-    assert learned["masks_sha256"] == file["masks_sha256"] == masks_sha256(load_masks(masks))
-    assert learned["perplexity"] == file["perplexity"] == pytest.approx(folder["perplexity"], rel=0.01)
 
 
 def test_the_committed_rows_are_found():

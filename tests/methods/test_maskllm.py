@@ -3,7 +3,6 @@
 import functools
 import math
 from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -175,40 +174,6 @@ def test_the_gradient_is_clipped(learned_model):
     )
     assert same(still, clipped)
     assert not same(still, free)
-
-
-def interrupt(*_arguments, **_keywords):
-    raise KeyboardInterrupt
-
-
-def half_done(model, layers, *_arguments, **_keywords):
-    for layer in layers.values():
-        layer.weight.zero_()
-    interrupt()
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "replacement"),
-    [
-        (maskllm, "get_method", lambda name, what="": SimpleNamespace(options={}, prune=half_done)),
-        (torch.nn.Linear, "forward", interrupt),
-        (torch.optim.AdamW, "step", interrupt),
-    ],
-    ids=["in the prior", "in the model", "at a step"],
-)
-def test_an_interruption_leaves_the_model_as_it_was(owner, name, replacement, learned_model, monkeypatch):
-    model, (dense, batch) = learned_model().train(), memorised()
-    parameters = dict(model.named_parameters())
-    monkeypatch.setattr(owner, name, replacement)
-    with pytest.raises(KeyboardInterrupt):
-        prune_(model, "maskllm", [batch], prior="magnitude")
-    after = dict(model.named_parameters())
-    assert after.keys() == parameters.keys()
-    assert all(after[name] is parameter for name, parameter in parameters.items())
-    assert list(model.state_dict()) == list(dense)
-    assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in after.values())
-    assert all(module.training for module in model.modules())
 
 
 def test_a_loss_that_is_not_finite(tiny_model, batches):
