@@ -6,7 +6,7 @@ import pytest
 import torch
 from ops.blocks import random_blocks
 from ops.cases import DTYPES, bits, each_dtype
-from ops.on_each_backend import assert_alike
+from ops.on_each_backend import EMULATED, assert_alike
 from reference.ground_truth import GAP, assert_optimal, exact, exact_one
 
 from proxsparse import prox_nm, reference
@@ -21,8 +21,8 @@ each_poison = pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.in
 
 
 def is_slow(device: torch.device) -> bool:
-    """Whether each block takes microseconds: the reference, and compiled CUDA kernels on the CPU (tests/ptx)."""
-    return registry.chosen_backend() in ("cuda", "reference") and device.type == "cpu"
+    """Whether each block takes microseconds: the reference, and compiled GPU kernels on the CPU (tests/ptx)."""
+    return registry.chosen_backend() in (*EMULATED, "reference") and device.type == "cpu"
 
 
 def largest(weight: torch.Tensor) -> torch.Tensor:
