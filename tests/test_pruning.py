@@ -279,9 +279,6 @@ def offloaded(model):
 REFUSALS = {
     "no data": (lambda m, t: proxsparse.prune_(m), "data=None: method 'proxsparse' needs calibration text"),
     "no form": (lambda m, t: proxsparse.prune_(m, "wanda", 5), "data=5: give the name of a source"),
-    "bytes": (lambda m, t: proxsparse.prune_(m, "wanda", b"text", t), "data=b'text': give the name of a source"),
-    "no list": (lambda m, t: proxsparse.prune_(m, "magnitude", exclude="mlp"), "exclude='mlp': must be of type list"),
-    "dict of texts": (lambda m, t: proxsparse.prune_(m, "wanda", {"text": TEXTS}, t), "is not text; a row is a string"),
     "no directory": (lambda m, t: proxsparse.save_masks("none/m", {"a": TOKENS[0]}), "there is no directory none"),
     "empty": (lambda m, t: proxsparse.prune_(m, "wanda", [], t), "data: it is empty"),
     "no tokenizer": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS), "tokenizer=None: texts need the tokenizer"),
@@ -289,7 +286,6 @@ REFUSALS = {
     "no file": (lambda m, t: proxsparse.prune_(m, "wanda", "none.txt", t), "'none.txt': no such file"),
     "no input_ids": (lambda m, t: proxsparse.prune_(m, "wanda", [{"ids": 1}]), "a dict with ids, without input_ids"),
     "floats": (lambda m, t: proxsparse.prune_(m, "wanda", [torch.rand(3)]), "input_ids are torch.float32 [3]"),
-    "objects": (lambda m, t: proxsparse.prune_(m, "wanda", [object()]), "an item of type object"),
     "mask": (
         lambda m, t: proxsparse.prune_(m, "wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3)}]),
         "attention_mask is [1, 3], input_ids are [1, 32]",
@@ -315,25 +311,12 @@ REFUSALS = {
         "method 'sparsegpt' has no option 'dampng'; its options: damping",
     ),
     "type": (lambda m, t: proxsparse.prune_(m, "sparsegpt", TEXTS, t, damping="0.1"), "damping='0.1': must be of type"),
-    "type of None": (
-        lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, learning_rate="0.1"),
-        "learning_rate 0.1: must be a finite number > 0",
-    ),
     "expression": (
         lambda m, t: proxsparse.prune_(m, "magnitude", include="mlp"),
         "include='mlp': must be of type list",
     ),
     "seed": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, seed=-1), "seed -1: must be between 0 and"),
-    "number": (
-        lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, num_samples=0),
-        "num_samples 0: must be at least",
-    ),
     "text": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, num_samples="8"), "num_samples='8': must be of type"),
-    "window": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, seq_len=999), "seq_len 999: above the model's"),
-    "range": (
-        lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, learning_rate=-1.0),
-        "learning_rate -1.0: must be a finite number > 0",
-    ),
     "batches": (
         lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, gradient_accumulation_steps=99),
         "gradient_accumulation_steps 99: a step on 1 processes needs 99 batches",
@@ -357,7 +340,6 @@ REFUSALS = {
         "teacher: its vocabulary has 300 tokens, that of the model 260",
     ),
     "perplexity": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, seq_len=1), "seq_len 1: must be at least 2"),
-    "windows": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, max_windows=0), "max_windows 0: must be at least 1"),
     "no masks": (lambda m, t: proxsparse.save_masks("none", {}), "masks={}: no layer"),
     "masks": (
         lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(1, 4, dtype=torch.bool)}),
