@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import struct
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -273,13 +272,9 @@ NASTY = {  # name -> files, command
     "an integer of 9000 digits": ({"c.yaml": "seed: 0x" + "f" * 9000}, "config"),
     "lists in lists": ({"c.yaml": "include: " + DEEP[:60_000]}, "config"),
     "ten megabytes of settings": ({"c.yaml": "#" * 10_000_000}, "config"),
-    "metrics nested deep": (run_with(rows=DEEP + "\n{}\n"), "report"),
-    "a loss of 400 digits": (run_with(rows='{"step": 1, "loss": ' + "9" * 400 + "}\n{}\n"), "report"),
     "a result of 5000 digits": (run_with(steps="9" * 5000), "report"),
     "half a surrogate pair": (run_with(model='"\\ud800"'), "report"),
-    "warnings nested deep": (run_with(warnings="[" * 986 + "]" * 986), "report"),
     "rows nested deep": ({"a.jsonl": DEEP}, "data"),
-    "a row of digits": ({"a.jsonl": '{"text": ' + "9" * 5000 + "}"}, "data"),
     "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
     "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
     "one text in 200 rows": ({"a.parquet": parquet_bomb()}, "data"),
@@ -310,12 +305,6 @@ def test_a_command_ends_in_one_line(name, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("PROXSPARSE_DEBUG", raising=False)
     code = run_command(lambda: main([places.get(argument, argument) for argument in arguments]))
     error = capfd.readouterr().err
-    if name == "a loss of 400 digits":
-        assert code == 0  # the report leaves out rows without the figures of a step
-        return
-    if name == "warnings nested deep" and sys.version_info >= (3, 12):
-        assert (code, error) == (0, "")  # C code has its own recursion limit: str writes every list that json reads
-        return
     assert code == 2, error
     assert error.startswith("error: ")
     assert error.count("\n") == 1, error

@@ -63,23 +63,6 @@ def test_the_longest_text_tells_a_mixed_model(tiny_model):
     assert not same_arguments(long.calls)
 
 
-def test_later_blocks_see_the_pruned_ones(tiny_model, batches):
-    """The second block's statistics are those of a model whose first block is pruned already."""
-    model, first_pruned, seen = tiny_model(), tiny_model(), {}
-
-    def halve(statistics):
-        seen.update(statistics)
-        for name in statistics:
-            model.get_submodule(name).weight.data.mul_(0.5)
-
-    walk(model, prunable_layers(model), batches, Inputs, halve)
-    for layer in prunable_layers(first_pruned, include=[r"\.0\."]).values():
-        layer.weight.data.mul_(0.5)
-    for name, rows in hooked_inputs(first_pruned, batches).items():
-        if ".1." in name:
-            assert_same_rows(seen[name], rows)
-
-
 def test_one_decoder_block_of_statistics_at_a_time(tiny_model, batches):
     """When the first statistics of a decoder block are made, those of the one before are gone."""
     alive, most = weakref.WeakSet(), []
