@@ -123,26 +123,6 @@ def test_every_launch_parameter_gives_the_same_product(tiles, bits, launch):
         assert parameters == (min(warps, most), row_blocks * splits, splits, tiles == 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"warps": 32, "splits": 16, "tiles": 64}, (16, 5 * 8, 8)),
-        ({"warps": 1, "splits": 3, "tiles": 3}, (1, 10 * 3, 3)),
-        ({"warps": -1, "splits": -1, "tiles": -1}, (4, 5 * 8, 8)),  # as 0: its own plan
-    ],
-    ids=str,
-)
-def test_what_a_gpu_cannot_run_is_replaced(given, expected, launch):
-    x, values, indices, _, weight = layer(16, 1, 150, 8 * 1024)
-    y, parameters = launch(x, values, indices, **given)
-    check(y, x, weight)
-    assert parameters[:3] == expected
-    x, values, indices, _, weight = layer(16, 9, 150, 1024)
-    y, parameters = launch(x, values, indices, **given)
-    check(y, x, weight)
-    assert parameters[0] % 4 == 0  # four warps share x
-
-
 def test_dependent_launch_and_clusters_only_where_the_code_has_the_instructions(launch, cuda_on_cpu, monkeypatch):
     """A kernel without them would not wait for the one before, and y would miss the sums of other thread blocks.
 

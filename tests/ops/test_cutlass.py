@@ -239,34 +239,38 @@ def stand_in(cuda_on_cpu, gpu, monkeypatch):
     return cutlass._C
 
 
+# kind of codes (None: bfloat16), compute capability, shape, and the tiles for 17, 40, 200 and 600 rows of x
+SMALL, LARGE = ["64x64"] * 2, ["128x128"] * 2
+CALLS = [
+    (None, 9, (72, 144), ["64x32", "64x64", "128x128", "128x256"]),
+    *((None, major, shape, SMALL + LARGE) for major, shape in ((8, (96, 320)), (10, (32, 64)))),
+    (INT8, 8, (96, 384), SMALL + LARGE),
+    (INT8, 9, (96, 384), [*SMALL, "64x64", "128x256"]),
+    (FP8, 9, (96, 384), [*SMALL, "64x64", "128x128"]),
+]
+
+
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(("major", "shape"), [(9, (72, 144)), (8, (96, 320)), (10, (32, 64))], ids=str)
-def test_a_call_matches_the_dense_product(major, shape, with_bias, stand_in, gpu):
-    """With the tiles of the GPU; x is copied only to add rows."""
+@pytest.mark.parametrize(
+    ("kind", "major", "shape", "tiles"), CALLS, ids=lambda value: getattr(value, "name", str(value))
+)
+def test_a_call_matches_the_dense_product(kind, major, shape, tiles, with_bias, stand_in, gpu):
+    """With the tiles of the GPU; x is copied only to add rows, or to round it."""
     gpu(major)
     weight, bias = pruned_weight(shape, bf16), torch.randn(shape[0]).bfloat16() if with_bias else None
+    packed = packed_as(kind, weight) if kind else pack_nm(weight)
     for rows in (17, 40, 200, 600):
         x = torch.randn(rows, shape[1]).bfloat16()
-        y = kernel().run(x, *pack_nm(weight), bias, None)
+        if kind:
+            y, expected = MULTIPLY[kind](x, *packed, bias), exact(kind, x, *packed, bias)[0]
+        else:
+            y = kernel().run(x, *packed, bias, None)
+            expected = linear(x.double(), weight.double(), bias.double() if with_bias else None)
+            assert (stand_in.pointers[-1] == x.data_ptr()) == (rows % 8 == 0 or major == 9)
         assert y.is_contiguous()
-        expected = linear(x.double(), weight.double(), bias.double() if with_bias else None)
-        torch.testing.assert_close(y.double(), expected, rtol=8e-3, atol=3e-2)
-        assert (stand_in.pointers[-1] == x.data_ptr()) == (rows % 8 == 0 or major == 9)
-    small, large = ["64x64"] * 2, ["128x128"] * 2
-    assert stand_in.tiles == (["64x32", "64x64", "128x128", "128x256"] if major == 9 else small + large)
-
-
-@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(("kind", "major"), [(INT8, 8), (INT8, 9), (FP8, 9)], ids=["int8-8", "int8-9", "fp8"])
-def test_a_call_with_codes_matches_the_product_of_rounded_numbers(kind, major, with_bias, stand_in, gpu):
-    gpu(major)
-    packed, bias = packed_as(kind, pruned_weight((96, 384), bf16)), torch.randn(96).bfloat16() if with_bias else None
-    for rows in (1, 13, 300):
-        x = torch.randn(rows, 384).bfloat16()
-        y = MULTIPLY[kind](x, *packed, bias)
-        assert y.is_contiguous()
-        torch.testing.assert_close(y.double(), exact(kind, x, *packed, bias)[0], rtol=4e-3, atol=1e-4)
-    assert stand_in.tiles == ["64x64", "64x64", "128x256" if (kind, major) == (INT8, 9) else "128x128"]
+        tolerance = {"rtol": 4e-3, "atol": 1e-4} if kind else {"rtol": 8e-3, "atol": 3e-2}
+        torch.testing.assert_close(y.double(), expected, **tolerance)
+    assert stand_in.tiles == tiles
 
 
 @pytest.mark.parametrize("major", [8, 9])
