@@ -34,22 +34,6 @@ def test_a_packed_model_and_a_compiled_step():
     check(model, lambda step, device: torch.compile(step, backend="aot_eager", fullgraph=True))
 
 
-def test_onednn_is_off_for_steps_of_one_token_only():
-    """And it is restored after an error: a case that fails must not change how the next ones are measured."""
-    model, seen = tiny_model("llama"), []
-    model.register_forward_pre_hook(lambda *_: seen.append(torch._C._get_mkldnn_enabled()))
-    decoders = [Decoder(model, batch, 12, MODES["eager"]) for batch in (1, 2)]
-    seen.clear()
-    for batch, decoder in enumerate(decoders, 1):
-        decoder.prefill(PROMPTS[:batch])
-        decoder.step()
-    assert seen == [True, False, True, True]
-    decoders[0].run = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        decoders[0].step()
-    assert torch._C._get_mkldnn_enabled()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_gpu(mode):

@@ -11,7 +11,6 @@ from lib import common, measure, random_models
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import choice, registry, unpack_nm
 from proxsparse.ops.registry import Kernel
-from proxsparse.reference.pack import check_packed
 
 CPU = torch.device("cpu")
 KERNELS = dict(registry._kernels["sparse_linear"])
@@ -48,14 +47,6 @@ def right(x, values, indices, bias, prepared):
 
 def broken(*arguments):
     raise RuntimeError("no such\nkernel")
-
-
-def test_random_packed_weights_are_valid_and_use_every_pair_of_places():
-    for in_features in (4, 24, 64):
-        values, indices = measure.packed_weight((96, in_features), torch.bfloat16, CPU, sigma=1.0)
-        check_packed(values, indices)
-        weight = unpack_nm(values, indices)
-        assert ((weight != 0).view(-1, 4).double().mean(0) - 0.5).abs().max() < 0.25
 
 
 LAST = torch.tensor([-1])
