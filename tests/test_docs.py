@@ -23,7 +23,6 @@ from proxsparse.allocations.registry import list_allocations
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
 from proxsparse.methods import list_methods
-from proxsparse.models.layers import prunable_layers
 from proxsparse.run.args import SECTIONS
 from proxsparse.run.parse import parse_finetune, parse_prune, parse_train, prune_parser
 
@@ -119,16 +118,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert any(isinstance(module, proxsparse.SparseLinear) for module in names["packed"].modules())
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
-def test_the_masks_of_the_trainer_prune_the_model(workplace, tmp_path):
-    (snippet,) = (s for s in snippets((ROOT / "docs" / "training.md").read_text()) if "MaskTrainer" in s)
-    workplace["proxsparse"] = proxsparse
-    exec(snippet, workplace)
-    assert (tmp_path / "masks.safetensors").is_file()
-    layers = prunable_layers(workplace["pruned"]).values()
-    assert all(NMPattern(2, 4).is_feasible(layer.weight) for layer in layers)
-
-
 def test_the_data_of_the_results_is_what_their_commands_read(workplace, tmp_path):
     text = (ROOT / "docs" / "results.md").read_text()
     exec(snippets(text)[0], workplace)
@@ -220,12 +209,6 @@ def test_commands_are_accepted(page, monkeypatch):
     monkeypatch.setattr(zero_shot, "task_file", lambda name, folder: None)
     for words in commands(read(page)):
         check_command(words)
-
-
-def test_commands_are_found():
-    found = [" ".join(words[:2]) for page in PAGES + DOCS for words in commands(read(page))]
-    assert {"proxsparse train", "proxsparse pack", "make prune", "python benchmarks/compare_methods.py"} <= set(found)
-    assert len(found) > 60
 
 
 @pytest.fixture(scope="module")

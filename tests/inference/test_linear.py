@@ -134,24 +134,6 @@ def test_compiles_into_one_graph_and_exports(bits, backend, autocast, monkeypatc
             assert torch.equal(program.module()(x), packed(x))
 
 
-@pytest.mark.filterwarnings("ignore:sparse_linear. not on the cpp backend")
-@each_bits
-def test_casts_and_moves(bits):
-    packed, _ = packed_and_dense(bits)
-    indices, codes = packed.indices.clone(), packed.values.clone()
-    for dtype in (torch.half, torch.double, torch.float, torch.bfloat16):
-        packed.to(dtype)
-        assert packed.dtype == packed.weight.dtype == packed.bias.dtype == dtype
-        assert torch.equal(packed.indices, indices)
-        assert packed.values.dtype == dtype if bits == 16 else torch.equal(packed.values, codes)
-        assert packed(torch.randn(2, 24, dtype=dtype)).dtype == dtype
-    assert packed.to("meta").indices.is_meta
-    assert packed(torch.empty(2, 24, device="meta", dtype=torch.bfloat16)).shape == (2, 7)
-    with pytest.raises(ValueError, match="meta"):
-        packed(torch.zeros(2, 24, dtype=torch.bfloat16))
-    assert SparseLinear(24, 7, device="meta", bits=bits).to_empty(device="cpu").indices.device.type == "cpu"
-
-
 @each_bits
 def test_copies_pickles_and_state_dicts(bits):
     (packed, _), x = packed_and_dense(bits), torch.randn(2, 24)
@@ -305,16 +287,6 @@ def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(deriving, monke
     torch.testing.assert_close(sparse(x), linear(x))
     assert sparse.prepared is held
     assert deriving == [None, torch.float32, torch.float32]
-
-
-def test_a_refused_call_makes_no_form(deriving):
-    sparse = SparseLinear.from_linear(pruned_linear(), "deriving")
-    with pytest.raises(RuntimeError, match=r"'deriving' was chosen explicitly but does not support .*enough rows"):
-        sparse(torch.randn(100, 24))
-    with pytest.raises(ValueError, match="must be in_features=24"):
-        sparse(torch.randn(2, 20))
-    assert sparse.prepared is None
-    assert deriving == []
 
 
 def test_a_form_that_would_not_be_read_is_not_prepared(deriving, monkeypatch):

@@ -207,14 +207,6 @@ def test_dtype(dtype, folders):
         assert {parameter.dtype for parameter in cast.parameters()} == {torch.float16}
 
 
-def test_a_part_sparsified_and_the_whole_saved(dense, packed, folders, tmp_path):
-    sparsify_(dense.model)  # the config is that of the whole, the names are those of the part
-    dense.save_pretrained(tmp_path / "packed")
-    assert torch.equal(load(tmp_path / "packed")(TOKENS).logits, packed(TOKENS).logits)
-    assert pack([str(tmp_path / "packed"), "--unpack", "--output_dir", str(tmp_path / "dense")]) == 0
-    assert_same_files(tmp_path / "dense", folders[0])
-
-
 def test_the_base_model_alone_loads_packed_and_saved_again(folders, tmp_path):
     dense, base = (transformers.AutoModel.from_pretrained(folder) for folder in folders)
     assert len(packed_layers(base)) == 14
@@ -256,11 +248,6 @@ def test_tied_embeddings(tmp_path):
     loaded = load(tmp_path / "packed")
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.generate(TOKENS, **GREEDY), model.generate(TOKENS, **GREEDY))
-
-
-def test_gpt2_has_nothing_to_pack(tmp_path):
-    with pytest.raises(ValueError, match="the weights of GPT2LMHeadModel are in Conv1D modules"):
-        packed_copy(tmp_path, "gpt2")
 
 
 def test_gives_gradients_to_others_and_compiles_into_one_graph(packed):
