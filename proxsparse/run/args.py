@@ -125,9 +125,6 @@ class OutputArgs:
         "checkpoints/step-N",
         "output",
     )
-    push_to_hub: str | None = flag(
-        None, "a Hub repository, OWNER/NAME: the complete model is uploaded to it, see proxsparse push --help", "output"
-    )
     plan: bool = flag(False, "print the memory of the run on 1 and 8 devices, and exit", "output")
     recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}", "output")
 

@@ -19,7 +19,6 @@ from proxsparse.run.sections import (
     page,
     perplexity_text,
     share,
-    shortened,
     table,
     top_text,
 )
@@ -126,7 +125,7 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -
     values = result.get("held_out", {}) | result
     figures = [(name, shown(values[key])) for key, (name, shown) in FIGURES.items() if key in values]
     return page(
-        f"# {shortened(result['model'])}, {result['pattern']}: report of {result['method']}",
+        f"# {result['model']}, {result['pattern']}: report of {result['method']}",
         top_text(result),
         f"```sh\n{result['command']}\n```\n\nREADME.md has the settings.",
         "## Held-out perplexity",

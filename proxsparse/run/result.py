@@ -22,7 +22,7 @@ from proxsparse.models.layers import dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run.args import EvaluateArgs, RunArgs
-from proxsparse.run.sections import BOS, each_value, named_scores
+from proxsparse.run.sections import BOS, each_value, named_scores, shareable
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero, world_size
@@ -152,9 +152,9 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, args: R
 
 
 def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
-    """The content of result.json: version, flags, environment and figures."""
+    """The content of result.json: version, flags, environment and figures; of absolute paths only the file names."""
     flags = {"method": args.method, "allocation": args.allocation} | args.flags()
-    return {
+    result = {
         "version": __version__,
         **{key: flags[key] for key in IDENTITY if key in flags},
         "command": command_line(),
@@ -163,6 +163,7 @@ def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,
     }
+    return shareable(result)
 
 
 def finite(value):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import QUICK, refused
 
-from proxsparse import __main__, _start, env, evaluate, finetune, pack, prune, push, report, train
+from proxsparse import __main__, _start, env, evaluate, finetune, pack, prune, report, train
 from proxsparse._start import COMMANDS
 from proxsparse.errors import BROKEN_PIPE, INTERRUPTED, InputError, run_command
 from proxsparse.ops.backends import cpp
@@ -79,7 +79,7 @@ STARTS = {
 
 
 @pytest.mark.parametrize(("started", "shown"), STARTS.items())
-@pytest.mark.parametrize("main", [train, prune, evaluate, pack, push, report, env], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("main", [train, prune, evaluate, pack, report, env], ids=lambda module: module.__name__)
 def test_a_command_names_itself_as_it_was_started(started, shown, main, monkeypatch, capsys):
     name = main.__name__.rpartition(".")[2]
     monkeypatch.setattr(sys, "argv", [*started.format(name).split(), "--limit", "a b"])
