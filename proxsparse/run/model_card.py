@@ -1,13 +1,11 @@
 """README.md of a run: the model card of the pruned model."""
 
-import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
-from proxsparse.io.atomic import write_file
 from proxsparse.run.sections import (
     number,
     page,
@@ -22,8 +20,6 @@ from proxsparse.run.sections import (
 # are a finetune. docs: hub/model-cards#specifying-a-base-model
 FROZEN, UPDATED = "quantized", "finetune"
 
-SEAL = b"\n<!-- written by proxsparse; it is not replaced once its text is changed; sha256 %s -->\n"
-
 USAGE = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -33,23 +29,6 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.f
 ```"""
 
 LICENCE = "The licence and the limitations of the pretrained model apply."
-
-
-def write_card(run_dir: Path, result: dict) -> None:
-    """Writes the model card README.md of a run without training steps. `result` as in `card_text`."""
-    write_file(run_dir / "README.md", sealed(card_text(result).encode(errors="replace")))
-
-
-def sealed(card: bytes) -> bytes:
-    """The card with its SHA-256 in a comment, which Markdown does not show, as its last line; see `is_edited`."""
-    return card + SEAL % hashlib.sha256(card).hexdigest().encode()
-
-
-def is_edited(path: Path) -> bool:
-    """Whether README.md is there, and not as `sealed` made it: a person has added to it or changed it."""
-    text = path.read_bytes() if path.is_file() else b""
-    card, _, _seal = text.rpartition(SEAL.partition(b"%s")[0])
-    return text not in (b"", sealed(card))
 
 
 def card_text(result: dict) -> str:

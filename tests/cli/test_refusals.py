@@ -185,6 +185,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --master_weights", "--master_weights: needs --precision bf16"),
     ("train --pattern 4:2", "--pattern .. 4:2 .. 1 <= n < m"),
     ("train --pattern 2/4", "--pattern .. 2/4"),
+    ("train --resume_from_checkpoint runs/a/checkpoints/step-2", "step-2: must be .. last"),
     ("train --objective wanda", "--objective wanda .. masked"),
     ("train --precision fp16", "--precision fp16 .. bf16"),
     ("train --recipe unheard-of", "unheard-of .. llama-2-7b"),

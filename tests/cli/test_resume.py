@@ -297,26 +297,6 @@ def test_a_damaged_checkpoint_is_named_and_the_rest_is_used(run, stopped, undist
     assert outcome(tmp_path / "run") == undisturbed(run)
 
 
-def test_by_its_path(arguments_of, undisturbed, command_in_child, capsys, tmp_path):
-    """An earlier step than the last."""
-    main, arguments = arguments_of("train", run_dir := tmp_path / "run", "--save_total_limit", "9")
-    code, _ = command_in_child(main, arguments, at_rename=(8, signal.SIGTERM))
-    assert code == 128 + signal.SIGTERM
-    first, *later = saved(run_dir)
-    assert later
-    named = ["--resume_from_checkpoint", str(run_dir / "checkpoints" / first)]
-    refused(capsys, main, [*arguments, *named[:1], str(run_dir)], "not a checkpoint step-N in", first, "or last")
-    facts = run_dir / "checkpoints" / first / "facts.json"
-    content = facts.read_bytes()
-    facts.write_bytes(b"{")
-    refused(capsys, main, [*arguments, *named], first, "damaged")
-    assert saved(run_dir) == [first, *later]
-    facts.write_bytes(content)
-    output = arguments.index("--output_dir")
-    assert main([*arguments[:output], *arguments[output + 2 :], *named]) == 0
-    assert outcome(run_dir) == undisturbed("train")
-
-
 def test_last_starts_a_run_and_leaves_a_complete_one_alone(arguments_of, capsys, monkeypatch, tmp_path):
     main, arguments = arguments_of("prune sparsegpt", run_dir := tmp_path / "run", *RESUME)
     assert main(arguments) == 0
