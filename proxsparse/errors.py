@@ -52,7 +52,6 @@ def run_command(main: Callable[[], int | None]) -> int:
         with progress.shown(), warnings.catch_warnings():
             if not debug:
                 warnings.showwarning = _show_warning
-            check_encoding()
             code = main() or 0
             sys.stdout.flush()  # while a broken pipe can still be caught
             return code
@@ -67,24 +66,13 @@ def run_command(main: Callable[[], int | None]) -> int:
             return BROKEN_PIPE
         if debug:
             raise
-        print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
+        # Every process refuses the same input: the first one of a machine (torchrun) says why.
+        if not isinstance(error, InputError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
         sys.unraisablehook = hook
-
-
-def check_encoding() -> None:
-    """Raises InputError for an argument, or a current folder, that is not text in the encoding of the locale.
-
-    Python decodes such bytes to unpaired surrogates, which tokenizers and safetensors reject later in the run.
-    """
-    encoding = sys.getfilesystemencoding()
-    remedy = "rename it" if encoding == "utf-8" else "set PYTHONUTF8=1"
-    for text in (*sys.argv, os.getcwd()):
-        if any("\udc80" <= character <= "\udcff" for character in text):
-            shown = os.fsencode(text).decode(errors="replace")
-            raise InputError(f"{shown!a}: not text in the encoding {encoding} of this locale; {remedy}")
 
 
 def _show_warning(message, *_where, **_more) -> None:

@@ -20,6 +20,7 @@ from proxsparse.run.result import finite
 from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, choose_precision, version
+from proxsparse.runtime.progress import write_line
 
 DESCRIPTION = """\
 Measure the perplexity and the zero-shot accuracy of a causal language model, pruned or not.
@@ -44,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     model, tokenizer = load_model(options.model, weight_dtype)
+    for note in model.source.notes:
+        write_line(f"WARNING: {note}")
     identity = {"model": options.model, "precision": options.precision}
     refuse_not_finite(model)
     if masks is not None:

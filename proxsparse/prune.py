@@ -51,8 +51,10 @@ def table(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], dict]]) -> 
     """A table of the cells, with the options below each row. `rows`: pairs (cells, options)."""
     table = text_table(header, [cells for cells, _ in rows]).splitlines()
     lines = table[:1]
-    for line, (_, options) in zip(table[1:], rows, strict=True):
+    for line, (cells, options) in zip(table[1:], rows, strict=True):
         lines.append(line)
+        if cells[0] == PROXSPARSE:
+            lines.append("    the flags of proxsparse train, see proxsparse train --help")
         if options:
             own = {name: str(value).lower() for name, value in options.items() if name not in SHARED}
             flags = " ".join(f"--{name}={value}" for name, value in own.items())

@@ -49,7 +49,11 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     if args.output.plan:
         print(memory.page(args))
         return 0
-    device = choose_device(distributed.local_device(args.hardware.device))
+    name = distributed.local_device(args.hardware.device)
+    try:
+        device = choose_device(name)
+    except InputError as error:  # each process has its own device, so each says what is wrong with it
+        raise OSError(str(error)) from error
     distributed.init_process_group(device)
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)

@@ -156,6 +156,7 @@ def prune_parser(method: str | None, allocation: str) -> Parser:
         description="Prune a pretrained language model to N:M sparsity; --list prints the methods and their options.",
         epilog="--method NAME --help also describes the options of that method.",
     )
+    parser.hint = "prune --help lists the flags, prune --method NAME --help also those of a method"
     parser.add_argument("--list", action="store_true", default=argparse.SUPPRESS, help="print the methods, and exit")
     add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
     names = ", ".join(list_allocations())

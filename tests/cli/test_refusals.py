@@ -206,7 +206,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("prune --method obs --list_all", "--list_all .. --help"),
     ("prune --allocation owls", "'owls' .. choose from .. owl .. uniform"),
     ("prune --method proxsparse --allocation owl", "--allocation owl .. one --pattern .. another --method"),
-    ("prune --damping 0.1", "unrecognized arguments: --damping 0.1"),
+    ("prune --damping 0.1", "unrecognized arguments: --damping 0.1; .. prune --method NAME --help"),
     ("prune --spread 2", "unrecognized arguments: --spread 2"),
     ("prune --max_steps 3", "--max_steps .. --help"),
     ("prune --method sparsegpt --damping much", "--damping: much: must be a number"),
