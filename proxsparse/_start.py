@@ -1,15 +1,13 @@
 """The first import: prepares the process of a proxsparse command before the slow imports begin.
 
-`python -m` puts the current directory first on sys.path, before the standard library. Its files may be untrusted, so
-a command removes it, unless it is the checkout that contains this package. Ctrl-C during the imports ends a command
-at once. In any other program that imports proxsparse, sys.path and the signal handlers stay as they are.
+Ctrl-C during the imports ends a command at once. In any other program that imports proxsparse the signal handlers stay
+as they are.
 """
 
 import os
 import signal
 import sys
 
-PACKAGE_PARENT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
     "train": "learn the N:M mask of a pretrained language model (ProxSparse)",
     "prune": "prune a model by any method: magnitude, wanda, sparsegpt, ...",
@@ -41,7 +39,5 @@ def quit_at_once(_number, _frame) -> None:
 started_as = command_line_of_ours()
 # `proxsparse --help` and an unknown command do not need torch, whose import takes seconds.
 needs_torch = started_as != "proxsparse" or (sys.argv[1:] or [""])[0] in COMMANDS
-if started_as and sys.argv[0] == "-m" and not sys.flags.safe_path and sys.path[0] == os.getcwd() != PACKAGE_PARENT:
-    del sys.path[0]
 if started_as and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, quit_at_once)

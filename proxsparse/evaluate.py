@@ -65,13 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
         row |= {"seq_len": score.tokens // score.windows, "windows": score.windows, "tokens": score.tokens}
         row |= {"bos": score.bos}
         report(identity | row, options.json)
-    identity |= {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
+    identity |= {"limit": options.limit, "lm_eval": version("lm_eval")}
     scores, failed = {}, []
     for task in options.tasks:
         try:
             scores[task] = row = zero_shot(
-                model, tokenizer, task, options.data_dir, options.limit, options.batch_size, options.num_fewshot,
-                autocast_dtype,
+                model, tokenizer, task, options.data_dir, options.limit, options.batch_size, autocast_dtype,
             )  # fmt: skip
         except Exception as error:  # of any type, raised by lm-eval or its data sets; the other tasks still run
             failed.append(task)
@@ -129,7 +128,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     task.add_argument("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face Hub")
     task.add_argument("--limit", type=int, help="questions of each task, at most; default: all")
     task.add_argument("--batch_size", type=int, default=8, help="answers per forward pass; default: 8")
-    task.add_argument("--num_fewshot", type=int, default=0, help="solved examples before each question; default: 0")
     options = parser.parse_args(arguments)
 
     if options.seq_len is not None:
@@ -139,9 +137,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.json not in (None, "-"):
         check_json_file(Path(options.json))
     if options.tasks:
-        options.tasks = check_request(
-            options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot
-        )
+        options.tasks = check_request(options.tasks, options.data_dir, options.limit, options.batch_size)
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]
     return options

@@ -54,7 +54,6 @@ def zero_shot(
     data_dir: Path | str | None = None,
     limit: int | None = None,
     batch_size: int = 1,
-    num_fewshot: int = 0,
     autocast_dtype: torch.dtype | None = None,
 ) -> dict[str, float | int | None]:
     """Zero-shot accuracy: the chosen answer has the largest log-likelihood (`acc`) or log-likelihood per character
@@ -65,7 +64,6 @@ def zero_shot(
         data_dir: folder with the data sets; None: the hub.
         limit: largest number of documents; None: all.
         batch_size: requests per forward pass; they are sorted by length.
-        num_fewshot: solved examples before each question, 0 in the paper; truthfulqa_mc always has its own six.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
     Returns:
         {acc, acc_stderr, acc_norm, acc_norm_stderr, documents}; for truthfulqa_mc {acc = (mc1 + mc2) / 2, mc1,
@@ -91,7 +89,6 @@ def zero_shot(
             model=lm,
             tasks=loaded,
             task_manager=task_manager(),
-            num_fewshot=num_fewshot or None,  # None: the default of each task, 0 for all seven
             limit=limit,
             log_samples=False,
             random_seed=None,  # do not reseed the caller's generators; nothing here is random
@@ -113,7 +110,6 @@ def check_request(
     data_dir: Path | str | None = None,
     limit: int | None = None,
     batch_size: int = 1,
-    num_fewshot: int = 0,
 ) -> list[str]:
     """The tasks in the paper's order, without repetition; "all" is all seven.
 
@@ -123,14 +119,9 @@ def check_request(
         if name != "all" and name not in TASKS:
             raise InputError(f"task {name!r}: unknown; choose from {', '.join(TASKS)}, or all")
     names = [name for name in TASKS if name in tasks or "all" in tasks]
-    for name, value, minimum in (("limit", limit, 1), ("batch_size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
-        if value is not None and value < minimum:
-            raise InputError(f"--{name} {value}: must be at least {minimum}")
-    if num_fewshot and data_dir is not None:
-        raise InputError(
-            f"--num_fewshot {num_fewshot}: the examples come from the training split, which is not in --data_dir; "
-            "leave out --data_dir or --num_fewshot"
-        )
+    for name, value in (("limit", limit), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name} {value}: must be at least 1")
     require_lm_eval()
     for name in names if data_dir is not None else ():
         task_file(name, Path(data_dir))

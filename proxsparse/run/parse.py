@@ -153,7 +153,7 @@ def prune_parser(method: str | None, allocation: str) -> Parser:
     parser = Parser(
         "prune",
         usage="%(prog)s --method NAME [--flag VALUE ...]",
-        description="Prune a pretrained language model to N:M sparsity; --list prints the methods and their options.",
+        description="Prune a pretrained language model to N:M sparsity; --list prints the methods.",
         epilog="--method NAME --help also describes the options of that method.",
     )
     parser.hint = "prune --help lists the flags, prune --method NAME --help also those of a method"

@@ -169,7 +169,7 @@ def test_proxsparse_is_the_training_command(prune, tiny_llama, text_file, tmp_pa
 def test_the_list_has_every_method_and_allocation(capsys):
     assert main(["--list"]) == 0
     printed = capsys.readouterr().out
-    lines = [line.split() for line in printed.splitlines() if line and not line.startswith(" ")]
+    lines = [line.split() for line in printed.splitlines() if line]
     listed = {line[0]: line[1:3] for line in lines}
     assert listed["proxsparse"] == ["yes", "no"]
     words = {True: "yes", False: "no"}
@@ -178,7 +178,7 @@ def test_the_list_has_every_method_and_allocation(capsys):
         assert get_method(name).paper in printed
     for name in list_allocations():
         assert listed[name][0] == words[get_allocation(name).needs_data]
-    assert "--damping=0.01" in printed
+    assert "train --help" in printed
 
 
 @pytest.mark.parametrize("row", [*map(get_method, list_methods()), *map(get_allocation, list_allocations())])

@@ -375,10 +375,8 @@ def test_tasks_are_checked_before_the_model_is_loaded(places, capsys, monkeypatc
         ("--tasks boolq", ["'boolq'", "arc_challenge", "truthfulqa_mc", "all"]),
         ("--tasks piqa --limit 0", ["--limit 0", "at least 1"]),
         ("--tasks piqa --batch_size 0", ["--batch_size 0", "at least 1"]),
-        ("--tasks piqa --num_fewshot -1", ["--num_fewshot -1", "at least 0"]),
         ("--tasks piqa --data_dir absent", ["absent", "no such folder", "piqa"]),
         ("--tasks piqa --data_dir directory", ["piqa_validation.jsonl.gz", "piqa"]),
-        ("--tasks piqa --data_dir tasks --num_fewshot 3", ["--num_fewshot 3", "--data_dir"]),
     ):
         refused(capsys, evaluate.main, ["dense", *flags.split()], *words)
 
