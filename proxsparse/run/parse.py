@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from proxsparse.allocations.registry import UNIFORM, get_allocation, list_allocations
 from proxsparse.errors import InputError
-from proxsparse.io.yaml_files import MOST, read_yaml
+from proxsparse.io.yaml_files import read_yaml
 from proxsparse.methods import get_method, list_methods
 from proxsparse.run.args import (
     DEFAULT_RECIPE,
@@ -198,23 +198,7 @@ def true_or_false(text: str) -> bool:
     return text.lower() == "true"
 
 
-def whole_number(text: str) -> int:
-    try:
-        if abs(number := int(text)) < MOST:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text:.20}: must be a whole number below 2^63")
-
-
-def real_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
-
-
-KINDS = {bool: (true_or_false, "true|false"), int: (whole_number, "N"), float: (real_number, "X"), str: (str, "VALUE")}
+KINDS = {bool: (true_or_false, "true|false"), int: (int, "N"), float: (float, "X"), str: (str, "VALUE")}
 GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
 
 

@@ -1,7 +1,6 @@
 """The content of result.json, and the summary on the terminal."""
 
 import collections
-import functools
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -46,15 +45,14 @@ def perplexity_of(
     if args.eval_data == "none":
         return lambda model, name: None
     source = args.eval_data
-    text = on_rank_zero(lambda: evaluation_text(source, text_field=text_field))
+    tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
     where, bos = window_bos(model, tokenizer, args.eval_bos, "eval_bos")
-    tokens = evaluation_tokens(text, tokenizer)
-    fit = functools.partial(fit_window, model, args.eval_seq_len, args.window, "eval_seq_len")
-    settings = on_rank_zero(lambda: fit(len(tokens))), args.eval_max_windows, autocast_dtype
+    window = on_rank_zero(lambda: fit_window(model, args.eval_seq_len, args.window, "eval_seq_len", len(tokens)))
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         title = f"perplexity of the {'fine-tuned' if name == 'finetune' else name} model"
-        return replace(perplexity(model, tokens, *settings, title, bos), bos=where)
+        score = perplexity(model, tokens, window, args.eval_max_windows, autocast_dtype, title, bos)
+        return replace(score, bos=where)
 
     return measure
 
