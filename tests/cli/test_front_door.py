@@ -19,6 +19,7 @@ from proxsparse import __main__, _start, env, evaluate, finetune, pack, prune, r
 from proxsparse._start import COMMANDS
 from proxsparse.errors import BROKEN_PIPE, INTERRUPTED, InputError, run_command
 from proxsparse.ops.backends import cpp
+from proxsparse.ops.registry import list_ops
 from proxsparse.run.folder import progress_in_errors
 from proxsparse.runtime import distributed
 from proxsparse.runtime.command import command_line
@@ -157,28 +158,26 @@ def test_the_same_command_is_recommended_only_where_it_helps(error, helps, tmp_p
     assert bool(getattr(raised.value, "__notes__", [])) is helps
 
 
-def test_env_says_what_to_do_for_a_faster_backend(monkeypatch, capsys):
+def test_env_names_versions_compilers_backends_and_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing; remedy: apt install g++")
-    assert env.main([]) == 0
-    if torch.cuda.is_available():
-        return
-    printed = capsys.readouterr().out.splitlines()
-    (ops,), torch_build = [line for line in printed if line.startswith("  cpp")], printed[-1]
-    assert re.fullmatch(
-        r"  cpp for prox_nm_, .*, sparse_linear\(512 rows\): the .* missing; remedy: apt install g\+\+", ops
-    )
-    assert re.search("torch.*GPU|GPU.*torch", torch_build)
-
-
-def test_env_names_versions_and_compilers(monkeypatch, capsys):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
-    env.main([])
+    assert env.TYPICAL_ARGUMENTS.keys() == {*list_ops()} - {"sparse_linear"}
+    assert env.main([]) == 0
     printed = capsys.readouterr().out
     for words in (f"torch {version('torch')}", "Python 3.", "transformers ", "triton ", "CUDA ", "ROCm ", "nvcc "):
         assert words in printed
     assert "compilers: missing;" in printed
+    if not torch.cuda.is_available():
+        reason = r"  cpp for prox_nm_, .*, sparse_linear\(512 rows\): the .* missing; remedy: apt install g\+\+"
+        assert re.search(reason, printed)
+        assert "supports only CUDA GPUs" in printed
+        assert re.search("torch.*GPU|GPU.*torch", printed.splitlines()[-1])
+    monkeypatch.setenv("PROXSPARSE_BACKEND", "reference")
+    env.main([])
+    printed = capsys.readouterr().out
     assert "unset PROXSPARSE_BACKEND=reference: each op then uses the fastest" in printed
+    rows = {line.split("  ")[0]: line.split() for line in printed.splitlines() if line}
+    assert rows["prox_nm_"][-1] == rows["sparse_linear(512 rows)"][-1] == "selected"
 
 
 def test_commands_run_in_a_thread(tiny_llama, text_file, tmp_path):

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 import shutil
 import signal
 
@@ -153,23 +152,6 @@ def test_killed_at_every_rename(run, arguments_of, undisturbed, command_in_child
     assert outcome(tmp_path / "run") == undisturbed(run)
     code, stderr = command_in_child(main, arguments)
     assert code == 0
-    assert outcome(tmp_path / "run") == undisturbed(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("run", QUICK_RUNS)
-def test_killed_at_twenty_random_moments(run, arguments_of, undisturbed, command_in_child, tmp_path):
-    main, arguments = arguments_of(run, tmp_path / "run", *RESUME)
-    moments, kills = random.Random(0), 0
-    while kills < 20:
-        seconds = moments.uniform(0.0, 1.5)
-        code, stderr = command_in_child(main, arguments, die_after=seconds)
-        assert code in (0, -signal.SIGKILL), stderr
-        kills += code != 0
-        if code == 0:
-            assert outcome(tmp_path / "run") == undisturbed(run)
-            shutil.rmtree(tmp_path / "run")
-    assert command_in_child(main, arguments)[0] == 0
     assert outcome(tmp_path / "run") == undisturbed(run)
 
 
