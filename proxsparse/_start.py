@@ -1,11 +1,6 @@
-"""The first import: prepares the process of a proxsparse command before the slow imports begin.
-
-Ctrl-C during the imports ends a command at once. In any other program that imports proxsparse the signal handlers stay
-as they are.
-"""
+"""The first import: the commands, and whether this process needs torch."""
 
 import os
-import signal
 import sys
 
 COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
@@ -21,23 +16,12 @@ COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
 }
 
 
-def command_line_of_ours() -> str:
-    """The module of `python -m` if it is part of proxsparse, "proxsparse" for the console script, else ""."""
+def names_a_command() -> bool:
+    """Whether this is `proxsparse COMMAND` or `python -m proxsparse COMMAND`."""
     if sys.argv[:1] == ["-m"]:  # Python is still locating the module; its name precedes the arguments
-        word = sys.orig_argv[-len(sys.argv)]
-        module = word.partition("m")[2] if word.startswith("-") else word  # "-mproxsparse.train" is one argument
-        return module if module.partition(".")[0] == "proxsparse" else ""
-    return "proxsparse" if sys.argv and os.path.basename(sys.argv[0]) in ("proxsparse", "proxsparse.exe") else ""
+        return sys.orig_argv[-len(sys.argv)] in ("proxsparse", "-mproxsparse")
+    return bool(sys.argv) and os.path.basename(sys.argv[0]) in ("proxsparse", "proxsparse.exe")
 
 
-def quit_at_once(_number, _frame) -> None:
-    """Handles Ctrl-C while modules are being imported: exits without a traceback; there is nothing to save."""
-    os.write(2, b"\ninterrupted\n")
-    os._exit(130)
-
-
-started_as = command_line_of_ours()
 # `proxsparse --help` and an unknown command do not need torch, whose import takes seconds.
-needs_torch = started_as != "proxsparse" or (sys.argv[1:] or [""])[0] in COMMANDS
-if started_as and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, quit_at_once)
+needs_torch = not names_a_command() or (sys.argv[1:] or [""])[0] in COMMANDS

@@ -4,14 +4,12 @@ import errno
 import math
 import os
 import re
-import select
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 
-from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 1, 130, 141, 143  # exit codes
@@ -44,8 +42,6 @@ def run_command(main: Callable[[], int | None]) -> int:
     SIGTERM ends the command as Ctrl-C does. With PROXSPARSE_DEBUG=1 errors and warnings include their location.
     """
     debug = bool(os.environ.get("PROXSPARSE_DEBUG"))
-    if signal.getsignal(signal.SIGINT) is quit_at_once:  # the imports are done
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     previous, hook = signal.signal(signal.SIGTERM, _terminate), sys.unraisablehook
     sys.unraisablehook = lambda lost: _again(lost.exc_type) or hook(lost)
     try:
@@ -62,7 +58,8 @@ def run_command(main: Callable[[], int | None]) -> int:
         print(f"\n{with_notes('interrupted', stop)}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # of any type: the user gets one line
-        if isinstance(error, BrokenPipeError) and _reader_has_left():
+        if isinstance(error, BrokenPipeError):  # the reader of stdout has exited (`| head -1`)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that its flush succeeds
             return BROKEN_PIPE
         if debug:
             raise
@@ -78,17 +75,6 @@ def run_command(main: Callable[[], int | None]) -> int:
 def _show_warning(message, *_where, **_more) -> None:
     """Prints a warning as one line, without file and line number."""
     progress.write_line(f"warning: {' '.join(str(message).split())}")
-
-
-def _reader_has_left() -> bool:
-    """Whether the reader of stdout has exited (`| head -1`). If so, stdout is redirected so that its flush succeeds."""
-    output = sys.stdout.fileno()
-    poll = select.poll()
-    poll.register(output, 0)  # errors are always reported
-    if not poll.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return True
 
 
 def _terminate(_number, _frame) -> None:

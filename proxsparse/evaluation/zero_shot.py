@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from proxsparse.data.sources import without_bars
+from proxsparse.data.sources import disable_bars
 from proxsparse.errors import InputError
 from proxsparse.runtime.progress import importing, phase
 
@@ -75,10 +75,10 @@ def zero_shot(
     import lm_eval.models.huggingface
     from lm_eval import simple_evaluate
 
+    disable_bars()
     with (
         phase(task, unit="request") as current,
         current.instead_of_tqdm(lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface),
-        without_bars(),
         # outside a checkout git prints an error
         mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None),
     ):

@@ -178,16 +178,6 @@ def test_masks_that_belong_to_other_weights_are_refused(tiny_llama, text_file, t
     assert rows(capsys, folder, *data, "--allow_other_base")[0]["perplexity"] > 0
 
 
-@pytest.mark.slow
-@needs_lm_eval
-@pytest.mark.parametrize("precision", ["mixed", "bf16"])
-def test_tasks_in_lower_precision(precision, tiny_llama, task_folder, capsys):
-    flags = [tiny_llama, "--tasks", "piqa", "--data_dir", task_folder, "--precision", precision]
-    found = rows(capsys, *flags)
-    assert found == rows(capsys, *flags)
-    assert 0 <= found[0]["acc"] <= 1
-
-
 def test_without_lm_eval_the_command_that_installs_it_is_named(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     fails(capsys, ["model", "--tasks", "all"], "pip install 'lm-eval[hf]'")

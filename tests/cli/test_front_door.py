@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import warnings
@@ -15,9 +14,9 @@ import pytest
 import torch
 from commands import QUICK, refused
 
-from proxsparse import __main__, _start, env, evaluate, finetune, pack, prune, report, train
+from proxsparse import __main__, env, evaluate, finetune, pack, prune, report, train
 from proxsparse._start import COMMANDS
-from proxsparse.errors import BROKEN_PIPE, INTERRUPTED, InputError, run_command
+from proxsparse.errors import BROKEN_PIPE, InputError, run_command
 from proxsparse.ops.backends import cpp
 from proxsparse.ops.registry import list_ops
 from proxsparse.run.folder import progress_in_errors
@@ -89,32 +88,6 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
     done = subprocess.run([*BY_NAME, *command], stdout=writing, stderr=subprocess.PIPE, text=True)
     os.close(writing)
     assert (done.returncode, done.stderr) == (BROKEN_PIPE, "")
-
-
-@pytest.mark.parametrize("command", [["-m", "proxsparse.env"], ["-m", "proxsparse", "env"]], ids=" ".join)
-def test_ctrl_c_during_the_imports_leaves_no_traceback(command, tmp_path):
-    (tmp_path / "torch.py").write_text("print('here', flush=True)\nimport time\ntime.sleep(60)\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # a shell's background jobs ignore SIGINT, and with them the tests that they start
-    where = {
-        "env": os.environ | {"PYTHONPATH": path},
-        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    }
-    process = subprocess.Popen([sys.executable, *command], **where, **streams)
-    assert process.stdout.readline() == "here\n"
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("", "\ninterrupted\n")
-    assert process.returncode == INTERRUPTED
-
-
-def test_ctrl_c_is_an_exception_once_the_imports_are_done(capsys):
-    before = signal.signal(signal.SIGINT, _start.quit_at_once)
-    try:
-        assert run_command(lambda: signal.raise_signal(signal.SIGINT)) == INTERRUPTED
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "\ninterrupted\n"
 
 
 def test_a_warning_is_one_line(capsys):
