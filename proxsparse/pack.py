@@ -28,7 +28,6 @@ from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.checks import fit_window
 from proxsparse.models.loading import load_model, skeleton
 from proxsparse.models.matching import check_saved, match, refuse_incomplete
-from proxsparse.run import hub
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
 
@@ -49,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Packs or unpacks tensor by tensor, copies the other files, and prints the sizes. Returns the exit code."""
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
-    repo = hub.check_repository(options.push_to_hub)
     config = disk.read_packed_config(source / CONFIG, packed=options.unpack)
     check_folder(source)
     source_headers, model = headers(weight_files(source)), skeleton(source)
@@ -74,8 +72,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(change("these layers", disk.layer_bytes(layers, source_headers), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")
-    if repo:
-        hub.upload(target, repo)
     return 0
 
 
@@ -174,7 +170,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seq_len", type=int, metavar="N", help=seq_len_help)
     limit_help = "largest file, also limits memory; default: 5GB"
     add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
-    add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     options = parser.parse_args(arguments)
     flags = flags_of_packing(options)
     if options.unpack and flags:

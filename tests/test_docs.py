@@ -17,7 +17,7 @@ from pruned import prune_
 from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 import proxsparse
-from proxsparse import NMPattern, apply, evaluate, pack, push, serve, sparsify_
+from proxsparse import NMPattern, apply, evaluate, pack, serve, sparsify_
 from proxsparse._start import COMMANDS
 from proxsparse.allocations.registry import list_allocations
 from proxsparse.data.sources import evaluation_text, load_texts
@@ -193,8 +193,6 @@ def parse(command: str, *arguments: str) -> None:
             apply.parse(list(arguments))
         case "pack":
             pack.parse(list(arguments))
-        case "push":
-            push.parse(list(arguments))
         case "serve":
             serve.parse(list(arguments))
         case "report":
@@ -219,7 +217,7 @@ def known_flags() -> set[str]:
     flags = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     flags |= {f"--{field.name}" for sections in SECTIONS.values() for section in sections for field in fields(section)}
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
-    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "push", "serve")]
+    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "serve")]
     sources = "\n".join(path.read_text() for path in files)
     return flags | FLAGS_OF_OTHERS | set(re.findall(r"--[a-z][\w-]*", sources))
 

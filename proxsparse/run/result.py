@@ -1,7 +1,6 @@
 """The content of result.json, and the summary on the terminal."""
 
 import collections
-import functools
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -22,7 +21,7 @@ from proxsparse.models.layers import dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import EvaluateArgs, RunArgs
-from proxsparse.run.sections import BOS, each_value, named_scores
+from proxsparse.run.sections import BOS, each_value, named_scores, shareable
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero, world_size
@@ -46,15 +45,14 @@ def perplexity_of(
     if args.eval_data == "none":
         return lambda model, name: None
     source = args.eval_data
-    text = on_rank_zero(lambda: evaluation_text(source, text_field=text_field))
+    tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
     where, bos = window_bos(model, tokenizer, args.eval_bos, "eval_bos")
-    tokens = evaluation_tokens(text, tokenizer)
-    fit = functools.partial(fit_window, model, args.eval_seq_len, args.window, "eval_seq_len")
-    settings = on_rank_zero(lambda: fit(len(tokens))), args.eval_max_windows, autocast_dtype
+    window = on_rank_zero(lambda: fit_window(model, args.eval_seq_len, args.window, "eval_seq_len", len(tokens)))
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         title = f"perplexity of the {'fine-tuned' if name == 'finetune' else name} model"
-        return replace(perplexity(model, tokens, *settings, title, bos), bos=where)
+        score = perplexity(model, tokens, window, args.eval_max_windows, autocast_dtype, title, bos)
+        return replace(score, bos=where)
 
     return measure
 
@@ -157,9 +155,9 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, args: R
 
 
 def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
-    """The content of result.json: version, flags, environment and figures."""
+    """The content of result.json: version, flags, environment and figures; of absolute paths only the file names."""
     flags = {"method": args.method, "allocation": args.allocation} | args.flags()
-    return {
+    result = {
         "version": __version__,
         **{key: flags[key] for key in IDENTITY if key in flags},
         "command": command_line(),
@@ -168,6 +166,7 @@ def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,
     }
+    return shareable(result)
 
 
 def finite(value):

@@ -66,7 +66,7 @@ def test_whole_job(tune, pruned, tmp_path):
     assert {"model.norm.weight", "model.layers.1.input_layernorm.weight"} <= names
     assert not any("embed" in name or "lm_head" in name for name in names)
     assert (result["status"], result["method"], result["updated"]) == ("complete", "finetune", True)
-    assert result["base_model"] != result["model"] == str(pruned)
+    assert result["base_model"] != result["model"] == pruned.name
     assert {"dense", "pruned", "finetune"} <= result["perplexity"].keys()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == result["steps"] == 6  # 8 samples, 2 held out

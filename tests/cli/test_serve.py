@@ -199,12 +199,10 @@ def test_100_requests_at_once_while_a_client_leaves(server, expected):
 
 
 @pytest.mark.slow
-def test_a_port_that_is_taken_while_the_model_loads_ends_the_process(folders):
+def test_a_port_that_is_taken_ends_the_process(folders):
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        program = "from proxsparse import serve; from proxsparse.errors import run_command; import sys\n"
-        program += "serve.check_address = lambda *_: None\nsys.exit(run_command(serve.main))"
-        flags = [str(folders[1]), "--port", str(busy.getsockname()[1])]
-        result = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, timeout=120)
+        command = [sys.executable, "-m", "proxsparse", "serve", str(folders[1]), "--port", str(busy.getsockname()[1])]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == FAILED
     assert "address already in use" in result.stderr
 
@@ -277,9 +275,6 @@ def test_a_cache_that_does_not_fit(folders, monkeypatch, capsys):
 
 
 def test_other_refusals(folders, monkeypatch, capsys):
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = busy.getsockname()[1]
-        refused(capsys, serve.main, [folders[1], "--port", port], f"--port {port}", "in use", "choose another --port")
     refused(capsys, serve.main, [folders[1], "--port", "65536"], "--port 65536", "from 0 to 65535")
     refused(capsys, serve.main, [folders[1], "--allow_origin", "a.b"], "--allow_origin a.b", "https://chat.example.org")
     refused(capsys, serve.main, [folders[1], "--device", "sea"], "--device sea")

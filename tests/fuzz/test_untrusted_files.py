@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 
 from proxsparse import evaluate, pack, report, train
 from proxsparse.errors import InputError, run_command
+from proxsparse.io.output_folder import FORMAT, MARKER
 from proxsparse.models.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -240,7 +241,8 @@ def run_with(rows=None, **changes):
     """A run's folder; `changes` of result.json are JSON texts, so that they need not be valid."""
     texts = {key: json.dumps(value) for key, value in RESULT.items()} | changes
     text = "{" + ", ".join(f'"{key}": {value}' for key, value in texts.items()) + "}"
-    return {"metrics.jsonl": lines_of(ROWS) if rows is None else rows, "result.json": text}
+    marker = json.dumps({"format": FORMAT, "run_id": "", "command": "train", "settings": {}})
+    return {"metrics.jsonl": lines_of(ROWS) if rows is None else rows, "result.json": text, MARKER: marker}
 
 
 def packed_with(**entries):
