@@ -11,12 +11,14 @@ from proxsparse.patterns import NMPattern, PatternLike
 def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
     """True for the n largest scores of every block; for equal scores the lower index wins, and NaN is the largest.
 
-    [..., in_features] -> bool of the same shape, exactly n True per block.
+    [..., in_features] -> bool of the same shape, exactly n True per block; the remainder of a row is True.
     """
     pattern = NMPattern.parse(pattern)
     block = pattern.blocks(score.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf))
-    kept = block.sort(dim=-1, descending=True, stable=True).indices[..., : pattern.n]
-    return torch.zeros_like(block, dtype=torch.bool).scatter_(-1, kept, True).view(score.shape)
+    dropped = block.sort(dim=-1, descending=True, stable=True).indices[..., pattern.n :]
+    mask = torch.ones(score.shape, dtype=torch.bool, device=score.device)
+    pattern.blocks(mask).scatter_(-1, dropped, False)  # a view of the mask
+    return mask
 
 
 def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None = None) -> Tensor:
