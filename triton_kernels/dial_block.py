@@ -1,4 +1,5 @@
-"""Blocks of m = 6, 8 or 10 of which m - 2 weights are kept, in registers. The algorithm is that of csrc/cpu/dial_prox.h.
+# ruff: noqa: RUF005 (Triton cannot unpack a tuple into another one)
+"""Blocks of m = 6, 8 or 10 of which m - 2 weights are kept, in registers, as in csrc/cpu/dial_prox.h.
 
 A block takes 8 or 16 places of a tensor, whose last ones are padding; `split` makes a tuple of the m positions of every
 block from it, each a tensor [BLOCKS]. In the unit in which lambda is 1, u is a block and x its prox.
@@ -21,7 +22,7 @@ def places(m):
 
 @triton.constexpr_function
 def dense_from(m):
-    """Where all numbers may be above 0, the smallest is above this part of e_{m-2}(the others) of the best x with a zero.
+    """An x without zeros needs a smallest u above this part of e_{m-2}(the others) of the best x with a zero.
 
     The least ratios were 0.787, 0.679 and 0.596, for equal weights, in 324,000 blocks of all families in
     tests/ops/blocks.py.
@@ -87,7 +88,7 @@ def two_smallest(x, M: tl.constexpr):
 
 @triton.jit
 def kept(score, M: tl.constexpr, BLOCKS: tl.constexpr):
-    """Whether each of the scores [places(M) * BLOCKS] is among the M - 2 largest of its block; NaN counts as infinity."""
+    """Whether each of the scores [places(M) * BLOCKS] is among the M - 2 largest of its block; NaN is infinity."""
     _, _, at_least, at_second = two_smallest(split(tl.where(score == score, score, float("inf")), M, BLOCKS), M)
     keeps = ()
     for i in tl.static_range(M):
@@ -97,7 +98,7 @@ def kept(score, M: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def larger_root(u, b, twice):
-    """(x, 1 / root) with root = sqrt(u^2 - b^2 + twice^2), x = (u + root) / 2: x (u - x) = t (b - t), twice = b - 2t."""
+    """(x, 1 / root), x = (u + root) / 2, root = sqrt(u^2 - b^2 + twice^2): x (u - x) = t (b - t), twice = b - 2t."""
     square = (u - b) * (u + b) + twice * twice
     inverse = inverse_square_root(square + (1e-300 if u.dtype == tl.float64 else 1e-37))
     return 0.5 * (u + square * inverse), inverse
@@ -215,15 +216,15 @@ def solve_wide(u, M: tl.constexpr, HALF: tl.constexpr):
         largest = tl.maximum(largest, u[i])
     largest = tl.max(largest)
     rate = (M - 1) * (M - 2) * largest
-    for _ in tl.static_range(M - 4):
+    for _power in tl.static_range(M - 4):
         rate *= largest
     if rate <= 0.5:
         error = rate
         needed = (M - 2) * (1e-16 if largest.dtype == tl.float64 else 3e-5 if HALF else 1e-7)
-        x, _ = sweep_wide(u, u, M)
+        x, reg = sweep_wide(u, u, M)
         error *= rate
         while error > needed:
-            x, _ = sweep_wide(u, x, M)
+            x, reg = sweep_wide(u, x, M)
             error *= rate
     else:
         x = solve_apart(u, M)
@@ -242,7 +243,7 @@ def prox_wide(w, c, unit, M: tl.constexpr, BLOCKS: tl.constexpr, HALF: tl.conste
         finite = finite & (block[i] < float("inf"))
     u = ()
     for i in tl.static_range(M):
-        u = u + (tl.where(finite, tl.minimum(block[i] * unit, 1e30 if w.dtype == tl.float64 else 1e4), 0.0),)
+        u = u + (tl.where(finite, tl.minimum(block[i] * unit, 1e30 if w.dtype == tl.float64 else 10000.0), 0.0),)
     x = solve_wide(u, M, HALF)
     old, shrunk = join(u, M, BLOCKS), join(x, M, BLOCKS)
     new = shrunk / unit if c is None else shrunk / unit / tl.abs(c)

@@ -48,10 +48,8 @@ def masked_weight_kernel(
     score = score * ((w0 > 0).to(arithmetic) - (w0 < 0).to(arithmetic))
     if pretrained_ptr.dtype.element_ty != dtype:
         pretrained = w0
-    if M == 4:
-        keeps = kept4(score, N, BLOCKS)
-    else:  # the remainder of a row is kept
-        keeps = kept(score, M, BLOCKS) | (column >= columns // M * M)
+    # the remainder of a row is kept
+    keeps = kept4(score, N, BLOCKS) if M == 4 else kept(score, M, BLOCKS) | (column >= columns // M * M)
     tl.store(out_ptr + index, tl.where(keeps, pretrained, 0.0).to(dtype), mask=inside)
 
 

@@ -112,7 +112,9 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
       load(b);
       if (call.reg_lambda > 0) store_stored<Native<T>>(stepped.template load<V>(b), numbers + 4 * b);
     }
-    if (call.reg_lambda > 0) with_constant(call.m, [&](auto m) { prox_wide_chunk<T, m>(numbers, scale, call.reg_lambda); });
+    if (call.reg_lambda > 0) {
+      with_constant(call.m, [&](auto m) { prox_wide_chunk<T, m>(numbers, scale, call.reg_lambda); });
+    }
     for (int b = 0; b < count / 4; b += N) {
       write(b, call.reg_lambda > 0 ? load_stored<Native<T>, N>(numbers + 4 * b) : stepped.template load<V>(b));
     }

@@ -185,9 +185,9 @@ __attribute__((noinline)) void solve_unusual(const WideBlock<Vec<T, N>, m>& v, d
     }
     if (finite) solve_apart(exact, best);
     for (int i = 0; i < m; ++i) {
-      // in the unit of the largest float where u is not one
-      of_u[i][lane] = finite ? static_cast<T>(smaller(exact.w[i].lanes.raw[0], double(std::numeric_limits<T>::max()))) : T(0);
-      of_x[i][lane] = finite ? static_cast<T>(smaller(best.w[i].lanes.raw[0], double(std::numeric_limits<T>::max()))) : T(0);
+      const double most = std::numeric_limits<T>::max();  // numbers above it do not change
+      of_u[i][lane] = finite ? static_cast<T>(smaller(exact.w[i].lanes.raw[0], most)) : T(0);
+      of_x[i][lane] = finite ? static_cast<T>(smaller(best.w[i].lanes.raw[0], most)) : T(0);
     }
   }
   for (int i = 0; i < m; ++i) {
@@ -248,9 +248,9 @@ PROXSPARSE_INLINE void prox_wide(typename Format::Storage* weight, const T* scal
   store_wide<Format>(result, weight);
 }
 
-// The weights that are solved together: whole vectors of blocks.
+// The weights of a step of AdamW that are solved together: whole vectors of blocks of m, and of 4 for the step itself.
 template <typename T, int m>
-constexpr int kWideChunk = kChunkWeights / (m * kLanes<T>) * (m * kLanes<T>);
+constexpr int kWideChunk = kChunkWeights / ((m % 4 == 0 ? m : 2 * m) * kLanes<T>) * (m % 4 == 0 ? m : 2 * m) * kLanes<T>;
 
 // The prox of the rows from `begin` to `end`. The remainder of a row is padded with at least two zeros, so that the prox
 // does not change it.

@@ -158,7 +158,8 @@ def adamw_prox_(
     Returns:
         `weight`.
     Raises:
-        ValueError: `NMPattern.check_blocks` refuses in_features; a tensor does not fit the weight; a number is out of range.
+        ValueError: `NMPattern.check_blocks` refuses in_features; a tensor does not fit the weight; a number is out of
+            range.
     """
     check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
     check_numbers(step, lr, betas, eps, weight_decay)

@@ -85,12 +85,12 @@ def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike
 
 @torch.no_grad()
 def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
-    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4 and 1:M.
+    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4, 1:M and (M-2):M.
 
     Reg_{N:M}(V) sums e_{N+1}(|v|), the elementary symmetric polynomial, over blocks of M weights along the last
-    dimension (paper, equations 4 and 7), without the remainder of a row. With `scale` = c the prox acts on c * W and the result is divided by c.
-    Weights that the prox does not change keep their bits; new zeros are +0.0; blocks with NaN or infinity do not
-    change, but a NaN may become one with other bits.
+    dimension (paper, equations 4 and 7). The remainder of a row (`NMPattern.whole`) does not change. With `scale` = c
+    the prox acts on c * W and the result is divided by c. Weights that the prox does not change keep their bits; new
+    zeros are +0.0; blocks with NaN or infinity do not change, but a NaN may become one with other bits.
 
     Args:
         weight: [..., in_features], float32, float64, bfloat16 or float16, any strides; arithmetic is fp64 for float64
@@ -102,8 +102,8 @@ def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sc
     Returns:
         `weight`.
     Raises:
-        ValueError: `NMPattern.check_blocks` refuses in_features; the dtype is not floating point; lambda is negative or not
-            finite; the scale has a wrong shape, dtype or device.
+        ValueError: `NMPattern.check_blocks` refuses in_features; the dtype is not floating point; lambda is negative or
+            not finite; the scale has a wrong shape, dtype or device.
     """
     pattern = check_prox_arguments(weight, reg_lambda, pattern, scale)
     torch.ops.proxsparse.prox_nm_(weight, float(reg_lambda), pattern.n, pattern.m, scale)
