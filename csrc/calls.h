@@ -8,14 +8,14 @@ namespace proxsparse {
 
 enum Dtype { kFloat32, kFloat64, kBFloat16, kFloat16, kDtypes };
 
-// W <- argmin_V 1/2 |V - c W|^2 + reg_lambda * Reg_{n:4}(V), divided by c, in place.
+// W <- argmin_V 1/2 |V - c W|^2 + reg_lambda * Reg_{n:m}(V), divided by c, in place.
 struct ProxCall {
   void* weight;                // [numel] of `dtype`, in rows of in_features; fastest at a multiple of 16 bytes
   const void* scale;           // c, [in_features] of A; null means 1
-  int64_t numel, in_features;  // multiples of 4
+  int64_t numel, in_features;  // multiples of 4 if m is 4; otherwise a row may end in a remainder
   Dtype dtype;
   double reg_lambda;  // > 0
-  int n;              // weights kept of every 4: 1 or 2
+  int n, m;           // weights kept of every m: 1:4, 2:4, or m - 2 of m = 6, 8 or 10 (only on the CPU)
 };
 
 // One step of AdamW, then the prox, in place; `adamw_prox` in proxsparse/reference has the equations.
@@ -26,7 +26,7 @@ struct AdamWProxCall {
   const void* grad;            // [numel] of `dtype`
   const void* pretrained;      // [numel] of `dtype`; null: no frozen-weight term
   const void* scale;           // c, [in_features] of A; null means 1
-  int64_t numel, in_features;  // multiples of 4 if reg_lambda > 0
+  int64_t numel, in_features;  // as in ProxCall if reg_lambda > 0
   Dtype dtype;
   bool moments_bfloat16;
   double lr, beta1, beta2, eps;
@@ -34,7 +34,7 @@ struct AdamWProxCall {
   double correction1;  // 1 / (1 - beta1^step), step counted from 1
   double correction2;  // 1 / sqrt(1 - beta2^step)
   double reg_lambda;   // 0: AdamW without the prox
-  int n;               // weights kept of every 4: 1 or 2
+  int n, m;            // as in ProxCall
   double frozen_lambda, frozen_eps;
   bool stochastic;  // rounding to bfloat16, with the random bits of `seed`
   uint64_t seed;
@@ -46,10 +46,10 @@ struct MaskedWeightCall {
   const void* weight;          // w, [numel] of `dtype`
   const void* pretrained;      // W0, [numel] of `dtype`, or of bfloat16 if pretrained_bfloat16
   const void* scale;           // c, [in_features] of A; null means 1
-  int64_t numel, in_features;  // multiples of 4
+  int64_t numel, in_features;  // as in ProxCall
   Dtype dtype;
   bool pretrained_bfloat16;  // for a float32 weight only
-  int n;                     // weights kept of every 4: 1 or 2
+  int n, m;                  // as in ProxCall
 };
 
 // An n:4 weight and its packed format (proxsparse/reference describes it), in either direction.

@@ -57,8 +57,17 @@ inline void check_in_features(const char* name, const at::Tensor& weight) {
                     ": in_features must be a multiple of 4; exclude this layer");
 }
 
-inline void check_n(int64_t n) {
-  TORCH_CHECK_VALUE(n == 1 || n == 2, "n=", n, ": this kernel supports 1:4 and 2:4; choose another backend");
+// Raises for a pattern that the kernels do not support, or a weight that it does not divide. CUDA supports only m = 4.
+inline void check_pattern(const char* name, const at::Tensor& weight, int64_t n, int64_t m) {
+  if (m == 4) {
+    check_in_features(name, weight);
+    TORCH_CHECK_VALUE(n == 1 || n == 2, "n=", n, ": this kernel supports 1:4 and 2:4; choose another backend");
+  } else {
+    TORCH_CHECK_VALUE((m == 6 || m == 8 || m == 10) && n == m - 2, n, ":", m,
+                      ": this kernel supports 1:4, 2:4, 4:6, 6:8 and 8:10; choose another backend");
+    TORCH_CHECK_VALUE(weight.dim() > 0 && weight.size(-1) % 2 == 0, name, " of shape ", weight.sizes(),
+                      ": in_features must be even; exclude this layer");
+  }
 }
 
 inline void check_reg_lambda(double reg_lambda) {
@@ -68,10 +77,9 @@ inline void check_reg_lambda(double reg_lambda) {
 
 // The arguments of prox_n4_ (ops.h).
 inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, double reg_lambda, int64_t n,
-                             const OptionalTensor& scale) {
+                             const OptionalTensor& scale, int64_t m = 4) {
   check_tensor("weight", weight, device, weight.sizes(), weight.scalar_type());
-  check_in_features("weight", weight);
-  check_n(n);
+  check_pattern("weight", weight, n, m);
   check_reg_lambda(reg_lambda);
   if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
   return {.weight = weight.mutable_data_ptr(),
@@ -80,7 +88,8 @@ inline ProxCall checked_prox(at::DeviceType device, const at::Tensor& weight, do
           .in_features = in_features_of(weight),
           .dtype = dtype_of(weight, "weight"),
           .reg_lambda = reg_lambda,
-          .n = static_cast<int>(n)};
+          .n = static_cast<int>(n),
+          .m = static_cast<int>(m)};
 }
 
 // The arguments of adamw_prox_ (ops.h).
@@ -89,7 +98,8 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
                                         const OptionalTensor& master, const OptionalTensor& pretrained,
                                         const OptionalTensor& scale, int64_t step, double lr, double beta1,
                                         double beta2, double eps, double weight_decay, double reg_lambda, int64_t n,
-                                        double frozen_lambda, double frozen_eps, std::optional<int64_t> seed) {
+                                        double frozen_lambda, double frozen_eps, std::optional<int64_t> seed,
+                                        int64_t m = 4) {
   const Dtype kind = dtype_of(weight, "weight");
   const at::ScalarType dtype = weight.scalar_type(), arithmetic = arithmetic_of(weight);
   const bool moments_bfloat16 = exp_avg.scalar_type() == at::kBFloat16 && kind != kFloat64;
@@ -108,8 +118,7 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
   if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic);
   TORCH_CHECK_VALUE(step >= 1, "step=", step, ": steps are counted from 1");
   check_reg_lambda(reg_lambda);
-  if (reg_lambda > 0) check_n(n);
-  if (reg_lambda > 0) check_in_features("weight", weight);
+  if (reg_lambda > 0) check_pattern("weight", weight, n, m);
   return {.weight = weight.mutable_data_ptr(),
           .exp_avg = exp_avg.mutable_data_ptr(),
           .exp_avg_sq = exp_avg_sq.mutable_data_ptr(),
@@ -130,6 +139,7 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
           .correction2 = 1 / std::sqrt(1 - std::pow(beta2, step)),
           .reg_lambda = reg_lambda,
           .n = static_cast<int>(n),
+          .m = static_cast<int>(m),
           .frozen_lambda = frozen_lambda,
           .frozen_eps = frozen_eps,
           .stochastic = seed.has_value(),
@@ -138,12 +148,12 @@ inline AdamWProxCall checked_adamw_prox(at::DeviceType device, const at::Tensor&
 
 // The arguments of masked_weight_n4_ (ops.h).
 inline MaskedWeightCall checked_masked_weight(at::DeviceType device, const at::Tensor& out, const at::Tensor& weight,
-                                              const at::Tensor& pretrained, const OptionalTensor& scale, int64_t n) {
+                                              const at::Tensor& pretrained, const OptionalTensor& scale, int64_t n,
+                                              int64_t m = 4) {
   const at::ScalarType dtype = weight.scalar_type();
   const bool mixed = dtype == at::kFloat && pretrained.scalar_type() == at::kBFloat16;
   check_tensor("weight", weight, device, weight.sizes(), dtype);
-  check_in_features("weight", weight);
-  check_n(n);
+  check_pattern("weight", weight, n, m);
   check_tensor("out", out, device, weight.sizes(), dtype);
   check_tensor("pretrained", pretrained, device, weight.sizes(), mixed ? at::kBFloat16 : dtype);
   if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
@@ -155,7 +165,8 @@ inline MaskedWeightCall checked_masked_weight(at::DeviceType device, const at::T
           .in_features = in_features_of(weight),
           .dtype = dtype_of(weight, "weight"),
           .pretrained_bfloat16 = mixed,
-          .n = static_cast<int>(n)};
+          .n = static_cast<int>(n),
+          .m = static_cast<int>(m)};
 }
 
 // The weight of an n:4 pattern and its packed format.

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from .block import largest_finite, shrink
-from .formats import INTERPRETED, arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
+from .dial_block import prox_wide
+from .formats import arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
 from .launch import LANES, weights_of_program
-from .prox import blocks_per_program, check_weight, gain_of
+from .prox import check_weight, gain_of, rows_and_blocks, unit_of
 
 # Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 2 * LANES, 1
@@ -73,13 +74,14 @@ def adamw_prox_kernel(
     beta2: tl.float64,
     eps: tl.float64,
     reg_lambda: tl.float64,  # > 0 unless N = 0
-    gain: tl.float64,  # 1 / (1 - reg_lambda), or 0 if reg_lambda >= 1
+    gain: tl.float64,  # 1 / (1 - reg_lambda), or 0 if reg_lambda >= 1; reg_lambda^(1 / (M - 3)) if M > 4
     frozen_lambda: tl.float64,
     frozen_eps: tl.float64,
     seed_low,  # the halves of the seed, int32, or None: rounding to nearest
     seed_high,
-    N: tl.constexpr,  # weights kept of every 4: 1 or 2; 0: no prox
+    N: tl.constexpr,  # weights kept of every M: 1 or 2 of 4, or M - 2; 0: no prox
     BLOCKS: tl.constexpr,  # blocks per program, all in one row
+    M: tl.constexpr = 4,
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     moment: tl.constexpr = exp_avg_ptr.dtype.element_ty
@@ -92,7 +94,7 @@ def adamw_prox_kernel(
     reg_lambda, gain = tl.full((), reg_lambda, arithmetic), tl.full((), gain, arithmetic)
     frozen_lambda, frozen_eps = tl.full((), frozen_lambda, arithmetic), tl.full((), frozen_eps, arithmetic)
 
-    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS)
+    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS, M)
     old = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
     g = widened(tl.load(grad_ptr + index, mask=inside, other=0.0), arithmetic)
     mean = widened(tl.load(exp_avg_ptr + index, mask=inside, other=0.0), arithmetic)
@@ -116,7 +118,9 @@ def adamw_prox_kernel(
     if c is not None:
         step = step / c
     w = w * decay - step
-    if N:
+    if N and M > 4:
+        w = prox_wide(w, c, gain, M, BLOCKS, is_half(dtype) and master_ptr is None)
+    elif N:
         PER_ACCESS: tl.constexpr = 2 if is_half(dtype) else 1
         w = prox_scaled(w, c, reg_lambda, gain, N, BLOCKS, PER_ACCESS)
 
@@ -132,7 +136,7 @@ def adamw_prox_kernel(
     tl.store(exp_avg_sq_ptr + index, rounded(square, square_bits, moment), mask=inside)
 
 
-def adamw_prox_n4_(
+def adamw_prox_nm_(
     weight: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -148,29 +152,29 @@ def adamw_prox_n4_(
     weight_decay: float,
     reg_lambda: float,
     n: int,
+    m: int,
     frozen_lambda: float,
     frozen_eps: float,
     seed: int | None,
 ) -> None:
-    """Step t of AdamW on c * w, then the prox of n:4 blocks, in place; the equations are in `reference.adamw_prox`.
+    """Step t of AdamW on c * w, then the prox of n:m blocks, in place; the equations are in `reference.adamw_prox`.
 
     Shapes, dtypes and units are those of `proxsparse.ops.adamw_prox_`; all tensors are contiguous.
 
     Args:
         weight: on a CUDA GPU, or on the CPU if the environment had TRITON_INTERPRET=1 when triton was imported.
         scale: in float32 (float64 for a float64 weight), or None.
-        n: 1 or 2, ignored if reg_lambda is 0.
+        n, m: 1:4, 2:4, 4:6, 6:8 or 8:10, ignored if reg_lambda is 0.
         seed: in [-2^63, 2^64), or None.
     Raises:
-        ValueError: the prox does not support n or the shape of the weight.
+        ValueError: the prox does not support the pattern or the shape of the weight.
     """
+    m = m if reg_lambda > 0 else 4
     if reg_lambda > 0:
-        check_weight(weight, n)
+        check_weight(weight, n, m)
     if weight.numel() == 0:
         return
-    columns = weight.numel() if scale is None else weight.shape[-1]
-    blocks = blocks_per_program(weight, triton.cdiv(columns, 4)) if INTERPRETED else BLOCKS_PER_PROGRAM
-    pieces = triton.cdiv(columns, 4 * blocks)
+    columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PROGRAM)
     halves = (None, None) if seed is None else (int32(seed), int32(seed >> 32))
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         adamw_prox_kernel[(weight.numel() // columns * pieces,)](
@@ -190,12 +194,13 @@ def adamw_prox_n4_(
             float(beta2),
             float(eps),
             float(reg_lambda),
-            gain_of(reg_lambda),
+            gain_of(reg_lambda) if m == 4 else unit_of(reg_lambda, m),
             float(frozen_lambda),
             float(frozen_eps),
             *halves,
             N=n if reg_lambda > 0 else 0,
             BLOCKS=blocks,
+            M=m,
             num_warps=NUM_WARPS,
         )
 

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dial_block import places
 from .formats import PTX
 
 LANES = 32 if torch.version.hip is None else 64  # per warp
@@ -42,16 +43,18 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def weights_of_program(scale_ptr, columns, pieces, BLOCKS: tl.constexpr):
+def weights_of_program(scale_ptr, columns, pieces, BLOCKS: tl.constexpr, M: tl.constexpr):
     """(index, column, whether it exists) of the weights of this program: one of `pieces` pieces of a row.
 
-    Without a scale, the whole weight is one row.
+    Without a scale, the whole weight is one row if M = 4. The padding of other blocks does not exist.
     """
     piece = tl.program_id(0)
     row = 0
-    if scale_ptr is not None:
+    if (scale_ptr is not None) | (M > 4):
         row = piece // pieces
         piece -= row * pieces
-    column = piece.to(tl.int64) * (4 * BLOCKS) + tl.arange(0, 4 * BLOCKS)
+    place = tl.arange(0, places(M) * BLOCKS)
+    inside = place % places(M) < M
+    column = piece.to(tl.int64) * (M * BLOCKS) + place // places(M) * M + place % places(M)
     index = column + (row + tl.zeros((), tl.int64)) * columns  # a weight may have more than 2^31 elements
-    return index, column, column < columns
+    return index, column, inside & (column < columns)

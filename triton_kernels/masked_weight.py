@@ -1,13 +1,14 @@
-"""W0 under the mask of a learned weight, for 2:4 and 1:4 blocks: one pass over memory."""
+"""W0 under the mask of a learned weight, for 1:4, 2:4, 4:6, 6:8 and 8:10 blocks: one pass over memory."""
 
 import torch
 import triton
 import triton.language as tl
 
 from .block import sort4, unsort4
-from .formats import INTERPRETED, arithmetic_of, join4, split4, widened
+from .dial_block import kept
+from .formats import arithmetic_of, join4, split4, widened
 from .launch import LANES, weights_of_program
-from .prox import blocks_per_program, check_weight
+from .prox import check_weight, rows_and_blocks
 
 # Four blocks per lane, and one warp, whose lanes exchange numbers without shared memory. Not measured on a GPU.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 4 * LANES, 1
@@ -31,12 +32,13 @@ def masked_weight_kernel(
     scale_ptr,  # c, [columns], the arithmetic's dtype, or None
     columns,  # in_features; without a scale, the whole weight is one row
     pieces,  # programs per row
-    N: tl.constexpr,  # weights kept of every 4: 1 or 2
+    N: tl.constexpr,  # weights kept of every M: 1 or 2 of 4, or M - 2
     BLOCKS: tl.constexpr,  # blocks per program, all in one row
+    M: tl.constexpr = 4,
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS)
+    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS, M)
     score = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
     pretrained = tl.load(pretrained_ptr + index, mask=inside, other=0.0)
     w0 = widened(pretrained, arithmetic)
@@ -46,13 +48,15 @@ def masked_weight_kernel(
     score = score * ((w0 > 0).to(arithmetic) - (w0 < 0).to(arithmetic))
     if pretrained_ptr.dtype.element_ty != dtype:
         pretrained = w0
-    tl.store(out_ptr + index, tl.where(kept4(score, N, BLOCKS), pretrained, 0.0).to(dtype), mask=inside)
+    # the remainder of a row is kept
+    keeps = kept4(score, N, BLOCKS) if M == 4 else kept(score, M, BLOCKS) | (column >= columns // M * M)
+    tl.store(out_ptr + index, tl.where(keeps, pretrained, 0.0).to(dtype), mask=inside)
 
 
-def masked_weight_n4_(
-    out: torch.Tensor, weight: torch.Tensor, pretrained: torch.Tensor, scale: torch.Tensor | None, n: int
+def masked_weight_nm_(
+    out: torch.Tensor, weight: torch.Tensor, pretrained: torch.Tensor, scale: torch.Tensor | None, n: int, m: int
 ) -> None:
-    """out <- W0 where the score c * w * sign(W0) is among the n largest of its block of 4, else +0.0.
+    """out <- W0 where the score c * w * sign(W0) is among the n largest of its block of m, else +0.0.
 
     Shapes are those of `proxsparse.ops.masked_weight_`; all tensors are contiguous.
 
@@ -61,17 +65,15 @@ def masked_weight_n4_(
             was imported.
         pretrained: W0, in the dtype of the weight, or in bfloat16 for a float32 weight.
         scale: c, [in_features], in float32 (float64 for a float64 weight), or None.
-        n: 1 or 2.
+        n, m: 1:4, 2:4, 4:6, 6:8 or 8:10.
     Raises:
-        ValueError: n is neither 1 nor 2, in_features is not a multiple of 4, or the weight is not contiguous.
+        ValueError: another pattern, in_features that does not fit, or the weight is not contiguous.
     """
-    check_weight(weight, n)
+    check_weight(weight, n, m)
     if weight.numel() == 0:
         return
-    columns = weight.numel() if scale is None else weight.shape[-1]
-    blocks = blocks_per_program(weight, columns // 4) if INTERPRETED else BLOCKS_PER_PROGRAM
-    pieces = triton.cdiv(columns, 4 * blocks)
+    columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PROGRAM)
     with torch.cuda.device_of(weight):  # Triton launches on the current device
         masked_weight_kernel[(weight.numel() // columns * pieces,)](
-            out, weight, pretrained, scale, columns, pieces, N=n, BLOCKS=blocks, num_warps=NUM_WARPS
+            out, weight, pretrained, scale, columns, pieces, N=n, BLOCKS=blocks, M=m, num_warps=NUM_WARPS
         )

@@ -11,19 +11,22 @@ import triton
 import triton.language as tl
 
 from .block import BLOCKS_PER_LANE, CONVEX_UP_TO, descend_24, largest_finite, largest_of, shrink
+from .dial_block import places, prox_wide
 from .formats import (
     INTERPRETED,
     arithmetic_of,
     is_half,
     magnitude_bits,
     pack,
+    round_to_nearest,
     split4,
     unpack,
+    widened,
     with_signs_of,
     word_of,
     words_in,
 )
-from .launch import LANES, compiler_options, programs_for, registers_for
+from .launch import LANES, compiler_options, programs_for, registers_for, weights_of_program
 
 # A program solves one piece at a time: 2 KB, 256 blocks of a bf16 weight, fewer of wider weights. One warp solves it,
 # because the largest weight of the piece, which chooses the solver, then comes from one instruction without a barrier.
@@ -35,6 +38,7 @@ BLOCKS_PER_PART = BLOCKS_PER_LANE.value * LANES
 NUM_WARPS = 1
 # The time of the interpreter depends on the number of programs and operations, not of blocks.
 BLOCKS_IN_INTERPRETER = 65536
+PATTERNS = ((1, 4), (2, 4), (4, 6), (6, 8), (8, 10))
 # Weights per row of the table of a list. Long rows keep the table small; short rows waste less work at the end.
 WEIGHTS_PER_ROW = 2**18
 TRITON_DTYPE = {
@@ -210,15 +214,73 @@ def prox_list_kernel(
 # ---------------------------------------------------------------------------------------------- the launchers
 
 
-def check_weight(weight: torch.Tensor, n: int) -> None:
-    """Raises ValueError if these kernels do not support the weight or n."""
-    if n not in (1, 2):
-        raise ValueError(f"n={n}: these kernels support 2:4 and 1:4; use the reference backend for other patterns")
-    if weight.ndim == 0 or weight.shape[-1] % 4 or not weight.is_contiguous():
+def check_weight(weight: torch.Tensor, n: int, m: int = 4) -> None:
+    """Raises ValueError if these kernels do not support the weight or the pattern."""
+    if (n, m) not in PATTERNS:
+        names = ", ".join(f"{n}:{m}" for n, m in PATTERNS)
+        raise ValueError(f"n={n}, m={m}: these kernels support {names}; use the reference backend for other patterns")
+    multiple = 4 if m == 4 else 2
+    if weight.ndim == 0 or weight.shape[-1] % multiple or not weight.is_contiguous():
         raise ValueError(
             f"weight of shape {list(weight.shape)}, strides {list(weight.stride())}: it must be contiguous with a last "
-            "dimension that is a multiple of 4; call weight.contiguous() or exclude this layer"
+            f"dimension that is a multiple of {multiple}; call weight.contiguous() or exclude this layer"
         )
+
+
+def unit_of(reg_lambda: float, m: int) -> float:
+    """The unit of the prox for m > 4, lambda^(1/(m-3)); finite and positive in float32."""
+    return min(max(reg_lambda, 2.0**-126), 2.0**127) ** (1 / (m - 3))
+
+
+def rows_and_blocks(weight: torch.Tensor, scale: torch.Tensor | None, m: int, blocks: int) -> tuple[int, int, int]:
+    """(columns, programs per row, blocks per program): for blocks of 4 without a scale, the whole weight is one row.
+
+    `blocks` is the number of blocks of 4 per program on a GPU; blocks of more weights take two or four times as much.
+    """
+    columns = weight.numel() if scale is None and m == 4 else weight.shape[-1]
+    in_row = triton.cdiv(columns, m)
+    blocks = blocks_per_program(weight, in_row) if INTERPRETED else blocks * 4 // places(m)
+    return columns, triton.cdiv(columns, m * blocks), blocks
+
+
+# ---------------------------------------------------------------------------------------------- blocks of 6, 8 or 10
+
+
+@triton.jit
+def prox_wide_kernel(
+    weight_ptr,  # [numel], contiguous; changed in place
+    scale_ptr,  # [columns] or None
+    columns,  # in_features
+    pieces,  # programs per row
+    unit: tl.float64,  # lambda^(1 / (M - 3)); without the annotation Triton would pass fp32
+    M: tl.constexpr,  # M - 2 weights of every M are kept
+    BLOCKS: tl.constexpr,  # blocks per program, all in one row
+):
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    arithmetic: tl.constexpr = arithmetic_of(dtype)
+    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS, M)
+    old = tl.load(weight_ptr + index, mask=inside, other=0.0)
+    w, c = widened(old, arithmetic), None
+    if scale_ptr is not None:
+        c = tl.load(scale_ptr + column, mask=inside, other=1.0).to(arithmetic)
+    new = prox_wide(w, c, tl.full((), unit, arithmetic), M, BLOCKS, is_half(dtype))
+    tl.store(weight_ptr + index, round_to_nearest(new, dtype), mask=inside & (new != w))
+
+
+def prox_wide_(weight: torch.Tensor, reg_lambda: float, m: int, scale: torch.Tensor | None = None) -> None:
+    """`prox_n4_` for blocks of m = 6, 8 or 10, of which m - 2 weights are kept; a row may end in a remainder."""
+    check_weight(weight, m - 2, m)
+    if reg_lambda == 0 or weight.numel() == 0:
+        return
+    columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PART)
+    scale = None if scale is None else scale.contiguous()
+    with torch.cuda.device_of(weight):  # Triton launches on the current device
+        prox_wide_kernel[(weight.numel() // columns * pieces,)](
+            weight, scale, columns, pieces, unit_of(reg_lambda, m), M=m, BLOCKS=blocks, num_warps=NUM_WARPS
+        )
+
+
+# ---------------------------------------------------------------------------------------------- blocks of 4
 
 
 def gain_of(reg_lambda: float) -> float:

@@ -3,6 +3,7 @@
 
 #include "../adamw.h"
 #include "../random.h"
+#include "dial_prox.h"
 #include "kernels.h"
 #include "solve.h"
 
@@ -44,13 +45,14 @@ PROXSPARSE_INLINE auto rounded(V value, bool stochastic, Bits random) {
 
 template <typename Format, typename Moment, typename T = typename Format::Arithmetic>
 PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPointers<Format, Moment>& chunk,
-                                        const T* scale, int64_t first) {
+                                        const T* scale, int64_t first, int count) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
   const AdamW<T> adamw(call);
   const ProxParams<T> params(call.reg_lambda, call.n);
   const bool stochastic = call.stochastic;
   BlockVectors<T> stepped;
+  alignas(64) T numbers[kChunkWeights];  // the same weights in their order, for a prox with m > 4
 
   const auto load = [&](int b) {
     const int offset = 4 * b;
@@ -105,10 +107,16 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
       store_stored<Format>(each(store, w, bits), chunk.weight + offset);
     }
   };
-  if (call.reg_lambda == 0) {
-    for (int b = 0; b < kChunk; b += N) {
+  if (call.reg_lambda == 0 || call.m > 4) {
+    for (int b = 0; b < count / 4; b += N) {
       load(b);
-      write(b, stepped.template load<V>(b));
+      if (call.reg_lambda > 0) store_stored<Native<T>>(stepped.template load<V>(b), numbers + 4 * b);
+    }
+    if (call.reg_lambda > 0) {
+      with_constant(call.m, [&](auto m) { prox_wide_chunk<T, m>(numbers, scale, call.reg_lambda); });
+    }
+    for (int b = 0; b < count / 4; b += N) {
+      write(b, call.reg_lambda > 0 ? load_stored<Native<T>, N>(numbers + 4 * b) : stepped.template load<V>(b));
     }
     return;
   }
@@ -143,15 +151,19 @@ struct Padded {
   }
 };
 
-// Chunks `begin` to `end` of the tensors.
+// Chunks `begin` to `end` of the tensors; rows if there is a prox with m > 4, whose blocks are in one row.
 template <typename Format, typename Moment>
 void adamw_prox_chunks(const AdamWProxCall& call, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;
   using Storage = typename Format::Storage;
   using MomentStorage = typename Moment::Storage;
   const auto from = [](auto* tensor, int64_t first) { return tensor == nullptr ? nullptr : tensor + first; };
-  for (int64_t chunk = begin; chunk < end; ++chunk) {
-    const int64_t first = kChunkWeights * chunk, count = smaller(kChunkWeights, call.numel - first);
+  int64_t chunk_weights = kChunkWeights;
+  if (call.reg_lambda > 0) with_constant(call.m, [&](auto m) { chunk_weights = kWideChunk<T, m>; });
+  const int64_t unit = call.reg_lambda > 0 && call.m > 4 ? call.in_features : chunk_weights;
+  for (int64_t first = unit * begin, last = 0; first < smaller(unit * end, call.numel); first = last) {
+    last = smaller(first + chunk_weights, smaller((first / unit + 1) * unit, call.numel));
+    const int64_t count = last - first;
     alignas(64) T scale_of_chunk[kChunkWeights];
     const T* scale = nullptr;
     if (call.scale != nullptr) {
@@ -164,9 +176,9 @@ void adamw_prox_chunks(const AdamWProxCall& call, int64_t begin, int64_t end) {
     auto* exp_avg = from(static_cast<MomentStorage*>(call.exp_avg), first);
     auto* exp_avg_sq = from(static_cast<MomentStorage*>(call.exp_avg_sq), first);
     auto* master = from(static_cast<float*>(call.master), first);
-    if (count == kChunkWeights) {
+    if (count == chunk_weights) {
       const ChunkPointers<Format, Moment> whole{weight, grad, pretrained, exp_avg, exp_avg_sq, master};
-      adamw_prox_chunk(call, whole, scale, first);
+      adamw_prox_chunk(call, whole, scale, first, chunk_weights);
       continue;
     }
     Padded<Storage> weights(weight, count), grads(grad, count), pretraineds(pretrained, count);
@@ -174,7 +186,7 @@ void adamw_prox_chunks(const AdamWProxCall& call, int64_t begin, int64_t end) {
     Padded<float> masters(master, count);
     const ChunkPointers<Format, Moment> padded{weights.get(),  grads.get(),       pretraineds.get(),
                                                exp_avgs.get(), exp_avg_sqs.get(), masters.get()};
-    adamw_prox_chunk(call, padded, scale, first);
+    adamw_prox_chunk(call, padded, scale, first, chunk_weights);
     weights.copy_back();
     exp_avgs.copy_back();
     exp_avg_sqs.copy_back();

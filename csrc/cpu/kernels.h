@@ -12,11 +12,14 @@ constexpr int kChunk = 256;  // blocks that are solved together: their data fits
 constexpr int64_t kChunkWeights = 4 * kChunk;
 
 constexpr int64_t chunks(int64_t numel) { return (numel + kChunkWeights - 1) / kChunkWeights; }
+constexpr int64_t rows(int64_t numel, int64_t in_features) { return numel == 0 ? 0 : numel / in_features; }
+constexpr int64_t rows_per_task(int64_t weights, int64_t in_features) { return 1 + weights / (in_features + 1); }
 
 struct MaskCall {
   const void* score;
   bool* mask;
-  int n;
+  int64_t in_features;
+  int n, m;
 };
 
 struct SparseLinearCall {
@@ -50,7 +53,7 @@ struct SparseGemmCall {
 };
 
 // Each serves the chunks, blocks, rows of the weight, panels of x, or tiles or groups of output features from begin to
-// end.
+// end; mask, masked_weight and prox serve rows if m > 4.
 struct Kernels {
   void (*prox[kDtypes])(const ProxCall&, int64_t begin, int64_t end);
   void (*adamw_prox[kDtypes])(const AdamWProxCall&, int64_t begin, int64_t end);

@@ -3,6 +3,7 @@
 
 #include "../block_ranks.h"
 #include "../formats.h"
+#include "dial_mask.h"
 #include "solve.h"
 
 namespace proxsparse {
@@ -11,6 +12,7 @@ inline namespace PROXSPARSE_ISA {
 // Blocks `begin` to `end`.
 template <typename Format>
 void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
+  if (call.m > 4) return with_constant(call.m, [&](auto m) { dial_mask_rows<Format, m>(call, begin, end); });
   using T = typename Format::Arithmetic;
   const auto* score = static_cast<const typename Format::Storage*>(call.score);
   bool* mask = call.mask;
@@ -56,6 +58,9 @@ PROXSPARSE_INLINE void masked_weight_chunk(const typename Format::Storage* weigh
 // Chunks `begin` to `end`; W0 is stored as Pretrained.
 template <typename Format, typename Pretrained>
 void masked_weight_chunks(const MaskedWeightCall& call, int64_t begin, int64_t end) {
+  if (call.m > 4) {
+    return with_constant(call.m, [&](auto m) { dial_masked_weight_rows<Format, Pretrained, m>(call, begin, end); });
+  }
   using T = typename Format::Arithmetic;
   using Storage = typename Format::Storage;
   using PretrainedStorage = typename Pretrained::Storage;

@@ -26,8 +26,6 @@ constexpr GatherTable<Lane, N> kGatherTable = [] {
   return table;
 }();
 
-#define PROXSPARSE_INLINED __attribute__((always_inline))
-
 template <typename Bits>
 PROXSPARSE_INLINE Bits load_bits(const uint8_t* indices) {
   Bits bits;

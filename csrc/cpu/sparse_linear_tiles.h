@@ -7,13 +7,6 @@
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
-// f(0), ..., f(N - 1) with constants. No compiler keeps an array that a loop indexes in registers.
-template <int N, typename F>
-PROXSPARSE_INLINE void repeat(F f) {
-  [&]<int... i>(std::integer_sequence<int, i...>)
-      PROXSPARSE_INLINED { (f(std::integral_constant<int, i>{}), ...); }(std::make_integer_sequence<int, N>{});
-}
-
 // What has not been multiplied yet, of the first output feature of the tile and of each row of x. The other features
 // are addressed by their distance: pointers to all of them would not fit into the registers.
 template <typename A, int kRows>

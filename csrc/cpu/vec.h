@@ -6,8 +6,17 @@
 #include "../inline.h"
 #include "standard.h"
 
+#define PROXSPARSE_INLINED __attribute__((always_inline))
+
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
+
+// f(0), ..., f(N - 1) with constants. No compiler keeps an array that a loop indexes in registers.
+template <int N, typename F>
+PROXSPARSE_INLINE void repeat(F f) {
+  [&]<int... i>(std::integer_sequence<int, i...>)
+      PROXSPARSE_INLINED { (f(std::integral_constant<int, i>{}), ...); }(std::make_integer_sequence<int, N>{});
+}
 
 // The numbers in one vector.
 template <typename S>

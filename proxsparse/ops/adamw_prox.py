@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from proxsparse import reference
-from proxsparse.ops.prox import check_reg_lambda, in_range, write_back
+from proxsparse.ops.prox import check_reg_lambda, in_range, whole_rows, write_back
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike, check_dtype
 
@@ -23,8 +23,9 @@ def _adamw_prox_(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale, *
     if scale is not None:
         scale = scale.to(arithmetic_of(weight))
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
-    # kernels need contiguous memory; only other strides are copied
-    dense = {id(tensor): tensor.contiguous() for tensor in tensors if tensor is not None}
+    *_, reg_lambda, _n, m, _frozen_lambda, _frozen_eps, _seed = settings
+    m = m if reg_lambda > 0 else 1
+    dense = {id(x): whole_rows(x, m, 1.0 if x is scale else 0.0) for x in tensors if x is not None}
     arguments = [dense.get(id(tensor)) for tensor in tensors]
     kernel = select("adamw_prox_", *arguments, *settings)
     kernel.run(*arguments, *settings)
@@ -157,7 +158,8 @@ def adamw_prox_(
     Returns:
         `weight`.
     Raises:
-        ValueError: in_features is not a multiple of M; a tensor does not fit the weight; a number is out of range.
+        ValueError: `NMPattern.check_blocks` refuses in_features; a tensor does not fit the weight; a number is out of
+            range.
     """
     check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
     check_numbers(step, lr, betas, eps, weight_decay)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from proxsparse import reference
+from proxsparse.ops.prox import whole_rows
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
 
@@ -12,8 +13,9 @@ torch.library.define("proxsparse::nm_mask", "(Tensor score, int n, int m) -> Ten
 
 @torch.library.impl("proxsparse::nm_mask", "CompositeExplicitAutograd")
 def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
-    dense = score.contiguous()
-    return select("nm_mask", dense, n, m).run(dense, n, m)
+    dense = whole_rows(score, m, -torch.inf)
+    mask = select("nm_mask", dense, n, m).run(dense, n, m)
+    return mask if mask.shape == score.shape else mask[..., : score.shape[-1]].contiguous()
 
 
 @torch.library.register_fake("proxsparse::nm_mask")
@@ -36,9 +38,9 @@ def nm_mask(score: Tensor, pattern: PatternLike = "2:4") -> Tensor:
         score: [..., in_features], floating point.
         pattern: "N:M" or an NMPattern; exactly N of every M scores are kept.
     Returns:
-        bool, the shape of `score`; True = kept.
+        bool, the shape of `score`; True = kept. The remainder of a row (`NMPattern.whole`) is kept.
     Raises:
-        ValueError: in_features is not a multiple of m, or the dtype is not floating point.
+        ValueError: `NMPattern.check_blocks` refuses in_features, or the dtype is not floating point.
     """
     pattern = NMPattern.parse(pattern)
     check_dtype(score, "score")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from proxsparse import reference
 from proxsparse.ops.adamw_prox import arithmetic_of, check_tensor
-from proxsparse.ops.prox import write_back
+from proxsparse.ops.prox import whole_rows, write_back
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike, check_dtype
 
@@ -21,9 +21,10 @@ def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tens
         return
     if (weight.dtype, pretrained.dtype) != (torch.float32, torch.bfloat16):  # kernels convert only these
         pretrained = pretrained.to(weight.dtype)
-    scale = None if scale is None else scale.to(arithmetic_of(weight)).contiguous()
-    arguments = (weight.contiguous(), pretrained.contiguous(), scale, n, m)
-    dense = out.contiguous()  # kernels need contiguous memory; only other strides are copied
+    scale = None if scale is None else whole_rows(scale.to(arithmetic_of(weight)), m, 1.0)
+    # the score of the padding is that of -infinity times the sign of 1: the lowest
+    arguments = (whole_rows(weight, m, -torch.inf), whole_rows(pretrained, m, 1.0), scale, n, m)
+    dense = whole_rows(out, m)
     select("masked_weight_", dense, *arguments).run(dense, *arguments)
     write_back(out, dense)
 
@@ -55,9 +56,9 @@ def masked_weight_(
         scale: c, [in_features], the scaling of the input features, positive; None means 1.
         pattern: "N:M" or an NMPattern; exactly N of every M weights are kept.
     Returns:
-        `out`.
+        `out`. The remainder of a row (`NMPattern.whole`) is that of W0.
     Raises:
-        ValueError: in_features is not a multiple of m, or a tensor does not fit the weight.
+        ValueError: `NMPattern.check_blocks` refuses in_features, or a tensor does not fit the weight.
     """
     pattern = NMPattern.parse(pattern)
     check_dtype(weight, "weight")

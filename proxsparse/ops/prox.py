@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from proxsparse import reference
 from proxsparse.ops.registry import register_kernel, select
@@ -18,10 +19,20 @@ torch.library.define(
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None = None) -> None:
     if reg_lambda == 0 or weight.numel() == 0:
         return
-    dense = weight.contiguous()  # kernels need contiguous memory; only other strides are copied
+    dense, scale = whole_rows(weight, m), None if scale is None else whole_rows(scale, m, 1.0)
     kernel = select("prox_nm_", dense, reg_lambda, n, m, scale)
     kernel.run(dense, reg_lambda, n, m, scale)
     write_back(weight, dense)
+
+
+def whole_rows(tensor: Tensor, m: int, padding: float = 0.0) -> Tensor:
+    """What kernels need: contiguous memory and, for blocks of 4, whole blocks; only other tensors are copied.
+
+    The remainder of a 2:4 row, two weights that stay dense, is padded to a block with two zeros, which is 2:4 already.
+    """
+    if m == 4 and tensor.shape[-1] % m:
+        return functional.pad(tensor, (0, -tensor.shape[-1] % m), value=padding)
+    return tensor.contiguous()
 
 
 def write_back(weight: Tensor, dense: Tensor) -> None:
@@ -29,7 +40,7 @@ def write_back(weight: Tensor, dense: Tensor) -> None:
     if dense is weight:
         torch.autograd.graph.increment_version(weight)  # autograd does not see writes of kernels
     else:
-        weight.copy_(dense)
+        weight.copy_(dense if dense.shape == weight.shape else dense[..., : weight.shape[-1]])
 
 
 @torch.library.register_fake("proxsparse::prox_nm_")
@@ -74,12 +85,12 @@ def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike
 
 @torch.no_grad()
 def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
-    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4 and 1:M.
+    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4, 1:M and (M-2):M.
 
     Reg_{N:M}(V) sums e_{N+1}(|v|), the elementary symmetric polynomial, over blocks of M weights along the last
-    dimension (paper, equations 4 and 7). With `scale` = c the prox acts on c * W and the result is divided by c.
-    Weights that the prox does not change keep their bits; new zeros are +0.0; blocks with NaN or infinity do not
-    change, but a NaN may become one with other bits.
+    dimension (paper, equations 4 and 7). The remainder of a row (`NMPattern.whole`) does not change. With `scale` = c
+    the prox acts on c * W and the result is divided by c. Weights that the prox does not change keep their bits; new
+    zeros are +0.0; blocks with NaN or infinity do not change, but a NaN may become one with other bits.
 
     Args:
         weight: [..., in_features], float32, float64, bfloat16 or float16, any strides; arithmetic is fp64 for float64
@@ -91,8 +102,8 @@ def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sc
     Returns:
         `weight`.
     Raises:
-        ValueError: in_features is not a multiple of M; the dtype is not floating point; lambda is negative or not
-            finite; the scale has a wrong shape, dtype or device.
+        ValueError: `NMPattern.check_blocks` refuses in_features; the dtype is not floating point; lambda is negative or
+            not finite; the scale has a wrong shape, dtype or device.
     """
     pattern = check_prox_arguments(weight, reg_lambda, pattern, scale)
     torch.ops.proxsparse.prox_nm_(weight, float(reg_lambda), pattern.n, pattern.m, scale)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.ops import backends  # noqa: F401 (registers all kernels of prox_nm_, which are listed below)
-from proxsparse.ops.prox import check_prox_arguments, write_back
+from proxsparse.ops.prox import check_prox_arguments, whole_rows, write_back
 from proxsparse.ops.registry import get_kernel, list_backends, register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike
 
@@ -19,7 +19,7 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
     for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
         if reg_lambda != 0 and weight.numel() != 0:
             group = groups.setdefault((weight.device, weight.dtype), [])
-            group.append((weight, weight.contiguous(), reg_lambda))
+            group.append((weight, whole_rows(weight, m), reg_lambda))
     for group in groups.values():
         originals, dense, lambdas = zip(*group, strict=True)
         select("prox_nm_list_", dense[0], n, m).run(dense, lambdas, n, m)

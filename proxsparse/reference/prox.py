@@ -28,7 +28,7 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
         scale: c, [in_features], the scaling of the input features, positive; None means 1.
     Returns:
-        A new tensor, shape and dtype of `weight`.
+        A new tensor, shape and dtype of `weight`; the remainder of a row does not change.
     """
     pattern = NMPattern.parse(pattern)
     if reg_lambda == 0 or weight.numel() == 0:
@@ -37,16 +37,19 @@ def prox_nm(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", sca
     limits = torch.finfo(arithmetic)
     reg_lambda = min(max(reg_lambda, limits.tiny), limits.max)  # lambda and 1 / lambda are finite
     exact = weight.to(arithmetic)
-    c = torch.ones_like(exact[..., :1]) if scale is None else scale.to(arithmetic)
-    v = pattern.blocks((exact * c).contiguous())
+    c = torch.ones_like(exact) if scale is None else scale.to(arithmetic).expand(exact.shape)
+    v, c = pattern.blocks(exact * c), pattern.blocks(c)
     finite = v.isfinite().all(-1, keepdim=True)
     magnitude, order = torch.where(finite, v, 0.0).abs().sort(dim=-1, descending=True, stable=True)
     sorted_prox = solver_for(pattern)(magnitude, reg_lambda)
     shrunk = torch.empty_like(v).scatter_(-1, order, sorted_prox)
     unchanged = (shrunk == v.abs()) | ~finite
-    new = (shrunk.copysign(v).view(weight.shape) / c).to(weight.dtype)
+    new = (shrunk.copysign(v) / c).to(weight.dtype)
     new = torch.where(new == 0, 0.0, new)  # +0.0, also for small negative numbers rounded to zero
-    return torch.where(unchanged.view(weight.shape), weight, new)
+    result = weight.clone(memory_format=torch.contiguous_format)
+    blocks = pattern.blocks(result)  # a view of the result
+    blocks.copy_(torch.where(unchanged, blocks, new))
+    return result
 
 
 def solver_for(pattern: NMPattern):
@@ -181,13 +184,19 @@ def solve_nm(z: Tensor, reg_lambda: float, n: int, max_sweeps: int = 500) -> Ten
 
     The sweeps w_i <- max(z_i - lambda * e_n(w without i), 0) start at the symmetric point xbar that solves
     xbar + lambda * C(S-1, n) * xbar^n = mean(z_1..z_S); no miss of the optimum has been observed from this start.
+    For n = m - 2 that start misses the optimum of up to 8% of blocks with ties; w_i = (z_i + sqrt(z_i^2 - z_S^2)) / 2
+    missed 1 of 30,000.
     """
     m, tolerance = z.shape[-1], 4 * torch.finfo(z.dtype).eps
     best = torch.cat([z[..., :n], torch.zeros_like(z[..., n:])], dim=-1)
     best_objective = objective(best, z, reg_lambda, n)
     for support in range(n + 1, m + 1):
         top = z[..., :support]
-        w = list(torch.minimum(symmetric_point(top, reg_lambda, n), top).unbind(-1))
+        if n == m - 2:
+            start = (top + ((top - top[..., -1:]) * (top + top[..., -1:])).sqrt()) / 2
+        else:
+            start = torch.minimum(symmetric_point(top, reg_lambda, n), top)
+        w = list(start.unbind(-1))
         for _ in range(max_sweeps):
             before = torch.stack(w, dim=-1)
             for i in range(support):

@@ -1,4 +1,4 @@
-"""The ops on blocks of 4 as cases: inputs of any shape, the call, and its result by the reference in float64.
+"""The ops on blocks as cases: inputs of any shape, the call, and its result by the reference in float64.
 
 test_every_op.py runs every case on every backend, dtype, shape and layout.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from proxsparse import nm_mask, prox_nm_, reference
 from proxsparse.ops import adamw_prox_, masked_weight_, pack_nm, prox_nm_list_, unpack_nm, use_backend
+from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -99,12 +100,12 @@ def adamw_in_float64(tensors: Tensors) -> Tensors:
         return step_(exact, reg_lambda=0.0)
 
 
-def step_in_float64(tensors: Tensors, reg_lambda: float, n: int = 2) -> Tensors:
+def step_in_float64(tensors: Tensors, reg_lambda: float, pattern: str = "2:4") -> Tensors:
     """The same, then the prox."""
     exact = adamw_in_float64(tensors)
     scale = tensors["scale"].double().cpu() if "scale" in tensors else None
     if reg_lambda:
-        exact["weight"] = reference.prox_nm(exact["weight"], reg_lambda, f"{n}:4", scale)
+        exact["weight"] = reference.prox_nm(exact["weight"], reg_lambda, pattern, scale)
     return exact | ({"master": exact["weight"]} if "master" in tensors else {})
 
 
@@ -113,6 +114,13 @@ def masked(weight, pretrained, scale=None, pattern="2:4") -> Tensor:
     pretrained = pretrained.to(weight.dtype)
     score = (weight if scale is None else weight * scale) * pretrained.sign()
     return torch.where(reference.nm_mask(score, pattern), pretrained, 0.0)
+
+
+def mask_of(score: Tensor, pattern: str) -> Tensor:
+    """The mask by the rule, block by block; the remainder of a row is kept."""
+    parsed, mask = NMPattern.parse(pattern), torch.ones(score.shape, dtype=torch.bool)
+    parsed.blocks(mask).copy_(ranked(parsed.blocks(score), parsed.n))
+    return mask
 
 
 def ranked(score: Tensor, n: int) -> Tensor:
@@ -135,8 +143,20 @@ class Case:
     call: Callable[[Tensors], Tensors]  # what it changes in place, or returns
     expected: Callable[[Tensors], Tensors]  # from inputs on the CPU; float64 where results may be rounded
     arguments: Callable[[Tensors], tuple]  # of torch.ops.proxsparse.<op>
-    block: int = 4  # in_features is a multiple of it
+    pattern: str = "2:4"
+    block: int = 4  # weights in a block
+    remainder: int = 0  # weights after the last block of a row
     same_bits: bool = False  # nothing is computed
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Whether the op supports rows of this length; packing has no remainders."""
+        if self.op == "pack_nm" or self.block == 1:
+            return shape[-1] % self.block == 0
+        try:
+            NMPattern.parse(self.pattern).check_blocks(shape)
+        except ValueError:
+            return False
+        return True
 
     def served(self, tensors: Tensors) -> Tensors | None:
         """The result; None where packing refuses a dtype or an address, as the CUDA kernel does."""
@@ -153,9 +173,9 @@ def list_call(tensors):
     return tensors
 
 
-def step_arguments(tensors, reg_lambda):
+def step_arguments(tensors, reg_lambda, n=2, m=4):
     names = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale")
-    numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, reg_lambda, 2, 4)
+    numbers = (3, 0.05, 0.9, 0.99, 1e-6, 0.1, reg_lambda, n, m)
     return (*map(tensors.get, names), *numbers, 0.3 if "pretrained" in tensors else 0.0, 0.1, None)
 
 
@@ -184,6 +204,7 @@ CASES = {
         lambda t: {"weight": prox_nm_(t["weight"], 0.4, "1:4", t["scale"])},
         lambda t: prox_in_float64(t, {"weight": 0.4}, "1:4"),
         lambda t: (t["weight"], 0.4, 1, 4, t["scale"]),
+        pattern="1:4",
     ),
     "prox of a list": Case(
         "prox_nm_list_",
@@ -211,7 +232,7 @@ CASES = {
         "nm_mask",
         lambda shape, dtype, seed: {"score": hard(shape, dtype, seed)},
         lambda t: {"mask": nm_mask(t["score"])},
-        lambda t: {"mask": ranked(t["score"].unflatten(-1, (t["score"].shape[-1] // 4, 4)), 2).flatten(-2)},
+        lambda t: {"mask": mask_of(t["score"], "2:4")},
         lambda t: (t["score"], 2, 4),
         same_bits=True,
     ),
@@ -235,6 +256,7 @@ CASES = {
         lambda t: {"out": masked_weight_(**t, pattern="1:4")},
         lambda t: {"out": masked(t["weight"], t["pretrained"], pattern="1:4")},
         lambda t: (t["out"], t["weight"], t["pretrained"], None, 1, 4),
+        pattern="1:4",
         same_bits=True,
     ),
     "pack": Case(
@@ -248,11 +270,55 @@ CASES = {
         same_bits=True,
     ),
 }
+for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights hardly differ from case to case
+    _n, _m = map(int, _pattern.split(":"))
+    _blocks = {"pattern": _pattern, "block": _m, "remainder": 2}
+    CASES |= {
+        f"prox, {_pattern}, scaled": Case(
+            "prox_nm_",
+            lambda shape, dtype, seed: {"weight": normal(shape, dtype, seed, 0.5), "scale": scaling(shape, dtype)},
+            lambda t, pattern=_pattern: {"weight": prox_nm_(t["weight"], 0.005, pattern, t["scale"])},
+            lambda t, pattern=_pattern: prox_in_float64(t, {"weight": 0.005}, pattern),
+            lambda t, n=_n, m=_m: (t["weight"], 0.005, n, m, t["scale"]),
+            **_blocks,
+        ),
+        f"AdamW and prox, {_pattern}": Case(
+            "adamw_prox_",
+            everything,
+            lambda t, pattern=_pattern: step_(t, reg_lambda=1e-4, pattern=pattern),
+            lambda t, pattern=_pattern: step_in_float64(t, 1e-4, pattern),
+            lambda t, n=_n, m=_m: step_arguments(t, 1e-4, n, m),
+            **_blocks,
+        ),
+        f"mask, {_pattern}": Case(
+            "nm_mask",
+            lambda shape, dtype, seed: {"score": hard(shape, dtype, seed)},
+            lambda t, pattern=_pattern: {"mask": nm_mask(t["score"], pattern)},
+            lambda t, pattern=_pattern: {"mask": mask_of(t["score"], pattern)},
+            lambda t, n=_n, m=_m: (t["score"], n, m),
+            **_blocks,
+            same_bits=True,
+        ),
+        f"masked weight, {_pattern}, scaled": Case(
+            "masked_weight_",
+            CASES["masked weight, scaled"].inputs,
+            lambda t, pattern=_pattern: {"out": masked_weight_(**t, pattern=pattern)},
+            lambda t, pattern=_pattern: {"out": masked(t["weight"], t["pretrained"], t["scale"], pattern)},
+            lambda t, n=_n, m=_m: (t["out"], t["weight"], t["pretrained"], t["scale"], n, m),
+            **_blocks,
+            same_bits=True,
+        ),
+    }
 
 
 def on_backends(but: tuple[str, ...] = ()):
     """Every case on every backend of this machine, except those in `but`."""
-    places = [(name, place) for name in CASES for place in backends_of(CASES[name].op) if place.values[0][0] not in but]
+    places = [
+        (name, place)
+        for name, case in CASES.items()
+        for place in backends_of(case.op)
+        if place.values[0][0] not in (*but, *(("cuda",) if case.block > 4 else ()))  # CUDA has blocks of 4 only
+    ]
     return pytest.mark.parametrize(
         ("case", "place"),
         [

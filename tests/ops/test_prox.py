@@ -7,7 +7,7 @@ import torch
 from ops.blocks import random_blocks
 from ops.cases import DTYPES, bits, each_dtype
 from ops.on_each_backend import EMULATED, assert_alike
-from reference.ground_truth import GAP, assert_optimal, exact, exact_one
+from reference.ground_truth import GAP, assert_optimal, exact, exact_one, relative_gap
 
 from proxsparse import prox_nm, reference
 from proxsparse.ops import prox_nm_list_, registry
@@ -88,6 +88,20 @@ def test_blocks_of_one_strength(dtype, device):
             tie = (strength > 1) & (z[:, 1] - z[:, 2] <= 1e-6 * z[:, 0])  # either of them may stay
             error = (result.double() - best).abs() - rounding(dtype, best)
             assert ((error <= ERROR[dtype] * largest(weight)).all(-1) | tie).all(), strength
+
+
+@each_dtype
+@pytest.mark.parametrize("m", [6, 8, 10])
+def test_hard_blocks_of_which_two_weights_are_dropped(m, dtype, device, require):
+    """As good as the reference."""
+    for reg_lambda in (0.1,) if dtype == torch.float16 else (0.02, 30.0):
+        weight = random_blocks(120 if is_slow(device) else 1200, reg_lambda, m, m - 2, seed=3).to(dtype)
+        require(OP, weight.to(device), reg_lambda, m - 2, m, None)
+        result = prox_nm(weight.view(4, -1).to(device), reg_lambda, f"{m - 2}:{m}").cpu()
+        best = reference.prox_nm(weight.double(), reg_lambda, f"{m - 2}:{m}")
+        gap = relative_gap(result.view(-1, m), best, weight, reg_lambda, m - 2)
+        assert gap.abs().max() <= GAP[dtype] * m / 4
+        assert not result[(result == 0) & (weight.view(4, -1) != 0)].signbit().any()
 
 
 @full_precision

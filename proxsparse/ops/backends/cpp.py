@@ -12,6 +12,7 @@ from proxsparse.reference import pack
 from proxsparse.reference.quantize import CODES, columns, shape_of_scales
 
 NEWEST = "sparse_linear_direct"  # the function that was added last
+PATTERNS = ((2, 4), (1, 4), (4, 6), (6, 8), (8, 10))
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
     if not hasattr(_C, NEWEST):
@@ -26,8 +27,8 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
         return _missing
     if tensor.device.type != "cpu":
         return f"supports only the CPU, but the tensor is on {tensor.device}"
-    if m != 4 or n not in (1, 2):
-        return f"supports the patterns 2:4 and 1:4, not {n}:{m}"
+    if (n, m) not in PATTERNS:
+        return f"supports the patterns 2:4, 1:4, 4:6, 6:8 and 8:10, not {n}:{m}"
     return None
 
 
@@ -35,25 +36,24 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     if scale is not None:  # in the kernel's arithmetic: fp64 for fp64, fp32 otherwise
         scale = scale.to(torch.float64 if weight.dtype == torch.float64 else torch.float32).contiguous()
-    _C.prox_n4_(weight, reg_lambda, n, scale)
+    _C.prox_nm_(weight, reg_lambda, n, m, scale)
 
 
 @register_kernel("nm_mask", "cpp", supports=_supports)
 def _nm_mask(score: Tensor, n: int, m: int) -> Tensor:
     mask = torch.empty(score.shape, dtype=torch.bool)
-    _C.mask_n4(score, n, mask)
+    _C.mask_nm(score, n, m, mask)
     return mask
 
 
 @register_kernel("masked_weight_", "cpp", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
-    _C.masked_weight_n4_(out, weight, pretrained, scale, n)
+    _C.masked_weight_nm_(out, weight, pretrained, scale, n, m)
 
 
 @register_kernel("adamw_prox_", "cpp", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(*arguments) -> None:
-    *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    _C.adamw_prox_(*head, n, frozen_lambda, frozen_eps, seed)
+    _C.adamw_prox_(*arguments)
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:

@@ -11,12 +11,14 @@ from torch import Tensor
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
 
+PATTERNS = ((2, 4), (1, 4), (4, 6), (6, 8), (8, 10))
+
 
 def _supports(weight: Tensor, n: int, m: int) -> str | None:
     if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"supports only CUDA GPUs, but the tensor is on {weight.device} (slow on a CPU: TRITON_INTERPRET=1)"
-    if (n, m) not in ((2, 4), (1, 4)):
-        return f"supports the patterns 2:4 and 1:4, not {n}:{m}"
+    if (n, m) not in PATTERNS:
+        return f"supports the patterns 2:4, 1:4, 4:6, 6:8 and 8:10, not {n}:{m}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; remedy: pip install triton"
     return None
@@ -26,26 +28,32 @@ def _supports(weight: Tensor, n: int, m: int) -> str | None:
 def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor | None) -> None:
     from proxsparse import triton_kernels
 
-    triton_kernels.prox_n4_(weight, reg_lambda, n, scale)
+    if m == 4:
+        triton_kernels.prox_n4_(weight, reg_lambda, n, scale)
+    else:
+        triton_kernels.prox_wide_(weight, reg_lambda, m, scale)
 
 
 @register_kernel("prox_nm_list_", "triton", supports=_supports)
 def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
-    triton_kernels.prox_list_n4_(weights, reg_lambdas, n)
+    if m == 4:
+        triton_kernels.prox_list_n4_(weights, reg_lambdas, n)
+    else:  # one launch for each
+        for weight, reg_lambda in zip(weights, reg_lambdas, strict=True):
+            triton_kernels.prox_wide_(weight, reg_lambda, m)
 
 
 @register_kernel("adamw_prox_", "triton", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(*arguments) -> None:
     from proxsparse import triton_kernels
 
-    *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    triton_kernels.adamw_prox_n4_(*head, n, frozen_lambda, frozen_eps, seed)
+    triton_kernels.adamw_prox_nm_(*arguments)
 
 
 @register_kernel("masked_weight_", "triton", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     from proxsparse import triton_kernels
 
-    triton_kernels.masked_weight_n4_(out, weight, pretrained, scale, n)
+    triton_kernels.masked_weight_nm_(out, weight, pretrained, scale, n, m)
