@@ -224,7 +224,7 @@ def solve_wide(u, M: tl.constexpr, HALF: tl.constexpr):
         x, reg = sweep_wide(u, u, M)
         error *= rate
         while error > needed:
-            x, reg = sweep_wide(u, x, M)
+            x, _reg = sweep_wide(u, x, M)
             error *= rate
     else:
         x = solve_apart(u, M)
