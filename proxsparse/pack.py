@@ -33,7 +33,8 @@ from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
 Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16, without any change of the weights;
-or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Other tensors stay as they are.
+or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Layers of 4:6, 6:8 and 8:10 take 4/3, 3/2 and 8/5 of
+that. Other tensors stay as they are.
 AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed."""
 NUM_SAMPLES, SEQ_LEN = 128, 512  # of --calibrate; the latter as in `proxsparse train`
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -69,6 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
     if options.bits != 16:
         print(f"their kept weights are rounded to {options.bits} bits")
+    entry = config.get("quantization_config", {})
+    if options.bits == 4 and entry.get("pattern", "2:4") != "2:4":
+        print("note: a weight of 4:6, 6:8 or 8:10 takes 4.3 to 5.2 bits then, more than dense weights of 4 bits (4.25)")
     print(change("these layers", disk.layer_bytes(layers, source_headers), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")
@@ -155,10 +159,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
-    add("model", metavar="MODEL_DIR", help="2:4 checkpoint, such as the --output_dir of train, prune or finetune")
+    add("model", metavar="MODEL_DIR", help="pruned checkpoint, such as the --output_dir of train, prune or finetune")
     add("--output_dir", required=True, metavar="DIR", help="the folder to write")
     add("--unpack", action="store_true", help="make a dense checkpoint from a packed one")
-    add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be 2:4")
+    add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be pruned")
     add("--exclude", nargs="+", metavar="REGEX", help="do not pack layers whose name matches one")
     bits_help = "16 keeps the kept weights (default); 8 or 4 rounds them, with a scale per row or per 64 columns"
     add("--bits", type=int, choices=BITS, default=16, help=bits_help)

@@ -76,7 +76,7 @@ def check_packed(folder: Path) -> None:
         names = match(found, skeleton(folder))
         convert.layers_to_pack(found, model, names)  # raises ValueError if the model is not 2:4
         raise InputError(
-            f"{name!r}: 2:4, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
+            f"{name!r}: pruned, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
         )
     disk.check_description(entry)
     convert.packed_layers(found, model, entry)
