@@ -74,9 +74,9 @@ def check_packed(folder: Path) -> None:
     entry = read_object(folder / "config.json").get("quantization_config")
     if entry is None:
         names = match(found, skeleton(folder))
-        convert.layers_to_pack(found, model, names)  # raises ValueError if the model is not 2:4
+        convert.layers_to_pack(found, model, names)  # raises ValueError if the model is not pruned
         raise InputError(
-            f"{name!r}: pruned, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
+            f"{name!r}: pruned, not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
         )
     disk.check_description(entry)
     convert.packed_layers(found, model, entry)

@@ -250,7 +250,7 @@ def test_folders_that_are_not_packed_models(folders, tmp_path, capsys):
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-10])
     (missing / "model.safetensors").unlink()
     for folder, words in {
-        dense: ["pruned, but not packed", "proxsparse pack"],
+        dense: ["pruned, not packed", "proxsparse pack"],
         unpruned: ["nothing to pack", "proxsparse prune"],
         cut: ["model.safetensors", "truncated", "download"],
         missing: ["model.safetensors is missing"],
