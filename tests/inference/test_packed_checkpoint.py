@@ -147,13 +147,14 @@ def test_codes_in_memory_and_in_a_folder(bits, tmp_path):
 @pytest.mark.parametrize("patterns", [["4:6"], ["6:8"], ["8:10"], ["2:4", "6:8"]], ids=str)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @torch.no_grad()
-def test_other_patterns_and_layers_of_several(patterns, bits, tmp_path):
+def test_other_patterns_and_layers_of_several(patterns, bits, tmp_path, capsys):
     model = tiny_model("llama")
     for name, pattern in zip(("self_attn", "mlp"), patterns * 2, strict=False):
         prune_(model, pattern=pattern, but=("lm_head", "mlp" if name == "self_attn" else "self_attn"))
     dense, packed = tmp_path / "dense", tmp_path / "packed"
     model.save_pretrained(dense)
     assert pack([str(dense), "--output_dir", str(packed), "--bits", str(bits)]) == 0
+    assert ("more than dense weights of 4 bits" in capsys.readouterr().out) == (bits == 4)
     entry = json.loads((packed / "config.json").read_text())["quantization_config"]
     assert entry["pattern"] == (patterns[0] if len(patterns) == 1 else "mixed")
     in_memory = sparsify_(load(dense), bits=bits)
