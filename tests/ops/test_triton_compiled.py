@@ -17,7 +17,13 @@ from proxsparse.ops import prox_nm_list_, registry, use_backend
 from proxsparse.triton_kernels import adamw_prox, masked_weight, prox
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-KERNELS = {"prox_n4": prox, "prox_list": prox, "adamw_prox": adamw_prox, "masked_weight": masked_weight}
+KERNELS = {
+    "prox_n4": prox,
+    "prox_wide": prox,
+    "prox_list": prox,
+    "adamw_prox": adamw_prox,
+    "masked_weight": masked_weight,
+}
 slow = pytest.mark.slow
 
 
@@ -63,6 +69,10 @@ def test_hard_blocks(dtype, n, scaled, shape):
         ("AdamW and prox, everything given", BF16),
         ("AdamW and prox, everything given", F64),
         ("AdamW", F16),
+        ("AdamW and prox, 6:8", BF16),
+        ("prox, 4:6, scaled", F32),
+        ("prox, 8:10, scaled", BF16),
+        ("masked weight, 6:8, scaled", BF16),
         ("masked weight, scaled", F32),
         ("masked weight, scaled", F64),
         ("masked weight, 1:4, W0 of another dtype", F32),
