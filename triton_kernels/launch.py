@@ -54,7 +54,11 @@ def weights_of_program(scale_ptr, columns, pieces, BLOCKS: tl.constexpr, M: tl.c
         row = piece // pieces
         piece -= row * pieces
     place = tl.arange(0, places(M) * BLOCKS)
-    inside = place % places(M) < M
-    column = piece.to(tl.int64) * (M * BLOCKS) + place // places(M) * M + place % places(M)
+    column = piece.to(tl.int64) * (M * BLOCKS) + place
+    if M != places(M):
+        column -= place // places(M) * (places(M) - M)
+    inside = column < columns
+    if M != places(M):
+        inside = inside & (place % places(M) < M)
     index = column + (row + tl.zeros((), tl.int64)) * columns  # a weight may have more than 2^31 elements
-    return index, column, inside & (column < columns)
+    return index, column, inside

@@ -2,8 +2,8 @@
 
 On a CPU the peers are weight-only. On a GPU they, and CUTLASS's kernels for our codes, also round x, in each call.
 
-A contender is named by its maker and bits, such as "cpp:8", "gemv:8" or "torch:4". Each multiplies by its own rounded
-weight.
+A contender is named by its maker and bits or pattern, such as "cpp:8", "gemv:8", "torch:4" or "cpp:6:8". Each
+multiplies by its own weight.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from lib.measure import LinearWeights
 from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.ops import dequantize_nm, quantize_nm, sparse_linear, unpack_nm
+from proxsparse.ops import dequantize_nm, nm_mask, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.backends.cutlass_codes import (
     FP8,
     INT8,
@@ -30,6 +30,7 @@ from proxsparse.ops.backends.cutlass_codes import (
 from proxsparse.ops.backends.gemv import MAX_ROWS
 from proxsparse.ops.registry import get_kernel
 from proxsparse.ops.sparse_linear import pad_rows
+from proxsparse.patterns import DIAL
 from proxsparse.reference.quantize import CODES
 
 BACKENDS = {"cpu": "cpp", "cuda": "gemv"}  # of our codes
@@ -64,6 +65,13 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
     def multiply(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
         return sparse_linear(x, codes, indices, backend=backend, scales=scales)
 
+    for pattern in DIAL[1:] if 16 in bits else ():
+        sigma = weights.dense[0].float().std() / 2  # outputs no larger than those whose rounding is the tolerance
+        weight = (torch.randn(weights.shape, device=values.device) * sigma).to(values.dtype)
+        weight = torch.where(nm_mask(weight.abs(), pattern), weight, 0.0)
+        form = copies(pack_nm(weight, pattern), count)
+        of_pattern = partial(sparse_linear, backend=backend, pattern=pattern)
+        found[f"{backend}:{pattern}"] = Contender(form, of_pattern, weight.double())
     for number in (number for number in bits if number in CODES):
         codes, scales = quantize_nm(values, number)
 

@@ -113,7 +113,7 @@ PROXSPARSE_INLINE void adamw_prox_chunk(const AdamWProxCall& call, const ChunkPo
       if (call.reg_lambda > 0) store_stored<Native<T>>(stepped.template load<V>(b), numbers + 4 * b);
     }
     if (call.reg_lambda > 0) {
-      with_constant(call.m, [&](auto m) { prox_wide_chunk<T, m>(numbers, scale, call.reg_lambda); });
+      with_constant(call.m, [&](auto m) { prox_wide_chunk<T, m>(numbers, scale, call.reg_lambda, count); });
     }
     for (int b = 0; b < count / 4; b += N) {
       write(b, call.reg_lambda > 0 ? load_stored<Native<T>, N>(numbers + 4 * b) : stepped.template load<V>(b));
@@ -158,8 +158,9 @@ void adamw_prox_chunks(const AdamWProxCall& call, int64_t begin, int64_t end) {
   using Storage = typename Format::Storage;
   using MomentStorage = typename Moment::Storage;
   const auto from = [](auto* tensor, int64_t first) { return tensor == nullptr ? nullptr : tensor + first; };
-  int64_t chunk_weights = kChunkWeights;
-  if (call.reg_lambda > 0) with_constant(call.m, [&](auto m) { chunk_weights = kWideChunk<T, m>; });
+  int64_t whole = kChunkWeights;  // chunks of other sizes are padded
+  if (call.reg_lambda > 0) with_constant(call.m, [&](auto m) { whole = kWideVectors<T, m>; });
+  const int64_t chunk_weights = kChunkWeights / whole * whole;
   const int64_t unit = call.reg_lambda > 0 && call.m > 4 ? call.in_features : chunk_weights;
   for (int64_t first = unit * begin, last = 0; first < smaller(unit * end, call.numel); first = last) {
     last = smaller(first + chunk_weights, smaller((first / unit + 1) * unit, call.numel));
@@ -176,9 +177,9 @@ void adamw_prox_chunks(const AdamWProxCall& call, int64_t begin, int64_t end) {
     auto* exp_avg = from(static_cast<MomentStorage*>(call.exp_avg), first);
     auto* exp_avg_sq = from(static_cast<MomentStorage*>(call.exp_avg_sq), first);
     auto* master = from(static_cast<float*>(call.master), first);
-    if (count == chunk_weights) {
-      const ChunkPointers<Format, Moment> whole{weight, grad, pretrained, exp_avg, exp_avg_sq, master};
-      adamw_prox_chunk(call, whole, scale, first, chunk_weights);
+    if (count % whole == 0) {
+      const ChunkPointers<Format, Moment> pointers{weight, grad, pretrained, exp_avg, exp_avg_sq, master};
+      adamw_prox_chunk(call, pointers, scale, first, count);
       continue;
     }
     Padded<Storage> weights(weight, count), grads(grad, count), pretraineds(pretrained, count);
@@ -186,7 +187,7 @@ void adamw_prox_chunks(const AdamWProxCall& call, int64_t begin, int64_t end) {
     Padded<float> masters(master, count);
     const ChunkPointers<Format, Moment> padded{weights.get(),  grads.get(),       pretraineds.get(),
                                                exp_avgs.get(), exp_avg_sqs.get(), masters.get()};
-    adamw_prox_chunk(call, padded, scale, first, chunk_weights);
+    adamw_prox_chunk(call, padded, scale, first, (count + whole - 1) / whole * whole);
     weights.copy_back();
     exp_avgs.copy_back();
     exp_avg_sqs.copy_back();

@@ -84,9 +84,11 @@ constexpr double kDenseFromWide = m == 6 ? 0.75 : m == 8 ? 0.65 : 0.57;
 
 constexpr int kMostSweeps = 500;
 
-// The prox where the objective may have several minima.
+// The prox where the objective may have several minima. The last sweep moves no number by more than `tolerance` of the
+// largest.
 template <typename V, int m>
-__attribute__((noinline)) void solve_apart(const WideBlock<V, m>& u, WideBlock<V, m>& best) {
+__attribute__((noinline)) void solve_apart(const WideBlock<V, m>& u, WideBlock<V, m>& best,
+                                           typename ScalarOf<V>::Type tolerance) {
   using T = typename ScalarOf<V>::Type;
   const V zero(0), one(1);
   const Smallest<V> smallest = two_smallest(u);
@@ -161,7 +163,7 @@ __attribute__((noinline)) void solve_apart(const WideBlock<V, m>& u, WideBlock<V
       moved = larger(moved, magnitude(x.w[i] - old.w[i]));
       smallest_x = smaller(smallest_x, x.w[i]);
     });
-    const auto waiting = dense & (smallest_x > zero) & (moved > largest * V(kIsDouble<T> ? T(2e-15) : T(1e-6)));
+    const auto waiting = dense & (smallest_x > zero) & (moved > largest * V(tolerance));
     if (lane_bits(waiting.lanes) == 0) break;
   }
   const auto take_all = dense & (smallest_x > zero) & (objective(x, reg) <= least * V(kTie<T>));
@@ -183,7 +185,7 @@ __attribute__((noinline)) void solve_unusual(const WideBlock<Vec<T, N>, m>& v, d
       finite = finite && std::isfinite(number[i][lane]);
       exact.w[i] = D(smaller(number[i][lane] * unit, kLargestWide<double>));
     }
-    if (finite) solve_apart(exact, best);
+    if (finite) solve_apart(exact, best, 2e-15);
     for (int i = 0; i < m; ++i) {
       const double most = std::numeric_limits<T>::max();  // numbers above it do not change
       of_u[i][lane] = finite ? static_cast<T>(smaller(exact.w[i].lanes.raw[0], most)) : T(0);
@@ -224,15 +226,16 @@ PROXSPARSE_INLINE void prox_wide(typename Format::Storage* weight, const T* scal
   repeat<m>([&](auto i) PROXSPARSE_INLINED { most = larger(most, bits_as<typename V::Bits>(u.w[i])); });
   const T largest = std::bit_cast<T>(proxsparse::largest(most));
   const T rate = rate_wide<m>(largest);
+  constexpr bool rounds = !std::is_same_v<Format, Native<T>>;  // to 8 or 11 bits
   if (rate <= T(0.5)) {
-    constexpr T needed = (m - 2) * (sizeof(T) == 8 ? 1e-16 : std::is_same_v<Format, Native<T>> ? 1e-7 : 3e-5);
+    constexpr T needed = (m - 2) * (sizeof(T) == 8 ? 1e-16 : rounds ? 3e-5 : 1e-7);
     T error = rate;
     do {
       sweep_wide(u, x);
       error *= rate;
     } while (error > needed);
   } else if (largest <= kLargestWide<T>) {
-    solve_apart(u, x);
+    solve_apart(u, x, T(sizeof(T) == 8 ? 2e-15 : rounds ? 1e-5 : 1e-6));
   } else {
     solve_unusual(v, params.exact_unit, u, x);
   }
@@ -248,9 +251,9 @@ PROXSPARSE_INLINE void prox_wide(typename Format::Storage* weight, const T* scal
   store_wide<Format>(result, weight);
 }
 
-// The weights of a step of AdamW that are solved together: whole vectors of blocks of m, and of 4 for the step itself.
+// What a step of AdamW solves together is a multiple of this: whole vectors of blocks of m, and of 4 for the step itself.
 template <typename T, int m>
-constexpr int kWideChunk = kChunkWeights / ((m % 4 == 0 ? m : 2 * m) * kLanes<T>) * (m % 4 == 0 ? m : 2 * m) * kLanes<T>;
+constexpr int kWideVectors = (m % 4 == 0 ? m : 2 * m) * kLanes<T>;
 
 // The prox of the rows from `begin` to `end`. The remainder of a row is padded with at least two zeros, so that the prox
 // does not change it.
@@ -277,11 +280,11 @@ void dial_prox_rows(const ProxCall& call, int64_t begin, int64_t end) {
   }
 }
 
-// The prox of a chunk of kWideChunk<T, m> numbers, after the step of AdamW.
+// The prox of `count` numbers, whole vectors of blocks, after the step of AdamW.
 template <typename T, int m>
-__attribute__((noinline)) void prox_wide_chunk(T* weight, const T* scale, double reg_lambda) {
+__attribute__((noinline)) void prox_wide_chunk(T* weight, const T* scale, double reg_lambda, int count) {
   const DialParams<T> params(reg_lambda, m);
-  for (int first = 0; first < kWideChunk<T, m>; first += m * kLanes<T>) {
+  for (int first = 0; first < count; first += m * kLanes<T>) {
     prox_wide<Native<T>, m>(weight + first, scale == nullptr ? nullptr : scale + first, params);
   }
 }

@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ops.blocks import random_blocks
 from pruned import assert_as_good_as_dense, pruned_weight, quantized
-from reference.ground_truth import GAP, assert_optimal
+from reference.ground_truth import GAP, assert_optimal, relative_gap
 from torch import Tensor
 
 from proxsparse import _C, nm_mask, prox_nm_, reference, use_backend
+from proxsparse.ops import masked_weight_
 from proxsparse.reference import pack
 
 IN_FEATURES = [*range(4, 140, 4), 252, 256, 260, 508, 512, 516, 576, 1028]
@@ -49,6 +50,22 @@ def check_prox_and_mask(dtype, n, scale):
         result = prox_nm_(fenced(weight, True), 0.7, f"{n}:4", scale)
         assert torch.equal(nm_mask(fenced(weight, True), f"{n}:4"), reference.nm_mask(weight, f"{n}:4"))
     assert_optimal(result, weight, 0.7, n, 1.0 if scale is None else scale)
+
+
+def check_two_dropped(dtype, m, at_end):
+    """Masks of the reference and an objective as good as its, in rows that end in a remainder."""
+    pattern = f"{m - 2}:{m}"
+    weight = random_blocks(1000, 0.7, m, m - 2, seed=30).to(dtype).view(5, -1)[:, :-2].contiguous()
+    with use_backend("cpp"):
+        result = prox_nm_(fenced(weight, at_end), 0.7, pattern)
+        assert torch.equal(nm_mask(fenced(weight, at_end), pattern), reference.nm_mask(weight, pattern))
+        out = masked_weight_(fenced(torch.zeros_like(weight), at_end), fenced(weight, at_end), weight, None, pattern)
+    assert torch.equal(out, reference.masked_weight(weight, weight, None, pattern))
+    whole = weight.shape[1] // m * m
+    assert torch.equal(result[:, whole:], weight[:, whole:])
+    blocks, found = weight[:, :whole].reshape(-1, m), result[:, :whole].reshape(-1, m)
+    best = reference.prox_nm(blocks.double(), 0.7, pattern)
+    assert relative_gap(found, best, blocks, 0.7, m - 2).abs().max() <= GAP[dtype] * m / 4
 
 
 def check_pack(dtype, in_features, at_end):
@@ -83,6 +100,9 @@ def main():
             for scale in (None, 0.5 + torch.rand(4, dtype=torch.float64)):
                 check_prox_and_mask(dtype, n, scale)
     for at_end in (True, False):
+        for dtype in GAP:
+            for m in (6, 8, 10):
+                check_two_dropped(dtype, m, at_end)
         for in_features in IN_FEATURES:
             for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
                 check_pack(dtype, in_features, at_end)

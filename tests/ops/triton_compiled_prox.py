@@ -46,7 +46,7 @@ def step_call(weight, moment, given, n):
     options |= {"seed_low": "i32", "seed_high": "i32"}
     arguments |= {name: type for name, type in options.items() if name.split("_")[0] in given}
     constants = {name: None for name in options if name not in arguments}
-    constants |= {"N": n, "BLOCKS": adamw_prox.BLOCKS_PER_PROGRAM}
+    constants |= {"N": n, "BLOCKS": adamw_prox.BLOCKS_PER_PROGRAM, "M": 4}
     return adamw_prox.adamw_prox_kernel, arguments, constants, {"num_warps": adamw_prox.NUM_WARPS}
 
 
@@ -54,7 +54,7 @@ def mask_call(weight, pretrained, scale, n):
     """The same of W0 under a mask."""
     arguments = {"out_ptr": f"*{weight}", "weight_ptr": f"*{weight}", "pretrained_ptr": f"*{pretrained}"}
     arguments |= {"columns": "i32", "pieces": "i32"} | ({"scale_ptr": f"*{scale}"} if scale else {})
-    constants = {"N": n, "BLOCKS": masked_weight.BLOCKS_PER_PROGRAM} | ({} if scale else {"scale_ptr": None})
+    constants = {"N": n, "BLOCKS": masked_weight.BLOCKS_PER_PROGRAM, "M": 4} | ({} if scale else {"scale_ptr": None})
     return masked_weight.masked_weight_kernel, arguments, constants, {"num_warps": masked_weight.NUM_WARPS}
 
 
