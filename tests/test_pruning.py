@@ -318,7 +318,7 @@ REFUSALS = {
         lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, gradient_accumulation_steps=99),
         "gradient_accumulation_steps 99: a step on 1 processes needs 99 batches",
     ),
-    "pattern": (lambda m, t: proxsparse.prune_(m, "magnitude", pattern="2:3"), "in_features=32 is not a multiple of 3"),
+    "pattern": (lambda m, t: proxsparse.prune_(m, "magnitude", pattern="2:3"), "multiple of 3 for 2:3 blocks"),
     "no model": (lambda m, t: proxsparse.prune_(torch.nn.Linear(4, 4)), "model: Linear is not a causal language model"),
     "encoder": (lambda m, t: proxsparse.prune_(encoder(), "magnitude"), "is not a causal decoder"),
     "adapters": (lambda m, t: proxsparse.prune_(with_adapter(m), "magnitude"), "model: has adapters of peft"),

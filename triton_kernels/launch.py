@@ -55,10 +55,10 @@ def weights_of_program(scale_ptr, columns, pieces, BLOCKS: tl.constexpr, M: tl.c
         piece -= row * pieces
     place = tl.arange(0, places(M) * BLOCKS)
     column = piece.to(tl.int64) * (M * BLOCKS) + place
-    if M != places(M):
+    if places(M) != M:
         column -= place // places(M) * (places(M) - M)
     inside = column < columns
-    if M != places(M):
+    if places(M) != M:
         inside = inside & (place % places(M) < M)
     index = column + (row + tl.zeros((), tl.int64)) * columns  # a weight may have more than 2^31 elements
     return index, column, inside

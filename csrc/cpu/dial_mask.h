@@ -56,15 +56,13 @@ PROXSPARSE_INLINE void masked_weight_wide(const typename Format::Storage* weight
                                           typename Format::Storage* out) {
   using V = Vec<T, N>;
   const auto stored = load_wide<Pretrained, m, N>(pretrained);
-  auto score = each([](auto stored) PROXSPARSE_INLINED { return decoded<Format>(stored); },
-                    load_wide<Format, m, N>(weight));
+  auto score =
+      each([](auto stored) PROXSPARSE_INLINED { return decoded<Format>(stored); }, load_wide<Format, m, N>(weight));
   if (scale != nullptr) {
-    score = each([](V w, V c) PROXSPARSE_INLINED { return w * c; }, score,
-                 load_wide<Native<T>, m, N>(scale));
+    score = each([](V w, V c) PROXSPARSE_INLINED { return w * c; }, score, load_wide<Native<T>, m, N>(scale));
   }
-  const auto compared = [](V score, auto stored) PROXSPARSE_INLINED {
-    return comparable(times_sign(score, decoded<Pretrained>(stored)));
-  };
+  const auto compared = [](V score, auto stored)
+                            PROXSPARSE_INLINED { return comparable(times_sign(score, decoded<Pretrained>(stored))); };
   const Smallest<V> smallest = two_smallest(each(compared, score, stored));
   const auto number = [](auto stored) PROXSPARSE_INLINED {
     if constexpr (std::is_same_v<Format, Pretrained>) {
@@ -89,8 +87,7 @@ void dial_masked_weight_rows(const MaskedWeightCall& call, int64_t begin, int64_
   const auto scale_from = [=](int64_t first) { return scale == nullptr ? nullptr : scale + first; };
   for (int64_t row = begin; row < end; ++row) {
     const auto* weight = static_cast<const typename Format::Storage*>(call.weight) + row * call.in_features;
-    const auto* pretrained =
-        static_cast<const typename Pretrained::Storage*>(call.pretrained) + row * call.in_features;
+    const auto* pretrained = static_cast<const typename Pretrained::Storage*>(call.pretrained) + row * call.in_features;
     auto* out = static_cast<typename Format::Storage*>(call.out) + row * call.in_features;
     int64_t first = 0;
     for (; first + kPiece <= call.in_features; first += kPiece) {

@@ -1,5 +1,5 @@
-// The exact prox of blocks of m = 6, 8 or 10 weights of which n = m - 2 are kept, on the CPU: in the unit in which lambda
-// is 1 (u = unit * |c w|, unit = lambda^(1/(m-3))),
+// The exact prox of blocks of m = 6, 8 or 10 weights of which n = m - 2 are kept, on the CPU: in the unit in which
+// lambda is 1 (u = unit * |c w|, unit = lambda^(1/(m-3))),
 //
 //   argmin_{x >= 0}  1/2 |x - u|^2 + e_{m-1}(x),   e_{m-1}(x) = the sum of all products of m - 1 of the m numbers
 //
@@ -80,7 +80,9 @@ struct LargerRoot {
 // Let x be the best point with a zero. A better point without zeros needs a smallest u above this part of e_{m-2}(the
 // other x). By experiment: the least ratios of 324,000 blocks were 0.787, 0.679 and 0.596, for equal weights.
 template <int m>
-constexpr double kDenseFromWide = m == 6 ? 0.75 : m == 8 ? 0.65 : 0.57;
+constexpr double kDenseFromWide = m == 6   ? 0.75
+                                  : m == 8 ? 0.65
+                                           : 0.57;
 
 constexpr int kMostSweeps = 500;
 
@@ -251,12 +253,13 @@ PROXSPARSE_INLINE void prox_wide(typename Format::Storage* weight, const T* scal
   store_wide<Format>(result, weight);
 }
 
-// What a step of AdamW solves together is a multiple of this: whole vectors of blocks of m, and of 4 for the step itself.
+// What a step of AdamW solves together is a multiple of this: whole vectors of blocks of m, and of 4 for the step
+// itself.
 template <typename T, int m>
 constexpr int kWideVectors = (m % 4 == 0 ? m : 2 * m) * kLanes<T>;
 
-// The prox of the rows from `begin` to `end`. The remainder of a row is padded with at least two zeros, so that the prox
-// does not change it.
+// The prox of the rows from `begin` to `end`. The remainder of a row is padded with at least two zeros, so that the
+// prox does not change it.
 template <typename Format, int m>
 void dial_prox_rows(const ProxCall& call, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;

@@ -133,9 +133,8 @@ PROXSPARSE_INLINE void store_wide(WideBlock<V, m> stored, typename Format::Stora
     repeat<m>([&](auto i) PROXSPARSE_INLINED { stored.w[i].store(weight + i * N); });
   } else {
     V pairs[m / 2];
-    repeat<m / 2>([&](auto i) PROXSPARSE_INLINED {
-      pairs[i] = (stored.w[2 * i] >> 16) | (stored.w[2 * i + 1] & V(0xffff0000));
-    });
+    repeat<m / 2>(
+        [&](auto i) PROXSPARSE_INLINED { pairs[i] = (stored.w[2 * i] >> 16) | (stored.w[2 * i + 1] & V(0xffff0000)); });
     interleave<m / 2>(pairs);
     repeat<m / 2>([&](auto i) PROXSPARSE_INLINED { pairs[i].store(weight + 2 * i * N); });
   }

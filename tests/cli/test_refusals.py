@@ -311,7 +311,7 @@ BEFORE_THE_WORK = [
         "train --num_samples 100 --gradient_accumulation_steps 50",  # the file has 40 documents
         "--gradient_accumulation_steps 50 .. needs 50 batches .. has 40",
     ),
-    ("train --pattern 2:5", "q_proj .. in_features=32 .. --exclude"),
+    ("train --pattern 2:5", "q_proj .. [32, 32] .. multiple of 5 .. --exclude"),
     ("train --seq_len 1000", "context length of 128 .. lower --seq_len"),
     ("train --eval_data builtin --eval_seq_len 1000", "context length of 128 .. lower --eval_seq_len"),
     ("train --include nothing", "no layer to prune .. nothing"),

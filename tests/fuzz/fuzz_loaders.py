@@ -51,7 +51,6 @@ from proxsparse.io.mask_files import load_masks, save_masks
 from proxsparse.io.model_files import check_folder, headers, is_inside, weight_files
 from proxsparse.models.loading import load_model, locate, skeleton
 from proxsparse.models.snap import apply_masks_
-from proxsparse.patterns import NMPattern
 from proxsparse.run import report
 from proxsparse.run.parse import parse_train
 
@@ -193,11 +192,15 @@ def load_headers(path: Path) -> None:
     found, entry = headers(weight_files(path)), config["quantization_config"]
     names = convert.packed_layers(found, valid_skeleton(), entry)
     with torch.no_grad():
-        tensors = dict(convert.unpack_tensors(found, list(names)))
-    for name, place in names.items():
+        layers = {
+            name: (form.pattern, valid_skeleton().get_submodule(place).in_features)
+            for name, (place, form) in names.items()
+        }
+        tensors = dict(convert.unpack_tensors(found, layers))
+    for name, (place, form) in names.items():
         weight = tensors[f"{name}.weight"]
         assert weight.shape == valid_skeleton().get_submodule(place).weight.shape
-        assert NMPattern(2, 4).is_feasible(weight)
+        assert form.pattern.is_feasible(weight)
 
 
 def load_folder(path: Path) -> None:

