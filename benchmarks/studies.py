@@ -179,12 +179,13 @@ def hard_frozen_weights() -> Iterator[None]:
 
     def remember(optimizer, *_arguments) -> None:
         for group in optimizer.param_groups if not pretrained else ():
-            pretrained.update((weight, weight.detach().clone()) for weight, _ in pruned_parameters(group))
+            pretrained.update((weight, weight.detach().clone()) for weight in pruned_parameters(group))
 
     @torch.no_grad()
     def reset(optimizer, *_arguments) -> None:
         for group in optimizer.param_groups:
-            for weight, scale in pruned_parameters(group):
+            scale = group["prox_scale"]
+            for weight in pruned_parameters(group):
                 score = (weight if scale is None else weight * scale).abs()
                 kept = nm_mask(score, group["pattern"]) & (weight != 0)
                 weight.copy_(torch.where(kept, pretrained[weight], weight))

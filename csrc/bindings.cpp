@@ -29,5 +29,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("sparse_linear", &proxsparse::sparse_linear, py::arg("x"), py::arg("values"), py::arg("indices"),
              py::arg("scales"), py::arg("bias"), py::arg("y"), without_gil);
   module.def("sparse_linear_direct", &proxsparse::sparse_linear_direct, py::arg("x"), py::arg("values"),
-             py::arg("indices"), py::arg("scales"), py::arg("bias"), without_gil);
+             py::arg("indices"), py::arg("scales"), py::arg("bias"), py::arg("m"), without_gil);
 }

@@ -86,10 +86,11 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
                    const OptionalTensor& scales, const OptionalTensor& bias, const at::Tensor& y);
 
 // y of the same product for x [..., in_features], without the dispatcher of torch, which takes longer than the product
-// of a small layer. None if the call needs it (autograd, autocast, a mode), if a tensor is not on the CPU or not
-// contiguous, or if x does not fit the weight.
+// of a small layer. The weight is packed for blocks of m columns, see proxsparse/reference/windows.py. None if the call
+// needs the dispatcher (autograd, autocast, a mode), if a tensor is not on the CPU or not contiguous, or if x does not
+// fit the weight.
 OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
-                                    const OptionalTensor& scales, const OptionalTensor& bias);
+                                    const OptionalTensor& scales, const OptionalTensor& bias, int64_t m);
 
 // The instruction set of the kernels: "default", "avx2", "avx512" or "avx512_bf16". The widest of this CPU, at most the
 // one named by the environment variable PROXSPARSE_CPU_CAPABILITY.

@@ -1,12 +1,12 @@
-"""ProxSparse inside transformers.Trainer: learn a 2:4 mask of a causal language model, then snap to it.
+"""ProxSparse inside transformers.Trainer: learn a 2:4 mask of a causal language model, then apply it.
 
     python examples/hf_trainer.py                                  # tiny random Llama, offline, some seconds
     python examples/hf_trainer.py --model NAME --text FILE         # your model, your text
     accelerate launch examples/hf_trainer.py --fsdp ...            # many GPUs, FSDP2
 
-`ProxTrainerMixin` creates the optimizer; Trainer handles mixed precision, accumulation and checkpoints as usual.
-`ProxCallback` saves the masks and sets every weight to its pretrained value, or to zero where it is pruned.
-The "pretrained" weights of the tiny model are random, so its quality after the snap is meaningless.
+`ProxTrainerMixin` creates the optimizer and saves the masks; Trainer handles mixed precision, accumulation and
+checkpoints as usual. At the end the masks are applied to the pretrained weights.
+The "pretrained" weights of the tiny model are random, so its quality is meaningless.
 For the complete method (calibration data, scaling, reports) use `proxsparse train`.
 """
 
@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
 
-from proxsparse.integrations.transformers_trainer import ProxCallback, ProxTrainerMixin
+from proxsparse import apply_masks_
+from proxsparse.integrations.transformers_trainer import ProxTrainerMixin
 
 
 class MaskTrainer(ProxTrainerMixin, Trainer):
@@ -79,13 +80,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    torch.manual_seed(0)
-    if arguments.model:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-        samples = text_samples(arguments.model, arguments.text)
-    else:
-        model, samples = tiny_llama(), counting_samples()
 
+    def pretrained() -> nn.Module:
+        torch.manual_seed(0)
+        name = arguments.model
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) if name else tiny_llama()
+
+    model = pretrained()
+    samples = text_samples(arguments.model, arguments.text) if arguments.model else counting_samples()
     with tempfile.TemporaryDirectory() as scratch:
         training = TrainingArguments(
             output_dir=arguments.output_dir or scratch,
@@ -98,15 +100,15 @@ def main(argv: list[str] | None = None) -> None:
             report_to=arguments.report_to,
             use_cpu=not torch.accelerator.is_available(),
         )
-        callback = ProxCallback()
-        ours = {"reg_lambda": arguments.reg_lambda, "callbacks": [callback]}
-        trainer = MaskTrainer(model=model, args=training, train_dataset=samples, **ours)
-        trainer.train()
-        if arguments.output_dir:
-            trainer.save_model()  # by all processes together; the first one writes
+        trainer = MaskTrainer(model=model, args=training, train_dataset=samples, reg_lambda=arguments.reg_lambda)
+        trainer.train()  # saves masks.safetensors
     if trainer.is_world_process_zero():
-        share, layers = callback.figures["feasible_share"], len(callback.masks)
-        print(f"2:4 blocks before the snap: {share:.1%}; {layers} layers pruned")
+        shares = [row["feasible_share"] for row in trainer.state.log_history if "feasible_share" in row]
+        print(f"2:4 blocks: {shares[-1]:.1%}; {len(trainer.masks)} layers have masks")
+        if arguments.output_dir:
+            pruned = pretrained()
+            apply_masks_(pruned, trainer.masks)
+            pruned.save_pretrained(arguments.output_dir)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ COMMANDS = {  # the commands of `proxsparse`, each a module with a `main`
     "apply": "make the pruned model from the pretrained model and masks.safetensors",
     "evaluate": "measure perplexity and zero-shot accuracy",
     "pack": "pack the 2:4 layers of a pruned model, or unpack them",
-    "push": "upload a pruned model, or its masks alone, to the Hugging Face Hub",
     "serve": "serve a packed model with an OpenAI-compatible API",
     "report": "regenerate the report and the plots of a run",
     "env": "print versions and the backend of each operation on this machine",

@@ -10,12 +10,12 @@ from pathlib import Path
 from proxsparse.errors import run_command
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory
-from proxsparse.io.mask_files import masks_sha256, pattern_name, read_masks, refuse_other_base, save_masks
+from proxsparse.io.mask_files import masks_sha256, read_masks, refuse_other_base, save_masks
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model, save_model
 from proxsparse.models.snap import apply_masks_
-from proxsparse.run import hub
+from proxsparse.patterns import pattern_name
 from proxsparse.run.folder import require_space_for
 from proxsparse.run.model_card import applied_card_text
 from proxsparse.runtime.command import Parser
@@ -30,7 +30,6 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     target, path = Path(options.output_dir), Path(options.masks)
     path = path / output_folder.MASKS if path.is_dir() else path
-    repo = hub.check_repository(options.push_to_hub)
     masks, patterns, recorded = read_masks(path)
     pattern = pattern_name(patterns)
     with output_folder.opened(target, "apply", vars(options)):
@@ -52,8 +51,6 @@ def main(arguments: list[str] | None = None) -> int:
     print(*(f"WARNING: {note}\n" for note in notes), f"saved to {options.output_dir}", sep="")
     if output_folder.read_result(path.parent).get("updated"):
         print(f"note: the run in {path.parent} also changed the kept weights; this model has the pretrained ones")
-    if repo:
-        hub.upload(target, repo)
     return 0
 
 
@@ -65,7 +62,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("masks", metavar="MASKS", help="masks.safetensors, or the folder with it")
     add("--output_dir", required=True, metavar="DIR", help="the folder to write, new or empty")
     add("--allow_other_base", action="store_true", help="accept masks that were made for other weights")
-    add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     return parser.parse_args(arguments)
 
 

@@ -4,14 +4,12 @@ import errno
 import math
 import os
 import re
-import select
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 
-from proxsparse._start import quit_at_once
 from proxsparse.runtime import progress
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 1, 130, 141, 143  # exit codes
@@ -44,15 +42,12 @@ def run_command(main: Callable[[], int | None]) -> int:
     SIGTERM ends the command as Ctrl-C does. With PROXSPARSE_DEBUG=1 errors and warnings include their location.
     """
     debug = bool(os.environ.get("PROXSPARSE_DEBUG"))
-    if signal.getsignal(signal.SIGINT) is quit_at_once:  # the imports are done
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     previous, hook = signal.signal(signal.SIGTERM, _terminate), sys.unraisablehook
     sys.unraisablehook = lambda lost: _again(lost.exc_type) or hook(lost)
     try:
         with progress.shown(), warnings.catch_warnings():
             if not debug:
                 warnings.showwarning = _show_warning
-            check_encoding()
             code = main() or 0
             sys.stdout.flush()  # while a broken pipe can still be caught
             return code
@@ -63,44 +58,23 @@ def run_command(main: Callable[[], int | None]) -> int:
         print(f"\n{with_notes('interrupted', stop)}", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:  # of any type: the user gets one line
-        if isinstance(error, BrokenPipeError) and _reader_has_left():
+        if isinstance(error, BrokenPipeError):  # the reader of stdout has exited (`| head -1`)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that its flush succeeds
             return BROKEN_PIPE
         if debug:
             raise
-        print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
+        # Every process refuses the same input: the first one of a machine (torchrun) says why.
+        if not isinstance(error, InputError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {with_notes(describe_error(error), error)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ValueError | OSError) or is_full_disk(error) else FAILED
     finally:
         signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
         sys.unraisablehook = hook
 
 
-def check_encoding() -> None:
-    """Raises InputError for an argument, or a current folder, that is not text in the encoding of the locale.
-
-    Python decodes such bytes to unpaired surrogates, which tokenizers and safetensors reject later in the run.
-    """
-    encoding = sys.getfilesystemencoding()
-    remedy = "rename it" if encoding == "utf-8" else "set PYTHONUTF8=1"
-    for text in (*sys.argv, os.getcwd()):
-        if any("\udc80" <= character <= "\udcff" for character in text):
-            shown = os.fsencode(text).decode(errors="replace")
-            raise InputError(f"{shown!a}: not text in the encoding {encoding} of this locale; {remedy}")
-
-
 def _show_warning(message, *_where, **_more) -> None:
     """Prints a warning as one line, without file and line number."""
     progress.write_line(f"warning: {' '.join(str(message).split())}")
-
-
-def _reader_has_left() -> bool:
-    """Whether the reader of stdout has exited (`| head -1`). If so, stdout is redirected so that its flush succeeds."""
-    output = sys.stdout.fileno()
-    poll = select.poll()
-    poll.register(output, 0)  # errors are always reported
-    if not poll.poll(0):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-    return True
 
 
 def _terminate(_number, _frame) -> None:

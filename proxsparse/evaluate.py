@@ -20,6 +20,7 @@ from proxsparse.run.result import finite
 from proxsparse.run.sections import BOS
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.device import choose_device, choose_precision, version
+from proxsparse.runtime.progress import write_line
 
 DESCRIPTION = """\
 Measure the perplexity and the zero-shot accuracy of a causal language model, pruned or not.
@@ -44,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     splits = {source: options.split or evaluation_split(source) for source in options.data}
     texts = {source: evaluation_text(source, split, options.text_field) for source, split in splits.items()}
     model, tokenizer = load_model(options.model, weight_dtype)
+    for note in model.source.notes:
+        write_line(f"WARNING: {note}")
     identity = {"model": options.model, "precision": options.precision}
     refuse_not_finite(model)
     if masks is not None:
@@ -62,13 +65,12 @@ def main(arguments: list[str] | None = None) -> int:
         row |= {"seq_len": score.tokens // score.windows, "windows": score.windows, "tokens": score.tokens}
         row |= {"bos": score.bos}
         report(identity | row, options.json)
-    identity |= {"limit": options.limit, "num_fewshot": options.num_fewshot, "lm_eval": version("lm_eval")}
+    identity |= {"limit": options.limit, "lm_eval": version("lm_eval")}
     scores, failed = {}, []
     for task in options.tasks:
         try:
             scores[task] = row = zero_shot(
-                model, tokenizer, task, options.data_dir, options.limit, options.batch_size, options.num_fewshot,
-                autocast_dtype,
+                model, tokenizer, task, options.data_dir, options.limit, options.batch_size, autocast_dtype,
             )  # fmt: skip
         except Exception as error:  # of any type, raised by lm-eval or its data sets; the other tasks still run
             failed.append(task)
@@ -126,7 +128,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     task.add_argument("--data_dir", metavar="DIR", help="folder with the data sets; default: the Hugging Face Hub")
     task.add_argument("--limit", type=int, help="questions of each task, at most; default: all")
     task.add_argument("--batch_size", type=int, default=8, help="answers per forward pass; default: 8")
-    task.add_argument("--num_fewshot", type=int, default=0, help="solved examples before each question; default: 0")
     options = parser.parse_args(arguments)
 
     if options.seq_len is not None:
@@ -136,9 +137,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.json not in (None, "-"):
         check_json_file(Path(options.json))
     if options.tasks:
-        options.tasks = check_request(
-            options.tasks, options.data_dir, options.limit, options.batch_size, options.num_fewshot
-        )
+        options.tasks = check_request(options.tasks, options.data_dir, options.limit, options.batch_size)
     if options.data is None:
         options.data = [] if options.tasks else ["builtin"]
     return options

@@ -28,13 +28,13 @@ from proxsparse.methods.gptq import quantize_layers_
 from proxsparse.models.checks import fit_window
 from proxsparse.models.loading import load_model, skeleton
 from proxsparse.models.matching import check_saved, match, refuse_incomplete
-from proxsparse.run import hub
 from proxsparse.runtime.command import Parser
 from proxsparse.runtime.progress import phase
 
 DESCRIPTION = """\
 Pack every 2:4 nn.Linear layer of a pruned checkpoint to 9/16 of its bytes in bf16, without any change of the weights;
-or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Other tensors stay as they are.
+or to 5/16 or 1/5 with --bits 8 or 4, which rounds the weights. Layers of 4:6, 6:8 and 8:10 take 4/3, 3/2 and 8/5 of
+that. Other tensors stay as they are.
 AutoModelForCausalLM.from_pretrained loads the result without making dense weights, where proxsparse is installed."""
 NUM_SAMPLES, SEQ_LEN = 128, 512  # of --calibrate; the latter as in `proxsparse train`
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -49,7 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Packs or unpacks tensor by tensor, copies the other files, and prints the sizes. Returns the exit code."""
     options = parse(arguments)
     source, target, shard_bytes = Path(options.model), Path(options.output_dir), parse_size(options.max_shard_size)
-    repo = hub.check_repository(options.push_to_hub)
     config = disk.read_packed_config(source / CONFIG, packed=options.unpack)
     check_folder(source)
     source_headers, model = headers(weight_files(source)), skeleton(source)
@@ -71,11 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
     if options.bits != 16:
         print(f"their kept weights are rounded to {options.bits} bits")
+    entry = config.get("quantization_config", {})
+    if options.bits == 4 and entry.get("pattern", "2:4") != "2:4":
+        print("note: a weight of 4:6, 6:8 or 8:10 takes 4.3 to 5.2 bits then, more than dense weights of 4 bits (4.25)")
     print(change("these layers", disk.layer_bytes(layers, source_headers), disk.layer_bytes(layers, written)))
     print(change("files", before, after))
     print(f"saved to {options.output_dir}")
-    if repo:
-        hub.upload(target, repo)
     return 0
 
 
@@ -88,51 +88,58 @@ def packing(options, config: dict, source_headers: dict, model: nn.Module) -> Wo
     refuse_incomplete(options.model, names, type(model).__name__)
     layers = convert.layers_to_pack(source_headers, model, names, options.include, options.exclude, options.bits)
     buffers = {name for name, _ in model.named_buffers()}
-    config |= {"quantization_config": disk.description(dict.fromkeys(layers, options.bits)), WEIGHTS_NAME: INSTALL}
+    forms = {layer: disk.Form(options.bits, pattern) for layer, (_, pattern) in layers.items()}
+    config |= {"quantization_config": disk.description(forms), WEIGHTS_NAME: INSTALL}
     more = 2 if options.bits == 16 else 3  # tensors for a weight, besides the empty one
     rounded = {} if options.calibrate is None else calibrated(options, source_headers, layers)
-    stored, fixed = list(layers.values()), {name for name, inside in names.names.items() if inside in buffers}
+    stored, fixed = dict(layers.values()), {name for name, inside in names.names.items() if inside in buffers}
     stream = convert.pack_tensors(source_headers, stored, options.bits, rounded, fixed)
-    return stored, stream, len(source_headers) + more * len(layers)
+    return list(stored), stream, len(source_headers) + more * len(layers)
 
 
 def refuse_differences(folder: Path, source_headers: dict, written: dict, config: dict) -> None:
     """Raises ValueError unless the written files have the tensors of a checkpoint that `from_pretrained` loads."""
     model, dense = skeleton(folder), dict(written)
     if entry := config.get("quantization_config"):
-        for layer, place in convert.packed_layers(written, model, entry).items():
+        for layer, (place, _) in convert.packed_layers(written, model, entry).items():
             parts = [dense.pop(f"{layer}.{part}", None) for part in disk.PARTS]
             dense[f"{layer}.weight"] = replace(parts[0], shape=tuple(model.get_submodule(place).weight.shape))
     check_saved(dense, model, extra=source_headers)
 
 
-def calibrated(options, source_headers: dict, stored: dict[str, str]) -> dict:
+def calibrated(options, source_headers: dict, stored: dict[str, tuple]) -> dict:
     """Layer -> codes, scales and indices, by GPTQ under the mask on the text of --calibrate.
 
-    `stored`: name in the model -> name in the files, which is that of the result.
+    `stored`: name in the model -> name in the files, which is that of the result, and pattern.
 
     The weights have the dtype of the files, where they may need no rounding; config.json may have another one.
     """
     texts = load_texts(options.calibrate, "train", limit=read_limit(options.calibrate))
-    dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, file in stored.items()}
+    dtypes = {name: read_tensor(source_headers, f"{file}.weight").dtype for name, (file, _) in stored.items()}
     model, tokenizer = load_model(options.model, functools.reduce(torch.promote_types, dtypes.values()))
     seq_len = fit_window(model, options.seq_len, SEQ_LEN, "seq_len")
     count = NUM_SAMPLES if options.num_samples is None else options.num_samples
     batches = calibration_batches(texts, tokenizer, count, seq_len)
     layers = {name: model.get_submodule(name) for name in stored}
-    rounded = quantize_layers_(model, layers, batches, options.bits, dtypes)
+    patterns = {name: pattern for name, (_, pattern) in stored.items()}
+    rounded = quantize_layers_(model, layers, batches, options.bits, dtypes, patterns)
     if others := [name for name in stored if name not in rounded]:
         print(f"not in a decoder block, so rounded to nearest: {', '.join(others)}")
-    return {stored[name]: parts for name, parts in rounded.items()}
+    return {stored[name][0]: parts for name, parts in rounded.items()}
 
 
 def unpacking(_options, config: dict, source_headers: dict, model: nn.Module) -> Work:
     """The same for --unpack."""
     config.pop(WEIGHTS_NAME, None)
-    layers = list(convert.packed_layers(source_headers, model, config.pop("quantization_config")))
+    layers = {
+        name: (form.pattern, model.get_submodule(place).in_features)
+        for name, (place, form) in convert.packed_layers(
+            source_headers, model, config.pop("quantization_config")
+        ).items()
+    }
     parts = [f"{layer}.{part}" for layer in layers for part in (*disk.PARTS, "weight")]
     return (
-        layers,
+        list(layers),
         convert.unpack_tensors(source_headers, layers),
         len(source_headers) + len(layers) - sum(name in source_headers for name in parts),
     )
@@ -152,10 +159,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = Parser("pack", description=DESCRIPTION)
     add = parser.add_argument
-    add("model", metavar="MODEL_DIR", help="2:4 checkpoint, such as the --output_dir of train, prune or finetune")
+    add("model", metavar="MODEL_DIR", help="pruned checkpoint, such as the --output_dir of train, prune or finetune")
     add("--output_dir", required=True, metavar="DIR", help="the folder to write")
     add("--unpack", action="store_true", help="make a dense checkpoint from a packed one")
-    add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be 2:4")
+    add("--include", nargs="+", metavar="REGEX", help="pack only layers whose name matches one; they must be pruned")
     add("--exclude", nargs="+", metavar="REGEX", help="do not pack layers whose name matches one")
     bits_help = "16 keeps the kept weights (default); 8 or 4 rounds them, with a scale per row or per 64 columns"
     add("--bits", type=int, choices=BITS, default=16, help=bits_help)
@@ -167,7 +174,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seq_len", type=int, metavar="N", help=seq_len_help)
     limit_help = "largest file, also limits memory; default: 5GB"
     add("--max_shard_size", default="5GB", metavar="SIZE", help=limit_help)
-    add("--push_to_hub", metavar="REPO", help="upload the result to this Hub repository, see proxsparse push --help")
     options = parser.parse_args(arguments)
     flags = flags_of_packing(options)
     if options.unpack and flags:

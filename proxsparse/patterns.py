@@ -50,6 +50,14 @@ class NMPattern:
             raise ValueError(f'pattern {pattern!r} is not of the form "N:M", such as "2:4"')
         return cls(int(match[1]), int(match[2]))
 
+    @classmethod
+    def parse_dial(cls, pattern: "PatternLike") -> "NMPattern":
+        """`parse` for layers that are to be packed. Raises ValueError unless 2:4 kernels can run them (`is_dial`)."""
+        pattern = cls.parse(pattern)
+        if not pattern.is_dial:
+            raise ValueError(f"pattern {pattern}: packed layers are 2:4, 4:6, 6:8, ..., two less than an even number")
+        return pattern
+
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
 
@@ -67,10 +75,18 @@ class NMPattern:
         """The number of input features in whole blocks; those after it are the dense remainder."""
         return in_features - in_features % self.m
 
+    def kept_features(self, in_features: int) -> int:
+        """Number of weights that are kept of a row."""
+        return in_features // self.m * self.n + in_features % self.m
+
+    def fits(self, in_features: int) -> bool:
+        """Whether rows of this size split into blocks and, if allowed, a remainder."""
+        remainder = self.is_dial and in_features % 2 == 0 and in_features > self.m
+        return in_features % self.m == 0 or remainder
+
     def check_blocks(self, shape: torch.Size, what: str = "weight") -> None:
         """Raises ValueError unless the last dimension of `shape` splits into blocks and, if allowed, a remainder."""
-        in_features = shape[-1] if len(shape) else 1
-        if in_features % self.m and not (self.is_dial and in_features % 2 == 0 and in_features > self.m):
+        if len(shape) == 0 or not self.fits(shape[-1]):
             needed = f"an even number above {self.m}" if self.is_dial else f"a multiple of {self.m}"
             raise ValueError(
                 f"{what} of shape {list(shape)}: the last dimension (in_features) must be {needed} "
@@ -106,3 +122,11 @@ class NMPattern:
 
 
 PatternLike = str | NMPattern
+DIAL = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))  # the patterns that a weight's zeros are compared with
+MIXED = "mixed"  # instead of a pattern: the layers have different patterns
+
+
+def pattern_name(patterns: dict[str, PatternLike]) -> str:
+    """The pattern of all layers, such as "2:4", or "mixed" if they differ."""
+    names = {str(NMPattern.parse(pattern)) for pattern in patterns.values()}
+    return names.pop() if len(names) == 1 else MIXED

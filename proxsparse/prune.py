@@ -1,19 +1,18 @@
 """`proxsparse prune --method NAME`: prune a pretrained language model by any of the methods.
 
---list prints the methods with their options. A run writes the pruned model as a Hugging Face checkpoint with its
+--list prints the methods. A run writes the pruned model as a Hugging Face checkpoint with its
 tokenizer, masks.safetensors, config.yaml with every flag, and result.json. The same command line with
 --resume_from_checkpoint last continues a stopped run, starts a new one, or leaves a complete one as it is.
 """
 
 import sys
-import textwrap
 
 from proxsparse.allocations.registry import get_allocation, list_allocations
 from proxsparse.errors import run_command
 from proxsparse.io.text_table import text_table
 from proxsparse.methods import get_method, list_methods
 from proxsparse.run import job
-from proxsparse.run.args import PROXSPARSE, SHARED
+from proxsparse.run.args import PROXSPARSE
 from proxsparse.run.parse import parse_prune
 
 
@@ -27,37 +26,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tables() -> str:
-    """The text of --list: each method and each allocation with its options and their defaults."""
+    """The text of --list: the methods and the allocations."""
+    methods, allocations = map(get_method, list_methods()), map(get_allocation, list_allocations())
     yes_no = {True: "yes", False: "no"}
-    method_rows = [
-        (
-            (row.name, yes_no[row.needs_data], yes_no[row.updates_weights], row.paper),
-            {} if row.name == PROXSPARSE else row.options,
-        )
-        for row in map(get_method, list_methods())
-    ]
-    allocation_rows = [
-        ((row.name, yes_no[row.needs_data], row.paper), row.options) for row in map(get_allocation, list_allocations())
-    ]
+    method_rows = [(row.name, yes_no[row.needs_data], yes_no[row.updates_weights], row.paper) for row in methods]
+    allocation_rows = [(row.name, yes_no[row.needs_data], row.paper) for row in allocations]
     return "\n\n".join(
         [
-            table(("method", "needs data?", "updates weights?", "paper"), method_rows),
-            table(("allocation", "needs data?", "paper"), allocation_rows),
+            text_table(("method", "needs data?", "updates weights?", "paper"), method_rows),
+            text_table(("allocation", "needs data?", "paper"), allocation_rows),
+            f"prune --method NAME --help describes the options of a method, train --help those of {PROXSPARSE}",
         ]
     )
-
-
-def table(header: tuple[str, ...], rows: list[tuple[tuple[str, ...], dict]]) -> str:
-    """A table of the cells, with the options below each row. `rows`: pairs (cells, options)."""
-    table = text_table(header, [cells for cells, _ in rows]).splitlines()
-    lines = table[:1]
-    for line, (_, options) in zip(table[1:], rows, strict=True):
-        lines.append(line)
-        if options:
-            own = {name: str(value).lower() for name, value in options.items() if name not in SHARED}
-            flags = " ".join(f"--{name}={value}" for name, value in own.items())
-            lines += textwrap.wrap(flags, 120, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

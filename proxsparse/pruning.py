@@ -78,7 +78,8 @@ def prune_(
             dicts with input_ids, in a list or a DataLoader. Samples without a token to predict are left out.
         tokenizer: that of the model; needed if the data is text.
         pattern: "N:M": N of every M consecutive weights of a row are kept; or layer name -> pattern.
-        allocation: how N:M of each decoder block is chosen: uniform, owl or alphapruning.
+        allocation: uniform: `pattern` for all layers; sensitivity: one of 2:4, 4:6, 6:8, 8:10 or dense for each
+            layer, so that the loss is small at the share of the arithmetic that `target_flops` gives.
         include: regular expressions; only layers whose name matches one are pruned.
         exclude: regular expressions; layers whose name matches one stay dense.
         num_samples: number of calibration samples.
@@ -123,6 +124,7 @@ def prune_(
             if allocation != UNIFORM:
                 more = {name: values[name] for name in allocated.options}
                 patterns = allocate(allocation, model, layers, batches, pattern, **more)
+                layers = {name: layers[name] for name in patterns}
             identity = {"method": method, "pattern": str(pattern), "allocation": allocation}
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)

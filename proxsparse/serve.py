@@ -5,7 +5,6 @@ import atexit
 import os
 import re
 import signal
-import socket
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +27,7 @@ INSTALL = FROM_CLONE.format("'.[serve,lora]'")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Checks the folder and the address, loads the model, and serves it until Ctrl-C."""
+    """Checks the folder, loads the model, and serves it until Ctrl-C."""
     options = parse(arguments)
     missing = [name for name in (*PACKAGES, *["peft"] * bool(options.adapter)) if find_spec(name) is None]
     if missing:
@@ -36,7 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(os.path.abspath(options.model))
     adapter = Path(os.path.abspath(options.adapter)) if options.adapter else None
     check_packed(folder)
-    check_address(options.host, options.port)
     device = choose_device(options.device)
     os.chdir(folder.parent)  # transformers' server answers only to the name that it loads
     from proxsparse.integrations.transformers_server import PackedServer  # imports the optional packages
@@ -76,23 +74,12 @@ def check_packed(folder: Path) -> None:
     entry = read_object(folder / "config.json").get("quantization_config")
     if entry is None:
         names = match(found, skeleton(folder))
-        convert.layers_to_pack(found, model, names)  # raises ValueError if the model is not 2:4
+        convert.layers_to_pack(found, model, names)  # raises ValueError if the model is not pruned
         raise InputError(
-            f"{name!r}: 2:4, but not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
+            f"{name!r}: pruned, not packed; run: proxsparse pack FOLDER --output_dir NEW; then: proxsparse serve NEW"
         )
     disk.check_description(entry)
     convert.packed_layers(found, model, entry)
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises InputError if the server cannot listen there."""
-    try:
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(address)
-    except OSError as error:
-        raise InputError(f"--host {host} --port {port}: {error}; choose another --port or --host") from error
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

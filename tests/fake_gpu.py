@@ -1,12 +1,12 @@
-"""A fake GPU that counts: within `with fake_gpu() as gpu:` jobs run on "cuda" and compute real numbers on the CPU.
+"""A fake GPU: within `with fake_gpu() as gpu:` jobs run on "cuda" and compute real numbers on the CPU.
 
 A tensor made for "cuda" lies in CPU memory. Its storage carries a mark, which `tensor.device` reports, and which views,
 `.data` and `nn.Parameter` share. Every dispatched operation passes through `FakeGPU`:
 
 - An operation with tensors on both devices raises an error, as on CUDA.
-- `gpu.operations` counts the operations on the device, without views and allocations, which launch nothing. A kernel of
-  proxsparse is one operation. Autocast and attention are those of the CPU.
 - `gpu.waits` counts the waits of the host for the device: "operation: module function" -> how often.
+
+Autocast and attention are those of the CPU.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ def tensors_in(*values) -> list[Tensor]:
 
 
 class FakeGPU(TorchDispatchMode):
-    """Checks and counts every operation, and marks its results."""
+    """Checks every operation, counts waits, and marks results."""
 
     def __init__(self):
         super().__init__()
-        self.operations, self.waits, self.in_kernel = 0, Counter(), False
+        self.waits, self.in_kernel = Counter(), False
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs, name = dict(kwargs or {}), operation._schema.name.partition("::")[2]
@@ -69,11 +69,9 @@ class FakeGPU(TorchDispatchMode):
                 self.wait(name)
         result = operation(*args, **kwargs)
         given = {tensor.untyped_storage()._cdata for tensor in inputs}
-        new = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in given]
-        for tensor in new:
-            tensor.untyped_storage().on_gpu = True
-        launches = operation._schema.is_mutable or new or not tensors_in(result)
-        self.operations += bool(launches) and not self.in_kernel and not name.startswith(("empty", "new_empty"))
+        for tensor in tensors_in(result):
+            if tensor.untyped_storage()._cdata not in given:
+                tensor.untyped_storage().on_gpu = True
         return result
 
     def wait(self, what: str) -> None:
@@ -84,11 +82,10 @@ class FakeGPU(TorchDispatchMode):
         self.waits[f"{what}: {module} {frame.f_code.co_name}"] += 1
 
     def kernel(self, run: Callable) -> Callable:
-        """`run` as one operation."""
+        """`run`, whose operations count as no waits."""
 
         def call(*args, **kwargs):
             check_devices("a kernel", args, tensors_in(args))
-            self.operations += 1
             with mock.patch.object(self, "in_kernel", True):
                 return run(*args, **kwargs)
 
@@ -181,12 +178,12 @@ def fake_gpu():
         yield stack.enter_context(gpu)
 
 
-def count_step(flags: list[str]) -> tuple[float, Counter[str]]:
-    """Operations and waits of a step of `proxsparse train` with these flags, from runs of 3 steps and of 1."""
+def waits_of_step(flags: list[str]) -> Counter[str]:
+    """Of a step of `proxsparse train` with these flags, from runs of 3 steps and of 1."""
     counted = {}
     with tempfile.TemporaryDirectory() as folder:
         for steps in (1, 3):
             with fake_gpu() as counted[steps]:
                 train.main([*flags, "--device", "cuda", "--max_steps", str(steps), "--output_dir", f"{folder}/{steps}"])
     waits = {place: (count - counted[1].waits[place]) / 2 for place, count in counted[3].waits.items()}
-    return (counted[3].operations - counted[1].operations) / 2, +Counter(waits)
+    return +Counter(waits)

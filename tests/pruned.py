@@ -5,7 +5,7 @@ from tiny_models import byte_tokenizer, tiny_model
 from torch import nn
 from torch.nn.functional import linear
 
-from proxsparse import NMPattern, nm_mask
+from proxsparse import NMPattern
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.pack import main as pack
 
@@ -15,9 +15,12 @@ def pruned_weight(shape, dtype=torch.float32):
     return prune(torch.randn(shape)).to(dtype)
 
 
-def prune(weight):
-    """The weight with the smaller two of every four set to +0.0."""
-    return torch.where(nm_mask(weight.abs()), weight, 0.0)
+def prune(weight, pattern="2:4"):
+    """The weight with the smallest m - n of every m set to +0.0."""
+    pattern, pruned = NMPattern.parse(pattern), weight.clone()
+    blocks = pattern.blocks(pruned)
+    blocks.scatter_(-1, blocks.abs().topk(pattern.m - pattern.n, largest=False).indices, 0.0)
+    return pruned
 
 
 def assert_as_good_as_dense(y, x, weight, bias=None):
@@ -39,11 +42,11 @@ def assert_as_good_as_dense(y, x, weight, bias=None):
 
 
 @torch.no_grad()
-def prune_(module: nn.Module, but: tuple[str, ...] = ("lm_head",)) -> nn.Module:
-    """Prunes all nn.Linear layers to 2:4, except those whose name contains one of `but`."""
+def prune_(module: nn.Module, but: tuple[str, ...] = ("lm_head",), pattern="2:4") -> nn.Module:
+    """Prunes all nn.Linear layers, except those whose name contains one of `but`."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and not any(part in name for part in but):
-            layer.weight.copy_(prune(layer.weight))
+            layer.weight.copy_(prune(layer.weight, pattern))
     return module
 
 
@@ -54,9 +57,9 @@ def quantized(weight, bits):
     return codes, indices, scales, unpack_nm(dequantize_nm(codes, scales.double()), indices)
 
 
-def pruned_linear(in_features=24, out_features=7, bias=True, dtype=torch.float32) -> nn.Linear:
-    """A 2:4 layer with random weights."""
-    return prune_(nn.Linear(in_features, out_features, bias, dtype=dtype))
+def pruned_linear(in_features=24, out_features=7, bias=True, dtype=torch.float32, pattern="2:4") -> nn.Linear:
+    """An N:M layer with random weights."""
+    return prune_(nn.Linear(in_features, out_features, bias, dtype=dtype), pattern=pattern)
 
 
 def pruned_model(name="llama", dtype=torch.float32):

@@ -14,9 +14,8 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 
 # Every module of the package; add a new one here.
 PLACES = {
-    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning push report serve "
-    "train",
-    "allocations": "alphapruning budget owl registry",
+    "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning report serve train",
+    "allocations": "budget registry sensitivity",
     "data": "batches calibration sources",
     "evaluation": "perplexity zero_shot",
     "inference": "convert linear packed_checkpoint",
@@ -28,8 +27,8 @@ PLACES = {
     "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
-    "reference": "adamw_prox mask pack prox quantize regularizers",
-    "run": "args folder hub job memory model_card parse report result sections teacher",
+    "reference": "adamw_prox mask pack prox quantize regularizers windows",
+    "run": "args folder job memory model_card parse report result sections teacher",
     "runtime": "command device distributed progress sharding signals",
     "training": "distillation early_stopping held_layer hidden_states learnable_layer log loop mask_monitor optimizer "
     "options scaling state",
@@ -45,7 +44,7 @@ LAYERS = {
     "integrations": "integrations",
     "runs": "run",
     "front door": "pruning",
-    "commands": "__main__ train prune finetune apply evaluate pack push serve report env",
+    "commands": "__main__ train prune finetune apply evaluate pack serve report env",
 }
 LAYERS = {layer: tuple(f"proxsparse.{name}" for name in names.split()) for layer, names in LAYERS.items()}
 LAYERS |= {"device code": ("triton_kernels",), "public names": ("proxsparse",), "autoload": ("proxsparse_autoload",)}

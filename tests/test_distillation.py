@@ -1,21 +1,15 @@
 """The calibration loss: the model's own without distillation, the divergence from the dense model with it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tiny_models import PADDED, tiny_model
 
-from proxsparse.training.distillation import KEPT_TOKENS, calibration_loss, most_likely, teacher_targets
+from proxsparse.training.distillation import calibration_loss, teacher_targets
 
 
 @pytest.fixture
 def model():
     return tiny_model("llama")
-
-
-def square_norm(model) -> float:
-    return sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None).item()
 
 
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 2)])
@@ -43,28 +37,3 @@ def test_the_divergence_is_that_of_the_teachers_likeliest_tokens_and_the_rest(mo
         losses.append((1 - distill) * -p[PADDED["labels"][row, position + 1]].log() + distill * divergence)
     found = calibration_loss(model, batch, distill).double()
     torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=5e-3, atol=5e-3)  # the teacher is in bfloat16
-
-
-def test_the_teacher_itself_has_no_divergence_and_no_gradient(model):
-    (batch,) = teacher_targets(model, [PADDED])
-    loss = calibration_loss(model, batch, 1.0)
-    assert abs(loss.item()) < 1e-3
-    loss.backward()
-    divergence = square_norm(model)
-    model.zero_grad()
-    calibration_loss(model, batch, 0.0).backward()
-    assert divergence < 0.02**2 * square_norm(model)
-
-
-def test_a_certain_teacher_is_a_label():
-    def model(**_inputs):
-        return SimpleNamespace(logits=torch.arange(200.0).view(1, 2, 100) / 50)
-
-    model.device = torch.device("cpu")
-    logits = torch.full((1, 100), -50.0)
-    logits[0, 7] = 50.0
-    batch = {"input_ids": torch.tensor([[3, 9]]), "attention_mask": torch.ones(1, 2), "labels": torch.tensor([[3, 7]])}
-    targets = most_likely(logits)
-    assert targets["teacher_tokens"].shape == (1, min(KEPT_TOKENS, 100))
-    found = calibration_loss(model, batch | targets, 1.0)
-    torch.testing.assert_close(found, calibration_loss(model, batch, 0.0), rtol=1e-4, atol=1e-4)

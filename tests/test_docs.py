@@ -17,13 +17,12 @@ from pruned import prune_
 from tiny_models import byte_tokenizer, save_tiny_model, tiny_model
 
 import proxsparse
-from proxsparse import NMPattern, apply, evaluate, pack, push, serve, sparsify_
+from proxsparse import NMPattern, apply, evaluate, pack, serve, sparsify_
 from proxsparse._start import COMMANDS
 from proxsparse.allocations.registry import list_allocations
 from proxsparse.data.sources import evaluation_text, load_texts
 from proxsparse.evaluation import zero_shot
 from proxsparse.methods import list_methods
-from proxsparse.models.layers import prunable_layers
 from proxsparse.run.args import SECTIONS
 from proxsparse.run.parse import parse_finetune, parse_prune, parse_train, prune_parser
 
@@ -119,15 +118,6 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert any(isinstance(module, proxsparse.SparseLinear) for module in names["packed"].modules())
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
-def test_the_trainer_leaves_a_pruned_model_and_its_masks(workplace, tmp_path):
-    (snippet,) = (s for s in snippets((ROOT / "docs" / "training.md").read_text()) if "MaskTrainer" in s)
-    exec(snippet, workplace)
-    assert {"model.safetensors", "masks.safetensors"} <= {path.name for path in tmp_path.iterdir()}
-    layers = prunable_layers(workplace["model"]).values()
-    assert all(NMPattern(2, 4).is_feasible(layer.weight) for layer in layers)
-
-
 def test_the_data_of_the_results_is_what_their_commands_read(workplace, tmp_path):
     text = (ROOT / "docs" / "results.md").read_text()
     exec(snippets(text)[0], workplace)
@@ -203,8 +193,6 @@ def parse(command: str, *arguments: str) -> None:
             apply.parse(list(arguments))
         case "pack":
             pack.parse(list(arguments))
-        case "push":
-            push.parse(list(arguments))
         case "serve":
             serve.parse(list(arguments))
         case "report":
@@ -221,12 +209,6 @@ def test_commands_are_accepted(page, monkeypatch):
         check_command(words)
 
 
-def test_commands_are_found():
-    found = [" ".join(words[:2]) for page in PAGES + DOCS for words in commands(read(page))]
-    assert {"proxsparse train", "proxsparse pack", "make prune", "python benchmarks/compare_methods.py"} <= set(found)
-    assert len(found) > 60
-
-
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     """The flags of all commands, benchmarks and tests."""
@@ -235,7 +217,7 @@ def known_flags() -> set[str]:
     flags = {option for parser in parsers for action in parser._actions for option in action.option_strings}
     flags |= {f"--{field.name}" for sections in SECTIONS.values() for section in sections for field in fields(section)}
     files = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests" / "fuzz").glob("*.py")]
-    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "push", "serve")]
+    files += [ROOT / "proxsparse" / f"{name}.py" for name in ("apply", "evaluate", "pack", "prune", "serve")]
     sources = "\n".join(path.read_text() for path in files)
     return flags | FLAGS_OF_OTHERS | set(re.findall(r"--[a-z][\w-]*", sources))
 

@@ -1,8 +1,8 @@
-"""The fake GPU: what it refuses and counts; a training run and a packed model on it."""
+"""The fake GPU: what it refuses, and when it waits; a training run and a packed model on it."""
 
 import pytest
 import torch
-from fake_gpu import count_step, fake_gpu
+from fake_gpu import fake_gpu, waits_of_step
 from pruned import pruned_model
 from tiny_models import save_texts, save_tiny_model
 
@@ -22,15 +22,13 @@ def test_mixed_devices_raise():
     assert torch.zeros(2).device.type == "cpu"
 
 
-def test_operations_and_waits_are_counted():
+def test_waits_are_counted():
     with fake_gpu() as gpu:
         x = torch.tensor([[3.0, -4.0]]).to("cuda")  # waits
-        total = (x.view(2, 1).T @ torch.empty_like(x).fill_(1.0).T).relu_().sum()  # four operations: not views, empty
-        assert total.item() == 0  # waits
-        x[x > 0].to("cpu", non_blocking=True)  # gt, index, which waits for the number of elements, and a copy
-    assert gpu.operations == 1 + 4 + 1 + 3
+        assert (x.view(2, 1).T @ torch.ones_like(x).T).relu_().sum().item() == 0  # waits
+        x[x > 0].to("cpu", non_blocking=True)  # waits for the number of elements
     names = ("copy to cuda", "_local_scalar_dense", "index")
-    assert gpu.waits == {f"{name}: test_fake_gpu test_operations_and_waits_are_counted": 1 for name in names}
+    assert gpu.waits == {f"{name}: test_fake_gpu test_waits_are_counted": 1 for name in names}
 
 
 def test_a_training_run(tmp_path):
@@ -44,15 +42,11 @@ def test_a_training_run(tmp_path):
             train.main([*flags, "--max_steps", "2", "--device", device, "--output_dir", f"{tmp_path}/{device}"])
         masks.append(masks_sha256(load_masks(tmp_path / device / "masks.safetensors")))
     assert masks[0] == masks[1]
-    operations, waits = count_step(flags)
-    print(f"one step: {operations:g} operations, waits: {dict(waits)}")
-    assert operations > 100
-    assert waits.total() <= 7
+    assert waits_of_step(flags).total() <= 7
 
 
 def test_a_packed_model():
     model, tokens = sparsify_(pruned_model(dtype=torch.bfloat16)), torch.tensor([[5, 6, 7]])
     expected = model(tokens).logits
-    with fake_gpu() as gpu:
+    with fake_gpu():
         torch.testing.assert_close(model.to("cuda")(tokens.to("cuda")).logits.cpu(), expected)
-    assert gpu.operations > 50

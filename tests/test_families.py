@@ -9,7 +9,7 @@ from torch import nn
 
 from proxsparse import ProxAdamW, ProxOptimizer, prune, prune_, train
 from proxsparse.errors import InputError
-from proxsparse.models.layers import decoder_blocks, dense_share, prunable_layers, routers
+from proxsparse.models.layers import decoder_blocks, prunable_layers, routers
 from proxsparse.models.loading import load_model, skeleton
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.reference import nm_mask
@@ -220,14 +220,6 @@ def test_a_model_that_is_pruned_already_is_named(tmp_path, capsys):
         assert ("already 2:4: 14 of 14 layers" in lines) == (before == "once")
         assert ("pretrained ones, unchanged" in card) == (before == "dense")
         assert ("14 of these layers were 2:4 before the run" in card) == (before == "once")
-
-
-def test_the_share_of_the_body_that_stays_dense():
-    model = tiny_model("llama")
-    assert dense_share(model, prunable_layers(model)) == 0
-    rest = prunable_layers(model, exclude=["mlp"])
-    matrices = [m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear)]
-    assert dense_share(model, rest) == pytest.approx(1 - sum(m.weight.numel() for m in rest.values()) / sum(matrices))
 
 
 def test_different_dtypes_under_autocast_name_the_precision():

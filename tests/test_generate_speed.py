@@ -1,10 +1,8 @@
 """generate_speed: its decode loop gives the tokens of `model.generate`, also past a sliding window; ratios."""
 
-import generate_speed
 import pytest
 import torch
 from generate_speed import MODES
-from lib import common
 from lib.decode import Decoder
 from lib.measure import elapsed_ms
 from pruned import prune_
@@ -34,59 +32,6 @@ def test_tokens_are_those_of_transformers(name):
 def test_a_packed_model_and_a_compiled_step():
     model = sparsify_(prune_(tiny_model("llama")))
     check(model, lambda step, device: torch.compile(step, backend="aot_eager", fullgraph=True))
-
-
-def test_onednn_is_off_for_steps_of_one_token_only():
-    """And it is restored after an error: a case that fails must not change how the next ones are measured."""
-    model, seen = tiny_model("llama"), []
-    model.register_forward_pre_hook(lambda *_: seen.append(torch._C._get_mkldnn_enabled()))
-    decoders = [Decoder(model, batch, 12, MODES["eager"]) for batch in (1, 2)]
-    seen.clear()
-    for batch, decoder in enumerate(decoders, 1):
-        decoder.prefill(PROMPTS[:batch])
-        decoder.step()
-    assert seen == [True, False, True, True]
-    decoders[0].run = lambda: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        decoders[0].step()
-    assert torch._C._get_mkldnn_enabled()
-
-
-def test_speed_is_compared_with_the_fastest_dense_row_of_all_modes_and_of_the_same_mode():
-    def speed(mode: str, form: str, speed: float) -> dict:
-        sizes = {f"{part}_bytes": 100 if form == "dense" else 60 for part in ("layer", "built", "peak")}
-        return {"mode": mode, "form": form, "decode_tokens_per_s": speed, "prefill_tokens_per_s": speed} | sizes
-
-    dense = [speed("eager", "dense", 2.0), speed("graph", "dense", 5.0)]
-    sparse = [speed("eager", "sparse", 3.0), speed("graph", "sparse", 6.0), speed("compile", "sparse", 7.5)]
-    failed = {"mode": "compile", "form": "dense", "note": "RuntimeError: out of memory"}
-    found = [generate_speed.ratios(row, [failed, *dense, *sparse]) for row in sparse]
-    assert [row["decode_times_dense"] for row in found] == [3 / 5, 6 / 5, 7.5 / 5]
-    assert [row.get("decode_times_dense_of_mode") for row in found] == [3 / 2, 6 / 5, None]
-    assert found[0]["peak_bytes_of_dense"] == 0.6
-    assert generate_speed.ratios(failed, [failed, *dense]) == {}
-
-
-def broken(*arguments):
-    raise RuntimeError("no such\nkernel")
-
-
-def test_rows_of_every_form_and_a_mode_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "results_file", lambda name: tmp_path / f"{name}.jsonl")
-    monkeypatch.setitem(MODES, "compile", broken)
-    flags = ["--devices", "cpu", "--models", "tiny", "--prompt", "4", "--new_tokens", "3", "--batches", "1"]
-    generate_speed.main([*flags, "--dtypes", "float32", "--layers", "2", "--modes", "eager", "compile"])
-    rows = common.read_rows(tmp_path / "generate_speed.jsonl")
-    notes = [row["note"] for row in rows if row["mode"] == "compile"]
-    assert notes == ["RuntimeError: no such kernel"] * len(generate_speed.FORMS)
-    found = {row["form"]: row for row in rows if row["mode"] == "eager"}
-    weights, biases = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64), 2 * (64 + 2 * 32) * 4
-    assert found["dense"]["layer_bytes"] == 4 * weights + biases
-    assert found["sparse"]["layer_bytes"] == 4 * weights // 2 + weights // 8 + biases
-    assert found["sparse"]["same_tokens"] == 1
-    for row in found.values():
-        assert row["decode_tokens_per_s"] == pytest.approx(1000 / row["p50_ms"])
-        assert (row["decode_backends"] == ["dense"]) == (row["form"] == "dense")
 
 
 @pytest.mark.gpu

@@ -11,7 +11,6 @@ from lib import common, measure, random_models
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import choice, registry, unpack_nm
 from proxsparse.ops.registry import Kernel
-from proxsparse.reference.pack import check_packed
 
 CPU = torch.device("cpu")
 KERNELS = dict(registry._kernels["sparse_linear"])
@@ -50,31 +49,6 @@ def broken(*arguments):
     raise RuntimeError("no such\nkernel")
 
 
-def test_random_packed_weights_are_valid_and_use_every_pair_of_places():
-    for in_features in (4, 24, 64):
-        values, indices = measure.packed_weight((96, in_features), torch.bfloat16, CPU, sigma=1.0)
-        check_packed(values, indices)
-        weight = unpack_nm(values, indices)
-        assert ((weight != 0).view(-1, 4).double().mean(0) - 0.5).abs().max() < 0.25
-
-
-def test_bytes_and_operations_of_a_layer(rows_of):
-    pytest.importorskip("proxsparse._C", reason="the compiled extension is missing")
-    rows, code = rows_of("--shapes", "64x128", "--rows", "3", "--dtypes", "bfloat16")
-    assert code == 0
-    found = {row["backend"]: row for row in rows}
-    scales, places = 2 * 64, 64 * 16
-    weight = {"dense": 64 * 128 * 2, "cpp": 64 * 64 * 2 + places, "reference": 64 * 64 * 2 + places}
-    weight |= {"cpp:8": 64 * 64 + places + scales, "cpp:4": 64 * 32 + places + 2 * scales}
-    weight |= {"torch:8": 64 * 128 + scales, "torch:4": 64 * 64 + 4 * scales}
-    assert {name: row["bytes"] - 2 * 3 * (64 + 128) for name, row in found.items()} == weight
-    for row in rows:
-        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_ms"] / 1e6)
-        assert row["tflop_per_s"] == pytest.approx(2 * 3 * 64 * 128 / row["p50_ms"] / 1e9)
-        assert row["times_dense"] == pytest.approx(found["dense"]["p50_ms"] / row["p50_ms"])
-    assert sum(row["auto"] for row in rows) == 1
-
-
 LAST = torch.tensor([-1])
 WRONG = {
     "wrong: its error is": lambda *arguments: right(*arguments).index_put((LAST, LAST), torch.ones(1), accumulate=True),
@@ -91,27 +65,6 @@ def test_a_wrong_backend_gets_a_note_and_no_time(note, rows_of, monkeypatch):
     assert code == 1
     assert len(notes) == 2
     assert all(found.startswith(note) for found in notes)
-
-
-def test_rows_measured_before_the_context_ended_are_kept(rows_of, monkeypatch):
-    """After an illegal access every call of the process raises, dense and copying too."""
-    calls, error = [], "CUDA error: an illegal memory access was encountered"
-
-    def ends_the_context(x, values, indices, bias, prepared):
-        if len(x) > 1:
-            calls.append(len(x))
-            raise RuntimeError(error)
-        return right(x, values, indices, bias, prepared)
-
-    def measured(*arguments, **more):
-        return broken() if calls else measure.interleaved(*arguments, **more)
-
-    monkeypatch.setattr(linear_speed, "interleaved", measured)
-    only(monkeypatch, new(ends_the_context))
-    rows, code = rows_of("--shapes", "16x64", "--rows", "1", "7", "--dtypes", "float32", "--bits", "16")
-    assert code == 1
-    assert {(row["rows"], row["backend"]) for row in rows if "p50_ms" in row} >= {(1, "dense"), (1, "new")}
-    assert {row["rows"] for row in rows if "note" in row} == {7}
 
 
 def row(backend: str, ms: float, **others) -> dict:

@@ -28,14 +28,22 @@ def result_in(path, status="complete"):
     (path / RESULT).write_text(json.dumps({"status": status}))
 
 
+DAMAGED = [b"", b"[]", b"\xff", b"{", b'{"format": "proxsparse-run-2"}', b"[" * 100_000]
+FOREIGN = ["notes.md", "config.yaml", "model.safetensors", "checkpoints", ".hidden"]
+REFUSED = [  # name and content of the file in the directory, message
+    *((name, b"mine", rf"is not empty \({name}\) and no run of proxsparse has written there") for name in FOREIGN),
+    *((MARKER, content, "damaged, so it is unknown which run wrote here; choose another") for content in DAMAGED),
+    (MARKER, b'{"format": "proxsparse-run-1"}', "written by another version of proxsparse; choose another directory"),
+]
+
+
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("name", ["notes.md", "config.yaml", "model.safetensors", "checkpoints", ".hidden"])
-def test_a_directory_with_files_of_others_is_refused_and_unchanged(name, resume, tmp_path):
-    (tmp_path / name).write_text("mine")
-    words = rf"is not empty \({name}\) and no run of proxsparse has written there; choose another directory"
+@pytest.mark.parametrize(("name", "content", "words"), REFUSED)
+def test_a_directory_that_is_not_of_a_run_is_refused_and_unchanged(name, content, words, resume, tmp_path):
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=words):
         begin(tmp_path, resume=resume)
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {name: "mine"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: content}
 
 
 def test_a_run_resumes_only_itself(tmp_path):
@@ -56,20 +64,6 @@ def test_a_run_resumes_only_itself(tmp_path):
     assert begin(tmp_path / "run", resume=True).complete
     with pytest.raises(InputError, match=r"is not empty; choose another, or delete it$"):
         begin(tmp_path / "run")
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"{", b'{"format": "proxsparse-run-2"}', b"[" * 100_000])
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_damaged_marker_is_refused(content, resume, tmp_path):
-    (tmp_path / MARKER).write_bytes(content)
-    with pytest.raises(InputError, match="damaged, so it is unknown which run wrote here; choose another directory"):
-        begin(tmp_path, resume=resume)
-
-
-def test_a_run_of_another_version_is_refused(tmp_path):
-    (tmp_path / MARKER).write_text('{"format": "proxsparse-run-1"}')
-    with pytest.raises(InputError, match="written by another version of proxsparse; choose another directory"):
-        begin(tmp_path, resume=True)
 
 
 def test_a_file_in_its_place_is_refused(tmp_path):
@@ -167,10 +161,9 @@ def test_one_of_many_that_start_at_once_gets_the_directory(tmp_path):
     assert sum("another run (" in message for message in messages) == 7
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
-def test_without_locks_a_warning_is_printed(code, tmp_path, monkeypatch, capsys):
+def test_without_locks_a_warning_is_printed(tmp_path, monkeypatch, capsys):
     def flock(_file, _how):
-        raise OSError(code, os.strerror(code))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with opened(tmp_path / "run", "train", {}):

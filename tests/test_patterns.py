@@ -46,7 +46,15 @@ def test_blocks_are_a_view_along_the_last_dimension(shape):
 
 @pytest.mark.parametrize(
     ("pattern", "shape"),
-    [("2:4", (3, 131)), ("2:4", (7,)), ("2:4", (2,)), ("2:4", ()), ("6:8", (3, 6)), ("1:4", (3, 130)), ("4:8", (4, 10))],
+    [
+        ("2:4", (3, 131)),
+        ("2:4", (7,)),
+        ("2:4", (2,)),
+        ("2:4", ()),
+        ("6:8", (3, 6)),
+        ("1:4", (3, 130)),
+        ("4:8", (4, 10)),
+    ],
 )
 def test_a_width_that_no_blocks_fill_is_refused_with_the_remedy(pattern, shape):
     with pytest.raises(ValueError, match=rf"score of shape \[.*\].*must be a.* for {pattern} blocks; exclude"):
@@ -59,7 +67,8 @@ def test_an_even_remainder_of_a_row_is_in_no_block():
     weight = torch.arange(2 * 22).view(2, 22)
     for text, remainder in (("2:4", 2), ("4:6", 4), ("6:8", 6), ("8:10", 2)):
         pattern = NMPattern.parse(text)
-        assert pattern.is_dial and pattern.whole(22) == 22 - remainder
+        assert pattern.is_dial
+        assert pattern.whole(22) == 22 - remainder
         assert torch.equal(pattern.blocks(weight).flatten(-2), weight[:, :-remainder])
     assert not any(NMPattern.parse(text).is_dial for text in ("1:4", "3:4", "1:3", "3:5", "4:8"))
 

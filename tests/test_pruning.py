@@ -91,12 +91,6 @@ def test_equal_tokens_in_different_forms_give_equal_masks(tokenizer):
     assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
 
 
-def test_texts_in_all_forms_are_the_same_texts(tokenizer):
-    forms = [TEXTS, FORMS["rows"], (text for text in TEXTS), (dict(row) for row in FORMS["rows"])]
-    masks = [proxsparse.prune_(tiny_model("llama"), "wanda", data, tokenizer, **FEW) for data in forms]
-    assert all(torch.equal(mask, others[name]) for others in masks for name, mask in masks[0].items())
-
-
 @pytest.mark.parametrize("item", [TOKENS[0], TEXTS[0]], ids=["tokens", "text"])
 def test_an_endless_iterator_is_read_only_as_far_as_needed(item, model, tokenizer):
     assert_pruned(model, proxsparse.prune_(model, "wanda", itertools.repeat(item), tokenizer, **FEW))
@@ -116,30 +110,33 @@ def test_the_command_and_the_function_give_the_same_masks(tmp_path):
 
 
 def test_an_allocation_and_its_options(model, tokenizer):
-    masks = proxsparse.prune_(
-        model, "magnitude", TEXTS, tokenizer, allocation="owl", pattern="4:8", spread=3.0, outlier_factor=2.0, **FEW
-    )
-    counts = {int(mask.unflatten(-1, (-1, 8)).sum(-1).unique()) for mask in masks.values()}
-    assert len(counts) > 1
+    masks = proxsparse.prune_(model, "magnitude", TEXTS, tokenizer, allocation="sensitivity", target_flops=0.7, **FEW)
+    assert len({mask.double().mean().item() for mask in masks.values()}) > 1
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "proxsparse"])
-def test_an_error_leaves_the_model_as_before(method, model, tokenizer, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "owner"),
+    [
+        ("sparsegpt", "proxsparse.methods.sparsegpt.inverse_factor"),
+        ("proxsparse", "proxsparse.training.loop.backward"),
+        ("maskllm", "proxsparse.methods.maskllm.language_loss"),
+    ],
+)
+def test_an_error_leaves_the_model_as_before(method, owner, model, tokenizer, monkeypatch):
     before, calls = weights_of(model), iter(range(100))
 
     def fail_late():
         raise OSError("gone")
 
-    owner = (
-        "proxsparse.methods.sparsegpt.inverse_factor" if method == "sparsegpt" else "proxsparse.training.loop.backward"
-    )
     module, _, name = owner.rpartition(".")
     original = getattr(__import__(module, fromlist=[name]), name)
     monkeypatch.setattr(owner, lambda *a, **k: fail_late() if next(calls) == 2 else original(*a, **k))
     with pytest.raises(OSError, match="gone"):
         proxsparse.prune_(model, method, TEXTS, tokenizer, **FEW)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
-    assert all(weight.requires_grad for weight in model.parameters())
+    after = weights_of(model)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+    assert all(weight.requires_grad and weight.grad is None for weight in model.parameters())
 
 
 @pytest.mark.parametrize("method", ["proxsparse", "finetune"])
@@ -206,7 +203,7 @@ def test_checkpoints_resume_the_same_call(model, tokenizer, tmp_path, monkeypatc
         proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, learning_rate=0.1, **options)
 
 
-@pytest.mark.parametrize("changed", [{"allocation": "owl"}, {"exclude": ["down"]}, {"include": ["proj"]}])
+@pytest.mark.parametrize("changed", [{"allocation": "sensitivity"}, {"exclude": ["down"]}, {"include": ["proj"]}])
 def test_checkpoints_of_other_layers_or_patterns_are_refused(changed, tokenizer, tmp_path):
     options = {"pattern": "4:8", "checkpoints": tmp_path, **FEW}
     for first, second in ((changed, {}), ({}, changed)):
@@ -247,12 +244,6 @@ def test_fine_tuning_finds_the_masks_from_the_zeros(tokenizer):
     assert not any("self_attn" in name or "embed" in name for name in changed)
 
 
-def test_fine_tuning_on_the_batches_of_a_loader(tokenizer):
-    dense, model = tiny_model("llama"), prune_by_magnitude(tiny_model("llama"))
-    loader = DataLoader(TensorDataset(torch.stack(TOKENS * 4)), batch_size=8)  # 32 samples, of which 4 are held out
-    assert_pruned(model, proxsparse.finetune_(model, dense, loader, tokenizer))
-
-
 def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
     before = weights_of(model)
     masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **FEW)
@@ -285,9 +276,6 @@ def offloaded(model):
 REFUSALS = {
     "no data": (lambda m, t: proxsparse.prune_(m), "data=None: method 'proxsparse' needs calibration text"),
     "no form": (lambda m, t: proxsparse.prune_(m, "wanda", 5), "data=5: give the name of a source"),
-    "bytes": (lambda m, t: proxsparse.prune_(m, "wanda", b"text", t), "data=b'text': give the name of a source"),
-    "no list": (lambda m, t: proxsparse.prune_(m, "magnitude", exclude="mlp"), "exclude='mlp': must be of type list"),
-    "dict of texts": (lambda m, t: proxsparse.prune_(m, "wanda", {"text": TEXTS}, t), "is not text; a row is a string"),
     "no directory": (lambda m, t: proxsparse.save_masks("none/m", {"a": TOKENS[0]}), "there is no directory none"),
     "empty": (lambda m, t: proxsparse.prune_(m, "wanda", [], t), "data: it is empty"),
     "no tokenizer": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS), "tokenizer=None: texts need the tokenizer"),
@@ -295,7 +283,6 @@ REFUSALS = {
     "no file": (lambda m, t: proxsparse.prune_(m, "wanda", "none.txt", t), "'none.txt': no such file"),
     "no input_ids": (lambda m, t: proxsparse.prune_(m, "wanda", [{"ids": 1}]), "a dict with ids, without input_ids"),
     "floats": (lambda m, t: proxsparse.prune_(m, "wanda", [torch.rand(3)]), "input_ids are torch.float32 [3]"),
-    "objects": (lambda m, t: proxsparse.prune_(m, "wanda", [object()]), "an item of type object"),
     "mask": (
         lambda m, t: proxsparse.prune_(m, "wanda", [{"input_ids": TOKENS[0], "attention_mask": torch.ones(3)}]),
         "attention_mask is [1, 3], input_ids are [1, 32]",
@@ -321,25 +308,12 @@ REFUSALS = {
         "method 'sparsegpt' has no option 'dampng'; its options: damping",
     ),
     "type": (lambda m, t: proxsparse.prune_(m, "sparsegpt", TEXTS, t, damping="0.1"), "damping='0.1': must be of type"),
-    "type of None": (
-        lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, learning_rate="0.1"),
-        "learning_rate 0.1: must be a finite number > 0",
-    ),
     "expression": (
         lambda m, t: proxsparse.prune_(m, "magnitude", include="mlp"),
         "include='mlp': must be of type list",
     ),
     "seed": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, seed=-1), "seed -1: must be between 0 and"),
-    "number": (
-        lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, num_samples=0),
-        "num_samples 0: must be at least",
-    ),
     "text": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, num_samples="8"), "num_samples='8': must be of type"),
-    "window": (lambda m, t: proxsparse.prune_(m, "wanda", TEXTS, t, seq_len=999), "seq_len 999: above the model's"),
-    "range": (
-        lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, learning_rate=-1.0),
-        "learning_rate -1.0: must be a finite number > 0",
-    ),
     "batches": (
         lambda m, t: proxsparse.prune_(m, "proxsparse", TEXTS, t, gradient_accumulation_steps=99),
         "gradient_accumulation_steps 99: a step on 1 processes needs 99 batches",
@@ -363,7 +337,6 @@ REFUSALS = {
         "teacher: its vocabulary has 300 tokens, that of the model 260",
     ),
     "perplexity": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, seq_len=1), "seq_len 1: must be at least 2"),
-    "windows": (lambda m, t: proxsparse.perplexity(m, t, TEXTS, max_windows=0), "max_windows 0: must be at least 1"),
     "no masks": (lambda m, t: proxsparse.save_masks("none", {}), "masks={}: no layer"),
     "masks": (
         lambda m, t: proxsparse.save_masks("none", {"a": torch.ones(1, 4, dtype=torch.bool)}),

@@ -221,10 +221,10 @@ def solve_wide(u, M: tl.constexpr, HALF: tl.constexpr):
     if rate <= 0.5:
         error = rate
         needed = (M - 2) * (1e-16 if largest.dtype == tl.float64 else 3e-5 if HALF else 1e-7)
-        x, reg = sweep_wide(u, u, M)
+        x, _reg = sweep_wide(u, u, M)
         error *= rate
         while error > needed:
-            x, reg = sweep_wide(u, x, M)
+            x, _reg = sweep_wide(u, x, M)
             error *= rate
     else:
         x = solve_apart(u, M)

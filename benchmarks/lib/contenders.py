@@ -39,7 +39,7 @@ def dense(args: Namespace) -> Contender:
 
 
 def method(text: str, args: Namespace) -> Contender:
-    """METHOD[:OPTION=VALUE,...][+ALLOCATION[:OPTION=VALUE,...]], such as sparsegpt:update_weights=false+owl.
+    """METHOD[:OPTION=VALUE,...][+ALLOCATION[:OPTION=VALUE,...]], such as sparsegpt:update_weights=false+sensitivity.
 
     It is pruned by a run of `proxsparse prune` in --work_dir.
 
@@ -51,7 +51,7 @@ def method(text: str, args: Namespace) -> Contender:
     for kind, part in (("method", first), ("allocation", second)):
         name, _, rest = part.partition(":")
         options |= ({kind: name} if name else {}) | dict(item.partition("=")[::2] for item in rest.split(",") if item)
-    for name in options.keys() & {*SHARED_FLAGS, "eval_data"} - {"precision"}:
+    for name in options.keys() & {*SHARED_FLAGS, "eval_data"} - {"precision", "pattern"}:
         raise InputError(f"{text!r}: {name} is the same for the whole table; give it as --{name}")
     shared = {name: getattr(args, name) for name in SHARED_FLAGS} | {"eval_data": "none"}
     flags = [word for name, value in (shared | options).items() for word in (f"--{name}", str(value))]
@@ -63,7 +63,7 @@ def method(text: str, args: Namespace) -> Contender:
     own = run.options_of(chosen)  # with the defaults: they may change
     if run.method == LEARNED:
         own = {k: v for k, v in settings_of(run).items() if k not in (*SHARED_FLAGS, "eval_data")}
-    settings = {"pattern": args.pattern, "options": own}
+    settings = {"pattern": run.model.pattern, "options": own}
     if second:
         settings |= {"allocation": allocation.name, "allocation_options": run.options_of(allocation)}
     if chosen.needs_data or allocation.needs_data:
@@ -77,7 +77,8 @@ def method(text: str, args: Namespace) -> Contender:
         model, tokenizer = load_model(str(folder) if updated else args.model, dtype)
         if not updated:
             apply_masks_(model, load_masks(folder / "masks.safetensors"))
-        figures = {"seconds": round(result["seconds"], 1), "masks_sha256": result["masks_sha256"]}
+        figures = {"seconds": round(result["seconds"], 1)}
+        figures |= {name: result[name] for name in ("masks_sha256", "kept", "arithmetic")}
         return model, tokenizer, figures | {"pruned_at": provenance["commit"]}
 
     return Contender(text, "updated" if updated else "frozen", settings, load)

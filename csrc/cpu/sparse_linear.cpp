@@ -7,6 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -136,6 +137,48 @@ void multiply(const at::Tensor& x, const at::Tensor& values, const at::Tensor& i
   }
 }
 
+int64_t expanded_features(int64_t in_features, int64_t m) {
+  const int64_t width = in_features / m * (2 * m - 4) + in_features % m * 2;
+  if (m == 4 && in_features % 4 == 0) return width;
+  int64_t step = 64;
+  while (step > 4 && 32 * ((step - width % step) % step) > width) step /= 2;
+  return (width + step - 1) / step * step;
+}
+
+// Copies a row of x to the windows of its blocks, and fills the row with zeros; proxsparse/reference/windows.py.
+template <typename T>
+void expand_row(const T* x, int64_t in_features, int64_t m, T* row, int64_t expanded) {
+  constexpr int64_t kWindow = 4, kStep = 2;
+  T* const end = row + expanded;
+  int64_t block = 0;
+  for (; block + m <= in_features; block += m) {
+    for (int64_t first = 0; first + kWindow <= m; first += kStep, row += kWindow) {
+      std::memcpy(row, x + block + first, kWindow * sizeof(T));
+    }
+  }
+  std::fill(row, end, T(0));
+  for (; block < in_features; block += kStep, row += kWindow) std::memcpy(row, x + block, kStep * sizeof(T));
+}
+
+// x [..., in_features] -> [..., expanded], float32 or bfloat16.
+at::Tensor expand(const at::Tensor& x, int64_t m, int64_t expanded) {
+  auto sizes = x.sizes().vec();
+  sizes.back() = expanded;
+  const at::Tensor result = at::empty(sizes, x.options());
+  const int64_t in_features = x.size(-1), rows = result.numel() / expanded;
+  const auto rows_of = [&](auto zero) {
+    using T = decltype(zero);
+    const T* from = static_cast<const T*>(x.const_data_ptr());
+    T* to = static_cast<T*>(result.mutable_data_ptr());
+    at::parallel_for(0, rows, kProductsPerTask / expanded + 1, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        expand_row(from + i * in_features, in_features, m, to + i * expanded, expanded);
+    });
+  };
+  x.element_size() == 2 ? rows_of(uint16_t()) : rows_of(uint32_t());
+  return result;
+}
+
 // Whether a kernel may read the tensor without the dispatcher of torch: a contiguous tensor in the memory of the CPU,
 // without autocast, a mode (fake tensors, counting of flops, vmap, tracing) or a gradient to compute.
 bool is_plain(const at::Tensor& tensor) {
@@ -160,21 +203,22 @@ void sparse_linear(const at::Tensor& x, const at::Tensor& values, const at::Tens
 }
 
 OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices,
-                                    const OptionalTensor& scales, const OptionalTensor& bias) {
+                                    const OptionalTensor& scales, const OptionalTensor& bias, int64_t m) {
   const at::ScalarType dtype = x.scalar_type();
   const bool plain = is_plain(x) && is_plain(values) && is_plain(indices) && (!scales || is_plain(*scales)) &&
                      (!bias || is_plain(*bias)) && !at::impl::torch_function_mode_enabled();
   if (!plain || (dtype != at::kFloat && dtype != at::kBFloat16) || x.dim() == 0 || values.dim() != 2 ||
-      dtype != (scales ? *scales : values).scalar_type() || (bias && dtype != bias->scalar_type()) ||
-      x.size(-1) != values.size(1) * (codes_of(values, scales) == kInt4 ? 4 : 2)) {
+      dtype != (scales ? *scales : values).scalar_type() || (bias && dtype != bias->scalar_type()) || m < 4 ||
+      expanded_features(x.size(-1), m) != values.size(1) * (codes_of(values, scales) == kInt4 ? 4 : 2)) {
     return std::nullopt;
   }
+  const int64_t expanded = expanded_features(x.size(-1), m);
   RECORD_FUNCTION("proxsparse::sparse_linear", c10::ArrayRef<const c10::IValue>{});
-  check_packed_weight(at::kCPU, dtype, x.size(-1), values, indices, scales, bias);
+  check_packed_weight(at::kCPU, dtype, expanded, values, indices, scales, bias);
   auto sizes = x.sizes().vec();
   sizes.back() = values.size(0);
   const at::Tensor y = at::empty(sizes, x.options());
-  multiply(x, values, indices, scales, bias, y);
+  multiply(x.size(-1) == expanded ? x : expand(x, m, expanded), values, indices, scales, bias, y);
   return y;
 }
 

@@ -8,7 +8,6 @@ import reprlib
 import textwrap
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -256,8 +255,8 @@ def read_hub(name: str, config: str | None, split: str, streaming: bool = True) 
 
     what = f"{name}{f', config {config}' if config else ''}, split {split}"
     try:
-        with without_bars():
-            rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
+        disable_bars()
+        rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
         yield from ((f"{what}, row {i}", row) for i, row in enumerate(rows, 1))
     except Exception as error:  # of many types: HTTP, OS, Arrow, the hub's own
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
@@ -267,18 +266,11 @@ def read_hub(name: str, config: str | None, split: str, streaming: bool = True) 
         ) from error
 
 
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Disables the progress bars of `datasets`: the caller shows progress."""
+def disable_bars() -> None:
+    """Disables the progress bars of `datasets`: `phase` shows the progress."""
     import datasets
 
-    before = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not before:
-            datasets.enable_progress_bars()
 
 
 def read_builtin(split: str) -> Rows:

@@ -10,7 +10,6 @@ model of the paper.
 """
 
 import functools
-import itertools
 import logging
 import math
 import textwrap
@@ -21,7 +20,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from proxsparse.data.sources import read_path, without_bars
+from proxsparse.data.sources import disable_bars
 from proxsparse.errors import InputError
 from proxsparse.runtime.progress import importing, phase
 
@@ -35,21 +34,16 @@ class Task:
 
     lm_eval: tuple[str, ...]  # its names in lm-eval
     file: str  # {file}.jsonl.gz or {file}.jsonl: a row of the hub's data set per line; the last word is the split
-    fields: tuple[str, ...]  # what lm-eval reads of a row; "a.b" is field b in field a
 
 
-ARC = ("choices.text", "choices.label", "answerKey")
-TRUTHFUL = ("mc1_targets.choices", "mc1_targets.labels", "mc2_targets.choices", "mc2_targets.labels")
 TASKS = {  # in the order of the paper's columns
-    "arc_challenge": Task(("arc_challenge",), "arc_challenge_test", ("question", *ARC)),
-    "arc_easy": Task(("arc_easy",), "arc_easy_test", ("question", *ARC)),
-    "social_iqa": Task(
-        ("social_iqa",), "social_i_qa_validation", ("context", "question", "answerA", "answerB", "answerC", "label")
-    ),
-    "hellaswag": Task(("hellaswag",), "hellaswag_validation", ("activity_label", "ctx_a", "ctx_b", "endings", "label")),
-    "openbookqa": Task(("openbookqa",), "openbookqa_test", ("question_stem", *ARC)),
-    "piqa": Task(("piqa",), "piqa_validation", ("goal", "sol1", "sol2", "label")),
-    "truthfulqa_mc": Task(("truthfulqa_mc1", "truthfulqa_mc2"), "truthful_qa_mc_validation", ("question", *TRUTHFUL)),
+    "arc_challenge": Task(("arc_challenge",), "arc_challenge_test"),
+    "arc_easy": Task(("arc_easy",), "arc_easy_test"),
+    "social_iqa": Task(("social_iqa",), "social_i_qa_validation"),
+    "hellaswag": Task(("hellaswag",), "hellaswag_validation"),
+    "openbookqa": Task(("openbookqa",), "openbookqa_test"),
+    "piqa": Task(("piqa",), "piqa_validation"),
+    "truthfulqa_mc": Task(("truthfulqa_mc1", "truthfulqa_mc2"), "truthful_qa_mc_validation"),
 }
 
 
@@ -60,7 +54,6 @@ def zero_shot(
     data_dir: Path | str | None = None,
     limit: int | None = None,
     batch_size: int = 1,
-    num_fewshot: int = 0,
     autocast_dtype: torch.dtype | None = None,
 ) -> dict[str, float | int | None]:
     """Zero-shot accuracy: the chosen answer has the largest log-likelihood (`acc`) or log-likelihood per character
@@ -71,35 +64,31 @@ def zero_shot(
         data_dir: folder with the data sets; None: the hub.
         limit: largest number of documents; None: all.
         batch_size: requests per forward pass; they are sorted by length.
-        num_fewshot: solved examples before each question, 0 in the paper; truthfulqa_mc always has its own six.
         autocast_dtype: compute in this dtype under autocast; None: in the dtype of the weights.
     Returns:
         {acc, acc_stderr, acc_norm, acc_norm_stderr, documents}; for truthfulqa_mc {acc = (mc1 + mc2) / 2, mc1,
         mc1_stderr, mc2, mc2_stderr, documents}. A standard error is None if there is only one document.
     Raises:
-        InputError: lm-eval or a file is missing, a damaged file, a missing field, an answer that is too long.
+        InputError: lm-eval or a file is missing, or a file is damaged.
     """
     require_lm_eval()
     import lm_eval.models.huggingface
     from lm_eval import simple_evaluate
 
+    disable_bars()
     with (
         phase(task, unit="request") as current,
         current.instead_of_tqdm(lm_eval.api.task, lm_eval.api.model, lm_eval.models.huggingface),
-        without_bars(),
         # outside a checkout git prints an error
         mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", return_value=None),
     ):
         loaded = load_tasks(task_settings(task, data_dir))
         lm = language_model(model, tokenizer, batch_size, autocast_dtype)
-        for part in loaded:
-            refuse_long_answers(part, lm, limit)
         # One call for mc1 and mc2: the requests that they share run only once.
         results = simple_evaluate(
             model=lm,
             tasks=loaded,
             task_manager=task_manager(),
-            num_fewshot=num_fewshot or None,  # None: the default of each task, 0 for all seven
             limit=limit,
             log_samples=False,
             random_seed=None,  # do not reseed the caller's generators; nothing here is random
@@ -121,7 +110,6 @@ def check_request(
     data_dir: Path | str | None = None,
     limit: int | None = None,
     batch_size: int = 1,
-    num_fewshot: int = 0,
 ) -> list[str]:
     """The tasks in the paper's order, without repetition; "all" is all seven.
 
@@ -131,14 +119,9 @@ def check_request(
         if name != "all" and name not in TASKS:
             raise InputError(f"task {name!r}: unknown; choose from {', '.join(TASKS)}, or all")
     names = [name for name in TASKS if name in tasks or "all" in tasks]
-    for name, value, minimum in (("limit", limit, 1), ("batch_size", batch_size, 1), ("num_fewshot", num_fewshot, 0)):
-        if value is not None and value < minimum:
-            raise InputError(f"--{name} {value}: must be at least {minimum}")
-    if num_fewshot and data_dir is not None:
-        raise InputError(
-            f"--num_fewshot {num_fewshot}: the examples come from the training split, which is not in --data_dir; "
-            "leave out --data_dir or --num_fewshot"
-        )
+    for name, value in (("limit", limit), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise InputError(f"--{name} {value}: must be at least 1")
     require_lm_eval()
     for name in names if data_dir is not None else ():
         task_file(name, Path(data_dir))
@@ -169,7 +152,7 @@ def task_settings(name: str, folder: Path | str | None) -> list[dict]:
 
 
 def task_file(name: str, folder: Path) -> Path:
-    """The file of the task, after checking its rows. Raises InputError if it is absent, damaged or lacks a field."""
+    """The file of the task. Raises InputError if there is none."""
     expected = [folder / f"{TASKS[name].file}{suffix}" for suffix in (".jsonl.gz", ".jsonl")]
     path = next((path for path in expected if path.is_file()), None)
     if path is None:
@@ -177,24 +160,7 @@ def task_file(name: str, folder: Path) -> Path:
         raise InputError(
             f"--data_dir {str(folder)!r}: {what} for task {name}; add it, or leave out the task or the flag"
         )
-    where = None
-    for where, row in read_path(path):
-        absent = next((field for field in TASKS[name].fields if not has_field(row, field)), None)
-        if absent:
-            needed = ", ".join(TASKS[name].fields)
-            raise InputError(f"{where}: no field {absent!r}; add it (task {name} needs {needed})")
-    if where is None:
-        raise InputError(f"{path}: no questions in this file; download it again, or leave out task {name}")
     return path
-
-
-def has_field(row: object, field: str) -> bool:
-    """Whether the row has the field; "a.b" is field b in field a."""
-    for key in field.split("."):
-        if not isinstance(row, dict) or row.get(key) is None:
-            return False
-        row = row[key]
-    return True
 
 
 @functools.cache
@@ -232,17 +198,6 @@ def language_model(model: nn.Module, tokenizer, batch_size: int, autocast_dtype:
             batch_size=batch_size,
             softmax_dtype=torch.float32,
             mixed_precision_dtype=autocast_dtype,
-        )
-
-
-def refuse_long_answers(task, lm, limit: int | None) -> None:
-    """Raises InputError if an answer of the lm-eval task has more tokens than the model has positions."""
-    answers = {answer for doc in itertools.islice(task.eval_docs, limit) for answer in task.doc_to_choice(doc)}
-    longest = max((len(lm.tok_encode(f" {answer}")) for answer in answers), default=0)
-    if longest > lm.max_length:
-        raise InputError(
-            f"task {task.config.task}: an answer has {longest} tokens, above the model's context length of "
-            f"{lm.max_length}; leave out this task"
         )
 
 

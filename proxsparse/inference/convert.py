@@ -14,9 +14,11 @@ from proxsparse.inference.linear import SparseLinear, check_bits, empty_weight
 from proxsparse.inference.packed_checkpoint import (
     PARTS,
     QUANT_METHOD,
+    Form,
     check_layer,
     check_layers,
     description,
+    forms,
     spellings,
 )
 from proxsparse.io.model_files import Header, read_tensor
@@ -24,11 +26,11 @@ from proxsparse.models.layers import is_selected, quant_method
 from proxsparse.models.matching import Match, model_names
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.registry import AUTO
-from proxsparse.ops.sparse_linear import PATTERN
-from proxsparse.patterns import FLOAT_DTYPES
+from proxsparse.patterns import DIAL, FLOAT_DTYPES, NMPattern
 from proxsparse.reference.quantize import CODES, check_values
 from proxsparse.runtime.progress import phase
 
+PATTERNS = " or ".join(map(str, DIAL))  # for messages
 Stream = Iterator[tuple[str, Tensor]]  # (name, tensor) of a checkpoint, one at a time
 
 
@@ -40,7 +42,9 @@ def sparsify_(
     exclude: list[str] | None = None,
     bits: int = 16,
 ) -> nn.Module:
-    """Packs every nn.Linear of the model whose weight is 2:4, in place, and returns the model.
+    """Packs every nn.Linear of the model whose weight is 2:4, 4:6, 6:8 or 8:10, in place, and returns the model.
+
+    The pattern of a layer is the first of these that its zeros fit.
 
     Layers are packed one at a time, and each dense weight is freed before the next: peak memory is the model plus one
     layer. Dense layers (lm_head) do not change; tied weights stay tied and dense. If a layer is refused, no layer is
@@ -53,18 +57,19 @@ def sparsify_(
     Args:
         backend: backend of the packed layers, see `SparseLinear`.
         include, exclude: regular expressions searched in the names of the layers, such as ["mlp"]; layers that match
-            `include` must be 2:4.
+            `include` must have one of the patterns.
         bits: 16 keeps the values; 8 or 4 rounds them to codes, see `reference.quantize`.
     Raises:
-        ValueError: no layer is 2:4; at least half of the blocks of a layer, but not all, are 2:4; a layer matches
-            `include` and is not 2:4, is a subclass of nn.Linear, or has hooks, which packing would lose; a weight has
-            no code, see `quantize_nm`; the bits are unknown. The message names the layer.
+        ValueError: no layer has a pattern; at least half of the blocks of a layer, but not all, have one; a layer
+            matches `include` and has no pattern, is a subclass of nn.Linear, or has hooks, which packing would lose; a
+            weight has no code, see `quantize_nm`; the bits are unknown. The message names the layer.
     """
     check_bits(bits)
     if (method := quant_method(model)) not in (None, QUANT_METHOD):
         raise ValueError(f"the model is quantized by {method}, so it cannot be packed; load the dense model")
-    for names in packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude, bits):
-        packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend, bits)
+    chosen = packable_layers(model, lambda name: model.get_submodule(name).weight, include, exclude, bits)
+    for names, pattern in chosen:
+        packed = SparseLinear.from_linear(model.get_submodule(names[0]), backend, bits, pattern)
         for name in names:
             model.set_submodule(name, packed)
     declare_(model)
@@ -91,27 +96,27 @@ def unsparsify_(model: nn.Module) -> nn.Module:
 
 def pack_tensors(
     headers: dict[str, Header],
-    layers: list[str],
+    layers: dict[str, NMPattern],
     bits: int = 16,
     rounded: dict[str, tuple[Tensor, Tensor, Tensor]] | None = None,
     buffers: Collection[str] = (),
 ) -> Stream:
     """Yields the tensors of a dense checkpoint, packed: three or four tensors for the weight of each of `layers`.
 
-    layers, buffers: as the files name them; buffers, which are not weights, may contain infinity.
+    layers: name -> pattern. They and `buffers`, which are not weights and may contain infinity, are named as the files
+        name them.
     rounded: codes, scales and indices of layers that are rounded already; for the others see `quantize_nm`.
     """
-    packed = set(layers)
     for name in headers:
         layer, _, part = name.rpartition(".")
         tensor = read_tensor(headers, name) if name in buffers else finite(headers, name)
-        if part != "weight" or layer not in packed:
+        if part != "weight" or layer not in layers:
             yield name, tensor
             continue
         if rounded and layer in rounded:
             values, scales, indices = rounded[layer]
         else:
-            values, indices = pack_nm(tensor)
+            values, indices = pack_nm(tensor, layers[layer])
             values, scales = (values, None) if bits == 16 else quantize_nm(values, bits)
         if scales is not None:
             yield f"{layer}.scales", scales
@@ -128,19 +133,19 @@ def finite(headers: dict[str, Header], name: str) -> Tensor:
     return tensor
 
 
-def unpack_tensors(headers: dict[str, Header], layers: list[str]) -> Stream:
-    """The inverse of `pack_tensors`. Raises ValueError for damaged indices."""
-    packed = set(layers)
+def unpack_tensors(headers: dict[str, Header], layers: dict[str, tuple[NMPattern, int]]) -> Stream:
+    """The inverse of `pack_tensors`; layers: name -> pattern, in_features. Raises ValueError for damaged indices."""
     for name, header in headers.items():
         layer, _, part = name.rpartition(".")
-        if part not in (*PARTS, "weight") or layer not in packed:
+        if part not in (*PARTS, "weight") or layer not in layers:
             yield name, read_tensor(headers, name)
         elif part == "values":
             values, scales = read_tensor(headers, name), f"{layer}.scales"
             try:
                 if scales in headers:
                     values = dequantize_nm(values, read_tensor(headers, scales))
-                yield f"{layer}.weight", unpack_nm(values, read_tensor(headers, f"{layer}.indices"))
+                indices = read_tensor(headers, f"{layer}.indices")
+                yield f"{layer}.weight", unpack_nm(values, indices, *layers[layer])
             except ValueError as error:
                 raise ValueError(f"{header.file}: packed layer {layer}: {error}; download the file again") from error
 
@@ -152,11 +157,11 @@ def layers_to_pack(
     include: list[str] | None = None,
     exclude: list[str] | None = None,
     bits: int = 16,
-) -> dict[str, str]:
-    """The layers of a checkpoint that `sparsify_` would pack: name in the model -> name in the packed files.
+) -> dict[str, tuple[str, NMPattern]]:
+    """The layers of a checkpoint that `sparsify_` would pack: name in the model -> name in the packed files, pattern.
 
-    The latter is the name in the dense files, unless transformers would not rename the packed tensors as it renames the
-    weight.
+    The name in the packed files is that in the dense files, unless transformers would not rename the packed tensors as
+    it renames the weight.
 
     Args:
         headers: the headers of the dense checkpoint.
@@ -173,12 +178,15 @@ def layers_to_pack(
         return None if name is None else read_tensor(headers, name)
 
     chosen = packable_layers(model, weight_of, include, exclude, bits)
-    layers = [names_[0] for names_ in chosen if len(names_) == 1]  # skips modules with two names
-    return {layer: stored[f"{layer}.weight"].removesuffix(".weight") for layer in layers}
+    return {
+        layer: (stored[f"{layer}.weight"].removesuffix(".weight"), pattern)
+        for (layer, *others), pattern in chosen
+        if not others  # skips modules with two names
+    }
 
 
-def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, str]:
-    """Name in the files -> name in the model, for the packed layers of a checkpoint, after checking them.
+def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) -> dict[str, tuple[str, Form]]:
+    """Name in the files -> name in the model, form, for the packed layers of a checkpoint, after checking them.
 
     Args:
         config: the quantization_config of config.json; for the names of its layers see `spellings`.
@@ -186,7 +194,7 @@ def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) ->
         ValueError: other layers are packed in the files; the model has no such nn.Linear; a tensor is missing or has
             a wrong shape or dtype.
     """
-    layers, bits = config["layers"], config.get("bits", {})
+    layers = forms(config)
     places = [place_of(model, layer) for layer in layers]
     names, _, _ = model_names(headers, model, [f"{place}.{part}" for place in places for part in PARTS])
     files = {inside: name for name, inside in names.items()}
@@ -196,8 +204,8 @@ def packed_layers(headers: dict[str, Header], model: nn.Module, config: dict) ->
     ]
     check_layers(headers, stored)
     for name, layer, place in zip(stored, layers, places, strict=True):
-        check_layer(headers, name, model.get_submodule(place), bits.get(layer, 16))
-    return dict(zip(stored, places, strict=True))
+        check_layer(headers, name, model.get_submodule(place), layers[layer])
+    return dict(zip(stored, zip(places, layers.values(), strict=True), strict=True))
 
 
 def place_of(model: nn.Module, name: str) -> str:
@@ -220,20 +228,20 @@ def packable_layers(
     include: list[str] | None,
     exclude: list[str] | None,
     bits: int,
-) -> list[list[str]]:
-    """The layers to pack, each as the list of its names; `weight_of` returns a weight. Raises as `sparsify_` does."""
+) -> list[tuple[list[str], NMPattern]]:
+    """The layers to pack, each as its names and its pattern; `weight_of` returns a weight. Raises as `sparsify_`."""
     linears, tied, chosen = names_of_modules(model, nn.Linear), tied_weights(model), []
-    with phase(f"looking for {PATTERN} layers", unit="layer") as current:
+    with phase("looking for pruned layers", unit="layer") as current:
         for names in current.count(linears):
             name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
             selected = is_selected(name, include, exclude)
-            if selected and is_packable(name, weight_of(name), bool(include), is_tied, bits):
+            if selected and (pattern := pattern_of(name, weight_of(name), bool(include), is_tied, bits)):
                 refuse_altered(model, name)
-                chosen.append(names)
+                chosen.append((names, pattern))
         current.result = f"{len(chosen)} found"
     if not chosen:
         flags = ", ".join(f"{name}={value}" for name, value in (("include", include), ("exclude", exclude)) if value)
-        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERN}{flags and f' and selected by {flags}'} "
+        reason = f"none of {len(linears)} dense nn.Linear layers is {PATTERNS}{flags and f' and selected by {flags}'} "
         reason += "(Conv1D and fused experts stay dense)"
         packed = names_of_modules(model, SparseLinear)
         remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
@@ -244,43 +252,54 @@ def packable_layers(
     return chosen
 
 
-def is_packable(name: str, weight: Tensor | None, named: bool = False, tied: bool = False, bits: int = 16) -> bool:
-    """Whether to pack the layer `name`: its weight is 2:4 and not tied.
+def pattern_of(
+    name: str, weight: Tensor | None, named: bool = False, tied: bool = False, bits: int = 16
+) -> NMPattern | None:
+    """The pattern to pack the layer `name` with; None to leave it dense.
 
     Raises:
-        ValueError: at least half of its blocks, but not all, are 2:4; or `include` names it and it cannot be packed; or
-            a weight is NaN, or has no code of 8 or 4 bits.
+        ValueError: at least half of its blocks, but not all, have a pattern; or `include` names it and it cannot be
+            packed; or a weight is NaN, or has no code of 8 or 4 bits.
     """
-    reason, alarming = obstacle(weight, tied, bits)
-    if reason is None:
-        return True
+    found, alarming = pattern_or_obstacle(weight, tied, bits)
+    if isinstance(found, NMPattern):
+        return found
     if alarming or named:
-        raise ValueError(f"{name}: {reason}; to leave it dense, exclude {name!r}")
-    return False
+        raise ValueError(f"{name}: {found}; to leave it dense, exclude {name!r}")
+    return None
 
 
-def obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[str | None, bool]:
-    """Why a weight cannot be packed (None if it can), and whether this is an error even if `include` is not given."""
+def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[NMPattern | str, bool]:
+    """The first pattern of a weight; or why it cannot be packed, and whether this is an error without `include`."""
     if tied:
         return "its weight is tied to that of another module, which needs it dense", False
     if weight is None:
         return "no file has its weight", False
     if weight.is_meta:
         return "its weight is on the meta device; load the model first", True
-    if weight.dtype not in FLOAT_DTYPES or weight.shape[-1] % PATTERN.m:
-        return f"its weight is {weight.dtype} {list(weight.shape)}, which has no blocks of {PATTERN.m}", False
-    feasible = PATTERN.feasible_blocks(weight)
-    blocks, wrong = feasible.numel(), feasible.numel() - int(feasible.sum())
-    if wrong and not weight.isfinite().all():
-        return "its weight contains NaN or infinity; load it again", True
-    if wrong:
-        return f"{wrong} of {blocks} blocks are not {PATTERN}; prune it to {PATTERN} first", 2 * wrong <= blocks
+    if weight.dtype not in FLOAT_DTYPES or weight.shape[-1] % 2:
+        return f"its weight is {weight.dtype} {list(weight.shape)}, which has no blocks of {PATTERNS}", False
+    almost = None  # reason, whether half of the blocks, or nine of ten, have a pattern
+    for pattern in DIAL:
+        feasible = pattern.feasible_blocks(weight) if weight.shape[-1] >= pattern.m else weight.new_zeros(1).bool()
+        blocks, wrong = feasible.numel(), feasible.numel() - int(feasible.sum())
+        if not wrong:
+            break
+        if almost is None or (2 * wrong <= blocks and not almost[1]):
+            reason = f"{wrong} of {blocks} blocks are not {pattern}; prune it to {pattern} first"
+            almost = reason, 2 * wrong <= blocks, 10 * wrong <= blocks
+    else:
+        if not weight.isfinite().all():
+            return "its weight contains NaN or infinity; load it again", True
+        return almost[:2]
+    if almost and almost[2]:  # a damaged 2:4 layer may fit 6:8, which takes more memory
+        return almost[:2]
     if bits in CODES:
         try:
             check_values(weight, bits)
         except ValueError as error:
             return str(error), True
-    return None, False
+    return pattern, False
 
 
 def refuse_altered(model: nn.Module, name: str) -> None:
@@ -369,7 +388,8 @@ def declare_(model: nn.Module) -> None:
     """Lists the packed layers in the config of a model of transformers, for `save_pretrained`."""
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return
-    layers = {name: model.get_submodule(name).bits for names in names_of_modules(model, SparseLinear) for name in names}
+    packed = {name: model.get_submodule(name) for names in names_of_modules(model, SparseLinear) for name in names}
+    layers = {name: Form(layer.bits, layer.pattern) for name, layer in packed.items()}
     if layers:
         model.config.quantization_config = description(layers)
     elif quant_method(model) == QUANT_METHOD:

@@ -1,13 +1,15 @@
-"""`SparseLinear`: an nn.Linear with a packed 2:4 weight, in floating point or with codes of 8 or 4 bits."""
+"""`SparseLinear`: an nn.Linear with a packed weight (2:4, 4:6, 6:8, ...), in floating point or with codes."""
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, sparse_linear, unpack_nm
 from proxsparse.ops.registry import AUTO, get_kernel
-from proxsparse.ops.sparse_linear import PATTERN, as_rows, check_sparse_linear, direct, given
+from proxsparse.ops.sparse_linear import as_rows, check_sparse_linear, direct, given
+from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference.pack import check_packed
 from proxsparse.reference.quantize import CODES, shape_of_scales, width_of_values
+from proxsparse.reference.windows import expand, expanded_features
 
 BITS = (16, *CODES)  # 16: the dtype of the layer, whatever its size
 MANY_ROWS = 64  # a typical number of rows for backends with `prepare`
@@ -22,11 +24,13 @@ def autocast_to(dtype: torch.dtype, tensor: Tensor | None) -> Tensor | None:
 
 
 class SparseLinear(nn.Module):
-    """y = x W^T + b with a packed 2:4 weight W [out_features, in_features], for inference.
+    """y = x W^T + b with a packed 2:4, 4:6, 6:8, ... weight W [out_features, in_features], for inference.
 
-    In bf16 the weight takes 9/16 of the memory of the dense one, with 8 bits 5/16, with 4 bits 0.2 of it.
+    In bf16 a 2:4 weight takes 9/16 of the memory of the dense one, with 8 bits 5/16, with 4 bits 0.2 of it; other
+    patterns are packed as 2:4 over c columns, c = `expanded_features` (`reference.windows`), so these and the
+    arithmetic are c / in_features times as much: 1.33 for 4:6, 1.5 for 6:8, 1.6 for 8:10. 2:4 has c = in_features.
 
-    The state is `values` [out_features, in_features / 2] and `indices` uint8 [out_features, ceil(in_features / 8)], in
+    The state is `values` [out_features, c / 2] and `indices` uint8 [out_features, ceil(c / 8)], in
     the format of `reference.pack`, and `weight` without elements, see `empty_weight`. With 8 or 4 bits `values` holds
     codes, and `scales` is added, see `reference.quantize`. x [..., in_features] must have the dtype of the layer, which
     is that of `weight`, unless torch.autocast is on. (To float16, it also rounds the scales, which loses precision in
@@ -41,12 +45,13 @@ class SparseLinear(nn.Module):
     For infinities, NaN and subnormal numbers see `ops.sparse_linear`.
 
     Args:
-        in_features, out_features, bias, device, dtype: as in nn.Linear; in_features is a multiple of 4.
+        in_features, out_features, bias, device, dtype: as in nn.Linear; in_features is even.
         backend: one of `list_backends("sparse_linear")`, which runs every call or raises; or "auto": the fastest
             measured backend for the rows of each call, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
         bits: 16, 8 or 4; 16 keeps the values in the dtype of the layer.
+        pattern: (m - 2):m with an even m.
     Raises:
-        ValueError: in_features is not a multiple of 4, or the backend or the bits are unknown.
+        ValueError: in_features does not split into blocks, or the pattern, the backend or the bits are unknown.
     """
 
     def __init__(
@@ -58,28 +63,34 @@ class SparseLinear(nn.Module):
         dtype=None,
         backend: str = AUTO,
         bits: int = 16,
+        pattern: PatternLike = "2:4",
     ):
         super().__init__()
-        PATTERN.check_blocks((out_features, in_features))
+        self.pattern = NMPattern.parse_dial(pattern)
+        self.pattern.check_blocks((out_features, in_features))
         check_bits(bits)
         if backend != AUTO:
             get_kernel("sparse_linear", backend)
         self.in_features, self.out_features, self.backend, self.bits = in_features, out_features, backend, bits
-        width = width_of_values(in_features, bits)
+        columns = expanded_features(in_features, self.pattern.m)
+        width = width_of_values(columns, bits)
         self.values = frozen(torch.empty(out_features, width, device=device, dtype=CODES.get(bits, dtype)))
         shape = shape_of_scales(self.values) if bits in CODES else None
         self.scales = frozen(torch.empty(shape, device=device, dtype=dtype)) if shape else None
-        indices = torch.empty(out_features, -(-in_features // 8), device=device, dtype=torch.uint8)
+        indices = torch.empty(out_features, -(-columns // 8), device=device, dtype=torch.uint8)
         self.register_buffer("indices", indices)
         self.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         self.bias = frozen(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.prepared: tuple[str, torch.dtype, Tensor] | None = None  # backend, dtype of values, weight
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, backend: str = AUTO, bits: int = 16) -> "SparseLinear":
-        """Packs a 2:4 nn.Linear, on its device, and rounds it to `bits`. Raises ValueError if it is not 2:4."""
-        layer = cls(linear.in_features, linear.out_features, False, "meta", linear.weight.dtype, backend)
-        values, layer.indices = pack_nm(linear.weight.detach(), PATTERN)
+    def from_linear(
+        cls, linear: nn.Linear, backend: str = AUTO, bits: int = 16, pattern: PatternLike = "2:4"
+    ) -> "SparseLinear":
+        """Packs an nn.Linear, on its device, and rounds it to `bits`. Raises ValueError if it has another pattern."""
+        sizes = linear.in_features, linear.out_features
+        layer = cls(*sizes, False, "meta", linear.weight.dtype, backend, pattern=pattern)
+        values, layer.indices = pack_nm(linear.weight.detach(), layer.pattern)
         layer.values, layer.weight = frozen(values), empty_weight(values)
         layer.bias = None if linear.bias is None else frozen(linear.bias.detach())
         return layer.train(linear.training).quantized(bits)
@@ -89,7 +100,8 @@ class SparseLinear(nn.Module):
         if bits == 16:
             return self
         codes, scales = quantize_nm(self.values, bits)
-        layer = SparseLinear(self.in_features, self.out_features, False, "meta", self.values.dtype, self.backend, bits)
+        sizes = self.in_features, self.out_features
+        layer = SparseLinear(*sizes, False, "meta", self.values.dtype, self.backend, bits, self.pattern)
         layer.values, layer.scales = frozen(codes), frozen(scales)
         layer.indices, layer.weight, layer.bias = self.indices, self.weight, self.bias
         return layer.train(self.training)
@@ -102,7 +114,7 @@ class SparseLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         values, indices, scales, bias = self.values, self.indices, self.scales, self.bias
         if not torch.compiler.is_compiling():
-            y = direct(x, values, indices, bias, self.backend, scales)
+            y = direct(x, values, indices, bias, self.backend, scales, self.pattern.m)
             if y is not None:
                 return y
         device = x.device.type
@@ -111,7 +123,7 @@ class SparseLinear(nn.Module):
             x, scales, bias = (autocast_to(dtype, tensor) for tensor in (x, scales, bias))
             values = autocast_to(dtype, values) if scales is None else values
         prepared = self.prepared_weight(x, values)
-        return sparse_linear(x, values, indices, bias, prepared, self.backend, scales)
+        return sparse_linear(x, values, indices, bias, prepared, self.backend, scales, self.pattern)
 
     def prepared_weight(self, x: Tensor, values: Tensor) -> Tensor | None:
         """What `prepare` of the backend returns; None if it has none, computes it in the call, or refuses the call.
@@ -124,8 +136,8 @@ class SparseLinear(nn.Module):
             return None
         if torch.compiler.is_compiling() or is_capturing(values):
             return None
-        check_sparse_linear(x, values, self.indices, None, self.scales)
-        if kernel.supports(as_rows(x), values, *given(self.scales)):
+        check_sparse_linear(x, values, self.indices, None, self.scales, self.pattern.m)
+        if kernel.supports(expand(as_rows(x), self.pattern.m), values, *given(self.scales)):
             return None
         self.prepared = self.backend, values.dtype, kernel.prepare(values.detach(), self.indices)
         return self.prepared[2]
@@ -148,7 +160,7 @@ class SparseLinear(nn.Module):
                 f"prepare_: a layer with backend={self.backend!r} never calls {backend!r}; create it with "
                 f"backend={backend!r}"
             )
-        x = values.new_empty(1, 1).expand(MANY_ROWS, self.in_features)
+        x = values.new_empty(1, 1).expand(MANY_ROWS, expanded_features(self.in_features, self.pattern.m))
         if reason := kernel.supports(x, values, *given(self.scales)):
             raise RuntimeError(f"prepare_: backend {backend!r} does not support this layer: {reason}")
         if is_capturing(values):
@@ -160,12 +172,12 @@ class SparseLinear(nn.Module):
         """The unpacked weight, [out_features, in_features], in the dtype of the layer."""
         values, scales = self.values, self.scales
         values = values if scales is None else dequantize_nm(values, scales)
-        return unpack_nm(values, self.indices, PATTERN)
+        return unpack_nm(values, self.indices, self.pattern, self.in_features)
 
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"pattern={PATTERN}, backend={self.backend}, bits={self.bits}"
+            f"pattern={self.pattern}, backend={self.backend}, bits={self.bits}"
         )
 
     def _apply(self, fn, recurse: bool = True) -> "SparseLinear":
@@ -193,7 +205,7 @@ class SparseLinear(nn.Module):
         if given and not indices.is_meta and not values.is_meta:
             try:
                 self.check_bits_of(values, scales)
-                check_packed(values, indices, PATTERN, scales)
+                check_packed(values, indices, scales=scales)
             except ValueError as error:
                 errors.append(f"{prefix.removesuffix('.') or 'SparseLinear'}: {error}")
                 return

@@ -13,6 +13,7 @@ which have the wrong shape, are the error.
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -26,11 +27,12 @@ from proxsparse.io.model_files import (
     shard_names,
     write_index,
 )
-from proxsparse.ops.sparse_linear import PATTERN
+from proxsparse.patterns import MIXED, NMPattern, pattern_name
 from proxsparse.reference.quantize import CODES, scales_of_row, width_of_values
+from proxsparse.reference.windows import expanded_features
 
-FORMAT_VERSION = 3
-ALL_16_BITS = 2  # what is written if all layers have 16 bits, without an entry `bits`
+FORMAT_VERSION = 4
+READABLE = (2, 3, FORMAT_VERSION)  # 2 and 3: all layers are 2:4; 2: with 16 bits
 PARTS = ("values", "indices", "scales")
 NOTE = """
 <!-- proxsparse.pack -->
@@ -51,11 +53,28 @@ UNCHANGED = re.compile(rb"(The kept weights\s+are)\s+the pretrained ones, unchan
 ANY_NOTE = re.compile(rb"\n<!-- proxsparse\.pack -->.*?<!-- /proxsparse\.pack -->\n", re.DOTALL)
 
 
-def description(layers: dict[str, int]) -> dict:
-    """The quantization_config of config.json for these packed layers, name -> bits."""
-    bits = {name: bits for name, bits in layers.items() if bits != 16}
-    entries = {"quant_method": QUANT_METHOD, "pattern": str(PATTERN), "layers": list(layers)}
-    return entries | ({"format_version": FORMAT_VERSION, "bits": bits} if bits else {"format_version": ALL_16_BITS})
+class Form(NamedTuple):
+    """How a layer is packed."""
+
+    bits: int
+    pattern: NMPattern
+
+
+def description(layers: dict[str, Form]) -> dict:
+    """The quantization_config of config.json for these packed layers."""
+    patterns = {name: str(form.pattern) for name, form in layers.items()}
+    entries = {"quant_method": QUANT_METHOD, "format_version": FORMAT_VERSION, "pattern": pattern_name(patterns)}
+    if entries["pattern"] == MIXED:
+        entries["patterns"] = patterns
+    bits = {name: form.bits for name, form in layers.items() if form.bits != 16}
+    return entries | {"layers": list(layers)} | ({"bits": bits} if bits else {})
+
+
+def forms(config: dict) -> dict[str, Form]:
+    """The inverse of `description`. Raises ValueError for a pattern that cannot be packed."""
+    bits, pattern = config.get("bits", {}), config["pattern"]
+    patterns = config.get("patterns", {}) if pattern == MIXED else dict.fromkeys(config["layers"], pattern)
+    return {name: Form(bits.get(name, 16), NMPattern.parse_dial(patterns.get(name))) for name in config["layers"]}
 
 
 def check_description(config: dict) -> None:
@@ -63,15 +82,11 @@ def check_description(config: dict) -> None:
     method = config.get("quant_method") if isinstance(config, dict) else config
     if not isinstance(config, dict) or method != QUANT_METHOD:
         raise ValueError(f"quantization_config has quant_method {method!r}: not a packed checkpoint of proxsparse")
-    version, pattern, layers = (config.get(key) for key in ("format_version", "pattern", "layers"))
-    if version not in (FORMAT_VERSION, ALL_16_BITS):
+    version, layers = config.get("format_version"), config.get("layers")
+    if version not in READABLE:
         raise ValueError(
-            f"packed checkpoint has format version {version!r}, but this proxsparse reads {ALL_16_BITS} and "
-            f"{FORMAT_VERSION}; update proxsparse, or pack the dense checkpoint again"
-        )
-    if pattern != str(PATTERN):
-        raise ValueError(
-            f"packed checkpoint has pattern {pattern!r}: only {PATTERN} is supported; pack a {PATTERN} model"
+            f"packed checkpoint has format version {version!r}, but this proxsparse reads "
+            f"{', '.join(map(str, READABLE))}; update proxsparse, or pack the dense checkpoint again"
         )
     if not isinstance(layers, list) or not layers or not all(isinstance(name, str) for name in layers):
         raise ValueError(
@@ -84,6 +99,13 @@ def check_description(config: dict) -> None:
             "packed checkpoint: `bits` in quantization_config of config.json must have 8 or 4 for some of `layers`; "
             "pack the dense checkpoint again"
         )
+    try:
+        forms(config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"packed checkpoint: `pattern` or `patterns` in quantization_config of config.json is not valid ({error}); "
+            "pack the dense checkpoint again"
+        ) from error
 
 
 def read_packed_config(path: Path, packed: bool) -> dict:
@@ -154,15 +176,17 @@ def check_layers(headers: dict[str, Header], stored: list[str]) -> None:
             )
 
 
-def check_layer(headers: dict[str, Header], name: str, linear: nn.Linear, bits: int) -> None:
+def check_layer(headers: dict[str, Header], name: str, linear: nn.Linear, form: Form) -> None:
     """Raises ValueError unless the files contain the tensors of a packed layer with the expected shapes and dtypes."""
-    in_features, out_features = linear.in_features, linear.out_features
+    out_features, bits = linear.out_features, form.bits
+    form.pattern.check_blocks(linear.weight.shape, f"packed layer {name}: weight")
+    columns = expanded_features(linear.in_features, form.pattern.m)
     needed = {
-        f"{name}.values": ((out_features, width_of_values(in_features, bits)), DTYPES[bits]),
-        f"{name}.indices": ((out_features, -(-in_features // 8)), ("U8",)),
+        f"{name}.values": ((out_features, width_of_values(columns, bits)), DTYPES[bits]),
+        f"{name}.indices": ((out_features, -(-columns // 8)), ("U8",)),
     }
     if bits != 16:
-        needed[f"{name}.scales"] = ((out_features, scales_of_row(in_features, bits)), SAFETENSORS_FLOATS)
+        needed[f"{name}.scales"] = ((out_features, scales_of_row(columns, bits)), SAFETENSORS_FLOATS)
     if linear.bias is not None:
         needed[f"{name}.bias"] = ((out_features,), SAFETENSORS_FLOATS)
     for tensor, (shape, dtypes) in needed.items():

@@ -6,7 +6,6 @@ strings. Here each request has its own.
 
 import copy
 import math
-import re
 import uuid
 
 import torch
@@ -54,21 +53,6 @@ class Batches(CBGenerateManager):
             cb.start()
             self._cb = cb
 
-    def largest_cache(self, model) -> int:
-        """The largest number of `cache_tokens` that fits, at most 0 if none does; for a number that does not fit.
-
-        The memory is linear in the number, and the error of transformers names what is needed and what there is.
-        """
-        needed = []
-        for tokens in (self.cache_tokens, 2 * self.cache_tokens):
-            try:
-                Batches(tokens).init_cb(model, None)
-            except MemoryError as error:
-                needed.append([int(number) for number in re.findall(r"\d+", str(error))])
-        (once, available), (twice, _) = needed
-        fits = self.cache_tokens - (once - available) * self.cache_tokens // (twice - once)
-        return fits * 99 // 100 // PAGE_TOKENS * PAGE_TOKENS  # the memory that is available changes a little
-
     def generate_streaming(self, model, processor, inputs, gen_config, request_id, **more):
         """As in transformers, with the settings of this request."""
         request = self.request(model, processor, inputs, gen_config)
@@ -102,16 +86,12 @@ class Batches(CBGenerateManager):
             raise ValueError(f"the tokenizer gives token {max(tokens)}, but the model has only {known} embeddings")
 
     def request(self, model, processor, inputs, gen_config) -> "Request":
-        """The request. Ends its answer at the last position. Raises ValueError if its settings cannot be used."""
-        tokens, wanted = inputs["input_ids"], gen_config.max_new_tokens
+        """The request. Ends its answer at the last position. Raises ValueError if it cannot be answered."""
+        tokens = inputs["input_ids"]
+        self.check(model, tokens)
         room = self.room(model) - len(tokens)
-        try:
-            if wanted is not None and wanted < 1:
-                raise ValueError(f"max_new_tokens must be at least 1, not {wanted}")
-            gen_config.max_new_tokens = min(int(wanted or room), room)
-            return Request(model, processor, tokens, gen_config)
-        except Exception as error:  # of any type; the other fields of a request are right
-            raise ValueError(f"generation_config: {error}") from error
+        gen_config.max_new_tokens = min(gen_config.max_new_tokens or room, room)
+        return Request(model, processor, tokens, gen_config)
 
 
 class Request(str):
@@ -130,19 +110,9 @@ class Request(str):
             gen_config.temperature = gen_config.top_p = gen_config.top_k = None
         stop = gen_config.stop_strings or []
         self.stop = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise ValueError(f"stop_strings must be strings, none of them empty, not {self.stop}")
-        ends = gen_config.eos_token_id
-        if not all(isinstance(end, int | None) for end in (ends if isinstance(ends, list) else [ends])):
-            raise ValueError(f"eos_token_id must be tokens, not {ends}")
         self.tokenizer, self.prompt_tokens, self.is_sampled = tokenizer, len(prompt), bool(gen_config.do_sample)
         model._prepare_special_tokens(gen_config, kwargs_has_attention_mask=True, device=model.device)
         self.processors = model._get_logits_processor(gen_config, len(prompt), device=model.device)
-        # Tried here: while the answer is generated it is too late to refuse the request.
-        scores = torch.linspace(-10, 10, model.config.get_text_config().vocab_size, device=model.device)[None]
-        scores = self.processors(torch.tensor([prompt], device=model.device), scores)
-        if scores.softmax(-1).isnan().any():
-            raise ValueError("these settings leave no token to choose")
 
     def choose(self, tokens: list[int], scores: torch.Tensor) -> tuple[int, bool]:
         """The token after `tokens`, the prompt and the answer so far, and whether it completes a stop string.

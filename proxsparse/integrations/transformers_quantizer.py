@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from proxsparse.inference.convert import packed_layers, unsparsify_
 from proxsparse.inference.linear import SparseLinear
-from proxsparse.inference.packed_checkpoint import DTYPES, QUANT_METHOD, check_description, description
+from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_description, description, forms
 from proxsparse.io.model_files import WEIGHTS_NAME, check_counts, check_folder, check_weights, headers
 from proxsparse.reference.pack import check_packed
 from proxsparse_autoload import withdraw
@@ -33,8 +33,7 @@ class PackedConfig(QuantizationConfigMixin):
             )
         check_description(entries)
         self.quant_method = QUANT_METHOD
-        bits = entries.get("bits", {})
-        vars(self).update(description({name: bits.get(name, 16) for name in entries["layers"]}))
+        vars(self).update(description(forms(entries)))
 
 
 @register_quantizer(QUANT_METHOD)
@@ -65,11 +64,11 @@ class PackedQuantizer(HfQuantizer):
         if (folder := Path(model.name_or_path)).is_dir():
             check_folder(folder)
         file_headers = headers([Path(file) for file in checkpoint_files])
-        for name, place in packed_layers(file_headers, model, vars(self.quantization_config)).items():
+        for place, form in packed_layers(file_headers, model, vars(self.quantization_config)).values():
             linear = model.get_submodule(place)
             sizes = linear.in_features, linear.out_features, linear.bias is not None
-            has = next(bits for bits, dtypes in DTYPES.items() if file_headers[f"{name}.values"].dtype in dtypes)
-            model.set_submodule(place, SparseLinear(*sizes, "meta", linear.weight.dtype, bits=has))
+            layer = SparseLinear(*sizes, "meta", linear.weight.dtype, bits=form.bits, pattern=form.pattern)
+            model.set_submodule(place, layer)
         check_weights(file_headers, model)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_others) -> nn.Module:

@@ -1,11 +1,11 @@
-"""The requests of the server: which values their fields may have, and the tokens of their prompts."""
+"""The requests of the server: which values their fields may have."""
 
 import inspect
 import json
 import math
 from collections.abc import Callable
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 # A client may set the variables of a chat template, and no arguments of the function, such as another template.
 RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
@@ -52,14 +52,6 @@ def is_message(value) -> bool:
     )
 
 
-def is_settings(value) -> bool:
-    """Whether the value is the text of a JSON object that transformers accepts as settings."""
-    try:
-        return bool(GenerationConfig(**json.loads(value)))
-    except Exception:  # of any type
-        return False
-
-
 TOKENS = (lambda v: is_number(v, 1, math.inf, int), "an integer, at least 1")
 STRING, SWITCH = instance(str, "a string"), instance(bool, "true or false")
 FIELDS = {  # name -> whether a value is right, and what it must be. null is the same as no value
@@ -86,7 +78,7 @@ FIELDS = {  # name -> whether a value is right, and what it must be. null is the
     "input": instance(str | list, "a string or a list"),
     "messages": (lambda v: each(v, is_message), "a list of objects with a role and a content"),
     "tools": (lambda v: each(v, lambda tool: isinstance(tool, dict)), "a list of objects"),
-    "generation_config": (is_settings, "a string with a JSON object of settings for generate"),
+    "generation_config": (lambda _v: False, "left out; the other fields have the settings of an answer"),
     "chat_template_kwargs": (
         lambda v: isinstance(v, dict) and not RESERVED & set(v),
         "an object with variables of the chat template, and no arguments of apply_chat_template",
@@ -117,40 +109,3 @@ def checked(body: dict, vocabulary: int) -> dict:
     if "logit_bias" in body:
         body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
     return body
-
-
-class Tokenized(Exception):
-    """A `Prompt` has its tokens."""
-
-
-class Prompt:
-    """Stands for the tokenizer in a handler of transformers, which tokenizes in the event loop.
-
-    So the handler is called twice. The first call, in a thread, ends with `Tokenized` as soon as the tokens are there.
-    The second call, in the event loop, finds them.
-
-    Args:
-        real: the tokenizer.
-        check: is called with the tokens, and raises an exception if the request is refused.
-    """
-
-    def __init__(self, real: PreTrainedTokenizerBase, check: Callable[[list[int]], None]):
-        self.real, self.check, self.inputs = real, check, None
-
-    def __getattr__(self, name: str):
-        return getattr(self.real, name)
-
-    def __call__(self, *arguments, **keywords):
-        return self.once(self.real, *arguments, **keywords)
-
-    def apply_chat_template(self, *arguments, **keywords):
-        """As of the tokenizer."""
-        return self.once(self.real.apply_chat_template, *arguments, **keywords)
-
-    def once(self, tokenize: Callable, /, *arguments, **keywords):
-        """What `tokenize` returns. Raises Tokenized at the first call."""
-        if self.inputs is None:
-            self.inputs = tokenize(*arguments, **keywords)
-            self.check(self.inputs["input_ids"])
-            raise Tokenized
-        return self.inputs

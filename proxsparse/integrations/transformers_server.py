@@ -2,16 +2,13 @@
 
 What differs from `transformers serve DIR`: several requests are answered at a time; the model is loaded once; only the
 routes of `ROUTES` exist; requests of foreign web pages are refused; the length of a prompt is checked before it is
-tokenized, in a thread; and a request that cannot be answered is an error 400 in the form of the OpenAI API.
+tokenized; and a request that cannot be answered is an error 400 in the form of the OpenAI API.
 """
 
-import asyncio
-import copy
 import functools
 import ipaddress
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,7 +24,7 @@ import proxsparse.integrations.transformers_quantizer  # noqa: F401 (registers t
 from proxsparse.errors import InputError
 from proxsparse.integrations.peft_lora import add_adapter_
 from proxsparse.integrations.transformers_batches import Batches
-from proxsparse.integrations.transformers_requests import Prompt, Tokenized, checked
+from proxsparse.integrations.transformers_requests import checked
 
 ROUTES = {  # all that is served; what else transformers has, now or later, is closed
     ("POST", "/v1/chat/completions"),
@@ -52,7 +49,6 @@ class PackedServer(Serve):
 
     def __init__(self, name: str, cache_tokens: int, adapter: Path | None = None, origins=(), **settings):
         self.name, self.batches, self.adapter, self.origins = name, Batches(cache_tokens), adapter, list(origins)
-        self.tokenizing = ThreadPoolExecutor(1)  # one: the memory is that of one prompt
         settings = {"non_blocking": True, "continuous_batching": True, "log_level": "error"} | settings
         super().__init__(name, **settings)
 
@@ -65,6 +61,7 @@ class PackedServer(Serve):
             add_adapter_(self.model, self.adapter)
         # The model is never loaded again, so no other takes its place, nor this one without its adapter.
         manager.load_model_and_processor = lambda *_, **_more: (self.model, self.tokenizer)
+        manager.process_model_name = lambda _name: self.name  # transformers adds @main
         modality = manager.get_model_modality(self.model, processor=self.tokenizer)
         manager.get_model_modality = lambda *_, **_more: modality
         entry = {"id": self.name, "object": "model", "owned_by": "", "created": int(time.time())}
@@ -72,7 +69,7 @@ class PackedServer(Serve):
         self.start_batches()
         state._cb_manager, state._cb_model_id = self.batches, self.name
         for handler in (self._chat_handler, self._completion_handler, self._response_handler):
-            handler.handle_request = functools.partial(self.answer, copy.copy(handler))
+            handler.handle_request = functools.partial(self.answer, handler.handle_request)
         app.router.routes[:] = [route for route in app.router.routes if methods(route) <= ROUTES]
         # RuntimeError: while an answer is generated.
         for kind in (HTTPException, RequestValidationError, ValueError, RuntimeError):
@@ -87,42 +84,23 @@ class PackedServer(Serve):
 
     def start_batches(self) -> None:
         """Starts the thread that generates. Raises InputError if its cache does not fit into the memory."""
-        flag = f"--cache_tokens {self.batches.cache_tokens}"
         try:
             self.batches.init_cb(self.model, None)
-        except MemoryError:
-            fits = self.batches.largest_cache(self.model)
-            words = f"the largest that fits is {fits}" if fits > 0 else "nothing fits; use a machine with more memory"
-            raise InputError(f"{flag}: too large for the memory; {words}") from None
-        except RuntimeError as error:  # of torch: other programs have taken the memory, or the system limits it
+        except (MemoryError, RuntimeError) as error:  # of transformers, or of torch: the system limits the memory
             if "memory" not in str(error):
                 raise
-            raise InputError(f"{flag}: {error}; lower --cache_tokens") from error
+            raise InputError(f"--cache_tokens {self.batches.cache_tokens}: {error}; lower it") from error
 
-    async def answer(self, handler, body: dict, request_id: str):
-        """The response to a request: what `handler` of transformers answers, tokenized in a thread."""
+    async def answer(self, handle_request, body: dict, request_id: str):
+        """The response to a request, by a handler of transformers."""
         body = checked(body, self.model.config.get_text_config().vocab_size)
-        prompt = Prompt(self.tokenizer, functools.partial(self.batches.check, self.model))
-        handler, resolve = copy.copy(handler), handler._resolve_model
-
-        def resolve_model(body: dict):
-            resolve(body)  # raises HTTPException for another model
-            return self.name, self.model, prompt
-
-        def tokenize() -> None:
-            try:
-                handler.handle_request(body, request_id).send(None)
-            except Tokenized:
-                pass
-            except (HTTPException, ValueError):
-                raise
-            except Exception as error:  # of any type: wrong parts of messages, roles that the chat template refuses
-                words = "missing or unknown: " if isinstance(error, KeyError) else "the prompt cannot be read: "
-                raise ValueError(f"{words}{error}") from error
-
-        handler._resolve_model = resolve_model
-        await asyncio.get_running_loop().run_in_executor(self.tokenizing, tokenize)
-        return await handler.handle_request(body, request_id)
+        try:
+            return await handle_request(body, request_id)
+        except (HTTPException, ValueError, RuntimeError):
+            raise
+        except Exception as error:  # of any type: wrong parts of messages, roles that the chat template refuses
+            words = "missing or unknown: " if isinstance(error, KeyError) else "the prompt cannot be read: "
+            raise ValueError(f"{words}{error}") from error
 
     def wait_until_listening(self) -> str | None:
         """The address, http://HOST:PORT, when the server accepts requests; None if it cannot listen."""
@@ -140,7 +118,6 @@ class PackedServer(Serve):
     def stop(self) -> None:
         """Stops the server, and the thread that generates, without waiting for the requests in progress."""
         self.server.should_exit = self.server.force_exit = True
-        self.tokenizing.shutdown(wait=False, cancel_futures=True)
         self.batches.stop()
         self._thread.join(timeout=5)
 

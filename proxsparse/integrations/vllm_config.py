@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from proxsparse.inference.packed_checkpoint import QUANT_METHOD, check_description
+from proxsparse.inference.packed_checkpoint import QUANT_METHOD, Form, check_description, forms
 
 
 class PackedConfig(QuantizationConfig):
@@ -16,8 +16,7 @@ class PackedConfig(QuantizationConfig):
     def __init__(self, entries: dict):
         super().__init__()
         check_description(entries)
-        bits = entries.get("bits", {})
-        self.layers = {name: bits.get(name, 16) for name in entries["layers"]}
+        self.layers = forms(entries)
 
     @classmethod
     def from_config(cls, config: dict) -> "PackedConfig":
@@ -50,9 +49,9 @@ class PackedConfig(QuantizationConfig):
 
         from proxsparse.integrations.vllm_linear import PackedLinearMethod  # late: it is needed by packed models only
 
-        bits = self.bits_of(prefix)
+        form = self.form_of(prefix)
         if not isinstance(layer, LinearBase):
-            if bits:
+            if form:
                 name = prefix.rpartition(".")[2]
                 raise ValueError(
                     f"{prefix}: the layer is packed, but in vLLM it is a {type(layer).__name__}, which must be dense; "
@@ -60,12 +59,12 @@ class PackedConfig(QuantizationConfig):
                     f"{name}, in Python sparsify_(model, exclude=[{name!r}]))"
                 )
             return None
-        return PackedLinearMethod(prefix, bits) if bits else UnquantizedLinearMethod()
+        return PackedLinearMethod(prefix, form) if form else UnquantizedLinearMethod()
 
-    def bits_of(self, prefix: str) -> int | None:
-        """The bits of the layer `prefix` of vLLM, of all its parts if it is fused; None if it is dense.
+    def form_of(self, prefix: str) -> Form | None:
+        """How the layer `prefix` of vLLM is packed, with all its parts if it is fused; None if it is dense.
 
-        Raises ValueError if some parts are packed and others dense, or if their bits differ.
+        Raises ValueError if some parts are packed and others dense, or if their bits or patterns differ.
         """
         parent, _, name = prefix.rpartition(".")
         parts = [f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(name, [name])]
@@ -79,7 +78,7 @@ class PackedConfig(QuantizationConfig):
         if len(set(packed.values())) > 1:
             raise ValueError(
                 f"{prefix}: vLLM fuses {', '.join(parts)} into one layer, but they have "
-                f"{', '.join(map(str, packed.values()))} bits; pack all of them with the same bits "
-                "(proxsparse pack --bits, in Python sparsify_(model, bits=...))"
+                f"{', '.join(f'{form.pattern} with {form.bits} bits' for form in packed.values())}; prune them to one "
+                "pattern and pack them with the same bits"
             )
         return next(iter(packed.values()), None)

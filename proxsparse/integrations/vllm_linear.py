@@ -11,24 +11,26 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import BasevLLMParameter, ChannelQuantScaleParameter, ModelWeightParameter
 
+from proxsparse.inference.packed_checkpoint import Form
 from proxsparse.ops import sparse_linear
 from proxsparse.reference.pack import check_packed
 from proxsparse.reference.quantize import CODES, GROUP, shape_of_scales, width_of_values
+from proxsparse.reference.windows import expanded_features
 
 COLUMNS = {16: 8, 8: 8, 4: 2 * GROUP}  # columns of the weight in one byte of indices, or with one scale
 
 
 @register_weight_loader_v2_supported_method
 class PackedLinearMethod(LinearMethodBase):
-    """y = x W^T + b with a packed 2:4 weight W [out_features, in_features], by the op of `SparseLinear`.
+    """y = x W^T + b with a packed weight W [out_features, in_features], by the op of `SparseLinear`.
 
     Args:
         name: the name of the layer, for messages.
-        bits: 16, 8 or 4.
+        form: its bits and its pattern.
     """
 
-    def __init__(self, name: str, bits: int):
-        self.name, self.bits = name, bits
+    def __init__(self, name: str, form: Form):
+        self.name, (self.bits, self.pattern) = name, form
         self.parts = 1  # of the fused layer
         self.loaded: dict[str, set] = {}  # tensor -> its parts in the files
 
@@ -44,15 +46,18 @@ class PackedLinearMethod(LinearMethodBase):
     ) -> None:
         """Creates the packed weight and the empty `weight`; `process_weights_after_loading` refuses what stays unset.
 
-        Raises ValueError if the columns of this process do not begin and end between two bytes of the indices, or two
-        scales.
+        Raises ValueError if the columns of this process do not begin and end between two blocks, two bytes of the
+        indices and two scales.
         """
-        columns, rows = input_size_per_partition, sum(output_partition_sizes)
-        if columns != input_size and columns % COLUMNS[self.bits]:
+        rows, m = sum(output_partition_sizes), self.pattern.m
+        columns, parts = expanded_features(input_size_per_partition, m), input_size // input_size_per_partition
+        whole = input_size_per_partition % m == 0 and columns * parts == expanded_features(input_size, m)
+        if parts > 1 and not (whole and columns % COLUMNS[self.bits] == 0):
             raise ValueError(
-                f"{self.name}: {input_size // columns} tensor-parallel processes get {columns} of {input_size} columns "
-                f"each, but the columns of a layer packed with {self.bits} bits can only be divided into multiples of "
-                f"{COLUMNS[self.bits]}; use a smaller --tensor-parallel-size, in Python tensor_parallel_size"
+                f"{self.name}: {parts} tensor-parallel processes get {input_size_per_partition} of {input_size} "
+                f"columns each, but a {self.pattern} layer packed with {self.bits} bits cannot be divided there: their "
+                f"packed columns must be a multiple of {COLUMNS[self.bits]} (now {columns}), without padding; use a "
+                "smaller --tensor-parallel-size, in Python tensor_parallel_size"
             )
         self.parts = len(output_partition_sizes)
         width = width_of_values(columns, self.bits)
@@ -108,4 +113,4 @@ class PackedLinearMethod(LinearMethodBase):
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         scales = layer.scales if self.bits in CODES else None
-        return sparse_linear(x, layer.values, layer.indices, bias, scales=scales)
+        return sparse_linear(x, layer.values, layer.indices, bias, scales=scales, pattern=self.pattern)

@@ -12,11 +12,10 @@ from torch import Tensor
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import atomic_write
 from proxsparse.io.output_folder import MASKS
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.patterns import MIXED, NMPattern, PatternLike, pattern_name
 
 MASK_FORMAT = "proxsparse-masks-1"
 BASE = ("base_model", "base_revision", "base_weights_sha256")  # what a file says of its base model
-MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 
 def pack_mask(mask: Tensor) -> Tensor:
@@ -82,12 +81,6 @@ def check_mask(name: str, mask: Tensor, pattern: NMPattern) -> None:
     """Raises InputError unless the mask of a layer keeps exactly n of every m weights, and the whole remainder."""
     if not pattern.is_mask(mask):
         raise InputError(f"masks: layer {name} does not keep {pattern} in all blocks; give its pattern")
-
-
-def pattern_name(patterns: dict[str, PatternLike]) -> str:
-    """The pattern of all layers, such as "2:4", or "mixed" if they differ."""
-    names = {str(NMPattern.parse(pattern)) for pattern in patterns.values()}
-    return names.pop() if len(names) == 1 else MIXED
 
 
 def masks_sha256(masks: dict[str, Tensor]) -> str:

@@ -1,18 +1,21 @@
 """GPTQ under a mask: rounds the kept weights to codes column by column, and lets later columns compensate the error.
 
-Not a pruning method: `proxsparse pack --calibrate` calls it for a model that is 2:4 already.
+Not a pruning method: `proxsparse pack --calibrate` calls it for a model that is pruned already.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from proxsparse.errors import InputError
 from proxsparse.methods.sparsegpt import InputGram, inverse_factor
 from proxsparse.methods.walk import Batches, full_precision, walk
-from proxsparse.ops import pack_nm, quantize_nm
+from proxsparse.ops import pack_nm, quantize_nm, unpack_nm
 from proxsparse.ops.sparse_linear import PATTERN
+from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.reference import quantize
 from proxsparse.reference.pack import unpack_places
+from proxsparse.reference.windows import expand
 
 DAMPING = 0.01
 CHUNK = 128  # columns after which the rest of the matrix is updated; affects only the speed
@@ -21,14 +24,20 @@ Codes = tuple[Tensor, Tensor, Tensor]  # codes, scales, indices
 
 @torch.no_grad()
 def quantize_layers_(
-    model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, bits: int, dtypes: dict[str, torch.dtype]
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: Batches,
+    bits: int,
+    dtypes: dict[str, torch.dtype],
+    patterns: dict[str, NMPattern],
 ) -> dict[str, Codes]:
     """Rounds the layers of every decoder block in order; the weights become those that the codes stand for.
 
     Args:
-        layers: 2:4 layers by name, in the decoder blocks.
+        layers: pruned layers by name, in the decoder blocks.
         batches: calibration text.
         dtypes: layer name -> dtype of the weight in the packed checkpoint, which may be narrower than here.
+        patterns: layer name -> its pattern.
     Returns:
         Layer name -> codes, scales and indices, on the CPU; scales as `quantize_nm` gives them for that dtype.
     Raises:
@@ -42,62 +51,72 @@ def quantize_layers_(
             layer = layers[name]
             try:
                 with full_precision(layer.weight):
-                    codes, scales, indices = quantize_weight(layer.weight, statistics, bits, dtypes[name])
+                    codes, scales, indices = quantize_weight(
+                        layer.weight, statistics, bits, dtypes[name], patterns[name]
+                    )
             except ValueError as error:
                 raise InputError(f"{name}: {error}") from error
             values = torch.ops.proxsparse.dequantize_nm(codes, scales)
-            layer.weight.copy_(torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m))
+            layer.weight.copy_(unpack_nm(values, indices, patterns[name], layer.in_features))
             found[name] = codes.cpu(), scales.cpu(), indices.cpu()
 
     walk(model, layers, batches, InputGram, visit, f"rounding to {bits} bits")
     return found
 
 
-def quantize_weight(weight: Tensor, statistics: InputGram, bits: int, dtype: torch.dtype) -> Codes:
+def quantize_weight(
+    weight: Tensor, statistics: InputGram, bits: int, dtype: torch.dtype, pattern: PatternLike = "2:4"
+) -> Codes:
     """For every column j in order, with U^T U = H^-1 (U upper triangular), code_j = round(w_j / s), and 0 if pruned:
 
         e = (w_j - code_j s) / U_jj;   w_k <- w_k - e U_jk for all k > j
 
-    The scale s of 8 bits is that of the row; that of 4 bits is selected when its first column is reached, for the kept
+    The scale s of 8 bits is that of the row; that of 4 bits is selected when its first column is reached, for its kept
     weights as updated so far (`reference.quantize`). Source: Frantar et al. 2022, GPTQ; the mask is ours.
 
     Args:
-        weight: [out_features, in_features], 2:4.
+        weight: [out_features, in_features], with the pattern.
         statistics: of the layer's inputs.
         bits: 8 or 4.
         dtype: of the packed weight, which decides about the dtype of its scales.
+        pattern: 2:4, 4:6, 6:8, ...
     Returns:
-        codes [out_features, in_features / 2] of 8 bits or half as many bytes of 4 bits, their scales, the indices.
+        codes [out_features, k] of 8 bits or half as many bytes of 4 bits, their scales, the indices, as of `pack_nm`.
     Raises:
         InputError: the Hessian is not positive definite.
-        ValueError: the weight is not 2:4, or a weight has no code, see `quantize_nm`.
+        ValueError: the weight does not have the pattern, or a weight has no code, see `quantize_nm`.
     """
-    values, indices = pack_nm(weight.to(dtype))
+    m, in_features = NMPattern.parse_dial(pattern).m, weight.shape[1]
+    values, indices = pack_nm(weight.to(dtype), pattern)
     scales = quantize_nm(values, bits)[1]
-    places = unpack_places(indices, values.shape[-1]).long().unflatten(-1, (-1, PATTERN.n))
-    kept = (
-        torch.zeros_like(weight, dtype=torch.bool).unflatten(-1, (-1, PATTERN.m)).scatter_(-1, places, True).flatten(-2)
-    )
+    packed = expand(torch.arange(1, in_features + 1, device=weight.device), m) - 1  # -1: a column of zeros
+    windows = torch.arange(values.shape[-1], device=weight.device) // PATTERN.n
+    column = packed[unpack_places(indices, values.shape[-1]).long() + PATTERN.m * windows]  # [out_features, k]
+    if m > PATTERN.m:  # the column of a 0 may have its weight in the next window
+        column = torch.where(values != 0, column, -1)
+    column = torch.where(column < 0, in_features, column)  # the last of one column more, for values without a weight
     hessian = statistics.hessian()
     hessian.diagonal()[hessian.diagonal() == 0] = 1  # features that are 0 in every token
     updated, factor = weight.to(hessian.dtype, copy=True), inverse_factor(hessian, DAMPING, "raise --num_samples")
-    codes, scale = torch.zeros_like(updated), scales.to(updated.dtype)
-    group, smallest = (weight.shape[1], -quantize.LARGEST) if bits == 8 else (2 * quantize.GROUP, -8)
-    for start in range(0, weight.shape[1], CHUNK):
-        stop = min(start + CHUNK, weight.shape[1])
+    codes = updated.new_zeros(len(updated), in_features + 1)
+    kept = torch.zeros_like(codes, dtype=torch.bool).scatter_(1, column, True)
+    scale = torch.zeros_like(codes) + (scales.to(codes.dtype) if bits == 8 else 0)
+    smallest, largest = (-quantize.LARGEST, quantize.LARGEST) if bits == 8 else (-8, 7)
+    groups = dict(zip(packed[:: 2 * quantize.GROUP].tolist(), column.split(quantize.GROUP, 1), strict=True))
+    for start in range(0, in_features, CHUNK):
+        stop = min(start + CHUNK, in_features)
         errors = updated.new_zeros(len(updated), stop - start)
         for j in range(start, stop):
-            if bits == 4 and j % group == 0:
-                columns = slice(j, j + group)
-                here = updated[:, columns][kept[:, columns]].view(len(updated), -1)
-                scales[:, j // group] = quantize_nm(here.to(values.dtype), bits)[1][:, 0]
-                scale = scales[:, j // group, None].to(updated.dtype)
-            column = updated[:, j, None]
-            code = quantize.rounded(column, scale, smallest, -smallest if bits == 8 else 7)
-            codes[:, j] = torch.where(kept[:, j, None], code, 0)[:, 0]
-            error = (updated[:, j] - codes[:, j] * scale[:, 0]) / factor[j, j]
+            if bits == 4 and j in groups:
+                of_group = functional.pad(updated, (0, 1)).gather(1, groups[j])
+                new = quantize_nm(of_group.to(values.dtype), bits)[1]
+                scales[:, list(groups).index(j)] = new[:, 0]
+                scale.scatter_(1, groups[j], new.to(scale.dtype).expand_as(groups[j]))
+            code = quantize.rounded(updated[:, j], scale[:, j], smallest, largest)
+            codes[:, j] = torch.where(kept[:, j], code, 0)
+            error = (updated[:, j] - codes[:, j] * scale[:, j]) / factor[j, j]
             errors[:, j - start] = error
             updated[:, j + 1 : stop] -= torch.outer(error, factor[j, j + 1 : stop])
         updated[:, stop:] -= errors @ factor[start:stop, stop:]
-    of_kept = codes.unflatten(-1, (-1, PATTERN.m)).gather(-1, places).flatten(-2)
-    return of_kept.to(torch.int8) if bits == 8 else quantize.pack_codes(of_kept), scales, indices
+    codes = codes.gather(1, column)
+    return codes.to(torch.int8) if bits == 8 else quantize.pack_codes(codes), scales, indices

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
 
 from proxsparse.data.calibration import add_labels, sample_stream
 from proxsparse.errors import InputError, require
@@ -133,7 +134,8 @@ def prune_maskllm(
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()
             current.note = f"loss {loss.item():.3f}"
-    return Pruned({name: apply_mask_(layer, hard_mask(logits[name], choices[name])) for name, layer in layers.items()})
+    masks = {name: hard_mask(logits[name], choices[name], layer.weight) for name, layer in layers.items()}
+    return Pruned({name: apply_mask_(layer, masks[name]) for name, layer in layers.items()})
 
 
 def initial_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:
@@ -151,7 +153,8 @@ def add_prior_(logits: Tensor, mask: Tensor, choices: Tensor, strength: float) -
     overlap_k: number of weights that both mask_k and the prior keep. Its mean over all k is n^2 / m.
     """
     choices = choices.to(logits.dtype)
-    shared = mask.to(logits).unflatten(-1, (-1, choices.shape[1])) @ choices.T
+    count, m = logits.shape[1], choices.shape[1]
+    shared = mask[:, : count * m].to(logits).unflatten(-1, (count, m)) @ choices.T
     logits += (shared - shared.mean(-1, keepdim=True)) * strength * logits.std()
 
 
@@ -163,13 +166,18 @@ def soft_weight(
     gumbel = -noise.log().to(logits.device)
     with full_precision(logits):
         y = ((logits * scale + gumbel) / tau).softmax(-1)
-        mask = (y @ choices.to(y.dtype)).flatten(-2)
+        mask = with_remainder((y @ choices.to(y.dtype)).flatten(-2), weight)
     return (weight.detach() * mask).to(weight.dtype)
 
 
-def hard_mask(logits: Tensor, choices: Tensor) -> Tensor:
-    """The mask with the largest logit of every block, bool [out_features, in_features]."""
-    return choices[logits.argmax(-1)].flatten(-2)
+def hard_mask(logits: Tensor, choices: Tensor, weight: Tensor) -> Tensor:
+    """The mask with the largest logit of every block, bool, the shape of `weight`."""
+    return with_remainder(choices[logits.argmax(-1)].flatten(-2), weight)
+
+
+def with_remainder(mask: Tensor, weight: Tensor) -> Tensor:
+    """The mask of the blocks, continued with ones for the remainder of the rows of `weight`, which stays dense."""
+    return functional.pad(mask, (0, weight.shape[1] - mask.shape[1]), value=1)
 
 
 def language_loss(model: nn.Module, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:

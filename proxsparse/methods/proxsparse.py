@@ -19,7 +19,6 @@ from proxsparse.runtime.signals import StopSignal
 from proxsparse.training.distillation import calibration_loss, teacher_targets
 from proxsparse.training.hidden_states import matching_loss, require_blocks
 from proxsparse.training.learnable_layer import make_learnable_layers
-from proxsparse.training.log import check_tracker
 from proxsparse.training.loop import own_samples, step_count, train_step, training
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
 from proxsparse.training.optimizer import prox_adamw, reg_lambda_range
@@ -29,9 +28,8 @@ from proxsparse.training.state import TrainState
 
 
 def check(**options) -> None:
-    """Raises InputError for an option that is out of range or not available."""
-    options = LearningOptions(**options).check()
-    check_tracker(options.report_to)
+    """Raises InputError for an option that is out of range."""
+    LearningOptions(**options).check()
 
 
 @register_method(

@@ -99,9 +99,9 @@ def inverse_factor(hessian: Tensor, damping: float, remedy: str) -> Tensor:
 
 def prune_chunk_(weight: Tensor, factor: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
     """Prunes the columns of `weight` [out_features, c] in place. Returns mask and errors e, both [out_features, c]."""
-    mask, errors = torch.zeros_like(weight, dtype=torch.bool), torch.zeros_like(weight)
+    mask, errors = torch.ones_like(weight, dtype=torch.bool), torch.zeros_like(weight)
     for j in range(weight.shape[1]):
-        if j % pattern.m == 0:
+        if j in range(0, pattern.whole(weight.shape[1]), pattern.m):
             block = slice(j, j + pattern.m)
             mask[:, block] = nm_mask((weight[:, block] / factor.diagonal()[block]).square(), pattern)
         pruned = torch.where(mask[:, j], 0.0, weight[:, j])

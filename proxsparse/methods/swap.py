@@ -85,7 +85,8 @@ def sweep(weight: Tensor, gram: Tensor, mask: Tensor, candidates: Tensor) -> tup
     Returns:
         The new mask, and bool [rows]: whether the row has changed.
     """
-    m, columns = candidates.shape[1], weight.shape[1]
+    m = candidates.shape[1]
+    columns = weight.shape[1] - weight.shape[1] % m  # without the remainder, which stays dense
     mask, changed = mask.clone(), torch.zeros_like(mask[:, 0])
     pruned = torch.where(mask, 0.0, weight)
     noise = rounding_noise(weight, gram, m)
@@ -129,4 +130,8 @@ def rounding_noise(weight: Tensor, gram: Tensor, m: int) -> Tensor:
     Because |H_jk| <= sqrt(H_jj H_kk), this is one rounding error of an upper bound of the block's part of p H p^T.
     """
     reach = weight.abs() * gram.diagonal().sqrt()
-    return torch.finfo(gram.dtype).eps * reach.sum(1, keepdim=True) * reach.unflatten(1, (-1, m)).sum(-1)
+    return (
+        torch.finfo(gram.dtype).eps
+        * reach.sum(1, keepdim=True)
+        * reach[:, : reach.shape[1] // m * m].unflatten(1, (-1, m)).sum(-1)
+    )

@@ -1,11 +1,11 @@
-"""The ops `proxsparse::pack_nm` and `proxsparse::unpack_nm`: n:4 weights <-> kept values and 2-bit indices."""
+"""The ops `proxsparse::pack_nm` and `proxsparse::unpack_nm`: N:M weights <-> kept values and 2-bit indices."""
 
 import torch
 from torch import Tensor
 
 from proxsparse.ops.registry import register_kernel, select
 from proxsparse.patterns import NMPattern, PatternLike, check_dtype
-from proxsparse.reference import pack
+from proxsparse.reference import pack, windows
 
 torch.library.define("proxsparse::pack_nm", "(Tensor weight, int n, int m) -> (Tensor, Tensor)")
 torch.library.define("proxsparse::unpack_nm", "(Tensor values, Tensor indices, int n, int m) -> Tensor")
@@ -48,33 +48,39 @@ def _reference_unpack(values: Tensor, indices: Tensor, n: int, m: int) -> Tensor
 
 @torch.no_grad()
 def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tensor]:
-    """Packs a weight with at most n nonzeros in every block of 4. The format is described in `reference.pack`.
+    """Packs a weight with at most n nonzeros in every block of m. The format is described in `reference.pack`.
 
     Args:
         weight: [..., in_features], floating point.
-        pattern: "1:4", "2:4" or "3:4".
+        pattern: "1:4", "2:4", "3:4"; or "4:6", "6:8", ..., which are packed as 2:4 over more columns, as 2:4 itself is
+            if in_features is not a multiple of 4 (`reference.windows`).
     Returns:
-        values [..., k] with k = in_features * n / 4, and indices uint8 [..., ceil(k / 4)], two bits per value.
+        values [..., k] with k = columns * n / 4, and indices uint8 [..., ceil(k / 4)], two bits per value.
     Raises:
-        ValueError: m is not 4, in_features is not a multiple of 4, the dtype is not floating point, or a block has
-            more than n nonzeros.
+        ValueError: another pattern, in_features does not split into blocks, the dtype is not floating point, or a block
+            has more than n nonzeros.
     """
-    pattern = pack.packable(pattern)
+    pattern = NMPattern.parse(pattern)
     check_dtype(weight, "weight")
     pattern.check_blocks(weight.shape)
-    return torch.ops.proxsparse.pack_nm(weight, pattern.n, pattern.m)
+    if pattern.is_dial:
+        weight, pattern = windows.deal(weight, pattern.m), NMPattern(2, 4)
+    return torch.ops.proxsparse.pack_nm(weight, pack.packable(pattern).n, pattern.m)
 
 
 @torch.no_grad()
-def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4") -> Tensor:
+def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4", in_features: int | None = None) -> Tensor:
     """The inverse of `pack_nm`: returns the weight [..., in_features] with +0.0 in the pruned places.
 
     Args:
         values, indices, pattern: as returned by, and passed to, `pack_nm`.
+        in_features: the width of the weight, needed if it is not that of the packed columns.
     Raises:
         ValueError: shapes, dtypes or indices that `pack_nm` never returns; under torch.compile the content of
             `indices` is not checked.
     """
-    pattern = pack.packable(pattern)
-    pack.check_packed(values, indices, pattern)
-    return torch.ops.proxsparse.unpack_nm(values, indices, pattern.n, pattern.m)
+    pattern = NMPattern.parse(pattern)
+    packed = NMPattern(2, 4) if pattern.is_dial else pack.packable(pattern)
+    pack.check_packed(values, indices, packed)
+    weight = torch.ops.proxsparse.unpack_nm(values, indices, packed.n, packed.m)
+    return windows.fold(weight, in_features or weight.shape[-1], pattern.m)

@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from proxsparse.ops import choice
 from proxsparse.ops.registry import AUTO, Kernel, chosen_backend, explicit_kernel, find_kernel, register_kernel
-from proxsparse.patterns import FLOAT_DTYPES, NMPattern
+from proxsparse.patterns import FLOAT_DTYPES, NMPattern, PatternLike
+from proxsparse.reference import windows
 from proxsparse.reference.quantize import columns, shape_of_scales
 
 PATTERN = NMPattern(2, 4)
@@ -30,24 +31,24 @@ PATTERN = NMPattern(2, 4)
 torch.library.define(
     "proxsparse::sparse_linear",
     "(Tensor x, Tensor values, Tensor indices, Tensor? bias, Tensor? prepared, str backend, "
-    "Tensor? scales=None) -> Tensor",
+    "Tensor? scales=None, int m=4) -> Tensor",
 )
 
 
 @torch.library.impl("proxsparse::sparse_linear", "CompositeExplicitAutograd")
-def _sparse_linear(x, values, indices, bias, prepared, backend, scales=None) -> Tensor:
-    check_sparse_linear(x, values, indices, bias, scales)
-    if (y := direct(x, values, indices, bias, backend, scales)) is not None:
+def _sparse_linear(x, values, indices, bias, prepared, backend, scales=None, m=4) -> Tensor:
+    check_sparse_linear(x, values, indices, bias, scales, m)
+    if (y := direct(x, values, indices, bias, backend, scales, m)) is not None:
         return y
-    rows = as_rows(x)
+    rows = windows.expand(as_rows(x), m)
     y = select_kernel(rows, values, backend, scales).run(rows, values, indices, bias, prepared, *given(scales))
     # not `view`: autograd forbids in-place operations (`y += 1`, ReLU(inplace=True)) on a view that a custom op returns
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], values.shape[0]])
 
 
 @torch.library.register_fake("proxsparse::sparse_linear")
-def _sparse_linear_fake(x, values, indices, bias, prepared, backend, scales=None):
-    check_sparse_linear(x, values, indices, bias, scales)
+def _sparse_linear_fake(x, values, indices, bias, prepared, backend, scales=None, m=4):
+    check_sparse_linear(x, values, indices, bias, scales, m)
     return x.new_empty((*x.shape[:-1], values.shape[0]))
 
 
@@ -57,7 +58,8 @@ def flops(x_shape, values_shape, *_others, **_named) -> int:
 
 
 def _save_weight(ctx, inputs: tuple, output: Tensor) -> None:
-    _x, values, indices, _bias, _prepared, _backend, scales = inputs
+    x, values, indices, _bias, _prepared, _backend, scales, ctx.m = inputs
+    ctx.in_features = x.shape[-1]
     if values.is_inference():
         raise RuntimeError(
             "sparse_linear: no dL/dx for a weight that was packed or loaded under torch.inference_mode(); "
@@ -74,7 +76,7 @@ def _backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
             "or train the dense layer (proxsparse.inference.convert.unsparsify_)"
         )
     values, indices, scales = ctx.saved_tensors
-    return grad @ dense_weight(values, indices, scales), None, None, None, None, None, None
+    return grad @ dense_weight(values, indices, scales, ctx.m, ctx.in_features), *[None] * 7
 
 
 torch.library.register_autograd("proxsparse::sparse_linear", _backward, setup_context=_save_weight)
@@ -86,15 +88,27 @@ def _reference(x, values, indices, bias, prepared, scales=None) -> Tensor:
     return functional.linear(x, dense_weight(values, indices, scales), bias)
 
 
-def dense_weight(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Tensor:
-    """The weight [out_features, in_features] of a packed layer. The content of `indices` is not checked."""
+def dense_weight(
+    values: Tensor, indices: Tensor, scales: Tensor | None = None, m: int = 4, in_features: int | None = None
+) -> Tensor:
+    """The weight [out_features, in_features] of a packed layer; None for in_features: its packed columns.
+
+    The content of `indices` is not checked.
+    """
     if scales is not None:
         values = torch.ops.proxsparse.dequantize_nm(values, scales)
-    return torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
+    weight = torch.ops.proxsparse.unpack_nm(values, indices, PATTERN.n, PATTERN.m)
+    return windows.fold(weight, in_features or weight.shape[-1], m)
 
 
 def direct(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, backend: str = AUTO, scales: Tensor | None = None
+    x: Tensor,
+    values: Tensor,
+    indices: Tensor,
+    bias: Tensor | None,
+    backend: str = AUTO,
+    scales: Tensor | None = None,
+    m: int = 4,
 ) -> Tensor | None:
     """`sparse_linear` without the dispatcher of torch, which takes longer than the product of a small layer.
 
@@ -108,7 +122,7 @@ def direct(
         kernel = choice.choose(x, values, *given(scales))
     else:
         kernel = find_kernel("sparse_linear", backend)
-    return kernel.direct(x, values, indices, scales, bias) if kernel and kernel.direct else None
+    return kernel.direct(x, values, indices, scales, bias, m) if kernel and kernel.direct else None
 
 
 def select_kernel(x: Tensor, values: Tensor, backend: str = AUTO, scales: Tensor | None = None) -> Kernel:
@@ -142,7 +156,7 @@ def pad_rows(x: Tensor, step: int) -> Tensor:
 
 
 def check_sparse_linear(
-    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None, m: int = 4
 ) -> None:
     """Raises ValueError unless shapes, dtypes and devices fit. The content of `indices` is not read."""
     if values.ndim != 2:
@@ -150,10 +164,9 @@ def check_sparse_linear(
             f"sparse_linear: values of shape {list(values.shape)} must be a matrix, [out_features, in_features / 2]"
         )
     out_features, in_features = values.shape[0], columns(values)
-    if x.ndim == 0 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be in_features={in_features}"
-        )
+    if x.ndim == 0 or windows.expanded_features(x.shape[-1], m) != in_features:
+        expected = f"in_features={in_features}" if m == 4 else f"packed in {in_features} columns for blocks of {m}"
+        raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be {expected}")
     if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-in_features // 8)):
         raise ValueError(
             f"sparse_linear: indices are {indices.dtype} {list(indices.shape)}, but values of shape "
@@ -187,6 +200,7 @@ def sparse_linear(
     prepared: Tensor | None = None,
     backend: str = AUTO,
     scales: Tensor | None = None,
+    pattern: PatternLike = "2:4",
 ) -> Tensor:
     """y = x W^T + b with a packed 2:4 weight W [out_features, in_features]; dL/dx = dL/dy W. W and b have no gradient.
 
@@ -206,10 +220,12 @@ def sparse_linear(
             measured backend, unless `use_backend` or PROXSPARSE_BACKEND chooses one.
         scales: of codes, with the device and dtype of x. The weight that is multiplied is `dequantize_nm` of both; for
             bfloat16 its rounding to bfloat16 depends on the CPU.
+        pattern: that of W: 2:4, 4:6, 6:8, ...; see `pack_nm`.
     Returns:
         y, [..., out_features], in the dtype of x; sums are at least in fp32.
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend is unknown.
         RuntimeError: an explicitly chosen backend does not support the call.
     """
-    return torch.ops.proxsparse.sparse_linear(x, values, indices, bias, prepared, backend, scales)
+    m = NMPattern.parse(pattern).m
+    return torch.ops.proxsparse.sparse_linear(x, values, indices, bias, prepared, backend, scales, m)

@@ -135,8 +135,8 @@ def clear_(tensor: Tensor, kept: Tensor) -> None:
 
 def find_mask(parameter: Tensor, pattern: NMPattern, name: str) -> Tensor | None:
     """The mask of the rows of this process; None if the parameter is not held. Raises as `hold_masks_`."""
-    group = {"params": [parameter], "reg_lambda": 1.0, "pattern": pattern, "prox_scale": None}
-    cut = parameter.ndim >= 2 and parameter.shape[-1] % pattern.m > 0
+    group = {"params": [parameter], "reg_lambda": 1.0, "pattern": pattern}
+    cut = parameter.ndim >= 2 and not pattern.fits(parameter.shape[-1])
     if cut or not parameter.is_floating_point() or not list(pruned_parameters(group)):  # refuses flat parameters
         return None
     weight, what = local(parameter), f"parameter {name}, of shape {list(parameter.shape)},"

@@ -1,9 +1,8 @@
-"""Functions on param groups: the settings of the prox, the pruned parameters and their scaling.
+"""Functions on param groups: the settings of the prox and the pruned parameters.
 
 In addition to the keys of the base optimizer, a group contains `SETTINGS`: plain values, which `state_dict` and
-distributed checkpoints can store. `prox_scale` is None or a list with a scale or None for each of `params`. It is not
-in `state`, because optimizers of torch and distributed checkpointing treat any entry there as "already initialized".
-`prox_skip` is None or a list with a bool for each of `params`: True takes only the base step.
+distributed checkpoints can store. `prox_skip` is None or a list with a bool for each of `params`: True takes only the
+base step.
 """
 
 import math
@@ -16,39 +15,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from proxsparse.models.layers import body_weights
-from proxsparse.ops.adamw_prox import check_frozen
 from proxsparse.ops.prox import check_reg_lambda
 from proxsparse.ops.prox_list import prox_nm_list_
 from proxsparse.patterns import NMPattern, PatternLike
-from proxsparse.reference import frozen_penalty_grad
 from proxsparse.runtime.sharding import local
 
-SETTINGS = ("reg_lambda", "pattern", "frozen_lambda", "frozen_eps", "prox_scale", "prox_step", "prox_skip")
+SETTINGS = ("reg_lambda", "pattern", "prox_step", "prox_skip")
 NOT_PRUNED = r"embed|lm_head"  # in names of parameters
 TALL = 8  # a matrix with this ratio of rows to columns is likely an embedding or lm_head
 
 
-def first_settings(reg_lambda: float, pattern: PatternLike, frozen_lambda: float, frozen_eps: float) -> dict:
+def first_settings(reg_lambda: float, pattern: PatternLike) -> dict:
     """The default value of each of `SETTINGS`."""
-    values = (reg_lambda, str(NMPattern.parse(pattern)), frozen_lambda, frozen_eps, None, 0, None)
-    return dict(zip(SETTINGS, values, strict=True))
+    return dict(zip(SETTINGS, (reg_lambda, str(NMPattern.parse(pattern)), 0, None), strict=True))
 
 
 def check_settings(group: dict) -> None:
-    """Raises ValueError for a learning rate, lambda or epsilon that is not a number in its range."""
+    """Raises ValueError for a learning rate or lambda_1 that is not a number in its range."""
     if isinstance(lr := group.get("lr"), Tensor) and lr.numel() != 1:
         raise ValueError(f"lr of shape {list(lr.shape)} must be a number, or a tensor of one element")
     check_reg_lambda(group["reg_lambda"])
-    check_frozen(group["frozen_lambda"], group["frozen_eps"])
 
 
 def check_group(group: dict) -> None:
     """Stores `pattern` as text; raises ValueError for a setting or parameter that the prox does not support."""
     check_settings(group)
     group["pattern"] = str(NMPattern.parse(group["pattern"]))
-    for parameter, scale in pruned_parameters(group):
-        if scale is not None:
-            check_scale(local(parameter), scale)
+    list(pruned_parameters(group))
 
 
 def check_something_to_prune(param_groups: Iterable[dict]) -> None:
@@ -56,8 +49,9 @@ def check_something_to_prune(param_groups: Iterable[dict]) -> None:
     active = [group for group in param_groups if group["reg_lambda"] > 0]
     if active and not any(list(pruned_parameters(group)) for group in active):
         raise ValueError(
-            "there is nothing to prune: no parameter with reg_lambda > 0 has two or more dimensions (frameworks "
-            "that flatten parameters, such as DeepSpeed ZeRO, are not supported; shard with FSDP2's fully_shard)"
+            "there is nothing to prune: no parameter with reg_lambda > 0 is a matrix to prune (with adapters such as "
+            "LoRA they are frozen; frameworks that flatten parameters, such as DeepSpeed ZeRO, are not supported; "
+            "shard with FSDP2's fully_shard)"
         )
 
 
@@ -114,26 +108,20 @@ def complete_state(
         if len(saved[i]["params"]) == len(group["params"]):  # else the base raises an error
             checked = {key: group[key] for key in keys} | saved[i] | {"params": group["params"]}
             check(checked)
-            # on the devices of the parameters: scales on the CPU would be copied at every step
-            scales = checked["prox_scale"] and [
-                scale if scale is None or parameter.is_meta else scale.to(parameter.device)
-                for parameter, scale in zip(group["params"], checked["prox_scale"], strict=True)
-            ]
-            saved[i] = checked | {"params": saved[i]["params"], "prox_scale": scales}
+            saved[i] = checked | {"params": saved[i]["params"]}
     return state_dict | {"param_groups": saved}
 
 
-def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields (parameter, scale or None) for every parameter of two or more dimensions that is not in `prox_skip`.
+def pruned_parameters(group: dict) -> Iterator[Tensor]:
+    """Yields every parameter of two or more dimensions that is not in `prox_skip`.
 
     Nothing if reg_lambda is 0. Raises ValueError for a parameter, or a shard, that does not consist of whole blocks.
     """
     if group["reg_lambda"] == 0:
         return
     pattern = NMPattern.parse(group["pattern"])
-    scales = group["prox_scale"] or [None] * len(group["params"])
     skip = group.get("prox_skip") or [False] * len(group["params"])
-    for parameter, scale, skipped in zip(group["params"], scales, skip, strict=True):
+    for parameter, skipped in zip(group["params"], skip, strict=True):
         if skipped:
             continue
         if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
@@ -145,22 +133,7 @@ def pruned_parameters(group: dict) -> Iterator[tuple[Tensor, Tensor | None]]:
             pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,")
             if hasattr(parameter, "placements"):  # a call with any parameter would be compiled for each one
                 check_shards(parameter, pattern)
-            yield parameter, scale
-
-
-def trained_parameters(group: dict) -> list[tuple[Tensor, Tensor | None]]:
-    """The `pruned_parameters` that have a gradient; optimizers of torch skip the others too.
-
-    Raises ValueError for a sparse gradient of a parameter that has a scale or the frozen-weight term.
-    """
-    trained = [(parameter, scale) for parameter, scale in pruned_parameters(group) if parameter.grad is not None]
-    for parameter, scale in trained:
-        if parameter.grad.is_sparse and (scale is not None or group["frozen_lambda"] > 0):
-            raise ValueError(
-                f"parameter of shape {list(parameter.shape)} has a sparse gradient, which supports neither the "
-                "frozen-weight term nor a scale; create its layer with sparse=False, or set reg_lambda=0 in its group"
-            )
-    return trained
+            yield parameter
 
 
 def check_shards(parameter: Tensor, pattern: NMPattern) -> None:
@@ -175,35 +148,6 @@ def check_shards(parameter: Tensor, pattern: NMPattern) -> None:
         )
 
 
-def check_scale(weight: Tensor, scale: Tensor) -> None:
-    """Raises ValueError unless the scale has one positive finite number for each input feature in this process."""
-    if scale.shape != weight.shape[-1:] or not scale.is_floating_point():
-        raise ValueError(
-            f"scale of shape {list(scale.shape)} and dtype {scale.dtype}: must be floating point of shape "
-            f"{list(weight.shape[-1:])}, one number for each input feature"
-        )
-    if not (scale.isfinite() & (scale > 0)).all():
-        raise ValueError(
-            f"scale with values from {scale.min().item()} to {scale.max().item()}: every value must be finite and > 0; "
-            "use a small positive number for input features that are never active"
-        )
-
-
-def set_scale(param_groups: Iterable[dict], parameter: Tensor, scale: Tensor | None) -> None:
-    """Stores a copy of the scale in the group of the parameter; see `ProxOptimizer.set_scale`."""
-    for group in param_groups:
-        if any(parameter is pruned for pruned, _ in pruned_parameters(group)):
-            if scale is not None:
-                check_scale(local(parameter), scale)
-                scale = scale.detach().to(parameter.device, copy=True)
-            old = group["prox_scale"] or [None] * len(group["params"])
-            group["prox_scale"] = [scale if p is parameter else c for p, c in zip(group["params"], old, strict=True)]
-            return
-    raise ValueError(
-        f"parameter of shape {list(parameter.shape)} is not pruned: add it to a group with reg_lambda > 0 first"
-    )
-
-
 def learns(group: dict) -> bool:
     """False at lr = 0, where a step must not change the weights: distributed checkpointing runs it to create the state.
 
@@ -212,37 +156,6 @@ def learns(group: dict) -> bool:
     lr = group.get("lr")
     on_accelerator = isinstance(lr, Tensor) and lr.device.type != "cpu"
     return lr is None or on_accelerator or bool(lr != 0)
-
-
-def add_frozen_gradients(group: dict, pretrained: dict[Tensor, Tensor], grad_scale: Tensor | None) -> None:
-    """grad += lambda_2 * dReg_W0/dW (paper, section 3.1), times `grad_scale` if a GradScaler has scaled `.grad`."""
-    for parameter, _ in trained_parameters(group):
-        term = frozen_penalty_grad(local(parameter), local(pretrained[parameter]), group["frozen_eps"])
-        term = term if grad_scale is None else term * grad_scale
-        local(parameter.grad).add_(term, alpha=group["frozen_lambda"])
-
-
-def apply_scales(group: dict, applied: list[tuple[Tensor, Tensor, bool]]) -> None:
-    """w <- c * w and g <- g / c for every parameter with a scale c; records each in `applied`, for `undo_scales`.
-
-    At lr = 0 the weights keep their bits; only the gradient changes, so that the moments of the base are correct.
-    """
-    for parameter, scale in trained_parameters(group):
-        if scale is not None:
-            scale = scale.to(parameter.device)
-            local(parameter.grad).div_(scale)
-            if learns(group):
-                local(parameter).mul_(scale)
-            applied.append((parameter, scale, learns(group)))
-
-
-def undo_scales(applied: list[tuple[Tensor, Tensor, bool]]) -> None:
-    """Undoes `apply_scales` and empties the list."""
-    while applied:
-        parameter, scale, moved = applied.pop()
-        local(parameter.grad).mul_(scale)
-        if moved:
-            local(parameter).div_(scale)
 
 
 def check_not_capturing(optimizer: Optimizer) -> None:
@@ -270,14 +183,16 @@ def reg_lambda_now(group: dict) -> float:
 
 
 def prox_step(strengths: list[tuple[dict, float]]) -> None:
-    """W <- prox_{lambda_1 Reg_{N:M}}(W) for the trained parameters of every (group, lambda_1); increments `prox_step`.
+    """W <- prox_{lambda_1 Reg_{N:M}}(W) for the parameters with a gradient of every (group, lambda_1).
 
-    The op is called once per pattern: for small weights a launch takes longer than the computation.
+    Increments `prox_step`. The op is called once per pattern: for small weights a launch takes longer than the
+    computation.
     """
     of_pattern: dict[str, dict[Tensor, float]] = {}
     for group, reg_lambda in strengths:
         parameters = of_pattern.setdefault(group["pattern"], {})
-        parameters.update((parameter, reg_lambda) for parameter, _ in trained_parameters(group))
+        trained = (parameter for parameter in pruned_parameters(group) if parameter.grad is not None)
+        parameters.update(dict.fromkeys(trained, reg_lambda))
     for pattern, parameters in of_pattern.items():
         prox_nm_list_([local(parameter) for parameter in parameters], list(parameters.values()), pattern)
     for group, _ in strengths:
@@ -286,9 +201,8 @@ def prox_step(strengths: list[tuple[dict, float]]) -> None:
 
 def describe(title: str, groups: list[dict]) -> str:
     """The `repr` of an optimizer, a line for each group."""
-    lines, keys = [title], [key for key in ("lr", *SETTINGS) if key not in ("prox_scale", "prox_skip")]
+    lines, keys = [title], [key for key in ("lr", *SETTINGS) if key != "prox_skip"]
     for i, group in enumerate(groups):
         shown = [f"{key}={group[key]}" for key in keys if key in group]
-        scales = sum(scale is not None for scale in group["prox_scale"] or ())
-        lines.append(f"  group {i}: {len(group['params'])} parameters, {', '.join(shown)}, scales={scales}")
+        lines.append(f"  group {i}: {len(group['params'])} parameters, {', '.join(shown)}")
     return "\n".join([*lines, ")"])

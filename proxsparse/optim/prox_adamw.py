@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxsparse.ops.adamw_prox import adamw_prox_, check_numbers
+from proxsparse.ops.adamw_prox import adamw_prox_, check_frozen, check_numbers
 from proxsparse.optim import param_groups
 from proxsparse.patterns import PatternLike, check_dtype
 from proxsparse.runtime.sharding import local
@@ -36,13 +36,16 @@ class ProxAdamW(Optimizer):
     """W <- prox_{lambda_1 Reg_{N:M}}(AdamW step of W) in one pass over weight, gradient and moments.
 
     Equivalent to `ProxOptimizer(AdamW(...))` (paper, Algorithm 1; equations 4 and 7), but reads and writes the weights
-    once. The equations are in `reference.adamw_prox`. Groups, lr = 0 and scaling work as described in
-    ProxOptimizer; `.grad` is not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0
-    take the plain AdamW step. Any pattern is supported; 2:4 and 1:4 have fused kernels.
+    once. The equations are in `reference.adamw_prox`. Groups and lr = 0 work as described in ProxOptimizer; `.grad` is
+    not modified. Parameters with fewer than two dimensions and groups with reg_lambda = 0 take the plain AdamW step.
+    Any pattern is supported; 2:4 and 1:4 have fused kernels.
 
     `state_dict()` has the format of torch.optim.AdamW and ProxOptimizer(AdamW) with additional keys, and each of the
-    three can load the state of the others. Loading keeps the dtypes given here. Resuming is bit-identical, also with
-    stochastic rounding.
+    three can load the state of the others, which ignore W0 and a scaling. Loading keeps the dtypes given here.
+    Resuming is bit-identical, also with stochastic rounding.
+
+    A group may have a scaling `prox_scale`, c: one positive number per input feature of its parameters. The step is
+    then that of v = c * w: AdamW with lr / c_j in column j, and the prox of c * w.
 
     Memory per weight, in addition to the weight and its gradient: moments take 8 bytes in float32 or 4 in bfloat16; a
     master takes 4 bytes; frozen_lambda > 0 adds W0. With the lambda of the paper, a prox step is 1 to 3 units in the
@@ -103,7 +106,8 @@ class ProxAdamW(Optimizer):
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
-        defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
+        defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern)
+        defaults |= {"frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "prox_scale": None}
         self._check_group(defaults | {"params": []})
         params = list(params)
         own = ["reg_lambda" in group for group in params if isinstance(group, dict)] or [False]
@@ -154,14 +158,6 @@ class ProxAdamW(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last_hook.remove()
-
-    def set_scale(self, parameter: Tensor, scale: Tensor | None) -> None:
-        """Sets the scale c of `parameter`: later steps use lr / c_j in column j and the prox of c * w.
-
-        This is AdamW on v = c * w. Arguments and errors as in `ProxOptimizer.set_scale`, but without the rounding
-        errors of the conversion to v and back.
-        """
-        param_groups.set_scale(self.param_groups, parameter, scale)
 
     @torch._disable_dynamo  # as in torch's optimizers: a compiled step has no guard on the state of other parameters
     @torch.no_grad()
@@ -217,7 +213,7 @@ class ProxAdamW(Optimizer):
         """
         if frozen is None:
             groups = [group for group in self.param_groups if group["frozen_lambda"] > 0]
-            frozen = any(parameter is pruned for group in groups for pruned, _ in param_groups.pruned_parameters(group))
+            frozen = any(parameter is pruned for group in groups for pruned in param_groups.pruned_parameters(group))
         state = self.state[parameter]
         if "exp_avg" not in state:
             # on the CPU, as in torch: reading it does not synchronize
@@ -232,12 +228,11 @@ class ProxAdamW(Optimizer):
 
     def _step_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> None:
         """The fused step of every parameter with a gradient; `first` is the number of the first, over all groups."""
-        pruned = dict(param_groups.pruned_parameters(group))
+        pruned, scale = set(param_groups.pruned_parameters(group)), group["prox_scale"]
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
                 prox = WITHOUT_PROX
                 if parameter in pruned:
-                    scale = pruned[parameter]
                     scale = None if scale is None else scale.to(parameter.device)
                     prox = {"reg_lambda": reg_lambda, "frozen_lambda": group["frozen_lambda"], "scale": scale}
                 self._step_parameter(parameter, number, group, lr, prox)
@@ -288,6 +283,7 @@ class ProxAdamW(Optimizer):
         """Normalizes the group; raises ValueError for unsupported settings."""
         param_groups.check_group(group)
         check_numbers(1, group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        check_frozen(group["frozen_lambda"], group["frozen_eps"])
         for key, value in VARIANTS.items():
             if group[key] != value:
                 raise ValueError(f"{key}={group[key]}: ProxAdamW computes plain AdamW only ({key}={value})")
@@ -296,6 +292,9 @@ class ProxAdamW(Optimizer):
             raise ValueError(f"seed={group['seed']!r} must be an integer")
         for parameter in group["params"]:
             self._check_rounding(parameter)
+        if group["prox_scale"] is not None:
+            for parameter in param_groups.pruned_parameters(group):
+                check_scale(local(parameter), group["prox_scale"])
 
     def _check_rounding(self, parameter: Tensor) -> None:
         """Raises ValueError unless the settings define how the parameter is rounded."""
@@ -317,6 +316,20 @@ def lr_and_lambda(group: dict) -> tuple[float, float]:
     """The learning rate of the group and its lambda_1, which is 0 at lr = 0."""
     lr = float(group["lr"])
     return lr, param_groups.reg_lambda_now(group) if lr else 0.0
+
+
+def check_scale(weight: Tensor, scale: Tensor) -> None:
+    """Raises ValueError unless the scale has one positive finite number for each input feature in this process."""
+    if scale.shape != weight.shape[-1:] or not scale.is_floating_point():
+        raise ValueError(
+            f"scale of shape {list(scale.shape)} and dtype {scale.dtype}: must be floating point of shape "
+            f"{list(weight.shape[-1:])}, one number for each input feature"
+        )
+    if not (scale.isfinite() & (scale > 0)).all():
+        raise ValueError(
+            f"scale with values from {scale.min().item()} to {scale.max().item()}: every value must be finite and > 0; "
+            "use a small positive number for input features that are never active"
+        )
 
 
 def check_gradient(parameter: Tensor) -> None:

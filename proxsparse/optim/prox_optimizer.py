@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from proxsparse.optim import param_groups
@@ -38,17 +38,14 @@ class ProxOptimizer(Optimizer):
     parameters with "embed" or "lm_head" in their names are not pruned (an optimizer made from `named_parameters()`
     has names).
 
-    A group may have its own `reg_lambda`, `pattern`, `frozen_lambda` and `frozen_eps`; the arguments below are the
-    defaults. Groups with `reg_lambda=0` take only the base step. A step with lr = 0 does not change the weights.
+    A group may have its own `reg_lambda` and `pattern`; the arguments below are the defaults. Groups with
+    `reg_lambda=0` take only the base step. A step with lr = 0 does not change the weights. `ProxAdamW` also has the
+    frozen-weight term of the paper; with other optimizers add `reference.frozen_penalty` to the loss.
 
     Args:
         base_optimizer: any torch.optim.Optimizer.
         reg_lambda: lambda_1 >= 0, in units of 1 / |w|^(N-1). Not multiplied by the learning rate.
         pattern: "N:M" or an NMPattern; N of every M weights are kept.
-        frozen_lambda: lambda_2 >= 0. The gradient lambda_2 * dReg_W0/dW is added to `.grad` before the base step and
-            stays in it. W0, the parameter at its first step, is kept in `state[p]["pretrained"]`; 0 keeps no copy.
-        frozen_eps: the epsilon > 0 of Reg_W0, in the unit of the weights.
-            It is a function and not part of the state: pass the same one when resuming.
         model: the causal language model of transformers that is trained.
     Raises:
         TypeError: base_optimizer is not a torch optimizer, or is a ProxOptimizer.
@@ -70,8 +67,6 @@ class ProxOptimizer(Optimizer):
         base_optimizer: Optimizer,
         reg_lambda: float,
         pattern: PatternLike = "2:4",
-        frozen_lambda: float = 0.0,
-        frozen_eps: float = 0.1,
         model: nn.Module | None = None,
     ):
         if not isinstance(base_optimizer, Optimizer) or isinstance(base_optimizer, ProxOptimizer):
@@ -81,7 +76,7 @@ class ProxOptimizer(Optimizer):
                 f"this {type(base_optimizer).__name__} already has a prox step or is already wrapped; create a new "
                 "optimizer, or change the param_groups of this one"
             )
-        settings = param_groups.first_settings(reg_lambda, pattern, frozen_lambda, frozen_eps)
+        settings = param_groups.first_settings(reg_lambda, pattern)
         completed = [settings | group for group in base_optimizer.param_groups]
         param_groups.skip_others(completed, ["reg_lambda" in group for group in base_optimizer.param_groups], model)
         for group in [settings | {"params": []}, *completed]:
@@ -121,7 +116,7 @@ class ProxOptimizer(Optimizer):
         self.base_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict:
-        """As in the base; also contains the settings of the prox, its counters and W0."""
+        """As in the base; also contains the settings of the prox and its counters."""
         return self.base_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -133,25 +128,9 @@ class ProxOptimizer(Optimizer):
         # also here, because some base optimizers do not call hooks
         self.base_optimizer.load_state_dict(param_groups.complete_state(self, state_dict))
 
-    def set_scale(self, parameter: Tensor, scale: Tensor | None) -> None:
-        """Sets the scale c of `parameter`: later steps act on v = c * w (base step with g / c, prox, then w = v / c).
-
-        Exact for any base optimizer; for AdamW this is a step with lr / c_j in column j, then the prox with scale c.
-        The conversion to v and back rounds twice per step unless c is a power of two, so keep these weights in float32.
-        After the step `.grad` is the gradient of w again, up to rounding. c is saved with the group.
-
-        Args:
-            parameter: a parameter of a group with reg_lambda > 0.
-            scale: c, [in_features], floating point, one positive number per input feature; None means 1.
-        Raises:
-            ValueError: the scale has a wrong shape or dtype, or values that are not positive and finite; the parameter
-                is not pruned.
-        """
-        param_groups.set_scale(self.param_groups, parameter, scale)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Frozen-weight gradient, base step, prox. Returns the loss of the closure, if given.
+        """The base step, then the prox. Returns the loss of the closure, if given.
 
         Raises:
             RuntimeError: a CUDA graph is being captured; every replay would repeat this lambda and learning rate.
@@ -159,45 +138,11 @@ class ProxOptimizer(Optimizer):
         param_groups.check_not_capturing(self)
         if getattr(self, "found_inf", None):
             return self._base_step(closure)
-        learning = list(filter(param_groups.learns, self.param_groups))
-        lambdas = [param_groups.reg_lambda_now(group) for group in learning]
-        first_values, applied = {}, []
-
-        def before_base():
-            for group in self.param_groups:
-                if group["frozen_lambda"] > 0:
-                    pretrained = self._pretrained(group, first_values)
-                    param_groups.add_frozen_gradients(group, pretrained, getattr(self, "grad_scale", None))
-                param_groups.apply_scales(group, applied)
-
-        @torch.no_grad()
-        def evaluate():
-            param_groups.undo_scales(applied)  # the model uses w, the base v
-            with torch.enable_grad():
-                loss = closure()
-            before_base()
-            return loss
-
-        try:
-            if closure is None:
-                before_base()
-            loss = self._base_step(closure and evaluate)
-            param_groups.prox_step(list(zip(learning, lambdas, strict=True)))
-        finally:
-            param_groups.undo_scales(applied)
-        for parameter, value in first_values.items():  # after the base step, which initializes only empty states
-            self.state[parameter]["pretrained"] = value
+        groups = [group for group in self.param_groups if param_groups.learns(group)]
+        learning = [(group, param_groups.reg_lambda_now(group)) for group in groups]
+        loss = self._base_step(closure)
+        param_groups.prox_step(learning)
         return loss
-
-    def _pretrained(self, group: dict, first_values: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """W0 of every trained parameter of the group; if missing, its present value, which `first_values` records."""
-        pretrained = {}
-        for parameter, _ in param_groups.trained_parameters(group):
-            known = self.state.get(parameter, {}).get("pretrained")
-            if known is None and parameter not in first_values:
-                first_values[parameter] = parameter.detach().clone()
-            pretrained[parameter] = first_values[parameter] if known is None else known
-        return pretrained
 
     def _base_step(self, closure: Callable[[], float] | None) -> float | None:
         """The step of the base without the hooks that torch adds: they run around our step, after the prox."""

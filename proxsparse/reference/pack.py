@@ -62,7 +62,9 @@ def packable(pattern: PatternLike) -> NMPattern:
     """Parses a pattern. Raises ValueError unless its blocks have four weights."""
     pattern = NMPattern.parse(pattern)
     if pattern.m != PLACES:
-        raise ValueError(f"pattern {pattern}: only blocks of 4 are packed (1:4, 2:4, 3:4); keep the weight dense")
+        raise ValueError(
+            f"pattern {pattern}: only 1:4, 3:4 and 2:4, 4:6, 6:8, ... can be packed; keep the weight dense"
+        )
     return pattern
 
 

@@ -121,12 +121,9 @@ class OutputArgs:
     config: str | None = flag(None, "a YAML file of flags, such as the config.yaml of an earlier run", "output")
     resume_from_checkpoint: str | None = flag(
         None,
-        "last: resume the run in --output_dir, or start it if there is none; or one of its directories "
-        "checkpoints/step-N",
+        "last: resume the run in --output_dir from its newest checkpoint, or start it if there is none",
         "output",
-    )
-    push_to_hub: str | None = flag(
-        None, "a Hub repository, OWNER/NAME: the complete model is uploaded to it, see proxsparse push --help", "output"
+        (LAST,),
     )
     plan: bool = flag(False, "print the memory of the run on 1 and 8 devices, and exit", "output")
     recipe: str | None = flag(None, f"named settings; one of: {', '.join(RECIPE_NAMES)}", "output")

@@ -18,7 +18,7 @@ from proxsparse.errors import InputError, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
-from proxsparse.io.checkpoints import CHECKPOINTS, STEP, Checkpoints, digest_of, saved_names, step_of, verified
+from proxsparse.io.checkpoints import CHECKPOINTS, STEP, Checkpoints, digest_of, saved_names, step_of
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned
@@ -28,7 +28,7 @@ from proxsparse.models.snap import snap_
 from proxsparse.patterns import NMPattern
 from proxsparse.run import result as results
 from proxsparse.run.args import LAST, NOT_REPEATED, RunArgs
-from proxsparse.run.model_card import write_card
+from proxsparse.run.model_card import card_text
 from proxsparse.run.report import write_report
 from proxsparse.runtime.device import choose_precision
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
@@ -38,7 +38,7 @@ from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_a
 # accumulation equal 1 process with 4 passes; a checkpoint records their product.
 MAY_DIFFER = (
     *NOT_REPEATED,
-    *("recipe", "report_to", "save_steps", "save_total_limit", "pretrained_weights", "device"),
+    *("recipe", "save_steps", "save_total_limit", "pretrained_weights", "device"),
     *("gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node"),
     *("eval_data", "eval_seq_len", "eval_max_windows", "eval_bos"),
 )
@@ -136,7 +136,7 @@ class Run:
             self.scores |= results.scores_under(contenders, *measured)
 
     def finish(self, model: nn.Module, pruned: Pruned, samples: int | None, figures: dict) -> int:
-        """Writes result.json, which marks the end of the run, and the report (with metrics.jsonl) or the model card.
+        """Writes the model card, result.json, which marks the end of the run, and with metrics.jsonl the report.
 
         A complete run removes its checkpoints.
 
@@ -168,8 +168,7 @@ class Run:
         has_metrics = (path / METRICS).exists()
         if has_metrics:
             sync(path / METRICS)
-        else:
-            write_card(path, result)
+        write_file(path / "README.md", card_text(result).encode(errors="replace"))
         write_file(path / RESULT, (json.dumps(results.finite(result), indent=2) + "\n").encode())
         if has_metrics:
             write_report(path)
@@ -192,7 +191,7 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
     error names what is saved and how to resume.
 
     Raises:
-        InputError: as `output_folder.opened`; the checkpoint to resume from does not exist.
+        InputError: as `output_folder.opened`.
     """
     with ExitStack() as stack:
 
@@ -204,7 +203,6 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
             stack.enter_context(progress_in_errors(path))
             if not resume:
                 return folder
-            choose_checkpoint(path, args.output.resume_from_checkpoint)
             saved = saved_names(path)
             what = f"resuming in {path}: {progress_text(saved) or 'nothing saved yet'}"
             print(what if folder.resumed else f"no run to resume in {str(path)!r}: starting it", file=sys.stderr)
@@ -214,34 +212,12 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
 
 
 def output_dir_of(args: RunArgs) -> Path:
-    """--output_dir, else that of the checkpoint to resume from, else a new one. Raises InputError for `last`."""
-    named = args.output.resume_from_checkpoint
+    """--output_dir, else a new one. Raises InputError if a run without --output_dir is to be resumed."""
     if args.output.output_dir is not None:
         return Path(args.output.output_dir)
-    if named == LAST:
-        raise InputError("--resume_from_checkpoint last requires --output_dir")
-    if named is not None:
-        return Path(named).parent.parent
+    if args.output.resume_from_checkpoint is not None:
+        raise InputError(f"--resume_from_checkpoint {LAST} requires --output_dir")
     return Path(f"runs/{Path(args.model.model).name or 'model'}-{datetime.now():%Y%m%d-%H%M%S}")
-
-
-def choose_checkpoint(path: Path, named: str) -> None:
-    """Removes the checkpoints of the training steps after the one that is named, unless it is `last`.
-
-    Raises:
-        InputError: the run in `path` has no such checkpoint, or it is damaged; nothing is removed.
-    """
-    if named == LAST:
-        return
-    checkpoints, chosen = Checkpoints(path, {}), Path(named)
-    is_own = chosen.is_dir() and chosen.parent.resolve() == checkpoints.folder.resolve()
-    if not is_own or not STEP.fullmatch(chosen.name):
-        raise InputError(
-            f"--resume_from_checkpoint {named}: not a checkpoint step-N in {str(checkpoints.folder)!r}; give one of "
-            f"{', '.join(checkpoints.steps()) or 'them'}, or last"
-        )
-    verified(chosen, {})  # before the others are removed
-    checkpoints.remove([name for name in checkpoints.steps() if step_of(name) > step_of(chosen.name)])
 
 
 def progress_text(saved: list[str]) -> str:

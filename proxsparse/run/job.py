@@ -18,14 +18,14 @@ from proxsparse.models.layers import prunable_layers, pruned_layers, routers
 from proxsparse.models.loading import base_identity, load_model
 from proxsparse.patterns import NMPattern
 from proxsparse.run import folder as run_folder
-from proxsparse.run import hub, memory
+from proxsparse.run import memory
 from proxsparse.run import result as results
 from proxsparse.run.args import RunArgs
 from proxsparse.run.folder import Run
 from proxsparse.run.teacher import add_teacher_, check_tokens
 from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device
-from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero
+from proxsparse.runtime.distributed import on_rank_zero
 from proxsparse.runtime.progress import write_line
 from proxsparse.training.held_layer import require_held
 
@@ -45,20 +45,20 @@ def finetune(args: RunArgs) -> int:
 
 
 def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
-    """Opens the output directory, does the work of a run, and uploads the result; or prints its --plan."""
+    """Opens the output directory and does the work of a run; or prints its --plan. Returns the exit code."""
     if args.output.plan:
         print(memory.page(args))
         return 0
-    device = choose_device(distributed.local_device(args.hardware.device))
+    name = distributed.local_device(args.hardware.device)
+    try:
+        device = choose_device(name)
+    except InputError as error:  # each process has its own device, so each says what is wrong with it
+        raise OSError(str(error)) from error
     distributed.init_process_group(device)
-    repo = on_rank_zero(lambda: hub.check_repository(args.output.push_to_hub))
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
         done = on_rank_zero(lambda: run_folder.nothing_left(folder))
-        code = 0 if done else work(Run(args, folder, device))
-    if repo and not code and is_rank_zero():
-        hub.upload(folder.path, repo)
-    return code
+        return 0 if done else work(Run(args, folder, device))
 
 
 def prune_model(run: Run) -> int:
@@ -79,6 +79,7 @@ def prune_model(run: Run) -> int:
 
     with autocast(run.device, run.compute_dtype):
         patterns = choose_patterns(args, checkpoints, model, layers, batches)
+        selected, layers = layers, {name: layers[name] for name in patterns}
         given = {name: {"checkpoints": checkpoints, "pretrained": pretrained}[name] for name in method.takes}
         pruned = method.prune(model, layers, batches, patterns, **given, **options)
     if updated:
@@ -88,7 +89,7 @@ def prune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": updated, "masks_sha256": masks_sha256(masks)}
     figures |= {"already_pruned": len(already)} if already else {}
-    figures |= results.layer_figures(model, layers, patterns, pattern)
+    figures |= results.layer_figures(model, layers, patterns, selected)
     return run.finish(model, pruned, samples_in(batches) if needs_data else None, figures)
 
 
@@ -118,7 +119,7 @@ def finetune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "masks_sha256": masks_sha256(masks)}
-    figures |= results.layer_figures(model, layers, patterns, pattern)
+    figures |= results.layer_figures(model, layers, patterns, layers)
     return run.finish(model, pruned, samples_in(batches), figures)
 
 
@@ -172,7 +173,7 @@ def choose_patterns(
 ) -> dict[str, NMPattern]:
     """Layer name -> pattern: those of the stopped run if it is resumed, else those of --allocation."""
     if saved := checkpoints.facts("patterns"):
-        return {name: NMPattern.parse(saved["patterns"][name]) for name in layers}
+        return {name: NMPattern.parse(pattern) for name, pattern in saved["patterns"].items()}
     allocation = get_allocation(args.allocation)
     options = args.options_of(allocation)
     patterns = allocate(allocation.name, model, layers, batches, args.model.pattern, **options)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from proxsparse.allocations.registry import UNIFORM, get_allocation, list_allocations
 from proxsparse.errors import InputError
-from proxsparse.io.yaml_files import MOST, read_yaml
+from proxsparse.io.yaml_files import read_yaml
 from proxsparse.methods import get_method, list_methods
 from proxsparse.run.args import (
     DEFAULT_RECIPE,
@@ -153,9 +153,10 @@ def prune_parser(method: str | None, allocation: str) -> Parser:
     parser = Parser(
         "prune",
         usage="%(prog)s --method NAME [--flag VALUE ...]",
-        description="Prune a pretrained language model to N:M sparsity; --list prints the methods and their options.",
+        description="Prune a pretrained language model to N:M sparsity; --list prints the methods.",
         epilog="--method NAME --help also describes the options of that method.",
     )
+    parser.hint = "prune --help lists the flags, prune --method NAME --help also those of a method"
     parser.add_argument("--list", action="store_true", default=argparse.SUPPRESS, help="print the methods, and exit")
     add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
     names = ", ".join(list_allocations())
@@ -197,23 +198,7 @@ def true_or_false(text: str) -> bool:
     return text.lower() == "true"
 
 
-def whole_number(text: str) -> int:
-    try:
-        if abs(number := int(text)) < MOST:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text:.20}: must be a whole number below 2^63")
-
-
-def real_number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number") from None
-
-
-KINDS = {bool: (true_or_false, "true|false"), int: (whole_number, "N"), float: (real_number, "X"), str: (str, "VALUE")}
+KINDS = {bool: (true_or_false, "true|false"), int: (int, "N"), float: (float, "X"), str: (str, "VALUE")}
 GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
 
 

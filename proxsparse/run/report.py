@@ -1,4 +1,4 @@
-"""report.md, the plots and the model card of a run.
+"""report.md and the plots of a run.
 
 They are made only from metrics.jsonl (one row per step) and result.json (absent until the run has ended).
 """
@@ -12,14 +12,13 @@ from pathlib import Path
 
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import write_file
-from proxsparse.run.model_card import card_text, is_edited, sealed
+from proxsparse.io.output_folder import METRICS, RESULT
 from proxsparse.run.sections import (
     duration,
     number,
     page,
     perplexity_text,
     share,
-    shortened,
     table,
     top_text,
 )
@@ -50,40 +49,30 @@ PLOTS = {  # file -> title, y axis, its limits, key of a row
 DARK, LIGHT, GRID = "#1b5e8c", "#9fc3dc", "#dfe3e6"
 
 
-def write_report(run_dir: Path) -> None:
-    """Writes the files of `report_files` into `run_dir`, each atomically."""
-    with phase("report") as current:
-        for name, content in report_files(run_dir).items():
-            write_file(Path(run_dir) / name, content)
-        current.result = "wrote report.md"
-
-
-def report_files(run_dir: Path) -> dict[str, bytes]:
-    """Name -> content of report.md, the plots and, if there is a result.json, the model card unless it was edited.
-
-    The run may be complete, interrupted or still running.
+def write_report(run_dir: Path) -> list[str]:
+    """Writes report.md and the plots of a complete, interrupted or running run, each atomically. Returns their names.
 
     Raises:
         InputError: no such folder, no metrics.jsonl, or a malformed file; names the file and the line.
     """
-    run_dir = Path(run_dir)
-    rows, path = read_metrics(run_dir), run_dir / "result.json"
-    result = parsed(path.read_bytes(), str(path)) if path.is_file() else None
-    try:
-        plots = draw_plots(rows, (result or {}).get("mask_similarity", ()))
-        texts = {"report.md": report_text(rows, result, plots).encode()}
-        if result and not is_edited(run_dir / "README.md"):
-            texts["README.md"] = sealed(card_text(result).encode())
-    except Exception as error:  # of many types: any value of the file may be missing or of another type
-        raise InputError(
-            f"{path}: cannot be shown ({type(error).__name__}: {error}); use the version that wrote it, or delete it"
-        ) from error
-    return {**(plots or {}), **texts}
+    with phase("report") as current:
+        rows, path = read_metrics(run_dir), run_dir / RESULT
+        result = parsed(path.read_bytes(), str(path)) if path.is_file() else None
+        try:
+            plots = draw_plots(rows, (result or {}).get("mask_similarity", ()))
+            files = (plots or {}) | {"report.md": report_text(rows, result, plots).encode()}
+        except Exception as error:  # of many types: any value of the file may be missing or of another type
+            reason = f"cannot be shown ({type(error).__name__}: {error})"
+            raise InputError(f"{path}: {reason}; use the version that wrote it, or delete it") from error
+        for name, content in files.items():
+            write_file(run_dir / name, content)
+        current.result = "wrote report.md"
+    return list(files)
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
     """The rows of metrics.jsonl, without an incomplete last line, which a run may still be writing."""
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     if not path.is_file():
         reason = "no metrics.jsonl in this folder" if run_dir.is_dir() else "not a folder"
         raise InputError(f"{run_dir}: {reason}; give the --output_dir of `proxsparse train`")
@@ -126,7 +115,7 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -
     values = result.get("held_out", {}) | result
     figures = [(name, shown(values[key])) for key, (name, shown) in FIGURES.items() if key in values]
     return page(
-        f"# {shortened(result['model'])}, {result['pattern']}: report of {result['method']}",
+        f"# {result['model']}, {result['pattern']}: report of {result['method']}",
         top_text(result),
         f"```sh\n{result['command']}\n```\n\nREADME.md has the settings.",
         "## Held-out perplexity",

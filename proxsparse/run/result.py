@@ -1,7 +1,6 @@
 """The content of result.json, and the summary on the terminal."""
 
 import collections
-import functools
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse._version import __version__
-from proxsparse.allocations.budget import budget, numel
+from proxsparse.allocations.budget import kept_share, mean_arithmetic, numel
 from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import evaluation_text
 from proxsparse.errors import describe_error
@@ -20,9 +19,9 @@ from proxsparse.evaluation.perplexity import Perplexity, perplexity, window_bos
 from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
-from proxsparse.patterns import NMPattern
+from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import EvaluateArgs, RunArgs
-from proxsparse.run.sections import BOS, each_value, named_scores
+from proxsparse.run.sections import BOS, each_value, named_scores, shareable
 from proxsparse.runtime.command import command_line
 from proxsparse.runtime.device import environment, peak_memory_bytes
 from proxsparse.runtime.distributed import on_rank_zero, world_size
@@ -46,15 +45,14 @@ def perplexity_of(
     if args.eval_data == "none":
         return lambda model, name: None
     source = args.eval_data
-    text = on_rank_zero(lambda: evaluation_text(source, text_field=text_field))
+    tokens = evaluation_tokens(on_rank_zero(lambda: evaluation_text(source, text_field=text_field)), tokenizer)
     where, bos = window_bos(model, tokenizer, args.eval_bos, "eval_bos")
-    tokens = evaluation_tokens(text, tokenizer)
-    fit = functools.partial(fit_window, model, args.eval_seq_len, args.window, "eval_seq_len")
-    settings = on_rank_zero(lambda: fit(len(tokens))), args.eval_max_windows, autocast_dtype
+    window = on_rank_zero(lambda: fit_window(model, args.eval_seq_len, args.window, "eval_seq_len", len(tokens)))
 
     def measure(model: nn.Module, name: str) -> Perplexity:
         title = f"perplexity of the {'fine-tuned' if name == 'finetune' else name} model"
-        return replace(perplexity(model, tokens, *settings, title, bos), bos=where)
+        score = perplexity(model, tokens, window, args.eval_max_windows, autocast_dtype, title, bos)
+        return replace(score, bos=where)
 
     return measure
 
@@ -101,14 +99,19 @@ def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> di
 
 
 def layer_figures(
-    model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], pattern: NMPattern
+    model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], selected: dict[str, nn.Linear]
 ) -> dict:
-    """The entries of result.json about the layers; dense_share: the share of the blocks' weights in other layers."""
+    """The entries of result.json about the layers; dense_share: the share of the blocks' weights in other layers.
+
+    selected: the layers among which the allocation left some dense; `arithmetic` is their mean, where dense is 1.
+    """
     return {
         "dense_share": dense_share(model, layers),
         "layers": len(layers),
         "weights": numel(layers),
-        "budget": {"asked": pattern.density, "kept": budget(layers, patterns)},
+        "kept": kept_share(layers, patterns),
+        "arithmetic": mean_arithmetic(selected, patterns),
+        "pattern": pattern_name(patterns),
         "patterns": {name: str(pattern) for name, pattern in patterns.items()},
     }
 
@@ -152,9 +155,9 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, args: R
 
 
 def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
-    """The content of result.json: version, flags, environment and figures."""
+    """The content of result.json: version, flags, environment and figures; of absolute paths only the file names."""
     flags = {"method": args.method, "allocation": args.allocation} | args.flags()
-    return {
+    result = {
         "version": __version__,
         **{key: flags[key] for key in IDENTITY if key in flags},
         "command": command_line(),
@@ -163,6 +166,7 @@ def as_result(args: RunArgs, device: torch.device, figures: dict) -> dict:
         "peak_memory_bytes": peak_memory_bytes(device),
         **figures,
     }
+    return shareable(result)
 
 
 def finite(value):
@@ -180,8 +184,9 @@ def summary(result: dict, run_dir: Path) -> str:
         lines += [f"  {name:<20}{score:>10.2f}" for name, score in named_scores(table).items()]
     counts = collections.Counter(result["patterns"].values())
     spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
-    kept, asked = result["budget"]["kept"], result["budget"]["asked"]
-    lines += [f"layers ({result['allocation']}): {spread}; {kept:.2%} of their weights kept, target {asked:.2%}"]
+    kept, arithmetic = result["kept"], result["arithmetic"]
+    lines += [f"layers ({result['allocation']}): {spread}; {kept:.2%} of their weights kept"]
+    lines += [f"packed: {arithmetic:.2f} of the dense arithmetic, {2.25 * arithmetic:.2f} bytes a weight in bf16"]
     if (dense := result["dense_share"]) >= NOTABLE:
         lines += [f"{dense:.1%} of the weights of the decoder blocks are in other layers and stay dense"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]

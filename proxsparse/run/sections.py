@@ -37,17 +37,13 @@ def duration(seconds: float) -> str:
 
 
 def shortened(value: object) -> object:
-    """The file name of an absolute path, other values unchanged: published pages should not show home folders."""
+    """The file name of an absolute path, other values unchanged: shared files should not show home folders."""
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def shortened_command(command: str) -> str:
     """A command line with the file names of absolute paths only."""
-    try:
-        words = shlex.split(command)
-    except ValueError:  # not a command line
-        return ""
-    parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in words]
+    parts = [word.partition("=") if word.startswith("--") else ("", "", word) for word in shlex.split(command)]
     return shlex.join(f"{flag}{equals}{shortened(value)}" for flag, equals, value in parts)
 
 
@@ -60,7 +56,7 @@ def each_value(value: object, change: Callable[[object], object]) -> object:
 
 def shareable(result: dict) -> dict:
     """The content of result.json with the file names of absolute paths only."""
-    return each_value(result, shortened) | {"command": shortened_command(str(result.get("command", "")))}
+    return each_value(result, shortened) | {"command": shortened_command(result["command"])}
 
 
 def page(*parts: str) -> str:
@@ -98,16 +94,16 @@ def perplexity_text(scores: dict | None) -> str:
     bos = BOS.get(scores.get("bos"), "")
     windows = f"{number(scores['windows'])} windows of {number(scores['seq_len'])} tokens{bos}"
     scored = table(("weights", "perplexity"), *((name, number(value)) for name, value in named_scores(scores).items()))
-    return f"{scored}\n\n{shortened(scores['data'])}; {windows}, {number(scores['tokens'])} tokens. Lower is better."
+    return f"{scored}\n\n{scores['data']}; {windows}, {number(scores['tokens'])} tokens. Lower is better."
 
 
 def settings_text(result: dict) -> str:
     """The calibration data and the flags of a run."""
     used = {"seq_len": result.get("seq_len"), "eval_seq_len": (result["perplexity"] or {}).get("seq_len")}
     settings = {key: used.get(key) if value is None else value for key, value in result["config"].items()}
-    rows = [(f"`{key}`", "not set" if value is None else shortened(value)) for key, value in settings.items()]
+    rows = [(f"`{key}`", "not set" if value is None else value) for key, value in settings.items()]
     if "reg_lambda" in result:
         low, high = number(result["reg_lambda"]["min"]), number(result["reg_lambda"]["max"])
         rows.append(("lambda_1 of the run", low if low == high else f"{low} to {high}, by layer"))
-    data = shortened(result["data"]) if result.get("samples") != 0 else "none needed"
+    data = result["data"] if result.get("samples") != 0 else "none needed"
     return f"Calibration data: {data}.\n\n{table(('setting', 'value'), *rows)}"

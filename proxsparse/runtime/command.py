@@ -29,9 +29,11 @@ def command_line() -> str:
 class Parser(argparse.ArgumentParser):
     """argparse.ArgumentParser whose usage shows how the command was started, and whose errors are one line."""
 
+    hint = "--help lists the flags"
+
     def __init__(self, command: str, **settings):
         settings |= {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
         super().__init__(prog=program(command), **settings)
 
     def error(self, message: str):
-        raise InputError(f"{message.removeprefix('argument ')}; --help lists the flags")
+        raise InputError(f"{message.removeprefix('argument ')}; {self.hint}")

@@ -44,7 +44,7 @@ def training(
         torch.autocast(state.model.device.type, enabled=False),
         torch.enable_grad(),
         evaluating(state.model),  # restores the train/eval modes at the end
-        RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title, state.options.report_to) as log,
+        RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log,
         updating(state) as update,
     ):
 

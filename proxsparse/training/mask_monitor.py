@@ -98,7 +98,10 @@ def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, Tensor, Tensor]:
 
     int64 on the device of the weight; computed on the CPU, because a boolean index on a GPU makes the host wait.
     """
-    rows, of_row = len(local(each.weight)), math.prod(each.weight.shape[1:]) // each.pattern.m
+    rows, of_row = (
+        len(local(each.weight)),
+        math.prod(each.weight.shape[1:-1]) * (each.weight.shape[-1] // each.pattern.m),
+    )
     blocks = len(each.weight) * of_row
     index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER))
     row, column = index // of_row - first_row(each.weight), index % of_row
@@ -119,18 +122,11 @@ def feasible_share(learned: Iterable[LearnableLayer]) -> float:
     counts = [
         sum_of_shards(layer.pattern.feasible_blocks(local(layer.weight)).sum(), layer.weight) for layer in learned
     ]
-    return sum(count.item() for count in counts) / sum(layer.weight.numel() // layer.pattern.m for layer in learned)
+    blocks = [layer.weight.shape[:-1].numel() * (layer.weight.shape[-1] // layer.pattern.m) for layer in learned]
+    return sum(count.item() for count in counts) / sum(blocks)
 
 
-def agreement(
-    masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, LearnableLayer] | None = None
-) -> float:
-    """Share of equal bits in two sets of masks of the same layers.
-
-    `learned`: given for sharded layers; the masks then hold the rows of this process, and all processes must call it.
-    """
-    equal = {name: (mask == others[name]).sum() for name, mask in masks.items()}
-    if learned:
-        equal = {name: sum_of_shards(count, learned[name].weight) for name, count in equal.items()}
-    bits = sum(learned[name].weight.numel() if learned else mask.numel() for name, mask in masks.items())
-    return sum(count.item() for count in equal.values()) / bits
+def agreement(masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, LearnableLayer]) -> float:
+    """Share of equal bits in two sets of masks of the learned layers: the rows of this process, if they are sharded."""
+    equal = [sum_of_shards((masks[name] == others[name]).sum(), layer.weight) for name, layer in learned.items()]
+    return sum(count.item() for count in equal) / sum(layer.weight.numel() for layer in learned.values())

@@ -17,13 +17,8 @@ def layer_lambda(weight: Tensor, options: LearningOptions) -> float:
         return options.reg_lambda
     if options.masked:
         return options.reg_lambda_rel
-    mean = mean_size(weight)
+    mean = sharding.mean_of_shards(sharding.local(weight.detach()).float().abs(), weight).item()
     return options.reg_lambda_rel / mean if mean > 0 else 0.0
-
-
-def mean_size(weight: Tensor) -> float:
-    """mean|w| over the whole weight."""
-    return sharding.mean_of_shards(sharding.local(weight.detach()).float().abs(), weight).item()
 
 
 def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: LearningOptions) -> ProxAdamW:
@@ -43,13 +38,10 @@ def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: Le
         group = {"params": [(name, weight)], "lr": options.learning_rate, "reg_lambda": 0.0, "frozen_lambda": 0.0}
         if layer is not None:
             group |= {"reg_lambda": layer_lambda(weight, options), "frozen_lambda": options.frozen_lambda}
+            group |= {"prox_scale": layer.scale}
         if parameter.requires_grad:
             groups.append(group)
-    optimizer = adamw(groups, options, options.frozen_eps)
-    for layer in learned.values():
-        if layer.scale is not None:
-            optimizer.set_scale(layer.weight, layer.scale)
-    return optimizer
+    return adamw(groups, options, options.frozen_eps)
 
 
 def adamw(groups: list[dict], options: LoopOptions, frozen_eps: float = 0.1) -> ProxAdamW:

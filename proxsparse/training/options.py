@@ -81,7 +81,6 @@ class LoopOptions:
         valid=AT_LEAST_0,
     )
     save_total_limit: int = flag(1, "number of checkpoints to keep", "output", valid=AT_LEAST_1)
-    report_to: str = flag("none", "also log to this tracker", "output", ("none", "tensorboard", "wandb"))
     seed: int = flag(
         42,
         "seed of the document order and of all random numbers",

@@ -11,7 +11,7 @@ from task_files import write_task_files
 from tiny_models import byte_tokenizer, save_tiny_model
 
 from proxsparse import evaluate, prune
-from proxsparse.errors import InputError, run_command
+from proxsparse.errors import run_command
 from proxsparse.evaluation import zero_shot
 from proxsparse.io.mask_files import save_masks
 from proxsparse.models.layers import prunable_layers
@@ -152,15 +152,6 @@ def test_an_error_in_one_task_is_the_row_of_that_task(tiny_llama, task_folder, t
     assert captured.err.splitlines()[-1] == "error: 1 of 2 tasks failed: arc_easy"
 
 
-@needs_lm_eval
-def test_answers_that_do_not_fit_are_refused_before_the_task(tiny_llama, task_folder, monkeypatch):
-    monkeypatch.setattr("lm_eval.models.huggingface.HFLM.max_length", 2)
-    monkeypatch.setattr("lm_eval.simple_evaluate", lambda **_: pytest.fail("the task was run"))
-    model, tokenizer = load_model(str(tiny_llama))
-    with pytest.raises(InputError, match=r"piqa: an answer has \d+ tokens, above the model's context length of 2;"):
-        zero_shot.zero_shot(model, tokenizer, "piqa", task_folder)
-
-
 def test_what_was_measured_before_an_interruption_is_kept(tiny_llama, text_file, other_text, tmp_path, monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
@@ -185,16 +176,6 @@ def test_masks_that_belong_to_other_weights_are_refused(tiny_llama, text_file, t
     model.save_pretrained(folder)
     fails(capsys, [folder, *data], "belong to 'Qwen/Qwen2.5' at revision 0a1b", "--allow_other_base")
     assert rows(capsys, folder, *data, "--allow_other_base")[0]["perplexity"] > 0
-
-
-@pytest.mark.slow
-@needs_lm_eval
-@pytest.mark.parametrize("precision", ["mixed", "bf16"])
-def test_tasks_in_lower_precision(precision, tiny_llama, task_folder, capsys):
-    flags = [tiny_llama, "--tasks", "piqa", "--data_dir", task_folder, "--precision", precision]
-    found = rows(capsys, *flags)
-    assert found == rows(capsys, *flags)
-    assert 0 <= found[0]["acc"] <= 1
 
 
 def test_without_lm_eval_the_command_that_installs_it_is_named(capsys, monkeypatch):

@@ -66,7 +66,7 @@ def test_whole_job(tune, pruned, tmp_path):
     assert {"model.norm.weight", "model.layers.1.input_layernorm.weight"} <= names
     assert not any("embed" in name or "lm_head" in name for name in names)
     assert (result["status"], result["method"], result["updated"]) == ("complete", "finetune", True)
-    assert result["base_model"] != result["model"] == str(pruned)
+    assert result["base_model"] != result["model"] == pruned.name
     assert {"dense", "pruned", "finetune"} <= result["perplexity"].keys()
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == result["steps"] == 6  # 8 samples, 2 held out
@@ -126,7 +126,7 @@ def test_a_folder_of_another_tool_and_its_patterns(tune, text_file, tiny_llama, 
     foreign = save_pruned_model(tmp_path / "foreign")
     tune("norms", "--teacher", tiny_llama, model=foreign)
     assert_held(foreign, tmp_path / "norms")
-    flags = ["--allocation", "owl", "--method", "wanda", "--eval_data", "none", *QUICK]
+    flags = ["--allocation", "sensitivity", "--method", "wanda", "--eval_data", "none", *QUICK]
     where = ["--model", str(tiny_llama), "--data", str(text_file), "--output_dir", str(tmp_path / "owl")]
     assert prune.main([*flags, *where]) == 0
     tuned = tune("tuned", model=tmp_path / "owl")

@@ -155,16 +155,6 @@ def test_include_and_exclude(pruned_dir, tmp_path):
     assert packed_layers(folder) == [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
-def test_an_interrupted_pack_leaves_nothing(pruned_dir, tmp_path, monkeypatch):
-    def interrupted(*_arguments, **_keywords):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pack, "copy_files", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        packed(pruned_dir, tmp_path / "packed")
-    assert not (tmp_path / "packed").exists()
-
-
 def test_evaluate_takes_a_packed_folder(pruned_dir, packed_dir, text_file, capsys):
     scores = []
     for folder in (pruned_dir, packed_dir):

@@ -1,17 +1,14 @@
 """What the commands replace, and a signal at a bad moment."""
 
-import shutil
+import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from proxsparse import report
 from proxsparse.errors import InputError
-from proxsparse.io.mask_files import save_masks
-from proxsparse.io.output_folder import MARKER, opened
+from proxsparse.io.output_folder import FORMAT, MARKER
 
 
 def test_a_signal_during_garbage_collection_is_not_lost():
@@ -32,35 +29,13 @@ sys.exit(run_command(main))
 
 
 def test_a_report_replaces_only_what_a_run_may_have_written(tmp_path):
-    final = tmp_path / "run"
-    final.mkdir()
-    (final / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "feasible_share": 0.5, "norm_gap": 0.1}\n')
-    report.main([str(final)])
-    (final / "report.md").write_text("mine")
-    with pytest.raises(InputError, match=r"report\.md: its folder has no .*; move it away"):
-        report.main([str(final)])
-    assert (final / "report.md").read_text() == "mine"
-    with opened(tmp_path / "marked", "train", {}):
-        pass
-    shutil.copy(tmp_path / "marked" / MARKER, final / MARKER)
-    report.main([str(final)])
-    assert (final / "report.md").read_text() != "mine"
-    (final / "loss.png").unlink(missing_ok=True)
-    (final / "loss.png").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=r"loss\.png: is a link or a folder, and the report would replace it"):
-        report.main([str(final)])
-
-
-def test_the_callback_replaces_only_masks(tmp_path):
-    from proxsparse.integrations.transformers_trainer import ProxCallback
-
-    callback = ProxCallback()
-    callback.keep_pretrained = lambda model: next(iter(()))  # stops the callback: the file was accepted
-    arguments = (SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=0), None)
-    (tmp_path / "masks.safetensors").write_text("the user's")
-    with pytest.raises(ValueError, match=r"masks\.safetensors is not a mask file, and the masks would replace it"):
-        callback.on_train_begin(*arguments)
-    assert (tmp_path / "masks.safetensors").read_text() == "the user's"
-    save_masks(tmp_path / "masks.safetensors", {"layer": torch.tensor([[True, True, False, False]])}, "2:4", "model")
-    with pytest.raises(StopIteration):
-        callback.on_train_begin(*arguments)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    (tmp_path / "report.md").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(InputError, match=r"no \.proxsparse\.json in this folder, so no run wrote it"):
+        report.main([str(tmp_path)])
+    marker = {"format": FORMAT, "run_id": "", "command": "train", "settings": {}}
+    (tmp_path / MARKER).write_text(json.dumps(marker))
+    report.main([str(tmp_path)])
+    assert "Report of a run" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -8,10 +8,11 @@ import numpy
 import pytest
 import torch
 import transformers
+from commands import refused
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, TINY, byte_tokenizer, save_tiny_model
 
-from proxsparse import apply, finetune, pack, prune
+from proxsparse import apply, evaluate, finetune, pack, prune
 from proxsparse.errors import InputError
 from proxsparse.inference import convert
 from proxsparse.inference.linear import SparseLinear
@@ -241,7 +242,9 @@ def test_what_is_not_loaded_from_a_gguf_file_is_named(extra, scaling, named, tmp
     run = pruned(tmp_path / "tiny.gguf", tmp_path / "run")
     warnings = json.loads((run / "result.json").read_text())["warnings"]
     assert len(warnings) == len(named)
-    for text in (capsys.readouterr().out, str(warnings), (run / "README.md").read_text()):
+    pruning, flags = capsys.readouterr().out, [tmp_path / "tiny.gguf", "--data", "builtin"]
+    evaluation = "\n".join(refused(capsys, evaluate.main, flags, "has 0 tokens"))  # its tokenizer knows no word
+    for text in (pruning, evaluation, str(warnings), (run / "README.md").read_text()):
         assert [text.count(name) for name in named] == [1] * len(named)
         assert text.count("scaling of rotary positions") == any("rope" in name for name in named)
 

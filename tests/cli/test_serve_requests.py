@@ -172,18 +172,6 @@ def test_a_body_that_is_too_long_is_not_read(server):
     assert slowest_health(server, send_long) < 1
 
 
-@pytest.mark.slow
-def test_the_server_answers_while_it_tokenizes(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers_server, "MIN_BODY_BYTES", 2**24)
-    with serving(tmp_path / "log", folders[1]) as client:
-
-        def send_long() -> None:
-            code, answer, _ = send(client, "POST", "/v1/completions", GREEDY | {"prompt": "x" * 2**22})
-            assert (code, "has 4194304 tokens" in answer["error"]["message"]) == (400, True)
-
-        assert slowest_health(client, send_long) < 1
-
-
 NUMBERS = ["x", [1], {}, True, float("nan"), float("inf"), -1e300, 1e300, -(10**400), 10**400]
 PATHS = {
     "/v1/completions": completion.CompletionHandler,
@@ -211,17 +199,7 @@ OTHERS = {  # of all routes that have the field
     "messages": ["x", 5, [5], [{"role": 5}], [{"role": "user", "content": 5}]],
     "tools": [5, [5]],
     "chat_template_kwargs": [5, {"padding": "max_length"}, {"chat_template": "x"}],
-    "generation_config": [
-        *[5, "x", "[]", '{"sequence_bias": [[[260], 1.0]]}', '{"bad_words_ids": [[260]]}', '{"max_new_tokens": "x"}'],
-        *['{"temperature": 1e-300}', '{"temperature": "x"}', '{"eos_token_id": "x"}', '{"repetition_penalty": 0}'],
-        *[
-            '{"max_new_tokens": 0}',
-            '{"stop_strings": [""]}',
-            '{"stop_strings": 5}',
-            '{"stop_strings": [5]}',
-            '{"eos_token_id": [[1]]}',
-        ],
-    ],
+    "generation_config": [5, "x", '{"top_k": 5}'],
 }
 
 
@@ -256,7 +234,7 @@ def test_wrong_values_are_refused_with_the_name_of_the_field(path, server):
 def test_right_values_are_accepted(server):
     chat = {"logit_bias": {"65": 100}, "stop": ["x", "y"], "seed": -1, "temperature": 1e-6, "top_p": 0, "n": 1}
     chat |= {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}
-    chat |= {"chat_template_kwargs": {"colour": "red"}, "generation_config": '{"top_k": 5}', "tools": []}
+    chat |= {"chat_template_kwargs": {"colour": "red"}, "tools": []}
     code, answer, _ = send(server, "POST", "/v1/chat/completions", chat)
     assert code == 200, answer
     assert send(server, "POST", "/v1/completions", {"prompt": "\ud800"})[0] == 400  # half of a character

@@ -91,10 +91,12 @@ def test_a_folder_that_not_all_processes_see_is_refused(forks, flags, tmp_path):
     assert words in (tmp_path / "log").read_text()
 
 
-def test_errors_of_all_processes_are_printed_once(forks, flags, tmp_path):
+@pytest.mark.parametrize("more", [["--data", "nothing.jsonl"], ["--include", "nothing.jsonl"]], ids=" ".join)
+def test_errors_of_all_processes_are_printed_once(more, forks, flags, tmp_path):
+    """Of rank zero alone, and of each process."""
     log = tmp_path / "log"
-    more = "--data", tmp_path / "nothing.jsonl"
     assert forks.run([*flags, *more, "--output_dir", tmp_path / "run"], 2, output=log) == [2, 2]
     text = log.read_text()
-    assert text.count("nothing.jsonl") == 1
+    assert text.count("error: ") == 1
+    assert "nothing.jsonl" in text
     assert "Traceback" not in text

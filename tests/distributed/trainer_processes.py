@@ -13,7 +13,7 @@ from training import INPUTS, OPTIMIZERS, weights, with_everything
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from proxsparse import hold_masks_, nm_mask
-from proxsparse.integrations.transformers_trainer import HoldMasksCallback, ProxCallback, ProxTrainerMixin
+from proxsparse.integrations.transformers_trainer import HoldMasksCallback, ProxTrainerMixin
 from proxsparse.runtime.distributed import init_process_group
 
 SAMPLES, STEPS, BATCH = 32, 4, 4
@@ -33,14 +33,8 @@ def main(arguments: list[str]) -> None:
 # ------------------------------------------------------------------------------------------- transformers.Trainer
 
 
-class ScaledTrainer(ProxTrainerMixin, Trainer):
-    """A Trainer of ours with a scaling of one layer."""
-
-    def create_optimizer(self, model=None):
-        optimizer = super().create_optimizer(model)
-        weight = self.model.model.layers[1].mlp.down_proj.weight
-        optimizer.set_scale(weight, torch.linspace(0.5, 2, weight.shape[-1]))
-        return optimizer
+class MaskTrainer(ProxTrainerMixin, Trainer):
+    pass
 
 
 def on_fsdp2(kind: type[Trainer]) -> type[Trainer]:
@@ -81,11 +75,11 @@ def train_as_loaded(folder: Path, name: str) -> None:
 def train_with_trainer(
     folder: Path, name: str, sharded: bool = False, resume: Path | None = None, distributed_config=None, **settings
 ) -> None:
-    """Trains, snaps and saves into folder/name; seen-RANK.pt there holds what only this process can see."""
+    """Trains and saves into folder/name; seen-RANK.pt there holds what only this process can see."""
     placed = {"distributed_config": distributed_config} if distributed_config else {}
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **placed)
-    ours = {"reg_lambda_rel": 0.5, "frozen_lambda": 0.1, "callbacks": [ProxCallback()]}
-    trainer = make_trainer(on_fsdp2(ScaledTrainer) if sharded else ScaledTrainer, model, folder / name, ours, settings)
+    ours = {"reg_lambda": 0.02}
+    trainer = make_trainer(on_fsdp2(MaskTrainer) if sharded else MaskTrainer, model, folder / name, ours, settings)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     trainer.save_model()
     held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]

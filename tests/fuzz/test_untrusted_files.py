@@ -1,4 +1,4 @@
-"""The worst files by name: models that name files elsewhere or code, and files that end a command in one line."""
+"""Untrusted files: a short run of the fuzzer; models that name files elsewhere or code; files that end a command."""
 
 import ast
 import gzip
@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import struct
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -16,29 +15,62 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from loaders import RESULT, ROWS, lines_of, valid_dense, valid_masks, valid_packed
-from mutations import join_safetensors, split_safetensors
+from fuzz_loaders import (
+    LOADERS,
+    RESULT,
+    ROWS,
+    Loader,
+    bounded,
+    fuzz,
+    outcome,
+    valid_dense,
+    valid_masks,
+    valid_packed,
+    write,
+)
+from mutations import join_safetensors, lines_of, split_safetensors
 from safetensors.torch import load_file, save_file
 
 from proxsparse import evaluate, pack, report, train
 from proxsparse.errors import InputError, run_command
+from proxsparse.io.output_folder import FORMAT, MARKER
 from proxsparse.models.loading import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = "model.safetensors.index.json"
 
 
+@pytest.mark.parametrize("inputs", [200, pytest.param(2000, marks=pytest.mark.slow)])  # of all loaders together
+@pytest.mark.parametrize("name", LOADERS)
+def test_valid_files_are_loaded_and_damaged_ones_loaded_or_refused(name, inputs, tmp_path):
+    for number, files in enumerate(LOADERS[name].valid()):
+        assert outcome(name, write(tmp_path / str(number), files)) == "loaded"
+    with bounded():
+        found = fuzz(name, 1, range(max(3, LOADERS[name].share * inputs // 100_000)), tmp_path / "input")
+    assert found.keys() <= {"loaded", "refused"}, found
+    assert found["refused"] or inputs == 200
+
+
+def test_a_crash_a_hang_and_memory_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("fuzz_loaders.SECONDS", 0.05)
+    for load, found in (
+        (lambda folder: [] * "x", "TypeError"),
+        (lambda folder: all(iter(int, 1) or True for _ in iter(int, 1)), "Hang"),
+        (lambda folder: bytearray(4 << 30), "MemoryError"),
+        (lambda folder: folder.joinpath("absent").read_bytes(), "refused"),
+    ):
+        monkeypatch.setitem(LOADERS, "bad", Loader(1, None, load))
+        with bounded():
+            assert outcome("bad", tmp_path).startswith(found)
+
+
+# ---------------------------------------------------------------------------------------------- folders of models
+
+
 @pytest.fixture
 def dense(tmp_path):
     """A folder of its own with a tiny model."""
     return write(tmp_path / "model", valid_dense()[0])
-
-
-def write(folder, files):
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    return folder
 
 
 def edit_json(path, **entries):
@@ -61,9 +93,6 @@ class Bomb:
 
     def __reduce__(self):
         return Path.touch, (self.path,)
-
-
-# ---------------------------------------------------------------------------------------------- folders of models
 
 
 @pytest.mark.parametrize(
@@ -212,7 +241,8 @@ def run_with(rows=None, **changes):
     """A run's folder; `changes` of result.json are JSON texts, so that they need not be valid."""
     texts = {key: json.dumps(value) for key, value in RESULT.items()} | changes
     text = "{" + ", ".join(f'"{key}": {value}' for key, value in texts.items()) + "}"
-    return {"metrics.jsonl": lines_of(ROWS) if rows is None else rows, "result.json": text}
+    marker = json.dumps({"format": FORMAT, "run_id": "", "command": "train", "settings": {}})
+    return {"metrics.jsonl": lines_of(ROWS) if rows is None else rows, "result.json": text, MARKER: marker}
 
 
 def packed_with(**entries):
@@ -244,13 +274,9 @@ NASTY = {  # name -> files, command
     "an integer of 9000 digits": ({"c.yaml": "seed: 0x" + "f" * 9000}, "config"),
     "lists in lists": ({"c.yaml": "include: " + DEEP[:60_000]}, "config"),
     "ten megabytes of settings": ({"c.yaml": "#" * 10_000_000}, "config"),
-    "metrics nested deep": (run_with(rows=DEEP + "\n{}\n"), "report"),
-    "a loss of 400 digits": (run_with(rows='{"step": 1, "loss": ' + "9" * 400 + "}\n{}\n"), "report"),
     "a result of 5000 digits": (run_with(steps="9" * 5000), "report"),
     "half a surrogate pair": (run_with(model='"\\ud800"'), "report"),
-    "warnings nested deep": (run_with(warnings="[" * 986 + "]" * 986), "report"),
     "rows nested deep": ({"a.jsonl": DEEP}, "data"),
-    "a row of digits": ({"a.jsonl": '{"text": ' + "9" * 5000 + "}"}, "data"),
     "a bomb of zeros": ({"a.txt.gz": gzip.compress(bytes(200 << 20), 1)}, "data"),
     "half an archive": ({"a.jsonl.gz": gzip.compress(os.urandom(999))[:500]}, "data"),
     "one text in 200 rows": ({"a.parquet": parquet_bomb()}, "data"),
@@ -281,12 +307,6 @@ def test_a_command_ends_in_one_line(name, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("PROXSPARSE_DEBUG", raising=False)
     code = run_command(lambda: main([places.get(argument, argument) for argument in arguments]))
     error = capfd.readouterr().err
-    if name == "a loss of 400 digits":
-        assert code == 0  # the report leaves out rows without the figures of a step
-        return
-    if name == "warnings nested deep" and sys.version_info >= (3, 12):
-        assert (code, error) == (0, "")  # C code has its own recursion limit: str writes every list that json reads
-        return
     assert code == 2, error
     assert error.startswith("error: ")
     assert error.count("\n") == 1, error

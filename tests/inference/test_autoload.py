@@ -76,12 +76,6 @@ def test_a_program_that_does_not_import_proxsparse_loads_packed_models(order, fo
     assert (code, printed.split()) == (0, ["14"]), error
 
 
-@pytest.mark.slow
-def test_torch_does_not_call_the_entry_point_where_it_may_not():
-    program = "import sys, torch; print([name in sys.modules for name in ('proxsparse_autoload', 'proxsparse')])"
-    assert in_another_program(program, **OFF)[:2] == (0, "[False, False]\n")
-
-
 def test_the_stand_in(monkeypatch):
     known = transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     real = transformers_quantizer.PackedConfig
@@ -97,16 +91,6 @@ def test_the_stand_in(monkeypatch):
     monkeypatch.delattr(transformers.quantizers.auto, "AUTO_QUANTIZATION_CONFIG_MAPPING")
     proxsparse_autoload.offer()  # another version of transformers
     proxsparse_autoload.withdraw()
-
-
-@pytest.mark.slow
-def test_a_program_that_imports_proxsparse_first(folders):
-    program = """import sys, proxsparse, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
-print(sum(isinstance(module, proxsparse.SparseLinear) for module in model.modules()))"""
-    command = [sys.executable, "-c", program, str(folders[1])]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["14"], result.stderr
 
 
 def test_after_import(tmp_path, monkeypatch):

@@ -19,24 +19,32 @@ each_bits = pytest.mark.parametrize("bits", [16, 8, 4])
 AS_CODES = {"values", "indices", "scales", "weight", "bias"}
 
 
-def packed_and_dense(bits=16, in_features=24, out_features=7, backend="auto"):
+def packed_and_dense(bits=16, in_features=24, out_features=7, backend="auto", pattern="2:4"):
     """A packed layer, and nn.Linear with the weight that it stands for."""
-    linear = pruned_linear(in_features, out_features)
-    packed = SparseLinear.from_linear(linear, backend, bits=bits)
+    linear = pruned_linear(in_features, out_features, pattern=pattern)
+    packed = SparseLinear.from_linear(linear, backend, bits=bits, pattern=pattern)
     with torch.no_grad():
         linear.weight.copy_(packed.dense_weight())
     return packed, linear
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors", "ignore:sparse_linear. not on the cpp backend")
-@pytest.mark.parametrize("size", [(4, 1), (12, 3), (20, 128), (256, 1), (140, 9), (0, 3), (8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "size",
+    [
+        *[(4, 1), (12, 3), (20, 128), (256, 1), (140, 9), (0, 3), (8, 0)],
+        *[(22, 5, "2:4"), (24, 3, "4:6"), (130, 9, "4:6"), (256, 7, "6:8"), (140, 9, "6:8"), (130, 5, "8:10")],
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @each_bits
 def test_matches_the_dense_layer(bits, dtype, size):
-    in_features, out_features = size
+    in_features, out_features, *pattern = size
     if bits != 16 and 0 in size:
         pytest.skip("codes need a value")
-    packed, _ = packed_and_dense(bits, in_features, out_features)
+    packed, linear = packed_and_dense(bits, in_features, out_features, "auto", *pattern)
+    assert bits != 16 or torch.equal(packed.dense_weight(), linear.weight)
     packed.to(dtype)
     exact = copy.deepcopy(packed).double().dense_weight() if bits != 16 else packed.dense_weight()
     with torch.no_grad():
@@ -71,7 +79,8 @@ def test_repr_and_wrong_layers():
     spoiled = pruned_linear(8, 4)
     spoiled.weight.data[2, spoiled.weight[2].nonzero()[0]] = torch.nan
     for make, message in (
-        (lambda: SparseLinear(6, 8), "multiple of 4"),
+        (lambda: SparseLinear(7, 8), "even number above 4"),
+        (lambda: SparseLinear(8, 8, pattern="1:4"), "pattern 1:4: packed layers are 2:4, 4:6"),
         (lambda: SparseLinear(8, 8, bits=3), r"bits=3: .* 16, 8 or 4"),
         (lambda: SparseLinear(8, 8, backend="fastest"), "'fastest'"),
         (lambda: SparseLinear.from_linear(nn.Linear(8, 8)), "blocks have more than 2"),
@@ -123,24 +132,6 @@ def test_compiles_into_one_graph_and_exports(bits, backend, autocast, monkeypatc
         program = torch.export.export(packed, (x.detach(),), dynamic_shapes=({0: rows},))
         for x in (torch.randn(3, 64), torch.randn(5, 64)):
             assert torch.equal(program.module()(x), packed(x))
-
-
-@pytest.mark.filterwarnings("ignore:sparse_linear. not on the cpp backend")
-@each_bits
-def test_casts_and_moves(bits):
-    packed, _ = packed_and_dense(bits)
-    indices, codes = packed.indices.clone(), packed.values.clone()
-    for dtype in (torch.half, torch.double, torch.float, torch.bfloat16):
-        packed.to(dtype)
-        assert packed.dtype == packed.weight.dtype == packed.bias.dtype == dtype
-        assert torch.equal(packed.indices, indices)
-        assert packed.values.dtype == dtype if bits == 16 else torch.equal(packed.values, codes)
-        assert packed(torch.randn(2, 24, dtype=dtype)).dtype == dtype
-    assert packed.to("meta").indices.is_meta
-    assert packed(torch.empty(2, 24, device="meta", dtype=torch.bfloat16)).shape == (2, 7)
-    with pytest.raises(ValueError, match="meta"):
-        packed(torch.zeros(2, 24, dtype=torch.bfloat16))
-    assert SparseLinear(24, 7, device="meta", bits=bits).to_empty(device="cpu").indices.device.type == "cpu"
 
 
 @each_bits
@@ -296,16 +287,6 @@ def test_a_captured_call_holds_no_form_and_uses_one_that_is_held(deriving, monke
     torch.testing.assert_close(sparse(x), linear(x))
     assert sparse.prepared is held
     assert deriving == [None, torch.float32, torch.float32]
-
-
-def test_a_refused_call_makes_no_form(deriving):
-    sparse = SparseLinear.from_linear(pruned_linear(), "deriving")
-    with pytest.raises(RuntimeError, match=r"'deriving' was chosen explicitly but does not support .*enough rows"):
-        sparse(torch.randn(100, 24))
-    with pytest.raises(ValueError, match="must be in_features=24"):
-        sparse(torch.randn(2, 20))
-    assert sparse.prepared is None
-    assert deriving == []
 
 
 def test_a_form_that_would_not_be_read_is_not_prepared(deriving, monkeypatch):

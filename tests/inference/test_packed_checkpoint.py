@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 import transformers
-from pruned import packed_copy, pruned_model
+from pruned import packed_copy, prune_, pruned_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import MODELS, NOT_PACKED
+from tiny_models import MODELS, NOT_PACKED, tiny_model
 
 from proxsparse import SparseLinear, sparsify_
 from proxsparse.inference.convert import pack_tensors, unsparsify_
@@ -128,7 +128,7 @@ def test_codes_in_memory_and_in_a_folder(bits, tmp_path):
     model.save_pretrained(tmp_path / "saved")
     assert_same_files(packed, tmp_path / "saved")
     entry = json.loads((packed / "config.json").read_text())["quantization_config"]
-    assert entry["format_version"] == 3
+    assert entry["format_version"] == 4
     assert entry["bits"] == dict.fromkeys(entry["layers"], bits)
     assert f"rounded to {bits} bits" in (packed / "README.md").read_text()
     loaded = load(packed)
@@ -142,6 +142,33 @@ def test_codes_in_memory_and_in_a_folder(bits, tmp_path):
     weight = load(tmp_path / "unpacked").get_submodule(LAYER).weight
     assert torch.equal(weight, expected.get_submodule(LAYER).weight)
     assert 0 < (weight - load(dense).get_submodule(LAYER).weight).norm() < 0.12 * weight.norm()
+
+
+@pytest.mark.parametrize("patterns", [["4:6"], ["6:8"], ["8:10"], ["2:4", "6:8"]], ids=str)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@torch.no_grad()
+def test_other_patterns_and_layers_of_several(patterns, bits, tmp_path, capsys):
+    model = tiny_model("llama")
+    for name, pattern in zip(("self_attn", "mlp"), patterns * 2, strict=False):
+        prune_(model, pattern=pattern, but=("lm_head", "mlp" if name == "self_attn" else "self_attn"))
+    dense, packed = tmp_path / "dense", tmp_path / "packed"
+    model.save_pretrained(dense)
+    assert pack([str(dense), "--output_dir", str(packed), "--bits", str(bits)]) == 0
+    assert ("more than dense weights of 4 bits" in capsys.readouterr().out) == (bits == 4)
+    entry = json.loads((packed / "config.json").read_text())["quantization_config"]
+    assert entry["pattern"] == (patterns[0] if len(patterns) == 1 else "mixed")
+    in_memory = sparsify_(load(dense), bits=bits)
+    in_memory.save_pretrained(tmp_path / "saved")
+    assert_same_files(packed, tmp_path / "saved")
+    loaded = load(packed)
+    assert str(loaded.get_submodule(LAYER).pattern) == patterns[-1]
+    assert torch.equal(loaded(TOKENS).logits, in_memory(TOKENS).logits)
+    expected = unsparsify_(in_memory)
+    torch.testing.assert_close(loaded(TOKENS).logits, expected(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    assert pack([str(packed), "--unpack", "--output_dir", str(tmp_path / "unpacked")]) == 0
+    unpacked = load(tmp_path / "unpacked")
+    for name, weight in (model if bits == 16 else expected).state_dict().items():
+        assert torch.equal(unpacked.state_dict()[name], weight), name
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -179,14 +206,6 @@ def test_dtype(dtype, folders):
             refused()
     for cast in (packed.to(torch.float16), sparsify_(dense).half()):
         assert {parameter.dtype for parameter in cast.parameters()} == {torch.float16}
-
-
-def test_a_part_sparsified_and_the_whole_saved(dense, packed, folders, tmp_path):
-    sparsify_(dense.model)  # the config is that of the whole, the names are those of the part
-    dense.save_pretrained(tmp_path / "packed")
-    assert torch.equal(load(tmp_path / "packed")(TOKENS).logits, packed(TOKENS).logits)
-    assert pack([str(tmp_path / "packed"), "--unpack", "--output_dir", str(tmp_path / "dense")]) == 0
-    assert_same_files(tmp_path / "dense", folders[0])
 
 
 def test_the_base_model_alone_loads_packed_and_saved_again(folders, tmp_path):
@@ -232,11 +251,6 @@ def test_tied_embeddings(tmp_path):
     assert torch.equal(loaded.generate(TOKENS, **GREEDY), model.generate(TOKENS, **GREEDY))
 
 
-def test_gpt2_has_nothing_to_pack(tmp_path):
-    with pytest.raises(ValueError, match="the weights of GPT2LMHeadModel are in Conv1D modules"):
-        packed_copy(tmp_path, "gpt2")
-
-
 def test_gives_gradients_to_others_and_compiles_into_one_graph(packed):
     packed(TOKENS, labels=TOKENS).loss.backward()
     assert packed.get_input_embeddings().weight.grad.abs().sum() > 0
@@ -257,10 +271,12 @@ def change(name, function):
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [
-        ("config", set_entry("format_version", 4), ["format version 4", "update proxsparse"]),
+        ("config", set_entry("format_version", 5), ["format version 5", "update proxsparse"]),
         ("config", set_entry("format_version", 1), ["format version 1", "pack the dense checkpoint again"]),
         ("config", lambda config: config.pop("format_version"), ["format version None"]),
-        ("config", set_entry("pattern", "1:4"), ["'1:4'", "2:4"]),
+        ("config", set_entry("pattern", "1:4"), ["pattern 1:4", "2:4", "pack the dense checkpoint again"]),
+        ("config", set_entry("pattern", "mixed"), ["`patterns`", "pack the dense checkpoint again"]),
+        ("config", set_entry("pattern", "4:6"), ["q_proj.values", "[32, 16]", "[32, 22]"]),
         ("config", set_entry("bits", {LAYER: 8}), ["F32", "needs I8"]),
         ("config", set_entry("bits", {LAYER: 3}), ["`bits`", "8 or 4"]),
         ("config", set_entry("bits", {LAYER: [8]}), ["`bits`", "8 or 4"]),
@@ -356,7 +372,7 @@ def test_the_format_of_the_files(folders):
     entry = json.loads((folders[1] / "config.json").read_text())["quantization_config"]
     projections = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     assert entry.pop("layers") == [f"model.layers.{i}.{name}" for i in (0, 1) for name in projections]
-    assert entry == {"quant_method": "proxsparse", "format_version": 2, "pattern": "2:4"}
+    assert entry == {"quant_method": "proxsparse", "format_version": 4, "pattern": "2:4"}
 
 
 def test_other_tensors_of_any_dtype_are_handed_on(tmp_path):

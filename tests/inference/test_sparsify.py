@@ -1,6 +1,5 @@
 """sparsify_: which layers of a model are packed, which stay dense, which are refused by name; and the way back."""
 
-import copy
 import weakref
 
 import pytest
@@ -42,14 +41,6 @@ def test_there_and_back_bit_for_bit():
     assert packed_names(model) == set()
 
 
-def test_of_minus_zeros_in_pruned_places_some_lose_their_sign():
-    model = two_layers()
-    model["even"].weight.data[0, :4] = torch.tensor([-0.0, -0.0, -0.0, 1.0])
-    back = unsparsify_(sparsify_(copy.deepcopy(model)))["even"].weight
-    assert torch.equal(back, model["even"].weight)
-    assert back[0, :4].signbit().tolist() == [True, False, False, False]
-
-
 def test_memory_is_that_of_the_model_and_one_layer(monkeypatch):
     model = nn.Sequential(*(pruned_linear(64, 64) for _ in range(6)))
     weights, alive, pack = [weakref.ref(layer.weight) for layer in model], [], linear_module.pack_nm
@@ -78,7 +69,7 @@ def test_an_almost_24_layer_is_refused_and_one_mostly_dense_stays_so_unless_it_i
     model = pruned_model()
     blocks = model.get_submodule(UP).weight.data.view(-1, 4)
     blocks[: round(share * len(blocks))] = 1.0
-    with pytest.raises(ValueError, match=rf"{UP}: {count} of 512 blocks .*exclude"):
+    with pytest.raises(ValueError, match=rf"{UP}: {count} of 512 blocks are not 2:4.*exclude"):
         sparsify_(model, include=include)
     assert packed_names(model) == set()
     sparsify_(model, exclude=None if include else ["1.mlp.up_proj"])
@@ -126,10 +117,10 @@ def test_what_is_refused(build, options, message):
         sparsify_(build(), **options)
 
 
-@pytest.mark.parametrize("odd", [nn.Linear(6, 3), nn.Linear(8, 3, dtype=torch.complex64)])
+@pytest.mark.parametrize("odd", [nn.Linear(7, 3), nn.Linear(8, 3, dtype=torch.complex64)])
 def test_what_cannot_be_packed_stays_dense_or_is_refused_by_name(odd):
     model = two_layers(odd=odd)
-    with pytest.raises(ValueError, match=r"odd: .*no blocks of 4"):
+    with pytest.raises(ValueError, match=r"odd: .*no blocks of 2:4 or"):
         sparsify_(model, include=["odd"])
     assert packed_names(sparsify_(model)) == {"even"}
 
@@ -149,15 +140,6 @@ def test_tied_weights_stay_tied_and_dense():
     assert "lm_head" not in packed_names(model)
     with pytest.raises(ValueError, match="lm_head: its weight is tied"):
         sparsify_(pruned_tied(), include=["mlp", "lm_head"])
-
-
-def test_a_module_that_is_held_twice_is_packed_once():
-    model = two_layers()
-    model["again"], weight = model["even"], model["even"].weight
-    assert isinstance(sparsify_(model)["even"], SparseLinear)
-    assert model["even"] is model["again"]
-    assert torch.equal(unsparsify_(model)["even"].weight, weight)
-    assert model["even"] is model["again"]
 
 
 class Hub(nn.Module):

@@ -6,15 +6,11 @@ from pathlib import Path
 
 import compare_methods
 import pytest
-import torch
 from lib import common, contenders
 from tiny_models import save_texts, save_tiny_model
 
-from proxsparse import train
 from proxsparse.errors import InputError
 from proxsparse.evaluation import zero_shot
-from proxsparse.io.mask_files import load_masks, masks_sha256
-from proxsparse.models.loading import load_model
 
 
 @pytest.fixture
@@ -42,11 +38,6 @@ def compare(command, tmp_path):
         return common.read_rows(tmp_path / "rows.jsonl")
 
     return call
-
-
-@pytest.fixture
-def args(command):
-    return compare_methods.parse_arguments(command)
 
 
 @pytest.fixture
@@ -84,33 +75,6 @@ def test_rows_and_masks_are_not_made_twice(compare, at, tasks, capsys):
     at("a-dirty")
     compare("--methods", "wanda", "--seed", "2")
     assert len(compare("--methods", "wanda", "--seed", "2")) == 15 + 2  # a row of uncommitted code never counts
-
-
-@pytest.mark.parametrize("name", ["wanda", "sparsegpt", "sparsegpt:update_weights=false", "wanda+owl"])
-def test_the_model_is_what_the_method_makes_of_the_fresh_one(args, name):
-    """And it is the same when the run is there already."""
-    contender = contenders.method(name, args)
-    first, second = (made.load({}, torch.float32)[0] for made in (contender, contenders.method(name, args)))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    pairs = list(zip(load_model(args.model, torch.float32)[0].parameters(), first.parameters(), strict=True))
-    changed = [weight for fresh, weight in pairs if not torch.equal(fresh, weight)]
-    assert changed
-    assert all((weight == 0).double().mean() >= 0.2 for weight in changed)
-    kept = all(torch.equal(weight[weight != 0], fresh[weight != 0]) for fresh, weight in pairs)
-    assert kept == (contender.weights == "frozen") == (name != "sparsegpt")
-
-
-def test_learned_masks_are_those_of_train_and_saved_ones_are_scored(compare, command, args, tmp_path):
-    flags = [*command[: command.index("--eval_data")], "--num_samples", "4", "--seq_len", "16", "--device", "cpu"]
-    flags += ["--objective", "paper", "--max_steps", "3", "--precision", "bf16", "--eval_data", "none"]
-    train.main([*flags, "--output_dir", str(tmp_path / "run")])
-    masks = tmp_path / "run" / "masks.safetensors"
-    learned, file, folder = compare(
-        *("--methods", "proxsparse:objective=paper,max_steps=3,precision=bf16"),
-        *("--masks", f"file={masks}", f"folder={tmp_path / 'run'}"),
-    )
-    assert learned["masks_sha256"] == file["masks_sha256"] == masks_sha256(load_masks(masks))
-    assert learned["perplexity"] == file["perplexity"] == pytest.approx(folder["perplexity"], rel=0.01)
 
 
 def test_the_committed_rows_are_found():

@@ -19,17 +19,21 @@ def correlated_inputs(tokens, features):
 
 
 @BITS
-@pytest.mark.parametrize("in_features", [64, 140, 264])
-def test_a_smaller_error_of_the_output_than_to_nearest(bits, in_features):
-    layer, inputs = pruned_linear(in_features, 32), correlated_inputs(600, in_features)
+@pytest.mark.parametrize("pattern", ["2:4", "4:6", "6:8", "8:10"])
+@pytest.mark.parametrize("in_features", [64, 142, 264])
+def test_a_smaller_error_of_the_output_than_to_nearest(bits, in_features, pattern):
+    layer, inputs = pruned_linear(in_features, 32, pattern=pattern), correlated_inputs(600, in_features)
     statistics = InputGram(layer)
     statistics.add(inputs)
     weight = layer.weight.detach()
-    codes, scales, indices = quantize_weight(weight, statistics, bits, weight.dtype)
-    rounded = unpack_nm(dequantize_nm(codes, scales), indices)
-    assert torch.equal(indices, pack_nm(weight)[1])
+    codes, scales, indices = quantize_weight(weight, statistics, bits, weight.dtype, pattern)
+    values, expected_indices = pack_nm(weight, pattern)
+    assert torch.equal(indices, expected_indices)
+    rounded, nearest = (
+        unpack_nm(dequantize_nm(*found), indices, pattern, in_features)
+        for found in ((codes, scales), quantize_nm(values, bits))
+    )
     assert (rounded[weight == 0] == 0).all()
-    nearest = unpack_nm(dequantize_nm(*quantize_nm(pack_nm(weight)[0], bits)), indices)
     error, of_nearest = (linear(inputs, weight - other).square().sum() for other in (rounded, nearest))
     assert error < 0.8 * of_nearest
 

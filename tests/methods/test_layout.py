@@ -121,13 +121,6 @@ def test_a_pruned_checkpoint_has_the_familys_own_layout(family, tmp_path, batche
     assert torch.equal(logits(plain), logits(model))
 
 
-def test_a_model_straight_from_transformers_is_pruned_too(batches):
-    model = own_layout("gpt2")
-    assert len(prune_(model, "wanda", batches)) == 8
-    weight = model.state_dict()["transformer.h.0.attn.c_attn.weight"]  # [in_features, out_features]
-    assert ((weight.T.unflatten(-1, (-1, 4)) != 0).sum(-1) == 2).all()
-
-
 def test_matrices_that_cannot_be_split_are_named(tiny_model):
     model = tiny_model()
     model.model.layers[1].mlp.experts = nn.Module()

@@ -3,12 +3,10 @@
 import functools
 import math
 from itertools import combinations
-from types import SimpleNamespace
 
 import pytest
 import tiny_models
 import torch
-from torch import nn
 
 from proxsparse import NMPattern, prune_
 from proxsparse.errors import InputError
@@ -153,13 +151,6 @@ def test_schedules(learned_model, recorded, monkeypatch):
     assert rates == pytest.approx([5e-5 + 4.5e-4 * (1 + math.cos(math.pi * t)) / 2 for t in times])
 
 
-def test_the_regulariser_prefers_large_weights(learned_model):
-    settings = {"prior": "none", "epochs": 40, "max_grad_norm": 1e9, "weight_reg": 1e3, **FAST}
-    masks = prune_(learned_model(), "maskllm", [memorised()[1]], **settings, include=[r"layers\.0\.mlp"])
-    expected = prune_(learned_model(), "magnitude", include=[r"layers\.0\.mlp"])
-    assert all((masks[name] == mask).float().mean() > 0.9 for name, mask in expected.items())
-
-
 def test_each_step_has_its_own_gradient_and_the_regulariser_fades_out(learned_model, recorded, monkeypatch):
     bonus, backward = [], torch.Tensor.backward
     norms, losses = recorded(maskllm, "squared_norm"), recorded(maskllm, "language_loss")
@@ -183,55 +174,6 @@ def test_the_gradient_is_clipped(learned_model):
     )
     assert same(still, clipped)
     assert not same(still, free)
-
-
-def test_the_seed_decides(learned_model):
-    one, again, other = (
-        prune_(learned_model(), "maskllm", [memorised()[1]], epochs=3, prior="none", seed=seed) for seed in (1, 1, 2)
-    )
-    assert same(one, again)
-    assert not same(one, other)
-
-
-def interrupt(*_arguments, **_keywords):
-    raise KeyboardInterrupt
-
-
-def half_done(model, layers, *_arguments, **_keywords):
-    for layer in layers.values():
-        layer.weight.zero_()
-    interrupt()
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "replacement"),
-    [
-        (maskllm, "get_method", lambda name, what="": SimpleNamespace(options={}, prune=half_done)),
-        (torch.nn.Linear, "forward", interrupt),
-        (torch.optim.AdamW, "step", interrupt),
-    ],
-    ids=["in the prior", "in the model", "at a step"],
-)
-def test_an_interruption_leaves_the_model_as_it_was(owner, name, replacement, learned_model, monkeypatch):
-    model, (dense, batch) = learned_model().train(), memorised()
-    parameters = dict(model.named_parameters())
-    monkeypatch.setattr(owner, name, replacement)
-    with pytest.raises(KeyboardInterrupt):
-        prune_(model, "maskllm", [batch], prior="magnitude")
-    after = dict(model.named_parameters())
-    assert after.keys() == parameters.keys()
-    assert all(after[name] is parameter for name, parameter in parameters.items())
-    assert list(model.state_dict()) == list(dense)
-    assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in after.values())
-    assert all(module.training for module in model.modules())
-
-
-def test_labels_default_to_the_real_tokens(tiny_model, batches):
-    ids, mask, model = batches[0]["input_ids"], batches[0]["attention_mask"], tiny_model()
-    padded = {"input_ids": nn.functional.pad(ids, (0, 3)), "attention_mask": nn.functional.pad(mask, (0, 3))}
-    loss = maskllm.language_loss(model, {}, padded)
-    torch.testing.assert_close(loss, model(input_ids=ids, labels=ids).loss)
 
 
 def test_a_loss_that_is_not_finite(tiny_model, batches):

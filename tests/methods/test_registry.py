@@ -69,19 +69,6 @@ def test_the_seed_decides_where_data_is_used(name):
     assert torch.equal(found[0], found[2]) != get_method(name).needs_data
 
 
-@pytest.mark.parametrize("name", ["wanda", "proxsparse"])
-def test_training_modes_come_back(name, tiny_model, batches):
-    model = tiny_model().train()
-    model.model.layers[1].eval()
-    before = [module.training for module in model.modules()]
-    prune_(model, name, batches)
-    assert [module.training for module in model.modules()] == before
-    with pytest.raises(InputError, match="data: it is empty"):
-        prune_(model, name, [])
-    assert [module.training for module in model.modules()] == before
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 def without_layers(model):
     for block in model.model.layers:
         block.self_attn = block.mlp = torch.nn.Identity()

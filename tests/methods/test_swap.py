@@ -89,17 +89,6 @@ def test_float32_ends_and_is_as_good_as_float64():
     assert found < 1.1 * best
 
 
-def test_zero_weights_and_dead_features_leave_whole_blocks():
-    inputs, layer, _ = case(16)
-    inputs[:, 4:8] = 0
-    layer.weight[:, 8:11] = 0
-    _, gram = layer_and_statistics(InputGram, inputs)
-    start, mask = (prune_swap(layer.weight, gram, NMPattern(2, 4), sweeps=sweeps)[0] for sweeps in (0, 20))
-    assert (NMPattern(2, 4).blocks(mask).sum(-1) == 2).all()
-    assert torch.equal(mask[:, 4:8], start[:, 4:8])  # nothing to gain there
-    assert (error_of(mask, layer.weight, inputs) <= error_of(start, layer.weight, inputs)).all()
-
-
 def test_block_masks_lists_them_all_once():
     rows = [[c == "1" for c in row] for row in ("1100", "1010", "1001", "0110", "0101", "0011")]
     assert block_masks(NMPattern(2, 4)).tolist() == rows

@@ -6,13 +6,10 @@ import pytest
 import torch
 from layer_cases import hooked_inputs
 from tiny_models import MIXED, MODELS
-from torch import nn
 
-from proxsparse import prune_
 from proxsparse.data.calibration import single_samples
 from proxsparse.methods.walk import capture_samples, same_arguments, walk
 from proxsparse.models.layers import decoder_blocks, prunable_layers
-from proxsparse.reference import nm_mask
 
 
 class Inputs:
@@ -66,23 +63,6 @@ def test_the_longest_text_tells_a_mixed_model(tiny_model):
     assert not same_arguments(long.calls)
 
 
-def test_later_blocks_see_the_pruned_ones(tiny_model, batches):
-    """The second block's statistics are those of a model whose first block is pruned already."""
-    model, first_pruned, seen = tiny_model(), tiny_model(), {}
-
-    def halve(statistics):
-        seen.update(statistics)
-        for name in statistics:
-            model.get_submodule(name).weight.data.mul_(0.5)
-
-    walk(model, prunable_layers(model), batches, Inputs, halve)
-    for layer in prunable_layers(first_pruned, include=[r"\.0\."]).values():
-        layer.weight.data.mul_(0.5)
-    for name, rows in hooked_inputs(first_pruned, batches).items():
-        if ".1." in name:
-            assert_same_rows(seen[name], rows)
-
-
 def test_one_decoder_block_of_statistics_at_a_time(tiny_model, batches):
     """When the first statistics of a decoder block are made, those of the one before are gone."""
     alive, most = weakref.WeakSet(), []
@@ -97,40 +77,3 @@ def test_one_decoder_block_of_statistics_at_a_time(tiny_model, batches):
     walk(model, prunable_layers(model), batches, Counted, lambda statistics: None)
     assert max(most) == 7
     assert len(most) == 14
-
-
-class Tupled(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, hidden_states, **kwargs):
-        return self.block(hidden_states, **kwargs), None
-
-
-def test_blocks_that_return_tuples(tiny_model, batches):
-    """Older decoder blocks return (hidden states, ...) and take their hidden states by keyword."""
-    plain, tupled = tiny_model(), tiny_model()
-    tupled.model.layers = nn.ModuleList(Tupled(block) for block in tupled.model.layers)
-
-    def forward(input_ids, attention_mask, use_cache):
-        hidden = tupled.model.embed_tokens(input_ids)
-        position_ids = torch.arange(input_ids.shape[1])[None]
-        for block in tupled.model.layers:
-            rotary = tupled.model.rotary_emb(hidden, position_ids=position_ids)
-            hidden, _ = block(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)
-
-    tupled.forward = forward
-    masks, tupled_masks = prune_(plain, "wanda", batches), prune_(tupled, "wanda", batches)
-    assert all(torch.equal(one, two) for one, two in zip(masks.values(), tupled_masks.values(), strict=True))
-
-
-def test_wanda_scores_of_the_first_block(tiny_model, batches):
-    """|W_ij| * ||X_j||_2, the norm over all tokens of all documents."""
-    model, rows = tiny_model(), hooked_inputs(tiny_model(), batches)
-    masks = prune_(tiny_model(), "wanda", batches)
-    first = prunable_layers(model, include=[r"\.0\."])
-    assert len(first) == 7
-    for name, layer in first.items():
-        score = layer.weight.double().abs() * torch.cat(rows[name]).double().square().sum(0).sqrt()
-        assert torch.equal(masks[name], nm_mask(score)), name

@@ -52,12 +52,36 @@ def cuda_on_cpu(emulated, monkeypatch):
 
 
 @pytest.fixture
+def triton_on_cpu(monkeypatch):
+    """The backend "triton", as compiled for sm_90, serves tensors of the CPU. Returns the emulated GPU."""
+    pytest.importorskip("triton")
+    require_compilers("g++")
+    from ptx.triton_launch import Kernel
+
+    from proxsparse import triton_kernels
+    from proxsparse.triton_kernels import adamw_prox, masked_weight, prox
+
+    gpu, prox_list = GPU(), triton_kernels.prox_list_n4_
+    kernels = {"prox_n4": prox, "prox_list": prox, "adamw_prox": adamw_prox, "masked_weight": masked_weight}
+    for name, module in kernels.items():
+        monkeypatch.setattr(module, f"{name}_kernel", Kernel(gpu, getattr(module, f"{name}_kernel")))
+
+    def prox_list_n4_(weights, *arguments):
+        with gpu.memory(weights):  # their addresses are in a table
+            prox_list(weights, *arguments)
+
+    monkeypatch.setattr(triton_kernels, "prox_list_n4_", prox_list_n4_)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that `supports` accepts tensors of the CPU; triton has read it
+    return gpu
+
+
+@pytest.fixture
 def serve(request, on_backend):
     """serve(op, (backend, device)) -> the device; the backend is chosen until the test ends."""
 
     def choose(op: str, place: tuple[str, str]) -> torch.device:
-        if place == ("cuda", "cpu"):
-            request.getfixturevalue("cuda_on_cpu")
+        if place in (("cuda", "cpu"), ("triton", "cpu")):
+            request.getfixturevalue(f"{place[0]}_on_cpu")
         return on_backend(op, place, *CALLS[op])
 
     return choose

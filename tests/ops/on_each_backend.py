@@ -3,17 +3,15 @@
 On a machine with several GPUs, tests run on the second one too, while the first one is the current device.
 """
 
-import os
-
 import pytest
 import torch
 
 from proxsparse.ops import registry
 
 GPU_BACKENDS = ("triton", "cuda", "gemv", "cutlass")
-ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_", "pack_nm")  # of "cuda"
+EMULATED = ("triton", "cuda")
+ON_CPU_OPS = ("prox_nm_", "prox_nm_list_", "adamw_prox_", "masked_weight_", "pack_nm")  # of these
 SECOND_GPU = (pytest.mark.gpu, pytest.mark.multi_gpu)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class OnGPU:
@@ -27,16 +25,11 @@ class OnGPU:
 
 
 def backends_of(op: str) -> list:
-    """cpp, the reference and the compiled CUDA kernels (tests/ptx) on the CPU; triton, cuda, the reference on GPUs.
-
-    Only triton, on the CPU, in a process in which Triton interprets.
-    """
-    if INTERPRETED:
-        return [pytest.param(("triton", "cpu"), id="triton")] if "triton" in registry.list_backends(op) else []
+    """cpp, the reference and compiled GPU kernels (tests/ptx) on the CPU; triton, cuda, the reference on GPUs."""
     found = []
     for name in registry.list_backends(op):
-        if name not in GPU_BACKENDS or (name == "cuda" and op in ON_CPU_OPS):
-            marks, label = (pytest.mark.slow, "cuda-on-cpu") if name == "cuda" else ((), name)
+        if name not in GPU_BACKENDS or (name in EMULATED and op in ON_CPU_OPS):
+            marks, label = (pytest.mark.slow, f"{name}-on-cpu") if name in EMULATED else ((), name)
             found.append(pytest.param((name, "cpu"), id=label, marks=marks))
         if name in (*GPU_BACKENDS, "reference"):
             label = "reference-on-gpu" if name == "reference" else name

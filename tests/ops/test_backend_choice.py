@@ -13,10 +13,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from ops.on_each_backend import OnGPU
-from pruned import pruned_linear
 
-from proxsparse import SparseLinear, nm_mask, prox_nm, prox_nm_, reference, use_backend
-from proxsparse.ops import choice, pack_nm, registry, sparse_linear
+from proxsparse import use_backend
+from proxsparse.ops import choice, registry
 from proxsparse.ops.backends import cuda, cutlass, gemv, triton
 from proxsparse.ops.registry import Kernel
 
@@ -125,34 +124,6 @@ def test_the_backend_of_a_call_comes_first_then_the_innermost_block_then_the_env
     assert registry.explicit_kernel("toy") is None
 
 
-def test_the_public_functions_obey_the_choice(monkeypatch):
-    linear, weight = pruned_linear(), torch.randn(3, 16)
-    before, (values, indices), x = weight.clone(), pack_nm(linear.weight), torch.randn(2, 24)
-    with use_backend("reference"):
-        assert torch.equal(prox_nm(weight, 0.7), reference.prox_nm(weight, 0.7))
-        assert torch.equal(nm_mask(weight), reference.nm_mask(weight))
-        assert torch.equal(sparse_linear(x, values, indices), x @ linear.weight.T)
-    with use_backend("cpp"), pytest.raises(RuntimeError, match="cpp"):
-        prox_nm_(weight, 0.7, "4:8")
-    assert torch.equal(weight, before)
-    monkeypatch.setattr(registry, "_warned", set())
-    for backend in ("triton", "cuda"):
-        with use_backend(backend), pytest.warns(UserWarning, match=f"nm_mask: backend '{backend}' has no kernel"):
-            assert torch.equal(nm_mask(weight), reference.nm_mask(weight))
-    with pytest.raises(RuntimeError, match=r"sparse_linear: backend 'gemv' was chosen .* CUDA .*backend='auto'"):
-        sparse_linear(x, values, indices, backend="gemv")
-    with use_backend("gemv"), pytest.raises(RuntimeError, match=r"'gemv' was chosen .*unset PROXSPARSE_BACKEND or"):
-        sparse_linear(x, values, indices)
-    with pytest.raises(ValueError, match="no such backend 'fastest'; choose from auto, cpp"):
-        sparse_linear(x, values, indices, backend="fastest")
-
-
-def test_the_reference_of_every_op_supports_everything():
-    for op in registry.list_ops():
-        arguments = (torch.zeros(2, 4),) if op == "sparse_linear" else (1.0, 2, 4, None)
-        assert registry.get_kernel(op, "reference").supports(torch.zeros(1, 8), *arguments) is None
-
-
 # ------------------------------------------------------------------------------------------ "auto" of sparse_linear
 
 
@@ -243,11 +214,6 @@ def test_a_call_that_was_met_is_not_decided_again_and_the_memory_is_bounded(meas
     assert chosen(4, 64, 64) != "fast"
 
 
-def test_auto_chooses_inside_a_compiled_graph():
-    layer, x = SparseLinear.from_linear(pruned_linear(8, 4)), torch.randn(5, 8)
-    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
-
-
 # ------------------------------------------------------------------------------------------ GPUs that are not here
 
 
@@ -290,11 +256,6 @@ ONLY = "supports only CUDA GPUs, but x is on {0} and the weight on {0}"
 )
 def test_what_gpu_backends_support(name, tensors, reason, hopper):
     assert re.fullmatch(reason, str(kernel_of(name).supports(*tensors)))
-
-
-def test_what_is_missing_is_named(hopper, monkeypatch):
-    monkeypatch.setattr(cuda, "_missing", "no compiler")
-    assert kernel_of("gemv").supports(*gpu(1, 12, 7)) == "no compiler"
 
 
 @pytest.mark.parametrize("arguments", [None, 6, 8, 11])

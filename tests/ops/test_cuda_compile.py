@@ -50,16 +50,12 @@ class Loads:
     bytes: int
     values: int
     scales: int
-    # For a step of 4 tiles and up to 4 rows of x, and of 2 tiles and 16 rows: 1.25 to 2.25 for a weight. The
-    # memory of an H200 takes the time of 7.7 instructions for a weight of 16 bits, of 4.3 for 8 bits and of 2.8 for 4
-    # bits.
-    most_instructions: dict[int, int]
 
 
 LOADS = {
-    "Bits16": Loads(16, 4, 0, {1: 320, 4: 256}),
-    "Bits8": Loads(16, 2, 0, {1: 540, 4: 420}),
-    "Bits4": Loads(8, 2, 2, {1: 600, 4: 420}),
+    "Bits16": Loads(16, 4, 0),
+    "Bits8": Loads(16, 2, 0),
+    "Bits4": Loads(8, 2, 2),
 }
 
 
@@ -139,7 +135,6 @@ def check_gemv(kernels: list[Compiled]) -> None:
         assert sum(name.startswith("LDGSTS") for name in loop) == 8  # 4 rows of x, for the next step
         assert sum(name.startswith("LDSM") for name in loop) == 4 * groups
         assert sum(name.startswith("HMMA.SP") for name in loop) == 4 * tiles * groups
-        assert len(loop) <= loads.most_instructions[groups]  # of a lane, of 32, for 8 * tiles * 256 weights
 
 
 def check_report(report: str) -> int:

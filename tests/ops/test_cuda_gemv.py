@@ -97,13 +97,6 @@ def test_every_shape_and_tail(shape, bits, cuda_on_cpu):
         check(cuda.gemv(x, values, indices, bias, scales), x, weight, bias)
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_every_number_of_rows(bits, cuda_on_cpu):
-    for rows in range(1, 17):
-        x, values, indices, scales, weight = layer(bits, rows, 33, 576)
-        check(cuda.gemv(x, values, indices, None, scales), x, weight)
-
-
 @pytest.mark.parametrize(("processors", "generation"), [(1, 9), (8, 9), (132, 9), (108, 8), (148, 10)])
 def test_however_the_work_is_split(processors, generation, cuda_on_cpu, monkeypatch):
     """Few processors: 8 warps a thread block; many: clusters of up to 8, where the GPU has them."""
@@ -130,26 +123,6 @@ def test_every_launch_parameter_gives_the_same_product(tiles, bits, launch):
         assert parameters == (min(warps, most), row_blocks * splits, splits, tiles == 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"warps": 32, "splits": 16, "tiles": 64}, (16, 5 * 8, 8)),
-        ({"warps": 1, "splits": 3, "tiles": 3}, (1, 10 * 3, 3)),
-        ({"warps": -1, "splits": -1, "tiles": -1}, (4, 5 * 8, 8)),  # as 0: its own plan
-    ],
-    ids=str,
-)
-def test_what_a_gpu_cannot_run_is_replaced(given, expected, launch):
-    x, values, indices, _, weight = layer(16, 1, 150, 8 * 1024)
-    y, parameters = launch(x, values, indices, **given)
-    check(y, x, weight)
-    assert parameters[:3] == expected
-    x, values, indices, _, weight = layer(16, 9, 150, 1024)
-    y, parameters = launch(x, values, indices, **given)
-    check(y, x, weight)
-    assert parameters[0] % 4 == 0  # four warps share x
-
-
 def test_dependent_launch_and_clusters_only_where_the_code_has_the_instructions(launch, cuda_on_cpu, monkeypatch):
     """A kernel without them would not wait for the one before, and y would miss the sums of other thread blocks.
 
@@ -163,15 +136,6 @@ def test_dependent_launch_and_clusters_only_where_the_code_has_the_instructions(
             y, parameters = launch(x, values, indices, dependent=dependent)
             check(y, x, weight)
             assert parameters[2:] == (splits, dependent and code == 90)
-
-
-def test_one_block_at_every_place(cuda_on_cpu):
-    """Each weight alone meets its own number of x: all columns of two steps, every place of a block."""
-    x = torch.arange(1, 513).view(1, 512).to(torch.float16)  # exact
-    for place in range(4):
-        weight = torch.zeros(128, 512, dtype=torch.float16)
-        weight[torch.arange(128), 4 * torch.arange(128) + place] = 1
-        assert torch.equal(cuda.gemv(x, *pack.pack_nm(weight), None)[0], x[0, place::4])
 
 
 def test_a_number_that_is_not_finite_stays_in_its_row(cuda_on_cpu):

@@ -7,7 +7,6 @@ import torch
 from ops.cases import DTYPES, bits, feasible
 
 from proxsparse.ops import dequantize_nm, pack_nm, quantize_nm, registry, unpack_nm
-from proxsparse.ops.backends import cpp
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import pack, quantize
 
@@ -103,17 +102,6 @@ def test_an_infeasible_weight_is_refused_in_the_words_of_the_reference(device):
     with pytest.raises(ValueError) as error:  # noqa: PT011
         pack_nm(weight.to(device))
     assert str(error.value) == f"weight of shape [40, 1024]: {message}"
-
-
-def test_without_the_compiled_extension_the_reference_serves_with_a_warning(monkeypatch):
-    monkeypatch.setattr(cpp, "_C", None)
-    monkeypatch.setattr(cpp, "_missing", "the compiled extension is missing")
-    monkeypatch.setattr(registry, "_warned", set())
-    monkeypatch.delenv("PROXSPARSE_BACKEND", raising=False)
-    weight = feasible((3, 12), torch.float32, 0).nan_to_num()
-    with pytest.warns(UserWarning, match=r"pack_nm: not on the cpp backend.*the compiled extension is missing"):
-        values, indices = pack_nm(weight)
-    assert torch.equal(unpack_nm(values, indices), weight)
 
 
 # ------------------------------------------------------------------------------------------ codes of 8 and 4 bits
@@ -234,38 +222,22 @@ def test_values_without_codes_and_damaged_codes_are_refused(call, arguments, mes
 
 PACKED = {"weight": torch.zeros(3, 12), "n": 2, "values": torch.zeros(3, 6), "indices": torch.zeros(3, 2).byte()}
 CODED = {"values": torch.ones(3, 8), "codes": torch.zeros(3, 8).char(), "scales": torch.zeros(3, 1)}
+UNFIT = [
+    (PACKED, {"n": 4}, "n=4: only 1:4, 2:4 and 3:4 weights can be packed"),
+    (PACKED, {"weight": torch.zeros(3, 10)}, r"shape \[3, 10\]: in_features must be a multiple of 4"),
+    (PACKED, {"values": torch.zeros(3, 5)}, r"values of shape \[3, 5\].*must be .* of shape \[3, 6\]"),
+    (PACKED, {"values": torch.zeros(6, 3).T}, "values .* must be a contiguous Float tensor .* on cpu"),
+    (PACKED, {"indices": torch.zeros(3, 2)}, "indices of shape .* and dtype Float"),
+    (CODED, {"codes": torch.zeros(3, 6).char()}, r"codes of shape \[3, 6\]"),
+    (CODED, {"scales": torch.zeros(3)}, r"scales of shape \[3\].*\[3, 1\]"),
+    (CODED, {"scales": torch.zeros(3, 1).double()}, "values of shape .* Float .* Double"),
+    (CODED, {"values": torch.zeros(8, 3).T}, "must be a contiguous"),
+    (CODED, {"values": torch.zeros(3, 7), "codes": torch.zeros(3, 3).byte()}, "even number of values"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kernels", "good", "changed", "message"),
-    [
-        *(
-            (("pack_n4", "unpack_n4"), PACKED, *case)
-            for case in (
-                ({"n": 4}, "n=4: only 1:4, 2:4 and 3:4 weights can be packed"),
-                ({"weight": torch.zeros(3, 10)}, r"shape \[3, 10\]: in_features must be a multiple of 4"),
-                ({"values": torch.zeros(3, 5)}, r"values of shape \[3, 5\].*must be .* of shape \[3, 6\]"),
-                ({"values": torch.zeros(3, 6).double()}, "dtype Double"),
-                ({"values": torch.zeros(6, 3).T}, "values .* must be a contiguous Float tensor .* on cpu"),
-                ({"indices": torch.zeros(3, 1).byte()}, r"indices .* contiguous Byte tensor of shape \[3, 2\]"),
-                ({"indices": torch.zeros(3, 2)}, "indices of shape .* and dtype Float"),
-            )
-        ),
-        *(
-            (("quantize_nm", "dequantize_nm"), CODED, *case)
-            for case in (
-                ({"codes": torch.zeros(3, 6).char()}, r"codes of shape \[3, 6\]"),
-                ({"codes": torch.zeros(3, 8)}, r"codes of shape \[3, 8\].* Byte"),
-                ({"scales": torch.zeros(3)}, r"scales of shape \[3\].*\[3, 1\]"),
-                ({"scales": torch.zeros(3, 1).double()}, "values of shape .* Float .* Double"),
-                ({"values": torch.zeros(8, 3).T}, "must be a contiguous"),
-                ({"values": torch.zeros(3, 7), "codes": torch.zeros(3, 3).byte()}, "even number of values"),
-                ({"scales": torch.zeros(3, 1).int()}, r"(codes of shape \[3, 8\].* Byte|values .* Float .* Int)"),
-            )
-        ),
-    ],
-)
-def test_the_compiled_kernels_refuse_what_does_not_fit(compiled, kernels, good, changed, message):
-    for kernel in kernels:
+@pytest.mark.parametrize(("good", "changed", "message"), UNFIT)
+def test_the_compiled_kernels_refuse_what_does_not_fit(compiled, good, changed, message):
+    for kernel in ("pack_n4", "unpack_n4") if good is PACKED else ("quantize_nm", "dequantize_nm"):
         with pytest.raises(ValueError, match=message):
             getattr(compiled, kernel)(**good | changed)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from ops.blocks import random_blocks
 from ops.cases import DTYPES, bits, each_dtype
-from ops.on_each_backend import assert_alike
+from ops.on_each_backend import EMULATED, assert_alike
 from reference.ground_truth import GAP, assert_optimal, exact, exact_one, relative_gap
 
-from proxsparse import prox_nm, prox_nm_, reference
+from proxsparse import prox_nm, reference
 from proxsparse.ops import prox_nm_list_, registry
 
 OP = "prox_nm_"
@@ -21,8 +21,8 @@ each_poison = pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.in
 
 
 def is_slow(device: torch.device) -> bool:
-    """Whether each block takes microseconds: the reference, and compiled CUDA kernels on the CPU (tests/ptx)."""
-    return registry.chosen_backend() in ("cuda", "reference") and device.type == "cpu"
+    """Whether each block takes microseconds: the reference, and compiled GPU kernels on the CPU (tests/ptx)."""
+    return registry.chosen_backend() in (*EMULATED, "reference") and device.type == "cpu"
 
 
 def largest(weight: torch.Tensor) -> torch.Tensor:
@@ -134,25 +134,7 @@ def test_scale_is_the_metric_and_only_its_magnitude_counts(dtype, device):
         assert torch.equal(prox_nm(weight.to(device), 0.1, scale=(scale * sign).to(scale_dtype).to(device)), result)
 
 
-@each_dtype
-def test_scale_by_powers_of_two_is_exact_and_of_any_float_dtype(dtype, device):
-    weight = random_blocks(60, 0.7, seed=7).view(2, 120).to(device, dtype)
-    scale = 2.0 ** torch.randint(-2, 3, (120,), device=device)
-    expected = prox_nm(weight.double() * scale, 0.7) / scale
-    for scale_dtype in DTYPES:
-        result = prox_nm(weight, 0.7, scale=scale.to(scale_dtype))
-        torch.testing.assert_close(result.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-4)
-
-
 # ------------------------------------------------------------------------------------------ ties and units
-
-
-def test_the_dense_point_is_found_where_three_weights_tie_at_s_zero():
-    """There v = k = 0 for three weights, and 1 / (v^2 + k)^(3/2) is more than float32 holds."""
-    weight = torch.tensor([[0.9159409, 0.5795862, 0.5795862, 0.5795862]])
-    candidate, valid = reference.prox.dense_candidate(weight, 0.7)
-    assert valid.all()
-    assert_optimal(candidate, weight, 0.7)
 
 
 @full_precision
@@ -222,18 +204,6 @@ def test_a_bad_number_changes_no_other_block_at_any_strength(poison, dtype, devi
 
 
 @each_dtype
-@pytest.mark.parametrize("n", [1, 2])
-def test_kept_weights_keep_their_bits_and_pruned_ones_become_plus_zero(n, dtype, device):
-    weight, scale = torch.randn(8, 400).to(dtype), 0.25 + torch.rand(400, device=device)
-    for c in (None, scale):
-        result = prox_nm(weight.to(device), 1e4, f"{n}:4", c).cpu()
-        kept = result != 0
-        assert (kept.view(8, 100, 4).sum(-1) == n).all()
-        assert torch.equal(bits(result[kept]), bits(weight[kept]))
-        assert not result[~kept].signbit().any()
-
-
-@each_dtype
 def test_zeros_are_positive_even_by_underflow(dtype, device):
     units = -torch.randint(1, 5, (4, 800))  # of the smallest number of the dtype
     smallest, scale = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps, 2.0**100
@@ -241,15 +211,6 @@ def test_zeros_are_positive_even_by_underflow(dtype, device):
     result = prox_nm(weight, 0.5 / (4 * smallest * scale), scale=torch.full((800,), scale, device=device))
     assert (result == 0).any()
     assert not result[result == 0].signbit().any()
-
-
-def test_the_copy_leaves_its_input_and_needs_no_gradient(device):
-    weight = torch.nn.Parameter(random_blocks(6, 0.7).view(4, 6).T.float().to(device))
-    before = weight.detach().clone()
-    result = prox_nm(weight, 0.7)
-    assert torch.equal(weight, before)
-    assert not result.requires_grad
-    assert torch.equal(prox_nm_(weight, 0.7).detach(), result)
 
 
 # ------------------------------------------------------------------------------------------ the ends of the range

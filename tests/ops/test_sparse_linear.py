@@ -7,7 +7,6 @@ import pytest
 import torch
 from ops.on_each_backend import backends_of
 from pruned import assert_as_good_as_dense, pruned_linear, pruned_weight, quantized
-from torch.utils.flop_counter import FlopCounterMode
 
 from proxsparse import SparseLinear
 from proxsparse.ops import choice, pack_nm, sparse_linear, unpack_nm
@@ -66,23 +65,6 @@ def test_matches_the_dense_product(place, bits, dtype):
                     assert torch.equal(y, sparse_linear(*call)), f"{rows} rows, {shape}: two calls differ"
     if not served:
         pytest.skip(f"{backend} serves no {dtype} with {bits} bits here")
-
-
-@each_dtype
-@pytest.mark.parametrize("backend", [AUTO, "reference"])
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_any_number_of_dimensions_and_the_gradient_of_x(bits, backend, dtype):
-    values, indices, scales, weight = weight_of((64, 160), dtype, bits)
-    bias = torch.randn(64).to(dtype)
-    for shape in ((160,), (1, 160), (2, 3, 160), (0, 160), (2, 0, 160), (5, 1, 3, 160)):
-        x = torch.randn(shape).to(dtype).requires_grad_()
-        for b in (None, bias):
-            y = sparse_linear(x, values, indices, b, None, backend, scales)
-            assert_as_good_as_dense(y, x, weight, b)
-        (gradient,) = torch.autograd.grad(y.sum(), x)
-        assert gradient.dtype == dtype
-        error = (gradient.double() - weight.double().sum(0)).abs()
-        assert (error <= 4 * torch.finfo(dtype).eps * weight.double().abs().sum(0)).all()
 
 
 @pytest.fixture
@@ -161,14 +143,6 @@ def test_threads_change_nothing(dtype, rows, kernel):
     assert_as_good_as_dense(results[0], x, weight)
 
 
-def test_no_inputs_and_no_outputs(kernel):
-    x, bias, indices = torch.ones(3, 0), torch.arange(5.0), torch.zeros(5, 0).byte()
-    for rows in (3, 64):
-        y = kernel.run(x[:1].expand(rows, 0), torch.zeros(5, 0), indices, bias, None)
-        assert torch.equal(y, bias.expand(rows, 5))
-    assert kernel.run(x[:, :0], torch.zeros(0, 0), indices[:0], None, None).shape == (3, 0)
-
-
 # ------------------------------------------------------------------------------------------ torch around it
 
 
@@ -207,18 +181,6 @@ def test_the_output_can_be_changed_in_place_while_grad_is_on(shape, compiled, pa
         run = lambda x: sparse_linear(x, packed["values"], packed["indices"])  # noqa: E731
         run = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
         torch.testing.assert_close(gradient(run, change), gradient(lambda x: x @ weight.T, change))
-
-
-@pytest.mark.parametrize("bits", [16, 8])
-def test_flops_are_those_of_the_dense_product(bits):
-    def count(linear) -> int:
-        with FlopCounterMode(display=False) as counter:
-            linear(torch.zeros(2, 3, 24, requires_grad=True)).sum().backward()
-        return counter.get_total_flops()
-
-    values, indices, scales, weight = weight_of((7, 24), torch.float32, bits)
-    dense = count(lambda x: torch.nn.functional.linear(x, weight.float()))
-    assert count(lambda x: sparse_linear(x, values, indices, scales=scales)) == dense == 2 * 2 * 6 * 24 * 7
 
 
 def test_only_one_backend_prepares_something():
@@ -276,21 +238,15 @@ def test_what_the_cpu_kernel_does_not_serve(x, values, reason, kernel, monkeypat
     ("changed", "message"),
     [
         ({"x": torch.zeros(2, 8).double()}, "x has dtype Double: .* supports float32 and bfloat16"),
-        ({"x": torch.zeros(8)}, r"x of shape \[8\]"),
         ({"x": torch.zeros(2, 10)}, "in_features must be a multiple of 4"),
         ({"x": torch.zeros(2, 12)}, r"values of shape \[3, 4\].*of shape \[3, 6\]"),
         ({"x": torch.zeros(8, 2).T}, "x of shape .* must be a contiguous"),
         ({"values": torch.zeros(3, 4).bfloat16()}, "values .* must be a contiguous Float"),
-        ({"values": torch.zeros(3, 4, device="meta")}, "on meta"),
         ({"indices": torch.zeros(3, 2).byte()}, r"indices of shape \[3, 2\].*shape \[3, 1\]"),
-        ({"indices": torch.zeros(3, 1).char()}, "indices .* contiguous Byte"),
         ({"bias": torch.zeros(2)}, r"bias of shape \[2\].*shape \[3\]"),
         ({"y": torch.zeros(2, 4)}, r"y of shape \[2, 4\].*shape \[2, 3\]"),
-        ({"values": torch.zeros(3, 4).char()}, "values .* must be a contiguous Float"),
         ({"scales": torch.zeros(3, 1)}, "values .* must be a contiguous Byte"),
         ({"values": torch.zeros(3, 4).char(), "scales": torch.zeros(3)}, r"scales of .* shape \[3, 1\]"),
-        ({"values": torch.zeros(3, 2).byte(), "scales": torch.zeros(3, 2)}, r"scales of .* shape \[3, 1\]"),
-        ({"values": torch.zeros(3, 2).byte(), "scales": torch.zeros(3, 2).int()}, r"scales of .* Int.* shape \[3, 1\]"),
         ({"values": torch.zeros(3, 4).char(), "scales": torch.zeros(3, 1).int()}, "scales of .* contiguous Float"),
     ],
 )

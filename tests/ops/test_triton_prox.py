@@ -1,6 +1,7 @@
-"""The Triton kernels without a GPU: interpreted on the CPU, and compiled ahead of time for NVIDIA and AMD.
+"""What only the Triton kernels have: the table of a list, machine code for NVIDIA and AMD, and Triton's interpreter.
 
-Both need a process of their own: triton decides at its import whether it interprets.
+Every op on the compiled kernels is in test_every_op.py and others. A process of its own is needed where triton decides
+at its import whether it interprets, or for which GPU it compiles.
 """
 
 import os
@@ -9,41 +10,76 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from ops.blocks import random_blocks
+from ops.on_each_backend import assert_alike
+
+from proxsparse import reference
 
 pytest.importorskip("triton")
+from proxsparse.triton_kernels import prox
+
 FOLDER = Path(__file__).parent
-# (files and options of pytest); each call of the interpreter takes a quarter second
-INTERPRETED = [
-    ("triton_prox_cases.py",),
-    ("test_prox.py",),
-    ("test_every_op.py", "-k", "(not strides or bfloat16) and not (guards and (8 or 10))"),
-]
-INTERPRETED += [("test_adamw_prox.py", "-k", "not mean_over")]
-COMPILED = [("triton_compiled_prox.py", "-m", "slow or not slow"), ("triton_rocm_cases.py", "-m", "slow or not slow")]
+COMPILED = ("triton_compiled_prox.py", "triton_rocm_cases.py")
+INTERPRETED = """
+import torch, proxsparse
+weight = torch.randn(8, 64)
+with proxsparse.use_backend("triton"):
+    found = proxsparse.prox_nm(weight, 0.7)
+torch.testing.assert_close(found, proxsparse.reference.prox_nm(weight, 0.7), rtol=1e-4, atol=1e-5)
+"""
 
 
-def run_in_own_process(*options: str, **environment: str):
+def in_own_process(*command: str, **environment: str):
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = [str(FOLDER / option) if option.endswith(".py") else option for option in options]
-    command = [sys.executable, "-m", "pytest", *options, "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
     folder, both = FOLDER.parent.parent, {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.run(command, env=inherited | environment, cwd=folder, **both)
-    assert process.returncode == 0, f"{options} failed:\n{process.stdout[-6000:]}"
+    process = subprocess.run([sys.executable, *command], env=inherited | environment, cwd=folder, **both)
+    assert process.returncode == 0, f"{command} failed:\n{process.stdout[-6000:]}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", INTERPRETED)
-def test_interpreted(command, tmp_path):
-    run_in_own_process(*command, "-x", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+def test_interpreted():
+    in_own_process("-c", INTERPRETED, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMPILED)
-def test_compiled_ahead_of_time(command, tmp_path):
-    run_in_own_process(*command, "-x", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("file", COMPILED)
+def test_compiled_ahead_of_time(file, tmp_path):
+    options = ("-m", "slow or not slow", "-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider")
+    in_own_process("-m", "pytest", str(FOLDER / file), *options, TRITON_CACHE_DIR=str(tmp_path))
 
 
-@pytest.mark.gpu
-def test_on_the_gpu():
-    """To the end, whatever fails, and with the kernels that other processes have compiled: minutes on a GPU are few."""
-    run_in_own_process("triton_prox_cases.py")
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_list_with_rows_of_a_table(dtype, triton_on_cpu, monkeypatch):
+    """Sizes below, at and above a row of the table, sizes and addresses that are no multiple of 16, and lambda = 0."""
+    monkeypatch.setattr(prox, "WEIGHTS_PER_ROW", 4096)
+    memory = [random_blocks(count // 4 + 1, 0.7, seed=count).flatten()[:count] for count in (16, 4096, 9984, 20, 32)]
+    weights, reg_lambdas = [m.to(dtype).view(-1, 4) for m in memory], [0.7, 0.02, 2.0, 0.7, 0.0]
+    expected = [reference.prox_nm(w.double(), x) for w, x in zip(weights, reg_lambdas, strict=True)]
+    with triton_on_cpu.memory(weights):
+        prox.prox_list_n4_(weights, reg_lambdas, 2)
+    for weight, other in zip(weights, expected, strict=True):
+        assert_alike(weight, other, dtype)
+
+
+def test_a_table_is_kept_until_something_changes(triton_on_cpu):
+    weights = [torch.randn(8, 16) for _ in range(2)]
+    prox.table_of.cache_clear()
+    for reg_lambda in (0.3, 0.3, 0.4):  # each call finds other weights in the same memory
+        expected = [reference.prox_nm(weights[0].double(), reg_lambda), reference.prox_nm(weights[1].double(), 0.1)]
+        with triton_on_cpu.memory(weights):
+            prox.prox_list_n4_(weights, [reg_lambda, 0.1], 2)
+        for weight, other in zip(weights, expected, strict=True):
+            assert_alike(weight, other, torch.float32)
+    assert (prox.table_of.cache_info().misses, prox.table_of.cache_info().hits) == (2, 1)
+
+
+def test_an_empty_weight_launches_nothing_and_what_the_kernel_cannot_serve_is_refused(triton_on_cpu):
+    prox.prox_n4_(torch.zeros(0, 8), 0.7, 2, None)
+    for weight, n in ((torch.ones(2, 6), 2), (torch.ones(4, 8).t(), 2), (torch.tensor(1.0), 2), (torch.ones(2, 8), 3)):
+        with pytest.raises(ValueError, match=r"weight of shape|n=3"):
+            prox.prox_n4_(weight, 0.7, n, None)
+    with pytest.raises(ValueError, match=r"float64.*list of torch.float32"):
+        prox.prox_list_n4_([torch.ones(2, 8), torch.ones(2, 8).double()], [0.1, 0.1], 2)
+    assert triton_on_cpu.launches == []

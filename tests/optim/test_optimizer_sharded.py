@@ -47,7 +47,7 @@ def test_fully_shard_gives_the_same_weights_and_checkpoints_resume_bit_for_bit(o
     saved = weights(model)
     torch.testing.assert_close(saved, weights(plain), rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
     state = optimizer.state[model[0].weight]
-    assert "pretrained" in state
+    assert ("pretrained" in state) == isinstance(optimizer, ProxAdamW)
     assert all(isinstance(value, DTensor) for key, value in state.items() if key != "step"), "placed as the weight"
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "checkpoint")
     train(model, optimizer, 2)
@@ -74,14 +74,11 @@ def sharded_weight(mesh, placement, local_shape) -> nn.Parameter:
 
 
 @each_optimizer
-def test_shardings_that_cut_blocks_or_scalings_are_refused(two_processes, make):
+def test_shardings_that_cut_blocks_are_refused(two_processes, make):
     weight = sharded_weight(two_processes, Shard(1), (4, 6))  # 12 input features: 6 a process
     with pytest.raises(ValueError, match=r"\[4, 12\]: 2 shards along the last .* split its 2:4 blocks.*fully_shard"):
         make([weight], reg_lambda=0.1)
     make([weight], reg_lambda=0.1, pattern="1:2")
-    weight = sharded_weight(two_processes, Shard(1), (4, 8))
-    with pytest.raises(ValueError, match=r"floating point of shape \[8\]"):
-        make([weight], reg_lambda=0.1).set_scale(weight, torch.ones(16))
 
 
 @pytest.mark.parametrize(

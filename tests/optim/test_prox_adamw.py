@@ -13,6 +13,7 @@ from training import ADAMW, ROUNDINGS, assert_same, loss_of, prox_optimizer, tin
 from proxsparse import ProxAdamW, ProxOptimizer
 from proxsparse.ops import prox_nm_
 from proxsparse.optim.prox_adamw import call_seed
+from proxsparse.reference import frozen_penalty
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* not on the cpp backend")
 BF16 = torch.bfloat16
@@ -21,20 +22,15 @@ PROX = {
     "without prox": {"reg_lambda": 0.0},
     "1:4": {"reg_lambda": 0.1, "pattern": "1:4"},
     "4:8": {"reg_lambda": 0.5, "pattern": "4:8"},
-    "frozen": {"reg_lambda": 0.05, "frozen_lambda": 0.2, "frozen_eps": 0.05},
 }
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("scaled", [False, True], ids=["w", "scaled"])
 @pytest.mark.parametrize("prox", PROX.values(), ids=PROX)
-def test_trajectory_matches_prox_optimizer(prox, scaled, dtype):
+def test_trajectory_matches_prox_optimizer(prox, dtype):
     model, twin = (tiny_model(5, dtype) for _ in range(2))
     fused, wrapped = ProxAdamW(model.parameters(), **ADAMW, **prox), prox_optimizer(twin.parameters(), **ADAMW, **prox)
-    if scaled and prox["reg_lambda"] > 0:
-        fused.set_scale(model[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
-        wrapped.set_scale(twin[0].weight, torch.linspace(0.5, 2, 8, dtype=dtype))
     rounds = 1 if prox.get("pattern") == "4:8" else 5  # the general solver is slow
     for _ in range(4):
         train(model, fused, rounds)
@@ -48,6 +44,39 @@ def test_trajectory_matches_prox_optimizer(prox, scaled, dtype):
         assert fused.state[p].keys() == wrapped.state[q].keys()
         for key, value in fused.state[p].items():
             torch.testing.assert_close(value, wrapped.state[q][key], rtol=1e-4, atol=TOLERANCE[dtype])
+
+
+def test_the_scaled_step_is_the_plain_step_on_v():
+    """v = c * w, with a scaling c from 0.1 to 10."""
+    weight = nn.Parameter(torch.randn(6, 16, dtype=torch.float64))
+    scale = torch.logspace(-1, 1, 16, dtype=torch.float64)[torch.randperm(16)]
+    v = nn.Parameter(scale * weight.detach())
+    on_v = ProxAdamW([v], lr=0.02, weight_decay=0.1, reg_lambda=0.3)
+    on_w = ProxAdamW([{"params": [weight], "prox_scale": scale}], lr=0.02, weight_decay=0.1, reg_lambda=0.3)
+    for gradient in torch.randn(5, 6, 16, dtype=torch.float64):
+        weight.grad, v.grad = gradient.clone(), gradient / scale
+        on_w.step()
+        on_v.step()
+    torch.testing.assert_close(weight * scale, v, rtol=1e-11, atol=1e-12)
+    assert torch.equal(weight == 0, v == 0)
+    assert (v == 0).any()
+
+
+def test_the_frozen_term_is_a_penalty_in_the_loss():
+    model, twin = tiny_model(), tiny_model()
+    frozen = {"frozen_lambda": 0.2, "frozen_eps": 0.05}
+    ours = ProxAdamW(model.parameters(), **ADAMW, reg_lambda=0.05, **frozen)
+    plain = ProxAdamW(twin.parameters(), **ADAMW, reg_lambda=0.05)
+    pretrained = [weight for weight in weights(twin) if weight.ndim == 2]
+    for _ in range(5):
+        train(model, ours, 1)
+        plain.zero_grad()
+        penalties = map(frozen_penalty, (twin[0].weight, twin[2].weight), pretrained, (0.05, 0.05))
+        (loss_of(twin) + 0.2 * sum(penalties)).backward()
+        plain.step()
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-10, atol=1e-12)
+    kept = [state["pretrained"] for state in ours.state.values() if "pretrained" in state]
+    assert_same(kept, pretrained)
 
 
 def test_a_compiled_step_is_the_eager_one():
@@ -267,6 +296,9 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
         ([parameter()], {"eps": "0.1"}, r"eps='0.1' must be"),
         ([parameter()], {"betas": (0.9, torch.ones(2))}, r"betas=.* must be two numbers"),
         ([parameter()], {"betas": 0.9}, r"betas=0.9 must be two numbers"),
+        ([parameter()], {"frozen_lambda": -2}, r"frozen_lambda=-2"),
+        ([parameter()], {"frozen_eps": 0}, r"frozen_eps=0 must be"),
+        ([parameter()], {"frozen_lambda": "0.1"}, r"frozen_lambda=.* must be a finite number"),
         ([parameter()], {"seed": 1.5}, r"seed=1.5 must be an integer"),
         ([parameter()], {"moment_dtype": torch.float16}, r"moment_dtype=torch.float16 must be torch.bfloat16, or None"),
         ([parameter()], {"stochastic_rounding": True, "master_weights": True}, r"choose one of the two"),
@@ -277,6 +309,15 @@ def parameter(dtype=torch.float32) -> nn.Parameter:
         *(
             ([{"params": [parameter()], option: True}], {}, f"{option}=True.*plain AdamW only")
             for option in ("amsgrad", "maximize", "differentiable")
+        ),
+        *(
+            ([{"params": [parameter()], "prox_scale": scale}], {}, words)
+            for scale, words in (
+                (torch.ones(9), r"shape \[9\].*shape \[4\]"),
+                (torch.ones(4, dtype=torch.int64), "int64"),
+                (torch.zeros(4), r"from 0\.0 to 0\.0.*finite and > 0"),
+                (torch.full((4,), torch.inf), "from inf to inf"),
+            )
         ),
     ],
 )
@@ -293,7 +334,7 @@ def test_float32_parameters_beside_bfloat16_accept_both_roundings(option):
 def test_the_state_of_another_method_is_refused():
     model = tiny_model()
     with pytest.raises(ValueError, match="decoupled_weight_decay=False"):
-        with_everything(ProxAdamW, model).load_state_dict(Adam(model.parameters()).state_dict())
+        ProxAdamW(model.parameters(), reg_lambda=0.1).load_state_dict(Adam(model.parameters()).state_dict())
 
 
 def test_sparse_gradients_and_other_dtypes_are_refused_before_anything_moves():

@@ -1,4 +1,4 @@
-"""ProxOptimizer: frozen-weight gradient, base step, prox; the scaling; what it shares with its base; failures."""
+"""ProxOptimizer: base step, prox; what it shares with its base; refusals."""
 
 import copy
 import pickle
@@ -13,7 +13,6 @@ from training import assert_same, loss_of, tiny_model, train, weights
 from proxsparse import ProxAdamW
 from proxsparse.ops import prox_nm, prox_nm_
 from proxsparse.optim import ProxOptimizer, param_groups
-from proxsparse.reference import frozen_penalty, frozen_penalty_grad
 
 pytestmark = pytest.mark.filterwarnings("ignore:prox_nm_. not on the cpp backend")
 
@@ -60,27 +59,10 @@ def test_the_prox_of_all_groups_is_one_call_for_each_pattern(monkeypatch):
     assert [group["prox_step"] for group in optimizer.param_groups] == [1, 1, 1]
 
 
-def test_frozen_gradient_is_that_of_the_penalty():
-    model = tiny_model()
-    pretrained = weights(model)[0]
-    optimizer = ProxOptimizer(SGD(model.parameters(), lr=0.1), 0.01, frozen_lambda=0.3, frozen_eps=0.05)
-    train(model, optimizer, 3)
-    w = model[0].weight.detach().clone().requires_grad_()
-    (loss_gradient,) = torch.autograd.grad(loss_of(model), model[0].weight)
-    (penalty_gradient,) = torch.autograd.grad(0.3 * frozen_penalty(w, pretrained, 0.05), w)
-    assert penalty_gradient.norm() > 1e-3 * loss_gradient.norm(), "the test would not see the term"
-    gradient = loss_gradient + penalty_gradient
-    train(model, optimizer, 1)
-    torch.testing.assert_close(model[0].weight.grad, gradient, rtol=1e-12, atol=1e-12)
-    expected = prox_nm(w.detach() - 0.1 * gradient, 0.01)
-    torch.testing.assert_close(model[0].weight.detach(), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_lbfgs_evaluates_the_closure_many_times():
     model, calls = tiny_model(), []
     base = LBFGS([model[0].weight, model[2].weight], lr=0.5, max_iter=8, line_search_fn="strong_wolfe")
-    optimizer = ProxOptimizer(base, 1e-3, frozen_lambda=1e-3)
-    optimizer.set_scale(model[0].weight, torch.rand(8) + 0.5)
+    optimizer = ProxOptimizer(base, 1e-3)
 
     def closure():
         optimizer.zero_grad()
@@ -93,52 +75,6 @@ def test_lbfgs_evaluates_the_closure_many_times():
         optimizer.step(closure)
     assert len(calls) > 9
     assert loss_of(model).item() < calls[0] / 4
-
-
-# ------------------------------------------------------------------------------------------- the scaling: v = c * w
-
-LR, LAMBDA = 0.02, 0.3
-
-
-@pytest.fixture
-def problem():
-    """A weight, a scaling from 0.1 to 10, and the gradients of five steps."""
-    weight = nn.Parameter(torch.randn(6, 16, dtype=torch.float64))
-    scale = torch.logspace(-1, 1, 16, dtype=torch.float64)[torch.randperm(16)]
-    return weight, scale, [torch.randn(6, 16, dtype=torch.float64) for _ in range(5)]
-
-
-def run(optimizer: ProxOptimizer, weight: nn.Parameter, gradients: list[torch.Tensor]) -> None:
-    for gradient in gradients:
-        weight.grad = gradient.clone()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("base", [SGD, Adam, AdamW])
-def test_the_scaled_step_is_the_plain_step_on_v(base, problem):
-    weight, scale, gradients = problem
-    v = nn.Parameter(scale * weight.detach())
-    on_v, on_w = (ProxOptimizer(base([p], lr=LR, weight_decay=0.1), LAMBDA) for p in (v, weight))
-    on_w.set_scale(weight, scale)
-    run(on_v, v, [gradient / scale for gradient in gradients])
-    run(on_w, weight, gradients)
-    torch.testing.assert_close(weight * scale, v, rtol=1e-11, atol=1e-12)
-    assert torch.equal(weight == 0, v == 0)
-    assert (v == 0).any()
-
-
-def test_the_frozen_gradient_is_not_scaled(problem):
-    weight, scale, gradients = problem
-    scale = scale.sqrt()  # SGD's step is lr / c^2: keep it small
-    optimizer = ProxOptimizer(SGD([weight], lr=LR), 1e-9, frozen_lambda=0.5, frozen_eps=0.2)
-    optimizer.set_scale(weight, scale)
-    pretrained = weight.detach().clone()
-    run(optimizer, weight, gradients[:2])
-    before = weight.detach().clone()
-    run(optimizer, weight, gradients[2:3])
-    gradient = gradients[2] + 0.5 * frozen_penalty_grad(before, pretrained, 0.2)
-    torch.testing.assert_close(weight.detach(), before - LR * gradient / scale**2, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(weight.grad, gradient)
 
 
 # ------------------------------------------------------------------------------------------- the base
@@ -168,18 +104,6 @@ def test_everything_is_shared_with_the_base():
     assert model[0].weight.grad is None
 
 
-def test_a_plain_state_loaded_into_the_base_keeps_the_settings_of_every_group():
-    model = tiny_model()
-    split = [{"params": [model[0].weight]}, {"params": [model[2].weight], "reg_lambda": 0}]
-    optimizer = ProxOptimizer(AdamW(split, lr=0.01), reg_lambda=0.6)
-    plain = AdamW([{"params": [model[0].weight]}, {"params": [model[2].weight]}], lr=0.02)
-    for wrapped in (optimizer, copy.deepcopy(optimizer)):
-        wrapped.base_optimizer.load_state_dict(plain.state_dict())
-        assert [(group["lr"], group["reg_lambda"]) for group in wrapped.param_groups] == [(0.02, 0.6), (0.02, 0)]
-    train(model, optimizer, 1)
-    assert optimizer.param_groups[0]["prox_step"] == 1
-
-
 def test_bad_bases_are_refused():
     model = tiny_model()
     base = SGD(model.parameters(), lr=0.1)
@@ -199,8 +123,8 @@ def test_bad_bases_are_refused():
     ("last", "arguments", "message"),
     [
         ({}, {"pattern": "1:3"}, "multiple of 3"),
-        ({"frozen_eps": -1.0}, {}, "frozen_eps=-1.0"),
-        ({}, {"frozen_lambda": -1.0}, "frozen_lambda=-1.0"),
+        ({"reg_lambda": -1.0}, {}, "reg_lambda=-1.0"),
+        ({}, {"reg_lambda": -2.0}, "reg_lambda=-2.0"),
     ],
 )
 def test_a_wrap_that_raises_leaves_the_base_as_it_was(last, arguments, message):
@@ -208,59 +132,8 @@ def test_a_wrap_that_raises_leaves_the_base_as_it_was(last, arguments, message):
     base = SGD([{"params": [first]}, {"params": [second]} | last], lr=0.1)
     before = copy.deepcopy(base.defaults), [list(group) for group in base.param_groups]
     with pytest.raises(ValueError, match=message):
-        ProxOptimizer(base, 0.1, **arguments)
+        ProxOptimizer(base, **{"reg_lambda": 0.1} | arguments)
     assert (base.defaults, [list(group) for group in base.param_groups]) == before
-    base.param_groups[1].pop("frozen_eps", None)
+    base.param_groups[1].pop("reg_lambda", None)
     ProxOptimizer(base, 0.5, "1:4")
     assert (base.param_groups[0]["reg_lambda"], base.param_groups[0]["pattern"]) == (0.5, "1:4")
-
-
-# ------------------------------------------------------------------------------------------- failures
-
-
-@pytest.mark.parametrize("in_closure", [False, True])
-def test_a_step_that_raises_does_not_leave_the_weights_scaled(in_closure):
-    class Failing(SGD):
-        def step(self, closure=None):
-            closure and closure()
-            raise RuntimeError("out of memory")
-
-    model = tiny_model()
-    optimizer = ProxOptimizer(Failing(model.parameters(), lr=0.1), 0.1)
-    optimizer.set_scale(model[0].weight, torch.full((8,), 4.0))
-    before = weights(model)
-    loss_of(model).backward()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        optimizer.step((lambda: loss_of(model)) if in_closure else None)
-    assert_same(weights(model), before)
-
-
-def test_a_scaling_that_cannot_be_applied_leaves_no_other_applied():
-    model = tiny_model()
-    optimizer = ProxOptimizer(SGD([model[0].weight, model[2].weight], lr=0.1), 0.1)
-    optimizer.set_scale(model[0].weight, torch.full((8,), 4.0))
-    optimizer.set_scale(model[2].weight, torch.full((24,), 4.0))
-    other = nn.Parameter(torch.ones(4, 16))
-    optimizer.param_groups[0]["params"][1] = other
-    gradient, before = torch.ones_like(model[0].weight), weights(model)[0]
-    model[0].weight.grad, other.grad = gradient.clone(), torch.ones(4, 16)
-    with pytest.raises(RuntimeError, match="size"):
-        optimizer.step()
-    assert torch.equal(model[0].weight, before)
-    assert torch.equal(model[0].weight.grad, gradient)
-
-
-@pytest.mark.parametrize("scaled", [False, True], ids=["frozen term", "scaling"])
-def test_a_sparse_gradient_takes_no_dense_term(scaled):
-    layer = nn.Embedding(6, 8, sparse=True)
-    optimizer = ProxOptimizer(SGD(layer.parameters(), lr=0.1), 0.1)
-    layer(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()  # the prox alone accepts it
-    if scaled:
-        optimizer.set_scale(layer.weight, torch.full((8,), 4.0))
-    else:
-        optimizer.param_groups[0]["frozen_lambda"] = 0.2
-    before = layer.weight.detach().clone()
-    with pytest.raises(ValueError, match=r"\[6, 8\] has a sparse gradient.*sparse=False"):
-        optimizer.step()
-    assert torch.equal(layer.weight, before)

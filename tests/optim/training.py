@@ -69,9 +69,11 @@ each_setup = pytest.mark.parametrize(("dtype", "make"), SETUPS.values(), ids=SET
 
 
 def with_everything(make: Callable[..., Optimizer], model: nn.Module) -> Optimizer:
-    """The optimizer with the frozen-weight term and a scaling."""
-    optimizer = make(model.parameters(), **ADAMW, reg_lambda=0.3, frozen_lambda=0.05)
-    optimizer.set_scale(model[0].weight, torch.linspace(0.5, 2, 8))
+    """The optimizer, ProxAdamW with the frozen-weight term and a scaling."""
+    first, *others = model.parameters()
+    optimizer = make([{"params": [first]}, {"params": others}], **ADAMW, reg_lambda=0.3)
+    if isinstance(optimizer, ProxAdamW):
+        optimizer.param_groups[0] |= {"prox_scale": torch.linspace(0.5, 2, 8), "frozen_lambda": 0.05}
     return optimizer
 
 

@@ -314,13 +314,22 @@ def copy(t: Translator, operands) -> str:
     return f"cp_async(t, {address(t, target)}, {address(t, source)}, {size}, {t.typed(exist, 'u32')});"
 
 
-def matrices(t: Translator, operands, direction) -> str:
-    """ldmatrix and stmatrix: lane 8 i + r brings the address of row r of matrix i; a lane has 2 numbers of a row."""
+def matrices(t: Translator, operands, direction, transposed) -> str:
+    """ldmatrix and stmatrix: lane 8 i + r brings the address of row r of matrix i; a lane has 2 numbers of a row.
+
+    Transposed: of a column.
+    """
     where, registers = operands if direction == "st" else reversed(operands)
-    registers, row = vector(registers), "t.warp->words[8 * {1} + t.lane / 4]"
+    registers, rows = vector(registers), "t.warp->words[8 * {1} + t.lane / 4]"
     wait = t.lanes("~0u", [f"u32({address(t, where)})"], f"t.lane < {8 * len(registers) if direction == 'ld' else 0}")
-    load = f"set({{0}}, {row}[t.lane % 4]);"
-    store = f"store(at(t, kShared, {row}[0] + t.lane % 4 * 4, 4), 0, as<u32>({{0}}));"
+    load = f"set({{0}}, {rows}[t.lane % 4]);"
+    store = f"store(at(t, kShared, {rows}[0] + t.lane % 4 * 4, 4), 0, as<u32>({{0}}));"
+    if transposed:
+        pair = [f"t.warp->words[8 * {{1}} + t.lane % 4 * 2 + {place}]" for place in (0, 1)]
+        low, high = (f"({row}[t.lane / 8] >> t.lane / 4 % 2 * 16 & 0xFFFF)" for row in pair)
+        load = f"set({{0}}, {low} | {high} << 16);"
+        halves = zip(pair, ("as<u32>({0})", "as<u32>({0}) >> 16"), strict=True)
+        store = " ".join(f"store(at(t, kShared, {row}[0] + t.lane / 4 * 2, 2), 0, u16({x}));" for row, x in halves)
     moves = [(load if direction == "ld" else store).format(t.value(r), i) for i, r in enumerate(registers)]
     return f"{wait} {' '.join(moves)}"
 
@@ -340,7 +349,7 @@ METHODS = [
     (r"mov\.([busf]\d+|pred)", move),
     (r"bra(?:\.uni)?", jump),
     (r"cp\.async\.c[ag]\.shared\.global(?:\.L2::128B)?", copy),
-    (r"(ld|st)matrix\.sync\.aligned\.(?:m8n8\.x[124]|x[124]\.m8n8)\.shared\.b16", matrices),
+    (r"(ld|st)matrix\.sync\.aligned\.(?:m8n8\.x[124]|x[124]\.m8n8)(\.trans)?\.shared\.b16", matrices),
     (rf"{MMA}32\.row\.col\.(f32)\.(f16|bf16)\.\2\.f32", multiply),
     (rf"{MMA}64\.row\.col\.(s32)\.(s8)\.s8\.s32\.satfinite", multiply),
 ]

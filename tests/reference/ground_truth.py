@@ -79,7 +79,7 @@ def descend(w: Tensor, z: Tensor, reg_lambda: float, n: int, sweeps: int) -> Ten
 
 
 def search(weight: Tensor, reg_lambda: float, n: int, finalists: int = 6) -> Tensor:
-    """The best point that many starts lead to: every support with three heights, random points, for 2:4 also a grid.
+    """The best point that many starts lead to: every support with three heights, and random points.
 
     [blocks, m] -> [blocks, m], signed like `weight`.
     """
@@ -89,8 +89,6 @@ def search(weight: Tensor, reg_lambda: float, n: int, finalists: int = 6) -> Ten
     supports = torch.tensor(list(itertools.product((0.0, 1.0), repeat=m)), dtype=torch.float64)
     anywhere = torch.rand(3 * m, m, generator=generator, dtype=torch.float64)
     starts = torch.cat([supports, supports * 0.6, supports * 0.25, anywhere]) * z[:, None]
-    if (n, m) == (2, 4):
-        starts = torch.cat([starts, grid(z, reg_lambda)], dim=1)
     points = descend(starts, z[:, None], reg_lambda, n, sweeps=40)
     height = objective(points, z[:, None], reg_lambda, n)
     order = height.topk(min(finalists, height.shape[1]), largest=False).indices
@@ -98,25 +96,6 @@ def search(weight: Tensor, reg_lambda: float, n: int, finalists: int = 6) -> Ten
     points = descend(points, z[:, None], reg_lambda, n, sweeps=1000)
     winner = objective(points, z[:, None], reg_lambda, n).argmin(1)
     return points[torch.arange(len(z)), winner].copysign(weight.double())
-
-
-def grid(z: Tensor, reg_lambda: float, points: int = 33, kept: int = 12) -> Tensor:
-    """The best of a grid over (w_3, w_4), with the exact minimiser over (w_1, w_2) >= 0 at each of its points.
-
-    [blocks, 4] -> [blocks, kept, 4]. For fixed w_3, w_4 that is a quadratic of cross term c = lambda * (w_3 + w_4)
-    and its minimiser the interior stationary point, if c < 1, or on an edge.
-    """
-    share = (1 - torch.linspace(0, torch.pi, points, dtype=torch.float64).cos()) / 2  # finer at both ends
-    w3 = (z[:, 2, None, None] * share[:, None]).expand(-1, points, points).flatten(1)
-    w4 = (z[:, 3, None, None] * share).expand(-1, points, points).flatten(1)
-    cross, push = reg_lambda * (w3 + w4), reg_lambda * w3 * w4
-    a, b, none = z[:, :1] - push, z[:, 1:2] - push, torch.zeros_like(w3)
-    curvature = torch.where(cross < 1, 1 - cross.square(), 1.0)
-    inside = ((a - cross * b) / curvature).clamp_min(0), ((b - cross * a) / curvature).clamp_min(0)
-    pairs = (inside, (a.clamp_min(0), none), (none, b.clamp_min(0)))
-    candidates = torch.cat([torch.stack([w1, w2, w3, w4], dim=-1) for w1, w2 in pairs], dim=1)
-    order = objective(candidates, z[:, None], reg_lambda).topk(kept, largest=False).indices
-    return candidates.gather(1, order[..., None].expand(-1, -1, 4))
 
 
 # ------------------------------------------------------------------------------------------ with bisection

@@ -64,21 +64,3 @@ def test_equal_weights_by_hand(weights, root, survivors):
 def test_two_survive_unchanged_from_the_threshold_on(strength):
     """lambda * z_1 >= (1 + sqrt 2) / 2: even a block of equal weights becomes 2-sparse."""
     assert prox_nm(block(strength, -strength, strength, strength), 1.0).tolist() == [[strength, -strength, 0.0, 0.0]]
-
-
-def test_just_below_the_threshold_more_than_two_survive():
-    strength = (1 + math.sqrt(2)) / 2 - 1e-3
-    assert (prox_nm(block(*[strength] * 4), 1.0) > 0).sum() == 3
-
-
-@pytest.mark.parametrize("reg_lambda", [1.0, 1.5, 100.0])
-def test_one_of_four_survives_unchanged_from_lambda_one_on(reg_lambda):
-    assert prox_nm(block(0.5, -2.0, 1.5, 2.0), reg_lambda, "1:4").tolist() == [[0.0, -2.0, 0.0, 0.0]]
-
-
-def test_one_of_four_by_hand():
-    """lambda = 1/2, z = (2, 1, 0, 0): th = (2 + 1) / 3 = 1, so only z_1 is above th_1 = 1: w = (2 - 1) / (1/2) = 2."""
-    assert prox_nm(block(2.0, 1.0, 0.0, 0.0), 0.5, "1:4").tolist() == [[2.0, 0.0, 0.0, 0.0]]
-    torch.testing.assert_close(
-        prox_nm(block(2.0, 1.5, 0.0, 0.0), 0.5, "1:4"), block(5 / 3, 2 / 3, 0.0, 0.0), rtol=1e-14, atol=1e-15
-    )

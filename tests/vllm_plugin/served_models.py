@@ -13,9 +13,9 @@ PROMPTS = [[5, 6, 7, 8], [9, 10, 11], list(range(30, 50)), [40]]
 NEW_TOKENS = 16
 
 
-def save_packed(folder, name="llama", but=("lm_head",), flags=()):
-    """A tiny model in float32 that is 2:4 except `but`: its dense and its packed folder."""
-    model = prune_(tiny_model(name, **SIZE), but)
+def save_packed(folder, name="llama", but=("lm_head",), flags=(), pattern="2:4"):
+    """A tiny model in float32 that is pruned except `but`: its dense and its packed folder."""
+    model = prune_(tiny_model(name, **SIZE), but, pattern)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):

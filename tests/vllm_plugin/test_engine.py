@@ -50,9 +50,15 @@ def test_generates_the_same_tokens_as_transformers(tmp_path, start, name, dense_
     assert greedy(llm) == expected
 
 
-@pytest.mark.parametrize(("name", "bits"), [("llama", "4"), ("qwen2", "8"), ("phi3", "4")])
-def test_codes_give_the_tokens_of_transformers(tmp_path, start, name, bits):
-    _dense, packed = save_packed(tmp_path, name, flags=["--bits", bits])
+@pytest.mark.parametrize(
+    ("name", "bits", "pattern"),
+    [
+        *[("llama", "4", "2:4"), ("qwen2", "8", "2:4"), ("phi3", "4", "2:4")],
+        *[("llama", "16", "4:6"), ("qwen2", "8", "6:8"), ("phi3", "4", "8:10")],
+    ],
+)
+def test_codes_and_patterns_give_the_tokens_of_transformers(tmp_path, start, name, bits, pattern):
+    _dense, packed = save_packed(tmp_path, name, flags=["--bits", bits], pattern=pattern)
     assert greedy(start(packed)) == generated_by_transformers(packed)
 
 
@@ -61,7 +67,9 @@ def test_a_fused_group_with_different_bits_is_refused_by_name(tmp_path, start):
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["bits"]["model.layers.1.self_attn.v_proj"] = 4
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj: .* have 8, 8, 4 bits"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.qkv_proj: .* have 2:4 with 8 bits, 2:4 with 8 bits, 2:4 with 4 bits"
+    ):
         start(packed)
 
 
@@ -149,11 +157,15 @@ def test_another_format_version_is_refused(tmp_path, start):
         start(packed)
 
 
-@pytest.mark.parametrize(("bits", "columns"), [(16, 20), (8, 20), (4, 96)])
-def test_processes_whose_columns_cannot_be_divided_are_refused_by_name(bits, columns):
+@pytest.mark.parametrize(
+    ("bits", "columns", "pattern"), [(16, 20, "2:4"), (8, 20, "2:4"), (4, 96, "2:4"), (16, 36, "6:8"), (16, 40, "4:6")]
+)
+def test_processes_whose_columns_cannot_be_divided_are_refused_by_name(bits, columns, pattern):
+    from proxsparse import NMPattern
+    from proxsparse.inference.packed_checkpoint import Form
     from proxsparse.integrations.vllm_linear import PackedLinearMethod
 
-    method = PackedLinearMethod("model.layers.0.mlp.down_proj", bits)
+    method = PackedLinearMethod("model.layers.0.mlp.down_proj", Form(bits, NMPattern.parse(pattern)))
     message = rf"down_proj: 2 tensor-parallel processes get {columns} of {2 * columns} columns"
     with pytest.raises(ValueError, match=message):
         method.create_weights(torch.nn.Module(), columns, [32], 2 * columns, 32, torch.float32, weight_loader=None)

@@ -1,0 +1,111 @@
+"""Patterns of layers by the loss that pruning them costs: little of it for a given share of the arithmetic."""
+
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from proxsparse.allocations.budget import Layers, arithmetic, numel
+from proxsparse.data.calibration import single_samples
+from proxsparse.errors import InputError, require
+from proxsparse.methods.walk import Batches, make_hook
+from proxsparse.models.checks import check_finite, evaluating
+from proxsparse.models.feature_norms import FeatureNorms
+from proxsparse.ops.mask import nm_mask
+from proxsparse.patterns import DIAL, NMPattern
+from proxsparse.runtime.progress import phase
+
+
+def check_sensitivity(target_flops: float, samples: int) -> None:
+    """Raises InputError for an option out of range."""
+    require("target_flops", target_flops, 0.5 <= target_flops <= 1, "from 0.5 (2:4 everywhere) to 1 (dense)")
+    require("samples", samples, samples >= 1, "at least 1")
+
+
+def sensitivity(
+    model: nn.Module,
+    layers: Layers,
+    batches: Batches,
+    pattern: NMPattern,
+    *,
+    target_flops: float = 0.6,
+    samples: int = 32,
+) -> dict[str, NMPattern]:
+    """Every layer gets 2:4, 4:6, 6:8, 8:10 or stays dense, so that the estimated loss is small:
+
+        cost(layer, pattern) = mean over samples of <dL/dW, W_pruned - W>^2,   L = sum of the losses of its tokens
+
+    the increase of the loss to second order, with the Fisher matrix instead of the Hessian. W_pruned has Wanda's mask.
+    All layers begin with 2:4. The layer whose next pattern lowers the cost most for its arithmetic gets it, as long as
+    the mean arithmetic of the layers is at most `target_flops` of the dense model's.
+
+    Args:
+        target_flops: arithmetic of the layers, where dense is 1, 2:4 is 0.5 and 6:8 is 0.75.
+        samples: number of calibration samples that are used; each takes one backward pass.
+    Returns:
+        layer name -> pattern; layers that are not in it stay dense.
+    """
+    used_samples = list(islice(single_samples(batches), samples))
+    if not used_samples:
+        raise InputError("no calibration sample; give calibration text")
+    costs, total = loss_costs(model, layers, used_samples), numel(layers)
+    flops = {
+        name: [layer.weight.numel() / total * arithmetic(layer.in_features, pattern) for pattern in costs[name]]
+        for name, layer in layers.items()
+    }
+    chosen, used = dict.fromkeys(layers, 0), sum(shares[0] for shares in flops.values())
+    while True:
+        steps = [
+            ((cost[now] - cost[new]) / (share[new] - share[now]), name, new)
+            for name, now in chosen.items()
+            for cost, share in [(list(costs[name].values()), flops[name])]
+            for new in range(now + 1, len(share))
+            if share[new] > share[now] and used + share[new] - share[now] <= target_flops + 1e-9
+        ]
+        if not steps:
+            break
+        _, name, new = max(steps)
+        used += flops[name][new] - flops[name][chosen[name]]
+        chosen[name] = new
+    patterns = {name: list(costs[name])[index] for name, index in chosen.items()}
+    return {name: pattern for name, pattern in patterns.items() if pattern is not None}
+
+
+def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[str, dict[NMPattern | None, float]]:
+    """Layer name -> pattern -> cost, see `sensitivity`; None: dense, without cost."""
+    norms = {name: FeatureNorms(layer) for name, layer in layers.items()}
+    costs = {
+        name: {pattern: 0.0 for pattern in DIAL if pattern.fits(layer.in_features)} for name, layer in layers.items()
+    }
+
+    def add_costs(name: str, weight: nn.Parameter) -> None:
+        loss_of_zeros, score = -(weight.grad * weight).float(), (weight * norms[name].norms()).abs()
+        for pattern in costs[name]:
+            change = loss_of_zeros.sum() - loss_of_zeros[nm_mask(score, pattern)].sum()
+            costs[name][pattern] += change.square().item() / len(samples)
+        weight.grad = None
+
+    trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    try:
+        model.requires_grad_(False)
+        with evaluating(model), phase("sensitivity", 2 * len(samples), "sample") as current, ExitStack() as hooks:
+            passes = iter(current.count(range(2 * len(samples))))
+            with ExitStack() as first, torch.no_grad():
+                for name, layer in layers.items():
+                    first.enter_context(layer.register_forward_pre_hook(make_hook(norms[name])))
+                for ids, _ in zip(samples, passes, strict=False):
+                    model(ids.to(model.device))
+            for name, layer in layers.items():
+                check_finite(name, norms[name].sums)
+                layer.weight.requires_grad_(True)
+                hooks.enter_context(layer.weight.register_post_accumulate_grad_hook(partial(add_costs, name)))
+            for ids, _ in zip(samples, passes, strict=True):
+                with torch.enable_grad():
+                    loss = model(ids.to(model.device), labels=ids.to(model.device), use_cache=False).loss
+                    (loss * (ids.numel() - 1)).backward()
+    finally:
+        for parameter, requires_grad in trainable.items():
+            parameter.requires_grad_(requires_grad)
+    return {name: found | {None: 0.0} for name, found in costs.items()}
