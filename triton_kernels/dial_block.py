@@ -24,7 +24,7 @@ def places(m):
 def dense_from(m):
     """An x without zeros needs a smallest u above this part of e_{m-2}(the others) of the best x with a zero.
 
-    The least ratios were 0.787, 0.679 and 0.596, for equal weights, in 324,000 blocks of all families in
+    The least ratios were 0.787, 0.679 and 0.596, for equal weights, in 108,000 blocks of all families in
     tests/ops/blocks.py.
     """
     return {6: 0.75, 8: 0.65, 10: 0.57}[m]
