@@ -15,7 +15,6 @@ from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import refuse_packed
 from proxsparse.models.loading import base_identity, load_model, save_model
 from proxsparse.models.snap import apply_masks_
-from proxsparse.patterns import pattern_name
 from proxsparse.run.folder import require_space_for
 from proxsparse.run.model_card import applied_card_text
 from proxsparse.runtime.command import Parser
@@ -31,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     target, path = Path(options.output_dir), Path(options.masks)
     path = path / output_folder.MASKS if path.is_dir() else path
     masks, patterns, recorded = read_masks(path)
-    pattern = pattern_name(patterns)
+    pattern = ", ".join(sorted({str(pattern) for pattern in patterns.values()}))
     with output_folder.opened(target, "apply", vars(options)):
         model, tokenizer = load_model(options.base)
         refuse_packed(model)

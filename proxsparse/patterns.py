@@ -47,7 +47,7 @@ class NMPattern:
             return pattern
         match = TEXT.fullmatch(pattern) if isinstance(pattern, str) else None
         if match is None:
-            raise ValueError(f'pattern {pattern!r} is not of the form "N:M", such as "2:4"')
+            raise ValueError(f'pattern {pattern!r:.60} is not of the form "N:M", such as "2:4"')
         return cls(int(match[1]), int(match[2]))
 
     @classmethod

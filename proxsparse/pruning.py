@@ -24,10 +24,17 @@ from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import check_option_names, layers_and_patterns
 from proxsparse.models.checks import refuse_not_causal, refuse_not_finite
-from proxsparse.models.layers import UNSPARSIFY, prunable_layers, pruned_layers, refuse_packed
+from proxsparse.models.layers import (
+    UNSPARSIFY,
+    body_linears,
+    is_selected,
+    prunable_layers,
+    pruned_layers,
+    refuse_packed,
+)
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.patterns import DIAL, NMPattern, PatternLike
 from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
 from proxsparse.run.teacher import refuse_other_vocabulary
 from proxsparse.runtime.distributed import world_size
@@ -121,13 +128,13 @@ def prune_(
                     raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
                 size = options.get("per_device_train_batch_size", 1)
                 batches, _ = read_batches(data, model, tokenizer, batch_size=size, seed=seed, **given)
-            if allocation != UNIFORM:
-                more = {name: values[name] for name in allocated.options}
-                patterns = allocate(allocation, model, layers, batches, pattern, **more)
-                layers = {name: layers[name] for name in patterns}
             identity = {"method": method, "pattern": str(pattern), "allocation": allocation}
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
+            if allocation != UNIFORM:
+                more = {name: values[name] for name in allocated.options}
+                patterns = allocate(allocation, model, layers, batches, pattern, saved, **more)
+                layers = {name: layers[name] for name in patterns}
             arguments = {name: values[name] for name in chosen.options if name in options or name == "seed"}
             return prune_or_restore_(chosen.prune, chosen.takes, model, layers, batches, patterns, saved, arguments)
 
@@ -138,7 +145,7 @@ def finetune_(
     data: str | Iterable,
     tokenizer=None,
     *,
-    pattern: PatternLike = "2:4",
+    pattern: PatternLike | None = None,
     include: list[str] | None = None,
     exclude: list[str] | None = None,
     num_samples: int = 400,
@@ -160,7 +167,8 @@ def finetune_(
         model: the pruned model.
         teacher: the dense model, whose predictions are learned; None: only the text is learned.
         data, tokenizer: as in `prune_`.
-        pattern: N:M of the pruned layers; layers that are not N:M stay as they are.
+        pattern: N:M of the pruned layers; None: of each layer the first of 2:4, 4:6, 6:8, 8:10 that its zeros fit.
+            Layers without the pattern stay as they are.
         include, exclude, num_samples, text_field, seed, checkpoints: as in `prune_`.
         seq_len: number of tokens in a sample; default: 1024, or the context length of the model if shorter.
         packing: join documents into full windows; False: a sample is one truncated document.
@@ -183,11 +191,11 @@ def finetune_(
         values = vars(FinetuneOptions(**options, seed=seed).check())
         check_model(model)
         torch.manual_seed(seed)  # for dropout
-        pattern = NMPattern.parse(pattern)
-        layers = prunable_layers(unfold_linears_(model), pattern, include, exclude)
-        layers = {name: layers[name] for name in pruned_layers(layers, pattern)}
+        patterns = patterns_of_zeros(unfold_linears_(model), pattern, include, exclude)
+        layers = prunable_layers(model, patterns) if patterns else {}
         if not layers:
-            raise InputError(f"model: no layer is {pattern}; prune it first, or give its pattern")
+            words = " or ".join(map(str, DIAL)) if pattern is None else pattern
+            raise InputError(f"model: no layer is {words}; prune it first, or give its pattern")
         if values["distill"]:
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
@@ -196,12 +204,11 @@ def finetune_(
             size = values["per_device_train_batch_size"]
             more = {"window": TuningDataArgs.window, "batch_size": size, "seed": seed}
             batches, _ = read_batches(data, model, tokenizer, **more, **given)
-            identity = {"method": "finetune", "pattern": str(pattern)}
+            identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
             if values["distill"]:
                 batches = teacher_targets(teacher, [add_labels(batch) for batch in batches])
-            patterns = dict.fromkeys(layers, pattern)
             takes = ("checkpoints",)
             return prune_or_restore_(train_kept_weights, takes, model, layers, batches, patterns, saved, values)
 
@@ -238,6 +245,18 @@ def perplexity(
 
 
 # ---------------------------------------------------------------------------------------------- parts
+
+
+def patterns_of_zeros(
+    model: nn.Module, pattern: PatternLike | None, include: list[str] | None, exclude: list[str] | None
+) -> dict[str, NMPattern]:
+    """Layer name -> pattern of the pruned layers; `pattern` None: the first of DIAL that the zeros of a layer fit."""
+    found = {}
+    for each in DIAL if pattern is None else [NMPattern.parse(pattern)]:
+        layers = body_linears(model) if pattern is None else prunable_layers(model, each, include, exclude)
+        layers = {n: x for n, x in layers.items() if each.fits(x.in_features) and is_selected(n, include, exclude)}
+        found = dict.fromkeys(pruned_layers(layers, each), each) | found
+    return found
 
 
 def prune_or_restore_(

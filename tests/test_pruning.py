@@ -109,6 +109,16 @@ def test_the_command_and_the_function_give_the_same_masks(tmp_path):
     assert all(torch.equal(masks[name], mask) for name, mask in expected.items())
 
 
+def test_a_model_of_several_patterns_is_tuned_and_keeps_them(model, tokenizer):
+    options = {"allocation": "sensitivity", "target_flops": 0.7}
+    masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **options, **FEW)
+    tuned = proxsparse.finetune_(model, None, TEXTS, tokenizer, **FEW)
+    assert masks.keys() == tuned.keys()
+    assert all(torch.equal(mask, tuned[name]) for name, mask in masks.items())
+    with pytest.raises(ValueError, match="'sensitivity' chooses the pattern of every layer; leave out pattern 6:8"):
+        proxsparse.prune_(tiny_model("llama"), "wanda", TEXTS, tokenizer, pattern="6:8", **options, **FEW)
+
+
 def test_an_allocation_and_its_options(model, tokenizer):
     masks = proxsparse.prune_(model, "magnitude", TEXTS, tokenizer, allocation="sensitivity", target_flops=0.7, **FEW)
     assert len({mask.double().mean().item() for mask in masks.values()}) > 1

@@ -209,6 +209,7 @@ OptionalTensor sparse_linear_direct(const at::Tensor& x, const at::Tensor& value
                      (!bias || is_plain(*bias)) && !at::impl::torch_function_mode_enabled();
   if (!plain || (dtype != at::kFloat && dtype != at::kBFloat16) || x.dim() == 0 || values.dim() != 2 ||
       dtype != (scales ? *scales : values).scalar_type() || (bias && dtype != bias->scalar_type()) || m < 4 ||
+      m % 2 != 0 || x.size(-1) % 2 != 0 ||
       expanded_features(x.size(-1), m) != values.size(1) * (codes_of(values, scales) == kInt4 ? 4 : 2)) {
     return std::nullopt;
   }

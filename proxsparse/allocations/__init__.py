@@ -1,1 +1,1 @@
-"""Choose the N:M pattern of every decoder block; together they keep as many weights as one pattern for all."""
+"""Choose the pattern of every layer: uniform, or by sensitivity."""

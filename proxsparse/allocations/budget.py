@@ -1,8 +1,11 @@
 """What layers with these patterns keep and compute."""
 
+import itertools
+import math
+
 from torch import nn
 
-from proxsparse.patterns import NMPattern
+from proxsparse.patterns import DIAL, NMPattern
 from proxsparse.reference.windows import expanded_features
 
 Layers = dict[str, nn.Linear]
@@ -20,12 +23,30 @@ def kept_share(layers: Layers, patterns: dict[str, NMPattern]) -> float:
     return sum(kept) / numel(layers)
 
 
-def mean_arithmetic(layers: Layers, patterns: dict[str, NMPattern]) -> float:
-    """The mean of `arithmetic` over the weights of the layers; layers without a pattern are dense."""
-    counts = [layer.weight.numel() * arithmetic(layer.in_features, patterns.get(n)) for n, layer in layers.items()]
-    return sum(counts) / numel(layers)
+def packed_cost(layers: Layers, patterns: dict[str, NMPattern]) -> tuple[float, float]:
+    """The means of `arithmetic` and of the bytes in bf16 over the weights; layers without a pattern are dense."""
+    shares = {name: arithmetic(layer.in_features, patterns.get(name)) for name, layer in layers.items()}
+    weights = {name: layer.weight.numel() / numel(layers) for name, layer in layers.items()}
+    # a packed value of 2 bytes has a position of 2 bits
+    sizes = {name: 2.0 if share == 1 else 2 * share * 9 / 8 for name, share in shares.items()}
+    return tuple(sum(weights[name] * each[name] for name in layers) for each in (shares, sizes))
 
 
 def arithmetic(in_features: int, pattern: NMPattern | None) -> float:
-    """Multiplications of a packed layer, where dense (or None) is 1: 0.5 for 2:4, 0.75 for 6:8, with padding."""
-    return 1.0 if pattern is None else expanded_features(in_features, pattern.m) / 2 / in_features
+    """Multiplications of a packed layer, where dense (or None) is 1: 0.5 for 2:4, 0.75 for 6:8, with padding.
+
+    Other patterns are packed as the first of DIAL that all their masks fit, such as 3:4 as 6:8, or stay dense.
+    """
+    packed = pattern and next((dial for dial in DIAL if dial.fits(in_features) and always_fits(pattern, dial)), None)
+    return 1.0 if packed is None else expanded_features(in_features, packed.m) / 2 / in_features
+
+
+def always_fits(pattern: NMPattern, dial: NMPattern) -> bool:
+    """Whether every block of `dial` has at most dial.n nonzeros under every mask of the pattern."""
+    n, m = pattern.n, pattern.m
+
+    def most(start: int, stop: int) -> int:
+        ends = [start, *range((start // m + 1) * m, stop, m), stop]  # of the parts of blocks of m
+        return sum(min(n, end - begin) for begin, end in itertools.pairwise(ends))
+
+    return all(most(start, start + dial.m) <= dial.n for start in range(0, math.lcm(m, dial.m), dial.m))

@@ -9,9 +9,10 @@ from torch import nn
 from proxsparse.allocations.budget import Layers
 from proxsparse.allocations.sensitivity import check_sensitivity, sensitivity
 from proxsparse.errors import InputError
+from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.registry import check_option_names, describe_options, options_of
 from proxsparse.methods.walk import Batches
-from proxsparse.patterns import NMPattern, PatternLike
+from proxsparse.patterns import DIAL, NMPattern, PatternLike
 
 UNIFORM = "uniform"
 
@@ -77,6 +78,7 @@ def allocate(
     layers: Layers,
     batches: Batches,
     pattern: PatternLike,
+    checkpoints: Checkpoints | None = None,
     **options,
 ) -> dict[str, NMPattern]:
     """Layer name -> its pattern; layers that are not in it stay dense. The model is not changed.
@@ -86,6 +88,7 @@ def allocate(
         layers: the layers to prune, from `models.prunable_layers(model, pattern)`.
         batches: calibration samples as in `prune_`; ignored unless the allocation needs data.
         pattern: of all layers, for `uniform`.
+        checkpoints: where the patterns are saved if they took time, and read when a run is resumed.
         options: options of the allocation; `get_allocation(name).options` has names and defaults.
     Raises:
         InputError: an unknown allocation or option, or an option out of range.
@@ -93,7 +96,16 @@ def allocate(
     chosen = get_allocation(name)
     check_option_names(options, chosen.options, f"allocation {name!r}")
     chosen.check(**chosen.options | options)
+    if name != UNIFORM and (isinstance(pattern, dict) or NMPattern.parse(pattern) != DIAL[0]):
+        raise InputError(f"allocation {name!r} chooses the pattern of every layer; leave out pattern {pattern}")
+    if saved := checkpoints and checkpoints.facts("patterns"):
+        return {name: NMPattern.parse(pattern) for name, pattern in saved["patterns"].items()}
     try:
-        return chosen.patterns(model, layers, batches, NMPattern.parse(pattern), **options)
+        patterns = chosen.patterns(model, layers, batches, NMPattern.parse(pattern), **options)
+        if not patterns:
+            raise InputError(f"all {len(layers)} layers stay dense; lower target_flops")
+        if checkpoints and chosen.needs_data:
+            checkpoints.save("patterns", {}, {"patterns": {name: str(each) for name, each in patterns.items()}})
+        return patterns
     except InputError as error:
         raise InputError(f"allocation {name!r}: {error}") from error

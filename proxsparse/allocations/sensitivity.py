@@ -20,7 +20,7 @@ from proxsparse.runtime.progress import phase
 
 def check_sensitivity(target_flops: float, samples: int) -> None:
     """Raises InputError for an option out of range."""
-    require("target_flops", target_flops, 0.5 <= target_flops <= 1, "from 0.5 (2:4 everywhere) to 1 (dense)")
+    require("target_flops", target_flops, 0.5 <= target_flops < 1, "from 0.5 (2:4 everywhere) to below 1 (dense)")
     require("samples", samples, samples >= 1, "at least 1")
 
 
@@ -62,7 +62,9 @@ def sensitivity(
             for name, now in chosen.items()
             for cost, share in [(list(costs[name].values()), flops[name])]
             for new in range(now + 1, len(share))
-            if share[new] > share[now] and used + share[new] - share[now] <= target_flops + 1e-9
+            if share[new] > share[now]
+            and cost[new] < cost[now]
+            and used + share[new] - share[now] <= target_flops + 1e-9
         ]
         if not steps:
             break
@@ -81,15 +83,17 @@ def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[
     }
 
     def add_costs(name: str, weight: nn.Parameter) -> None:
-        loss_of_zeros, score = -(weight.grad * weight).float(), (weight * norms[name].norms()).abs()
+        loss_of_zeros, score = -weight.grad.float() * weight.float(), (weight * norms[name].norms()).abs()
         for pattern in costs[name]:
             change = loss_of_zeros.sum() - loss_of_zeros[nm_mask(score, pattern)].sum()
             costs[name][pattern] += change.square().item() / len(samples)
+        check_finite(name, change)
         weight.grad = None
 
     trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         model.requires_grad_(False)
+        model.zero_grad()
         with evaluating(model), phase("sensitivity", 2 * len(samples), "sample") as current, ExitStack() as hooks:
             passes = iter(current.count(range(2 * len(samples))))
             with ExitStack() as first, torch.no_grad():
@@ -108,4 +112,5 @@ def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[
     finally:
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
+            parameter.grad = None
     return {name: found | {None: 0.0} for name, found in costs.items()}

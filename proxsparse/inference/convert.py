@@ -287,7 +287,7 @@ def pattern_or_obstacle(weight: Tensor | None, tied: bool, bits: int) -> tuple[N
             break
         if almost is None or (2 * wrong <= blocks and not almost[1]):
             reason = f"{wrong} of {blocks} blocks are not {pattern}; prune it to {pattern} first"
-            almost = reason, 2 * wrong <= blocks, 10 * wrong <= blocks
+            almost = reason, 2 * wrong <= blocks, 10 * wrong <= int((pattern.nonzeros(weight) > 0).sum())
     else:
         if not weight.isfinite().all():
             return "its weight contains NaN or infinity; load it again", True

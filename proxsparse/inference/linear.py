@@ -28,7 +28,8 @@ class SparseLinear(nn.Module):
 
     In bf16 a 2:4 weight takes 9/16 of the memory of the dense one, with 8 bits 5/16, with 4 bits 0.2 of it; other
     patterns are packed as 2:4 over c columns, c = `expanded_features` (`reference.windows`), so these and the
-    arithmetic are c / in_features times as much: 1.33 for 4:6, 1.5 for 6:8, 1.6 for 8:10. 2:4 has c = in_features.
+    arithmetic are c / in_features times as much: 1.33 for 4:6, 1.5 for 6:8, 1.6 for 8:10. 2:4 has c = in_features if
+    that is a multiple of 4.
 
     The state is `values` [out_features, c / 2] and `indices` uint8 [out_features, ceil(c / 8)], in
     the format of `reference.pack`, and `weight` without elements, see `empty_weight`. With 8 or 4 bits `values` holds
@@ -112,6 +113,10 @@ class SparseLinear(nn.Module):
         return (self.values if self.scales is None else self.scales).dtype
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 0 or x.shape[-1] != self.in_features:  # the op knows only the padded width
+            raise ValueError(
+                f"SparseLinear: x of shape {list(x.shape)}: the last dimension must be in_features={self.in_features}"
+            )
         values, indices, scales, bias = self.values, self.indices, self.scales, self.bias
         if not torch.compiler.is_compiling():
             y = direct(x, values, indices, bias, self.backend, scales, self.pattern.m)

@@ -36,7 +36,7 @@ READABLE = (2, 3, FORMAT_VERSION)  # 2 and 3: all layers are 2:4; 2: with 16 bit
 PARTS = ("values", "indices", "scales")
 NOTE = """
 <!-- proxsparse.pack -->
-The 2:4 layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it where proxsparse is
+The pruned layers of this checkpoint are packed: `AutoModelForCausalLM.from_pretrained` loads it where proxsparse is
 installed ({install}).
 `proxsparse pack THIS_FOLDER --unpack --output_dir DENSE` restores the dense checkpoint{detail}.
 <!-- /proxsparse.pack -->

@@ -113,9 +113,9 @@ def lora_sparse_linear() -> type[nn.Module]:
             super().update_layer(adapter_name, *args, config=config, **kwargs)
 
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-            """Raises ValueError: the sum of a 2:4 weight and a dense update is not 2:4."""
+            """Raises ValueError: the sum of a pruned weight and a dense update is dense."""
             raise ValueError(
-                "an adapter cannot be merged into a packed 2:4 weight; use the adapter unmerged, or make the model "
+                "an adapter cannot be merged into a packed weight; use the adapter unmerged, or make the model "
                 "dense first (proxsparse.inference.convert.unsparsify_), or train its kept weights (hold_masks_)"
             )
 

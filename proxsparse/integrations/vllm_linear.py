@@ -51,7 +51,7 @@ class PackedLinearMethod(LinearMethodBase):
         """
         rows, m = sum(output_partition_sizes), self.pattern.m
         columns, parts = expanded_features(input_size_per_partition, m), input_size // input_size_per_partition
-        whole = input_size_per_partition % m == 0 and columns * parts == expanded_features(input_size, m)
+        whole = input_size_per_partition % m == 0 and columns == input_size_per_partition // m * (2 * m - 4)
         if parts > 1 and not (whole and columns % COLUMNS[self.bits] == 0):
             raise ValueError(
                 f"{self.name}: {parts} tensor-parallel processes get {input_size_per_partition} of {input_size} "

@@ -83,4 +83,10 @@ def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4", in_
     packed = NMPattern(2, 4) if pattern.is_dial else pack.packable(pattern)
     pack.check_packed(values, indices, packed)
     weight = torch.ops.proxsparse.unpack_nm(values, indices, packed.n, packed.m)
+    if pattern.m > 4 and in_features is None:
+        raise ValueError(f"unpack_nm: {pattern} needs in_features, which packed columns do not tell")
+    if pattern.is_dial and in_features is not None:
+        pattern.check_blocks((in_features,), "in_features")
+        if windows.expanded_features(in_features, pattern.m) != weight.shape[-1]:
+            raise ValueError(f"unpack_nm: {weight.shape[-1]} packed columns are not those of in_features={in_features}")
     return windows.fold(weight, in_features or weight.shape[-1], pattern.m)

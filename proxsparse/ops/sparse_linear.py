@@ -164,7 +164,9 @@ def check_sparse_linear(
             f"sparse_linear: values of shape {list(values.shape)} must be a matrix, [out_features, in_features / 2]"
         )
     out_features, in_features = values.shape[0], columns(values)
-    if x.ndim == 0 or windows.expanded_features(x.shape[-1], m) != in_features:
+    if m < 4 or m % 2:
+        raise ValueError(f"sparse_linear: m={m}: packed weights have blocks of 4, 6, 8, ... columns")
+    if x.ndim == 0 or x.shape[-1] % 2 or windows.expanded_features(x.shape[-1], m) != in_features:
         expected = f"in_features={in_features}" if m == 4 else f"packed in {in_features} columns for blocks of {m}"
         raise ValueError(f"sparse_linear: x of shape {list(x.shape)}: the last dimension must be {expected}")
     if indices.dtype != torch.uint8 or tuple(indices.shape) != (out_features, -(-in_features // 8)):

@@ -9,7 +9,6 @@ from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
 from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError
-from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.io.mask_files import masks_sha256, recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
@@ -78,8 +77,9 @@ def prune_model(run: Run) -> int:
     run.score("dense", model)
 
     with autocast(run.device, run.compute_dtype):
-        patterns = choose_patterns(args, checkpoints, model, layers, batches)
-        selected, layers = layers, {name: layers[name] for name in patterns}
+        more = args.options_of(get_allocation(args.allocation))
+        patterns = allocate(args.allocation, model, layers, batches, pattern, checkpoints, **more)
+        layers = {name: layers[name] for name in patterns}
         given = {name: {"checkpoints": checkpoints, "pretrained": pretrained}[name] for name in method.takes}
         pruned = method.prune(model, layers, batches, patterns, **given, **options)
     if updated:
@@ -89,7 +89,7 @@ def prune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": updated, "masks_sha256": masks_sha256(masks)}
     figures |= {"already_pruned": len(already)} if already else {}
-    figures |= results.layer_figures(model, layers, patterns, selected)
+    figures |= results.layer_figures(model, layers, patterns)
     return run.finish(model, pruned, samples_in(batches) if needs_data else None, figures)
 
 
@@ -119,7 +119,7 @@ def finetune_model(run: Run) -> int:
     run.score_masks(model, pretrained, pruned)
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "masks_sha256": masks_sha256(masks)}
-    figures |= results.layer_figures(model, layers, patterns, layers)
+    figures |= results.layer_figures(model, layers, patterns)
     return run.finish(model, pruned, samples_in(batches), figures)
 
 
@@ -166,17 +166,3 @@ def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[
 
 def samples_in(batches: list[dict[str, Tensor]]) -> int:
     return sum(len(batch["input_ids"]) for batch in batches)
-
-
-def choose_patterns(
-    args: RunArgs, checkpoints: Checkpoints, model: nn.Module, layers: dict[str, nn.Linear], batches: list[dict]
-) -> dict[str, NMPattern]:
-    """Layer name -> pattern: those of the stopped run if it is resumed, else those of --allocation."""
-    if saved := checkpoints.facts("patterns"):
-        return {name: NMPattern.parse(pattern) for name, pattern in saved["patterns"].items()}
-    allocation = get_allocation(args.allocation)
-    options = args.options_of(allocation)
-    patterns = allocate(allocation.name, model, layers, batches, args.model.pattern, **options)
-    if allocation.needs_data:  # which takes time
-        checkpoints.save("patterns", {}, {"patterns": {name: str(pattern) for name, pattern in patterns.items()}})
-    return patterns

@@ -50,7 +50,7 @@ def card_text(result: dict) -> str:
     if pattern == MIXED:
         counts = Counter(result["patterns"].values())
         pattern = ", ".join(sorted(counts))
-        kept_share = ", ".join(f"{each} in {number(count)} layers" for each, count in sorted(counts.items()))
+        kept_share = ", ".join(f"{number(count)} x {each}" for each, count in sorted(counts.items()))
     kept = "have new values" if updated else f"are {given}, unchanged"
     if method == "finetune" and trained == "norms":
         kept = "were not trained"
@@ -83,7 +83,7 @@ def front_matter(model: str, pattern: str, relation: str) -> str:
     on_hub = re.fullmatch(r"\w[\w.-]{,95}/[\w.-]{1,96}", model, re.ASCII) and not Path(model).exists()  # owner/name
     head = {"base_model": model, "base_model_relation": relation} if on_hub else {}
     head |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    head["tags"] = [pattern, "semi-structured-sparsity", "pruned", "proxsparse"]
+    head["tags"] = [*pattern.split(", "), "semi-structured-sparsity", "pruned", "proxsparse"]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---"
 
 

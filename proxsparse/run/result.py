@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse._version import __version__
-from proxsparse.allocations.budget import kept_share, mean_arithmetic, numel
+from proxsparse.allocations.budget import kept_share, numel, packed_cost
 from proxsparse.data.calibration import evaluation_tokens
 from proxsparse.data.sources import evaluation_text
 from proxsparse.errors import describe_error
 from proxsparse.evaluation.perplexity import Perplexity, perplexity, window_bos
 from proxsparse.models.checks import fit_window
-from proxsparse.models.layers import dense_share
+from proxsparse.models.layers import body_linears, dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
 from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import EvaluateArgs, RunArgs
@@ -98,19 +98,19 @@ def perplexity_table(scores: dict[str, Perplexity | None], eval_data: str) -> di
     return table | {name: score.value for name, score in scores.items()}
 
 
-def layer_figures(
-    model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern], selected: dict[str, nn.Linear]
-) -> dict:
+def layer_figures(model: nn.Module, layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -> dict:
     """The entries of result.json about the layers; dense_share: the share of the blocks' weights in other layers.
 
-    selected: the layers among which the allocation left some dense; `arithmetic` is their mean, where dense is 1.
+    arithmetic (dense is 1) and bytes a weight in bf16 are means over all linear layers of the decoder blocks, packed.
     """
+    arithmetic, size = packed_cost(body_linears(model), patterns)
     return {
         "dense_share": dense_share(model, layers),
         "layers": len(layers),
         "weights": numel(layers),
         "kept": kept_share(layers, patterns),
-        "arithmetic": mean_arithmetic(selected, patterns),
+        "arithmetic": arithmetic,
+        "bytes_a_weight": size,
         "pattern": pattern_name(patterns),
         "patterns": {name: str(pattern) for name, pattern in patterns.items()},
     }
@@ -184,9 +184,9 @@ def summary(result: dict, run_dir: Path) -> str:
         lines += [f"  {name:<20}{score:>10.2f}" for name, score in named_scores(table).items()]
     counts = collections.Counter(result["patterns"].values())
     spread = ", ".join(f"{count} x {pattern}" for pattern, count in sorted(counts.items()))
-    kept, arithmetic = result["kept"], result["arithmetic"]
-    lines += [f"layers ({result['allocation']}): {spread}; {kept:.2%} of their weights kept"]
-    lines += [f"packed: {arithmetic:.2f} of the dense arithmetic, {2.25 * arithmetic:.2f} bytes a weight in bf16"]
+    lines += [f"layers ({result['allocation']}): {spread}; {result['kept']:.2%} of their weights kept"]
+    cost = "{arithmetic:.2f} of the dense arithmetic, {bytes_a_weight:.2f} bytes a weight in bf16".format_map(result)
+    lines += [f"packed, the linear layers of the decoder blocks have {cost}"]
     if (dense := result["dense_share"]) >= NOTABLE:
         lines += [f"{dense:.1%} of the weights of the decoder blocks are in other layers and stay dense"]
     lines += [f"WARNING: {warning}" for warning in result["warnings"]]

@@ -12,7 +12,7 @@ from torch import nn
 import proxsparse.inference.linear as inference_linear
 from proxsparse import SparseLinear
 from proxsparse.inference.linear import NO_AUTOCAST
-from proxsparse.ops import choice, registry, unpack_nm
+from proxsparse.ops import choice, registry, sparse_linear, unpack_nm
 from proxsparse.ops.registry import Kernel
 
 each_bits = pytest.mark.parametrize("bits", [16, 8, 4])
@@ -51,6 +51,17 @@ def test_matches_the_dense_layer(bits, dtype, size):
         for x in (torch.randn(in_features), torch.randn(5, in_features), torch.randn(in_features, 40).T):  # strided
             x = x.to(dtype)
             assert_as_good_as_dense(packed(x), x, exact, packed.bias)
+
+
+@pytest.mark.parametrize(("pattern", "in_features", "others"), [("2:4", 8, (5, 6, 7)), ("6:8", 96, (90, 94, 95, 97))])
+def test_x_of_another_width_is_refused_also_if_its_windows_are_as_many(pattern, in_features, others):
+    packed, _ = packed_and_dense(in_features=in_features, pattern=pattern)
+    for width in others:
+        with pytest.raises(ValueError, match=rf"{width}\]: the last dimension must be in_features={in_features}"):
+            packed(torch.randn(3, width))
+        if width % 2:
+            with pytest.raises(ValueError, match="the last dimension must be"):
+                sparse_linear(torch.randn(1, width), packed.values, packed.indices, pattern=pattern)
 
 
 @each_bits

@@ -77,6 +77,13 @@ def test_an_almost_24_layer_is_refused_and_one_mostly_dense_stays_so_unless_it_i
     assert UP not in packed_names(model)
 
 
+def test_a_layer_of_another_pattern_with_rows_of_zeros():
+    model = two_layers(dead=pruned_linear(64, 40, pattern="6:8"))
+    model.dead.weight.data[2:] = 0
+    sparsify_(model, include=["dead"])
+    assert str(model.dead.pattern) == "6:8"
+
+
 @pytest.mark.parametrize(
     ("value", "bits", "message"),
     [(torch.nan, 16, "NaN or infinity"), (torch.inf, 8, "which have no code"), (2e38, 4, "which have no code")],

@@ -158,7 +158,7 @@ def test_another_format_version_is_refused(tmp_path, start):
 
 
 @pytest.mark.parametrize(
-    ("bits", "columns", "pattern"), [(16, 20, "2:4"), (8, 20, "2:4"), (4, 96, "2:4"), (16, 36, "6:8"), (16, 40, "4:6")]
+    ("bits", "columns", "pattern"), [(16, 20, "2:4"), (8, 20, "2:4"), (4, 96, "2:4"), (16, 36, "6:8"), (16, 480, "6:8")]
 )
 def test_processes_whose_columns_cannot_be_divided_are_refused_by_name(bits, columns, pattern):
     from proxsparse import NMPattern
