@@ -34,14 +34,14 @@ def model():
         ("4:6", 2 / 3),
         ("6:8", 0.75),
         ("1:2", 0.5),
-        ("1:5", 0.5),
+        ("1:3", 0.5),
         ("3:4", 0.75),
-        ("4:8", 2 / 3),
+        ("4:8", 0.75),
         ("7:8", 1),
     ],
 )
 def test_arithmetic_and_bytes_of_a_packed_layer(pattern, expected):
-    layers = {"a": torch.nn.Linear(960, 8), "b": torch.nn.Linear(960, 8)}
+    layers = {"a": torch.nn.Linear(768, 8), "b": torch.nn.Linear(768, 8)}
     share, size = packed_cost(layers, {"a": NMPattern.parse(pattern)})
     assert share == pytest.approx((expected + 1) / 2, rel=0.02)
     assert size == pytest.approx((2.25 * expected + 2) / 2 if expected < 1 else 2, rel=0.02)
