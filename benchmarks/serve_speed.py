@@ -59,9 +59,8 @@ COLUMNS = {
 
 def transformers_server(folder: Path, port: int, args: argparse.Namespace) -> tuple[list[str], dict]:
     """The command that serves a folder as `proxsparse serve` does, and the fields of a request for a greedy answer."""
-    settings = {"max_new_tokens": args.new_tokens, "do_sample": False, "eos_token_id": None}
     command = [sys.executable, "-c", SERVER, folder.name, str(port), args.device, args.dtype]
-    return command, {"generation_config": json.dumps(settings)}
+    return command, {"max_tokens": args.new_tokens, "temperature": 0}
 
 
 def vllm_server(folder: Path, port: int, args: argparse.Namespace) -> tuple[list[str], dict]:

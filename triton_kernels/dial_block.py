@@ -61,7 +61,8 @@ def join8(x, BLOCKS: tl.constexpr):
 @triton.jit
 def join(x, M: tl.constexpr, BLOCKS: tl.constexpr):
     """The inverse of `split`; the padding is 0."""
-    for _ in tl.static_range(M, places(M)):
+    size: tl.constexpr = places(M)  # a call is no constexpr as a bound of the loop
+    for _ in tl.static_range(M, size):
         x = x + (tl.zeros_like(x[0]),)
     if M <= 8:
         y = join8(x, BLOCKS)

@@ -26,6 +26,7 @@ sub.<INT|FLOAT>                           a - b
 mul.<FLOAT>                               a * b
 mul.lo.<INT>                              a * b
 mul.wide.<[us]16|[us]32>                  WIDE(a) * WIDE(b)
+mul.hi.<[us]32>                           D(WIDE(a) * WIDE(b) >> 32)
 mad.lo.<INT>                              a * b + c
 mad.wide.<[us]16|[us]32>                  WIDE(a) * WIDE(b) + c.WIDE
 div.<INT>                                 quotient(a, b)
