@@ -136,6 +136,10 @@ def adamw_prox_kernel(
     tl.store(exp_avg_sq_ptr + index, rounded(square, square_bits, moment), mask=inside)
 
 
+# For blocks of 6, 8 or 10, for the reason in dial_prox.py.
+adamw_prox_wide_kernel = triton.jit(adamw_prox_kernel.fn, do_not_specialize=["seed_low", "seed_high", "columns"])
+
+
 def adamw_prox_nm_(
     weight: torch.Tensor,
     grad: torch.Tensor,
@@ -175,9 +179,10 @@ def adamw_prox_nm_(
     if weight.numel() == 0:
         return
     columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PROGRAM)
+    kernel = adamw_prox_kernel if m == 4 else adamw_prox_wide_kernel
     halves = (None, None) if seed is None else (int32(seed), int32(seed >> 32))
     with torch.cuda.device_of(weight):  # Triton launches on the current device
-        adamw_prox_kernel[(weight.numel() // columns * pieces,)](
+        kernel[(weight.numel() // columns * pieces,)](
             weight,
             grad,
             exp_avg,

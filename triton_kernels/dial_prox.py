@@ -10,7 +10,8 @@ from .launch import weights_of_program
 from .prox import BLOCKS_PER_PART, NUM_WARPS, check_weight, rows_and_blocks, unit_of
 
 
-@triton.jit
+# Triton 3.8 does not compile blocks of 8 half numbers (PassManager::run failed) if it knows that 16 divides `columns`.
+@triton.jit(do_not_specialize=["columns"])
 def prox_wide_kernel(
     weight_ptr,  # [numel], contiguous; changed in place
     scale_ptr,  # [columns] or None

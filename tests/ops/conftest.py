@@ -63,7 +63,7 @@ def triton_on_cpu(monkeypatch):
 
     gpu, prox_list = GPU(), triton_kernels.prox_list_n4_
     kernels = {"prox_n4": prox, "prox_list": prox, "adamw_prox": adamw_prox, "masked_weight": masked_weight}
-    kernels |= {"prox_wide": dial_prox}
+    kernels |= {"prox_wide": dial_prox, "adamw_prox_wide": adamw_prox}
     for name, module in kernels.items():
         monkeypatch.setattr(module, f"{name}_kernel", Kernel(gpu, getattr(module, f"{name}_kernel")))
 
