@@ -26,10 +26,10 @@ def kept_share(layers: Layers, patterns: dict[str, NMPattern]) -> float:
 def packed_cost(layers: Layers, patterns: dict[str, NMPattern]) -> tuple[float, float]:
     """The means of `arithmetic` and of the bytes in bf16 over the weights; layers without a pattern are dense."""
     shares = {name: arithmetic(layer.in_features, patterns.get(name)) for name, layer in layers.items()}
-    weights = {name: layer.weight.numel() / numel(layers) for name, layer in layers.items()}
+    total = numel(layers)
     # a packed value of 2 bytes has a position of 2 bits
     sizes = {name: 2.0 if share == 1 else 2 * share * 9 / 8 for name, share in shares.items()}
-    return tuple(sum(weights[name] * each[name] for name in layers) for each in (shares, sizes))
+    return tuple(sum(layers[name].weight.numel() * each[name] for name in layers) / total for each in (shares, sizes))
 
 
 def arithmetic(in_features: int, pattern: NMPattern | None) -> float:
