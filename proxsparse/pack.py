@@ -21,6 +21,7 @@ from proxsparse.errors import InputError, require, run_command
 from proxsparse.inference import convert
 from proxsparse.inference import packed_checkpoint as disk
 from proxsparse.inference.linear import BITS
+from proxsparse.inference.packable import names_of_modules
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, copy_files, require_space
 from proxsparse.io.model_files import INSTALL, WEIGHTS_NAME, check_folder, headers, read_tensor, weight_files
@@ -66,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             after, written = file_bytes(scratch), headers(weight_files(scratch))
             refuse_differences(scratch, source_headers, written, config)
             disk.annotate(scratch / CARD, bits, packed=not options.unpack)
-    linears = convert.names_of_modules(model, nn.Linear)
+    linears = names_of_modules(model, nn.Linear)
     print(f"{done} {len(layers)} of {len(linears)} nn.Linear layers; the other tensors are unchanged")
     if options.bits != 16:
         print(f"their kept weights are rounded to {options.bits} bits")

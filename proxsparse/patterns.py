@@ -22,8 +22,8 @@ def check_dtype(tensor: torch.Tensor, what: str) -> None:
 class NMPattern:
     """At most `n` nonzero weights in every block of `m` consecutive weights along in_features.
 
-    `n` counts the KEPT weights; `prune_n` of Wanda and SparseGPT counts the pruned ones. If in_features is no multiple
-    of m, the remainder at the end of each row stays dense: for 2:4, 4:6, 6:8, ... (`is_dial`) and an even remainder.
+    `n` counts the KEPT weights; `prune_n` of Wanda and SparseGPT counts the pruned ones. If in_features is not a
+    multiple of m, the remainder of each row stays dense: an even number, for 2:4, 4:6, 6:8, ... only (`has_windows`).
 
     Raises:
         ValueError: unless 1 <= n < m <= 64.
@@ -51,10 +51,10 @@ class NMPattern:
         return cls(int(match[1]), int(match[2]))
 
     @classmethod
-    def parse_dial(cls, pattern: "PatternLike") -> "NMPattern":
-        """`parse` for layers that are to be packed. Raises ValueError unless 2:4 kernels can run them (`is_dial`)."""
+    def parse_windowed(cls, pattern: "PatternLike") -> "NMPattern":
+        """`parse` for layers to pack. Raises ValueError unless 2:4 kernels can run the pattern (`has_windows`)."""
         pattern = cls.parse(pattern)
-        if not pattern.is_dial:
+        if not pattern.has_windows:
             raise ValueError(f"pattern {pattern}: packed layers are 2:4, 4:6, 6:8, ..., two less than an even number")
         return pattern
 
@@ -67,7 +67,7 @@ class NMPattern:
         return self.n / self.m
 
     @property
-    def is_dial(self) -> bool:
+    def has_windows(self) -> bool:
         """Whether the pattern is 2:4, 4:6, 6:8, ...: sparse tensor cores can run it, see `reference.windows`."""
         return self.m % 2 == 0 and self.n == self.m - 2
 
@@ -81,13 +81,17 @@ class NMPattern:
 
     def fits(self, in_features: int) -> bool:
         """Whether rows of this size split into blocks and, if allowed, a remainder."""
-        remainder = self.is_dial and in_features % 2 == 0 and in_features > self.m
+        remainder = self.has_windows and in_features % 2 == 0 and in_features > self.m
         return in_features % self.m == 0 or remainder
+
+    def count(self, shape: torch.Size) -> int:
+        """Number of blocks of a weight [..., in_features]."""
+        return shape[:-1].numel() * (shape[-1] // self.m)
 
     def check_blocks(self, shape: torch.Size, what: str = "weight") -> None:
         """Raises ValueError unless the last dimension of `shape` splits into blocks and, if allowed, a remainder."""
         if len(shape) == 0 or not self.fits(shape[-1]):
-            needed = f"an even number above {self.m}" if self.is_dial else f"a multiple of {self.m}"
+            needed = f"an even number of at least {self.m}" if self.has_windows else f"a multiple of {self.m}"
             raise ValueError(
                 f"{what} of shape {list(shape)}: the last dimension (in_features) must be {needed} "
                 f"for {self} blocks; exclude this layer or choose another pattern"
@@ -122,7 +126,8 @@ class NMPattern:
 
 
 PatternLike = str | NMPattern
-DIAL = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))  # the patterns that a weight's zeros are compared with
+WINDOWED = tuple(NMPattern(m - 2, m) for m in (4, 6, 8, 10))  # the patterns that a weight's zeros are compared with
+FAST = (NMPattern(1, 4), *WINDOWED)  # the patterns of the C++ and Triton kernels
 MIXED = "mixed"  # instead of a pattern: the layers have different patterns
 
 

@@ -34,7 +34,7 @@ from proxsparse.models.layers import (
 )
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.models.unfold_linears import unfold_linears_
-from proxsparse.patterns import DIAL, NMPattern, PatternLike
+from proxsparse.patterns import WINDOWED, NMPattern, PatternLike
 from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningDataArgs
 from proxsparse.run.teacher import refuse_other_vocabulary
 from proxsparse.runtime.distributed import world_size
@@ -194,7 +194,7 @@ def finetune_(
         patterns = patterns_of_zeros(unfold_linears_(model), pattern, include, exclude)
         layers = prunable_layers(model, patterns) if patterns else {}
         if not layers:
-            words = " or ".join(map(str, DIAL)) if pattern is None else pattern
+            words = " or ".join(map(str, WINDOWED)) if pattern is None else pattern
             raise InputError(f"model: no layer is {words}; prune it first, or give its pattern")
         if values["distill"]:
             if teacher is None:
@@ -250,12 +250,15 @@ def perplexity(
 def patterns_of_zeros(
     model: nn.Module, pattern: PatternLike | None, include: list[str] | None, exclude: list[str] | None
 ) -> dict[str, NMPattern]:
-    """Layer name -> pattern of the pruned layers; `pattern` None: the first of DIAL that the zeros of a layer fit."""
+    """Layer name -> pattern of the pruned layers; `pattern` None: the first of WINDOWED that its zeros fit."""
+    if pattern is not None:
+        pattern = NMPattern.parse(pattern)
+        return dict.fromkeys(pruned_layers(prunable_layers(model, pattern, include, exclude), pattern), pattern)
+    selected = {name: layer for name, layer in body_linears(model).items() if is_selected(name, include, exclude)}
     found = {}
-    for each in DIAL if pattern is None else [NMPattern.parse(pattern)]:
-        layers = body_linears(model) if pattern is None else prunable_layers(model, each, include, exclude)
-        layers = {n: x for n, x in layers.items() if each.fits(x.in_features) and is_selected(n, include, exclude)}
-        found = dict.fromkeys(pruned_layers(layers, each), each) | found
+    for each in reversed(WINDOWED):  # the first one counts
+        fitting = {name: layer for name, layer in selected.items() if each.fits(layer.in_features)}
+        found |= dict.fromkeys(pruned_layers(fitting, each), each)
     return found
 
 

@@ -18,7 +18,7 @@ PLACES = {
     "allocations": "budget registry sensitivity",
     "data": "batches calibration sources",
     "evaluation": "perplexity zero_shot",
-    "inference": "convert linear packed_checkpoint",
+    "inference": "convert linear packable packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_requests transformers_server "
     "transformers_trainer vllm_config vllm_linear vllm_plugin",
     "io": "atomic checkpoints file_lock mask_files model_files output_folder text_table yaml_files",

@@ -67,10 +67,10 @@ def test_an_even_remainder_of_a_row_is_in_no_block():
     weight = torch.arange(2 * 22).view(2, 22)
     for text, remainder in (("2:4", 2), ("4:6", 4), ("6:8", 6), ("8:10", 2)):
         pattern = NMPattern.parse(text)
-        assert pattern.is_dial
+        assert pattern.has_windows
         assert pattern.whole(22) == 22 - remainder
         assert torch.equal(pattern.blocks(weight).flatten(-2), weight[:, :-remainder])
-    assert not any(NMPattern.parse(text).is_dial for text in ("1:4", "3:4", "1:3", "3:5", "4:8"))
+    assert not any(NMPattern.parse(text).has_windows for text in ("1:4", "3:4", "1:3", "3:5", "4:8"))
 
 
 def test_feasible_blocks_hold_at_most_n_nonzeros_and_nan_is_one():

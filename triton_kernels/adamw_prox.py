@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from .block import largest_finite, shrink
-from .dial_block import prox_wide
 from .formats import arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
 from .launch import LANES, weights_of_program
 from .prox import check_weight, gain_of, rows_and_blocks, unit_of
+from .wide_block import prox_wide
 
 # Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 2 * LANES, 1
@@ -136,7 +136,7 @@ def adamw_prox_kernel(
     tl.store(exp_avg_sq_ptr + index, rounded(square, square_bits, moment), mask=inside)
 
 
-# For blocks of 6, 8 or 10, for the reason in dial_prox.py.
+# For blocks of 6, 8 or 10, for the reason in wide_prox.py.
 adamw_prox_wide_kernel = triton.jit(adamw_prox_kernel.fn, do_not_specialize=["seed_low", "seed_high", "columns"])
 
 

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .dial_block import places
 from .formats import PTX
+from .wide_block import places
 
 LANES = 32 if torch.version.hip is None else 64  # per warp
 REGISTERS_PER_MULTIPROCESSOR = 65536

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 
 from .block import sort4, unsort4
-from .dial_block import kept
 from .formats import arithmetic_of, join4, split4, widened
 from .launch import LANES, weights_of_program
 from .prox import check_weight, rows_and_blocks
+from .wide_block import kept
 
 # Four blocks per lane, and one warp, whose lanes exchange numbers without shared memory. Not measured on a GPU.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 4 * LANES, 1

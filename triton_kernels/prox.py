@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from .block import BLOCKS_PER_LANE, CONVEX_UP_TO, descend_24, largest_finite, largest_of, shrink
-from .dial_block import places
 from .formats import (
     INTERPRETED,
     arithmetic_of,
@@ -25,6 +24,7 @@ from .formats import (
     words_in,
 )
 from .launch import LANES, compiler_options, programs_for, registers_for
+from .wide_block import places
 
 # A program solves one piece at a time: 2 KB, 256 blocks of a bf16 weight, fewer of wider weights. One warp solves it,
 # because the largest weight of the piece, which chooses the solver, then comes from one instruction without a barrier.

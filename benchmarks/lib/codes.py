@@ -30,7 +30,7 @@ from proxsparse.ops.backends.cutlass_codes import (
 from proxsparse.ops.backends.gemv import MAX_ROWS
 from proxsparse.ops.registry import get_kernel
 from proxsparse.ops.sparse_linear import pad_rows
-from proxsparse.patterns import DIAL
+from proxsparse.patterns import WINDOWED
 from proxsparse.reference.quantize import CODES
 
 BACKENDS = {"cpu": "cpp", "cuda": "gemv"}  # of our codes
@@ -65,7 +65,7 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
     def multiply(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
         return sparse_linear(x, codes, indices, backend=backend, scales=scales)
 
-    for pattern in DIAL[1:] if 16 in bits else ():
+    for pattern in WINDOWED[1:] if 16 in bits else ():
         sigma = weights.dense[0].float().std() / 2  # outputs no larger than those whose rounding is the tolerance
         weight = (torch.randn(weights.shape, device=values.device) * sigma).to(values.dtype)
         weight = torch.where(nm_mask(weight.abs(), pattern), weight, 0.0)

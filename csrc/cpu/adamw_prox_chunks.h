@@ -3,9 +3,9 @@
 
 #include "../adamw.h"
 #include "../random.h"
-#include "dial_prox.h"
 #include "kernels.h"
 #include "solve.h"
+#include "wide_prox.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {

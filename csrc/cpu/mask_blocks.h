@@ -3,8 +3,8 @@
 
 #include "../block_ranks.h"
 #include "../formats.h"
-#include "dial_mask.h"
 #include "solve.h"
+#include "wide_mask.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
@@ -12,7 +12,7 @@ inline namespace PROXSPARSE_ISA {
 // Blocks `begin` to `end`.
 template <typename Format>
 void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
-  if (call.m > 4) return with_constant(call.m, [&](auto m) { dial_mask_rows<Format, m>(call, begin, end); });
+  if (call.m > 4) return with_constant(call.m, [&](auto m) { wide_mask_rows<Format, m>(call, begin, end); });
   using T = typename Format::Arithmetic;
   const auto* score = static_cast<const typename Format::Storage*>(call.score);
   bool* mask = call.mask;
@@ -59,7 +59,7 @@ PROXSPARSE_INLINE void masked_weight_chunk(const typename Format::Storage* weigh
 template <typename Format, typename Pretrained>
 void masked_weight_chunks(const MaskedWeightCall& call, int64_t begin, int64_t end) {
   if (call.m > 4) {
-    return with_constant(call.m, [&](auto m) { dial_masked_weight_rows<Format, Pretrained, m>(call, begin, end); });
+    return with_constant(call.m, [&](auto m) { wide_masked_weight_rows<Format, Pretrained, m>(call, begin, end); });
   }
   using T = typename Format::Arithmetic;
   using Storage = typename Format::Storage;

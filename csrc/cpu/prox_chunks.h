@@ -1,9 +1,9 @@
 // The prox of chunks of blocks, in place.
 #pragma once
 
-#include "dial_prox.h"
 #include "kernels.h"
 #include "solve.h"
+#include "wide_prox.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
@@ -42,7 +42,7 @@ PROXSPARSE_INLINE void prox_chunk(typename Format::Storage* weight, const T* sca
 // Chunks `begin` to `end` of the weight, or rows if m > 4.
 template <typename Format>
 void prox_chunks(const ProxCall& call, int64_t begin, int64_t end) {
-  if (call.m > 4) return with_constant(call.m, [&](auto m) { dial_prox_rows<Format, m>(call, begin, end); });
+  if (call.m > 4) return with_constant(call.m, [&](auto m) { wide_prox_rows<Format, m>(call, begin, end); });
   using T = typename Format::Arithmetic;
   using Storage = typename Format::Storage;
   const ProxParams<T> params(call.reg_lambda, call.n);

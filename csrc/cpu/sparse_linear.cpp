@@ -137,6 +137,7 @@ void multiply(const at::Tensor& x, const at::Tensor& values, const at::Tensor& i
   }
 }
 
+// The number of columns of the windows with their padding, as in proxsparse/reference/windows.py.
 int64_t expanded_features(int64_t in_features, int64_t m) {
   const int64_t width = in_features / m * (2 * m - 4) + in_features % m * 2;
   if (m == 4 && in_features % 4 == 0) return width;

@@ -5,7 +5,7 @@ import math
 
 from torch import nn
 
-from proxsparse.patterns import DIAL, NMPattern
+from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.reference.windows import expanded_features
 
 Layers = dict[str, nn.Linear]
@@ -35,18 +35,20 @@ def packed_cost(layers: Layers, patterns: dict[str, NMPattern]) -> tuple[float, 
 def arithmetic(in_features: int, pattern: NMPattern | None) -> float:
     """Multiplications of a packed layer, where dense (or None) is 1: 0.5 for 2:4, 0.75 for 6:8, with padding.
 
-    Other patterns are packed as the first of DIAL that all their masks fit, such as 3:4 as 6:8, or stay dense.
+    Other patterns are packed as the first of WINDOWED that all their masks fit, such as 3:4 as 6:8, or stay dense.
     """
-    packed = pattern and next((dial for dial in DIAL if dial.fits(in_features) and always_fits(pattern, dial)), None)
-    return 1.0 if packed is None else expanded_features(in_features, packed.m) / 2 / in_features
+    for packed in WINDOWED if pattern else ():
+        if packed.fits(in_features) and always_fits(pattern, packed):
+            return expanded_features(in_features, packed.m) / 2 / in_features
+    return 1.0
 
 
-def always_fits(pattern: NMPattern, dial: NMPattern) -> bool:
-    """Whether every block of `dial` has at most dial.n nonzeros under every mask of the pattern."""
+def always_fits(pattern: NMPattern, packed: NMPattern) -> bool:
+    """Whether every block of `packed` has at most packed.n nonzeros under every mask of the pattern."""
     n, m = pattern.n, pattern.m
 
     def most(start: int, stop: int) -> int:
         ends = [start, *range((start // m + 1) * m, stop, m), stop]  # of the parts of blocks of m
         return sum(min(n, end - begin) for begin, end in itertools.pairwise(ends))
 
-    return all(most(start, start + dial.m) <= dial.n for start in range(0, math.lcm(m, dial.m), dial.m))
+    return all(most(start, start + packed.m) <= packed.n for start in range(0, math.lcm(m, packed.m), packed.m))

@@ -12,7 +12,7 @@ from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.registry import check_option_names, describe_options, options_of
 from proxsparse.methods.walk import Batches
-from proxsparse.patterns import DIAL, NMPattern, PatternLike
+from proxsparse.patterns import WINDOWED, NMPattern, PatternLike
 
 UNIFORM = "uniform"
 
@@ -96,7 +96,7 @@ def allocate(
     chosen = get_allocation(name)
     check_option_names(options, chosen.options, f"allocation {name!r}")
     chosen.check(**chosen.options | options)
-    if name != UNIFORM and (isinstance(pattern, dict) or NMPattern.parse(pattern) != DIAL[0]):
+    if name != UNIFORM and (isinstance(pattern, dict) or NMPattern.parse(pattern) != WINDOWED[0]):
         raise InputError(f"allocation {name!r} chooses the pattern of every layer; leave out pattern {pattern}")
     if saved := checkpoints and checkpoints.facts("patterns"):
         return {name: NMPattern.parse(pattern) for name, pattern in saved["patterns"].items()}

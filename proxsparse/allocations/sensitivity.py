@@ -14,7 +14,7 @@ from proxsparse.methods.walk import Batches, make_hook
 from proxsparse.models.checks import check_finite, evaluating
 from proxsparse.models.feature_norms import FeatureNorms
 from proxsparse.ops.mask import nm_mask
-from proxsparse.patterns import DIAL, NMPattern
+from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.runtime.progress import phase
 
 
@@ -78,16 +78,13 @@ def sensitivity(
 def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[str, dict[NMPattern | None, float]]:
     """Layer name -> pattern -> cost, see `sensitivity`; None: dense, without cost."""
     norms = {name: FeatureNorms(layer) for name, layer in layers.items()}
-    costs = {
-        name: {pattern: 0.0 for pattern in DIAL if pattern.fits(layer.in_features)} for name, layer in layers.items()
-    }
+    patterns = {name: [each for each in WINDOWED if each.fits(layer.in_features)] for name, layer in layers.items()}
+    costs = dict.fromkeys(layers, 0)  # of the patterns, one tensor a layer: the host need not wait for a GPU
 
     def add_costs(name: str, weight: nn.Parameter) -> None:
         loss_of_zeros, score = -weight.grad.float() * weight.float(), (weight * norms[name].norms()).abs()
-        for pattern in costs[name]:
-            change = loss_of_zeros.sum() - loss_of_zeros[nm_mask(score, pattern)].sum()
-            costs[name][pattern] += change.square().item() / len(samples)
-        check_finite(name, change)
+        changes = [torch.where(nm_mask(score, each), 0.0, loss_of_zeros).sum() for each in patterns[name]]
+        costs[name] = costs[name] + torch.stack(changes).square() / len(samples)
         weight.grad = None
 
     trainable = {parameter: parameter.requires_grad for parameter in model.parameters()}
@@ -113,4 +110,10 @@ def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[
         for parameter, requires_grad in trainable.items():
             parameter.requires_grad_(requires_grad)
             parameter.grad = None
-    return {name: found | {None: 0.0} for name, found in costs.items()}
+    found = {}
+    for name in layers:
+        if not isinstance(costs[name], Tensor) or not costs[name].isfinite().all():
+            reason = "has a gradient that is NaN or infinite" if isinstance(costs[name], Tensor) else "has no gradient"
+            raise InputError(f"{name}: its weight {reason}; use --precision fp32, or leave it dense with --exclude")
+        found[name] = dict(zip(patterns[name], costs[name].tolist(), strict=True)) | {None: 0.0}
+    return found

@@ -67,7 +67,7 @@ class SparseLinear(nn.Module):
         pattern: PatternLike = "2:4",
     ):
         super().__init__()
-        self.pattern = NMPattern.parse_dial(pattern)
+        self.pattern = NMPattern.parse_windowed(pattern)
         self.pattern.check_blocks((out_features, in_features))
         check_bits(bits)
         if backend != AUTO:

@@ -74,7 +74,7 @@ def forms(config: dict) -> dict[str, Form]:
     """The inverse of `description`. Raises ValueError for a pattern that cannot be packed."""
     bits, pattern = config.get("bits", {}), config["pattern"]
     patterns = config.get("patterns", {}) if pattern == MIXED else dict.fromkeys(config["layers"], pattern)
-    return {name: Form(bits.get(name, 16), NMPattern.parse_dial(patterns.get(name))) for name in config["layers"]}
+    return {name: Form(bits.get(name, 16), NMPattern.parse_windowed(patterns.get(name))) for name in config["layers"]}
 
 
 def check_description(config: dict) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -153,22 +152,6 @@ def read_packed(path: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"mask file {str(path)!r} is malformed (no pattern, or not uint8); give an undamaged mask file"
         )
     return packed, metadata
-
-
-def copy_masks(source: Path, target: Path, rename: Callable[[str], str]) -> tuple[dict[str, str], int, str]:
-    """Copies a mask file; `rename` changes the name of the base model.
-
-    Returns:
-        The metadata of the copy, the number of layers, and the `masks_sha256`.
-    Raises:
-        InputError: the file is missing or malformed.
-    """
-    from safetensors.torch import save_file
-
-    packed, metadata = read_packed(source)
-    metadata["base_model"] = rename(metadata.get("base_model", ""))
-    save_file(packed, target, metadata)
-    return metadata, len(packed), packed_sha256(packed)
 
 
 def recorded_masks(folder: Path | str) -> tuple[dict[str, NMPattern], dict[str, str]]:

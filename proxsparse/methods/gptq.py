@@ -86,7 +86,7 @@ def quantize_weight(
         InputError: the Hessian is not positive definite.
         ValueError: the weight does not have the pattern, or a weight has no code, see `quantize_nm`.
     """
-    m, in_features = NMPattern.parse_dial(pattern).m, weight.shape[1]
+    m, in_features = NMPattern.parse_windowed(pattern).m, weight.shape[1]
     values, indices = pack_nm(weight.to(dtype), pattern)
     scales = quantize_nm(values, bits)[1]
     packed = expand(torch.arange(1, in_features + 1, device=weight.device), m) - 1  # -1: a column of zeros

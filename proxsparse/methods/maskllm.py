@@ -166,16 +166,16 @@ def soft_weight(
     gumbel = -noise.log().to(logits.device)
     with full_precision(logits):
         y = ((logits * scale + gumbel) / tau).softmax(-1)
-        mask = with_remainder((y @ choices.to(y.dtype)).flatten(-2), weight)
+        mask = with_dense_remainder((y @ choices.to(y.dtype)).flatten(-2), weight)
     return (weight.detach() * mask).to(weight.dtype)
 
 
 def hard_mask(logits: Tensor, choices: Tensor, weight: Tensor) -> Tensor:
     """The mask with the largest logit of every block, bool, the shape of `weight`."""
-    return with_remainder(choices[logits.argmax(-1)].flatten(-2), weight)
+    return with_dense_remainder(choices[logits.argmax(-1)].flatten(-2), weight)
 
 
-def with_remainder(mask: Tensor, weight: Tensor) -> Tensor:
+def with_dense_remainder(mask: Tensor, weight: Tensor) -> Tensor:
     """The mask of the blocks, continued with ones for the remainder of the rows of `weight`, which stays dense."""
     return functional.pad(mask, (0, weight.shape[1] - mask.shape[1]), value=1)
 

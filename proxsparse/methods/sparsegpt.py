@@ -101,7 +101,7 @@ def prune_chunk_(weight: Tensor, factor: Tensor, pattern: NMPattern) -> tuple[Te
     """Prunes the columns of `weight` [out_features, c] in place. Returns mask and errors e, both [out_features, c]."""
     mask, errors = torch.ones_like(weight, dtype=torch.bool), torch.zeros_like(weight)
     for j in range(weight.shape[1]):
-        if j in range(0, pattern.whole(weight.shape[1]), pattern.m):
+        if j % pattern.m == 0 and j < pattern.whole(weight.shape[1]):  # not the remainder, which stays dense
             block = slice(j, j + pattern.m)
             mask[:, block] = nm_mask((weight[:, block] / factor.diagonal()[block]).square(), pattern)
         pruned = torch.where(mask[:, j], 0.0, weight[:, j])

@@ -63,7 +63,7 @@ def pack_nm(weight: Tensor, pattern: PatternLike = "2:4") -> tuple[Tensor, Tenso
     pattern = NMPattern.parse(pattern)
     check_dtype(weight, "weight")
     pattern.check_blocks(weight.shape)
-    if pattern.is_dial:
+    if pattern.has_windows:
         weight, pattern = windows.deal(weight, pattern.m), NMPattern(2, 4)
     return torch.ops.proxsparse.pack_nm(weight, pack.packable(pattern).n, pattern.m)
 
@@ -80,12 +80,12 @@ def unpack_nm(values: Tensor, indices: Tensor, pattern: PatternLike = "2:4", in_
             `indices` is not checked.
     """
     pattern = NMPattern.parse(pattern)
-    packed = NMPattern(2, 4) if pattern.is_dial else pack.packable(pattern)
+    packed = NMPattern(2, 4) if pattern.has_windows else pack.packable(pattern)
     pack.check_packed(values, indices, packed)
     weight = torch.ops.proxsparse.unpack_nm(values, indices, packed.n, packed.m)
     if pattern.m > 4 and in_features is None:
         raise ValueError(f"unpack_nm: {pattern} needs in_features, which packed columns do not tell")
-    if pattern.is_dial and in_features is not None:
+    if pattern.has_windows and in_features is not None:
         pattern.check_blocks((in_features,), "in_features")
         if windows.expanded_features(in_features, pattern.m) != weight.shape[-1]:
             raise ValueError(f"unpack_nm: {weight.shape[-1]} packed columns are not those of in_features={in_features}")

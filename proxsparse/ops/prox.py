@@ -85,7 +85,9 @@ def check_prox_arguments(weight: Tensor, reg_lambda: float, pattern: PatternLike
 
 @torch.no_grad()
 def prox_nm_(weight: Tensor, reg_lambda: float, pattern: PatternLike = "2:4", scale: Tensor | None = None) -> Tensor:
-    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4, 1:M and (M-2):M.
+    """W <- argmin_V 1/2 ||V - W||_F^2 + lambda * Reg_{N:M}(V), in place; the exact minimizer for 2:4 and 1:M.
+
+    For 4:6, 6:8 and 8:10 it is the best found point; of 30,000 hard blocks one was missed (docs/solver.md).
 
     Reg_{N:M}(V) sums e_{N+1}(|v|), the elementary symmetric polynomial, over blocks of M weights along the last
     dimension (paper, equations 4 and 7). The remainder of a row (`NMPattern.whole`) does not change. With `scale` = c

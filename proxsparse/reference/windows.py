@@ -1,4 +1,4 @@
-"""The dial patterns, (m - 2):m with an even m, as 2:4 over more columns, which every 2:4 kernel can multiply.
+"""The patterns (m - 2):m with an even m, as 2:4 over more columns, which every 2:4 kernel can multiply.
 
 A block of m columns is covered by m/2 - 1 windows of four columns that overlap by two: 0-3, 2-5, ..., (m-4)-(m-1). For
 6:8, `expand` copies x_0 ... x_7 to the windows (x_0 x_1 x_2 x_3) (x_2 x_3 x_4 x_5) (x_4 x_5 x_6 x_7), and `deal` puts
@@ -7,8 +7,8 @@ every kept weight into one of the windows with its column, at most two weights i
     W x = deal(W) expand(x),    deal(W) is 2:4,    expanded columns = (m/2 - 1) * 4 / m * in_features.
 
 Dealing from left to right always succeeds. A window takes what its first pair of columns still has (at most two
-weights), then from its second pair. If a window is not full, nothing is left up to its end, and the windows after it
-begin anew, with as many windows as pairs. If all are full, they hold m - 2 weights, which are all.
+weights), then from its second pair. If a window is not full, all weights up to its end are dealt, and every pair after
+it has a window of its own, the one that ends with it. If all windows are full, they hold m - 2 weights, which are all.
 
 The remainder of in_features, fewer than m columns, is dense: one window (a, b, 0, 0) for each pair. Columns of zeros
 follow, up to the largest multiple of 64, 32, 16 or 8 that adds at most 1/32. For 2:4 without a remainder both functions

@@ -55,7 +55,7 @@ def require_held(layers: dict[str, nn.Linear], patterns: dict[str, NMPattern]) -
         weight, pattern = local(layer.weight.detach()), patterns[name]
         more = (pattern.nonzeros(weight) > pattern.n).sum()
         if more := int(sum_of_shards(more, layer.weight)):
-            blocks = layer.weight.shape[:-1].numel() * (layer.in_features // pattern.m)
+            blocks = pattern.count(layer.weight.shape)
             raise InputError(
                 f"layer {name} is not {pattern}: {more:,} of its {blocks:,} blocks have more than {pattern.n} non-zero "
                 "weights; give a pruned model and its --pattern, or --exclude the layers that are dense"

@@ -1,6 +1,5 @@
 """Statistics of the masks during training, measured on a fixed sample of blocks to keep the cost low."""
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -98,10 +97,7 @@ def sampled_places(each: LearnableLayer) -> tuple[int, Tensor, Tensor, Tensor]:
 
     int64 on the device of the weight; computed on the CPU, because a boolean index on a GPU makes the host wait.
     """
-    rows, of_row = (
-        len(local(each.weight)),
-        math.prod(each.weight.shape[1:-1]) * (each.weight.shape[-1] // each.pattern.m),
-    )
+    rows, of_row = len(local(each.weight)), each.pattern.count(each.weight.shape[1:])
     blocks = len(each.weight) * of_row
     index = torch.arange(0, blocks, max(1, blocks // BLOCKS_PER_LAYER))
     row, column = index // of_row - first_row(each.weight), index % of_row
@@ -122,8 +118,7 @@ def feasible_share(learned: Iterable[LearnableLayer]) -> float:
     counts = [
         sum_of_shards(layer.pattern.feasible_blocks(local(layer.weight)).sum(), layer.weight) for layer in learned
     ]
-    blocks = [layer.weight.shape[:-1].numel() * (layer.weight.shape[-1] // layer.pattern.m) for layer in learned]
-    return sum(count.item() for count in counts) / sum(blocks)
+    return sum(count.item() for count in counts) / sum(layer.pattern.count(layer.weight.shape) for layer in learned)
 
 
 def agreement(masks: dict[str, Tensor], others: dict[str, Tensor], learned: dict[str, LearnableLayer]) -> float:

@@ -90,7 +90,7 @@ def test_repr_and_wrong_layers():
     spoiled = pruned_linear(8, 4)
     spoiled.weight.data[2, spoiled.weight[2].nonzero()[0]] = torch.nan
     for make, message in (
-        (lambda: SparseLinear(7, 8), "even number above 4"),
+        (lambda: SparseLinear(7, 8), "even number of at least 4"),
         (lambda: SparseLinear(8, 8, pattern="1:4"), "pattern 1:4: packed layers are 2:4, 4:6"),
         (lambda: SparseLinear(8, 8, bits=3), r"bits=3: .* 16, 8 or 4"),
         (lambda: SparseLinear(8, 8, backend="fastest"), "'fastest'"),

@@ -268,6 +268,14 @@ def change(name, function):
     return lambda tensors: tensors.__setitem__(f"{LAYER}.{name}", function(tensors[f"{LAYER}.{name}"]).contiguous())
 
 
+@pytest.mark.parametrize(("version", "bits"), [(2, 16), (3, 8), (3, 4)])
+@torch.no_grad()
+def test_folders_of_earlier_versions_load(version, bits, damaged, folder_of):
+    """They differ in the number alone: all layers are 2:4."""
+    expected = load(folder_of[bits])(TOKENS).logits
+    assert torch.equal(load(damaged(set_entry("format_version", version), bits=bits))(TOKENS).logits, expected)
+
+
 @pytest.mark.parametrize(
     ("part", "change", "words"),
     [

@@ -108,8 +108,10 @@ def test_only_adapters_are_trained_and_the_packed_weights_stay(folders):
     assert all(after[name].equal(tensor) for name, tensor in before.items())
 
 
-def test_a_model_packed_in_memory(folders):
-    model = proxsparse.sparsify_(load(folders[0]))
+@pytest.mark.parametrize("pattern", ["2:4", "6:8", "8:10"])
+def test_a_model_packed_in_memory(pattern):
+    model = proxsparse.sparsify_(prune_(tiny_model("llama"), pattern=pattern))
+    assert str(model.get_submodule("model.layers.0.mlp.up_proj").pattern) == pattern
     _, losses = trained(peft.get_peft_model(model, lora(target_modules=r".*\.(mlp|self_attn)\..*_proj")))
     assert losses[0] > losses[2]
 

@@ -77,6 +77,13 @@ def test_an_almost_24_layer_is_refused_and_one_mostly_dense_stays_so_unless_it_i
     assert UP not in packed_names(model)
 
 
+@pytest.mark.parametrize("in_features", [2, 4, 6, 7])
+def test_small_dense_layers_stay_dense(in_features):
+    model = sparsify_(two_layers(small=nn.Linear(in_features, 3), pruned=pruned_linear(64, 8, pattern="6:8")))
+    assert packed_names(model) >= {"pruned"}
+    assert "small" not in packed_names(model)
+
+
 def test_a_layer_of_another_pattern_with_rows_of_zeros():
     model = two_layers(dead=pruned_linear(64, 40, pattern="6:8"))
     model.dead.weight.data[2:] = 0

@@ -13,7 +13,7 @@ from proxsparse.errors import InputError
 from proxsparse.methods.walk import make_hook
 from proxsparse.models.feature_norms import FeatureNorms
 from proxsparse.models.layers import prunable_layers
-from proxsparse.patterns import DIAL, NMPattern
+from proxsparse.patterns import WINDOWED, NMPattern
 
 LAYER = "model.layers.1.mlp.up_proj"
 
@@ -58,7 +58,7 @@ def test_costs_are_squared_changes_of_the_loss_to_first_order(model, batches):
         gradients.append(torch.autograd.grad(loss, weight)[0])
     hook.remove()
     assert costs.pop(None) == 0
-    assert list(costs) == list(DIAL)
+    assert list(costs) == list(WINDOWED)
     for pattern, cost in costs.items():
         change = torch.where(nm_mask(weight.abs() * statistics.norms().detach(), pattern), 0.0, -weight).detach()
         expected = sum((gradient * change).sum() ** 2 for gradient in gradients) / len(gradients)
@@ -76,7 +76,7 @@ def test_the_arithmetic_is_at_most_the_target_and_close_to_it(target, model, bat
     assert patterns == expected
     largest = max(layer.weight.numel() for layer in layers.values()) / numel(layers)
     assert target - largest < packed_cost(layers, patterns)[0] <= target + 1e-6
-    assert target > 0.5 or set(patterns.values()) == {DIAL[0]}
+    assert target > 0.5 or set(patterns.values()) == {WINDOWED[0]}
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     assert all(p.requires_grad for p in model.parameters())
 
@@ -95,7 +95,7 @@ def test_pruned_layers_have_their_patterns_and_the_others_stay_dense(model):
     options = {"allocation": "sensitivity", "target_flops": 0.8, "samples": 4}
     texts = ["a text of some words"] * 8
     masks = prune_(model, "wanda", texts, tiny_models.byte_tokenizer(), seq_len=16, num_samples=8, **options)
-    found = {name: next(p for p in DIAL if p.is_mask(mask)) for name, mask in masks.items()}
+    found = {name: next(p for p in WINDOWED if p.is_mask(mask)) for name, mask in masks.items()}
     assert len(set(found.values())) > 1
     for name, layer in prunable_layers(model).items():
         assert (name not in found and layer.weight.all()) or found[name].is_feasible(layer.weight)

@@ -32,7 +32,7 @@ def test_layers_are_pruned_and_nothing_else(name, family, tiny_model, batches):
 
 
 @pytest.mark.parametrize("name", list_methods())
-@pytest.mark.parametrize("pattern", [None, "1:4", "4:8"])
+@pytest.mark.parametrize("pattern", [None, "1:4", "4:8", "6:8", "8:10"])
 def test_other_patterns_in_bfloat16_with_layers_left_out(name, pattern, tiny_model, batches):
     """None: of each layer its own."""
     model, dense = tiny_model(dtype=torch.bfloat16), dict(tiny_model(dtype=torch.bfloat16).named_parameters())

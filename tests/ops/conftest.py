@@ -59,11 +59,11 @@ def triton_on_cpu(monkeypatch):
     from ptx.triton_launch import Kernel
 
     from proxsparse import triton_kernels
-    from proxsparse.triton_kernels import adamw_prox, dial_prox, masked_weight, prox
+    from proxsparse.triton_kernels import adamw_prox, masked_weight, prox, wide_prox
 
     gpu, prox_list = GPU(), triton_kernels.prox_list_n4_
     kernels = {"prox_n4": prox, "prox_list": prox, "adamw_prox": adamw_prox, "masked_weight": masked_weight}
-    kernels |= {"prox_wide": dial_prox, "adamw_prox_wide": adamw_prox}
+    kernels |= {"prox_wide": wide_prox, "adamw_prox_wide": adamw_prox}
     for name, module in kernels.items():
         monkeypatch.setattr(module, f"{name}_kernel", Kernel(gpu, getattr(module, f"{name}_kernel")))
 

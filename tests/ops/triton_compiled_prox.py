@@ -5,7 +5,8 @@ import torch
 import triton
 from aot import compile_kernel
 
-from proxsparse.triton_kernels import adamw_prox, launch, masked_weight, prox
+from proxsparse.triton_kernels import adamw_prox, launch, masked_weight, prox, wide_prox
+from proxsparse.triton_kernels.wide_block import places
 
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 NUMBERS = ["decay", "rate", "root_factor", "beta1", "beta2", "eps", "reg_lambda", "gain", "frozen_lambda", "frozen_eps"]
@@ -74,6 +75,21 @@ def on_each_gpu(calls: dict) -> list:
     ]
 
 
+def wide_call(call, m):
+    """The same for blocks of m = 6, 8 or 10, of which m - 2 weights are kept."""
+    kernel, arguments, constants, options = call
+    kernel = {adamw_prox.adamw_prox_kernel: adamw_prox.adamw_prox_wide_kernel}.get(kernel, kernel)
+    return kernel, arguments, constants | {"N": m - 2, "M": m, "BLOCKS": constants["BLOCKS"] * 4 // places(m)}, options
+
+
+def wide_prox_call(weight, scale, m):
+    """The same of the prox of such blocks."""
+    arguments = {"weight_ptr": f"*{weight}", "unit": "fp64", "columns": "i32", "pieces": "i32"}
+    arguments |= {"scale_ptr": f"*{scale}"} if scale else {}
+    constants = {"M": m, "BLOCKS": prox.BLOCKS_PER_PART * 4 // places(m)} | ({} if scale else {"scale_ptr": None})
+    return wide_prox.prox_wide_kernel, arguments, constants, {"num_warps": prox.NUM_WARPS}
+
+
 EVERYTHING = ("master", "pretrained", "scale", "seed")
 CALLS = {f"prox {weight}": prox_call(weight, None, 2) for weight in DTYPE}
 LISTS = {f"list {weight}": list_call(weight, 2) for weight in ("fp32", "bf16")}
@@ -89,6 +105,21 @@ MASKS = {
     "mask 1:4": mask_call("fp32", "fp32", None, 1),
     "mask fp64": mask_call("fp64", "fp64", "fp64", 2),
 }
+
+
+SIZES = (8, 6, 10)
+NARROW = {name: call for name, call in (STEPS | MASKS).items() if name != "mask 1:4"}
+WIDE = {f"{name}, blocks of {m}": wide_call(call, m) for name, call in NARROW.items() for m in SIZES}
+WIDE |= {f"prox {dtype}, blocks of {m}": wide_prox_call(dtype, "fp32", m) for dtype in DTYPE for m in SIZES}
+
+
+@pytest.mark.parametrize(("name", "call", "capability"), on_each_gpu(WIDE))
+def test_wide_blocks_compile_and_do_not_spill(name, call, capability, tmp_path):
+    """As a launch on aligned tensors compiles them. Layouts are converted through shared memory."""
+    kernel = compiled(call, capability, tmp_path)
+    assert kernel.instructions, "the disassembly was not understood"
+    assert kernel.stack == 0
+    assert not kernel.starting_with("LDL", "STL"), "registers spill"
 
 
 def assert_stays_in_registers(kernel):

@@ -317,7 +317,7 @@ def flat() -> list[nn.Parameter]:
 REFUSED = [(lambda: tiny_model().parameters(), *case) for case in BAD_SETTINGS]
 REFUSED += [
     (lambda: tiny_model().parameters(), {"reg_lambda": math.nan}, r"reg_lambda=nan"),
-    (lambda: nn.Linear(7, 8).parameters(), {}, r"\[8, 7\].*an even number above 4"),
+    (lambda: nn.Linear(7, 8).parameters(), {}, r"\[8, 7\].*an even number of at least 4"),
     (lambda: [tiny_model()[0].bias], {}, r"nothing to prune.*ZeRO"),
     (flat, {}, r"FSDP1.*fully_shard"),
     *(
@@ -340,7 +340,7 @@ def test_added_groups_are_completed_and_checked(make):
     optimizer = make([model[0].weight], lr=0.1, reg_lambda=0.2)
     optimizer.add_param_group({"params": [model[2].weight], "pattern": "1:4"})
     assert optimizer.param_groups[1]["reg_lambda"] == 0.2
-    with pytest.raises(ValueError, match=r"reg_lambda > 0, of shape \[3, 7\].*an even number above 4.*exclude"):
+    with pytest.raises(ValueError, match=r"reg_lambda > 0, of shape \[3, 7\].*an even number of at least 4.*exclude"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 7))]})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, 7))], "reg_lambda": 0})

@@ -34,6 +34,16 @@ def test_the_product_is_the_same_with_a_dense_remainder(m, in_features):
     assert torch.equal(fold(dealt.bfloat16(), in_features, m), weight.bfloat16())
 
 
+@pytest.mark.parametrize(("m", "in_features"), [(4, 64), (6, 96), (8, 128), (10, 160)])
+def test_parts_of_whole_blocks_without_padding_are_packed_as_in_the_whole_row(m, in_features):
+    """So tensor-parallel processes take slices of the packed columns."""
+    weight = torch.randn(3, 2 * in_features)
+    blocks = NMPattern(m - 2, m).blocks(weight)
+    blocks.scatter_(-1, blocks.abs().topk(2, largest=False).indices, 0.0)
+    assert expanded_features(in_features, m) == in_features // m * (2 * m - 4)
+    assert torch.equal(torch.cat([deal(part, m) for part in weight.split(in_features, 1)], 1), deal(weight, m))
+
+
 def test_a_block_with_too_many_weights_is_named():
     weight = torch.zeros(2, 16)
     weight[1, 8:15] = 1

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
-from proxsparse.patterns import NMPattern
+from proxsparse.patterns import FAST, NMPattern
 from proxsparse.reference import pack
 from proxsparse.reference.quantize import CODES, columns, shape_of_scales
 
 NEWEST = "sparse_linear_direct"  # the function that was added last
-PATTERNS = ((2, 4), (1, 4), (4, 6), (6, 8), (8, 10))
 try:
     _C, _missing = importlib.import_module("proxsparse._C"), None
     if not hasattr(_C, NEWEST):
@@ -27,8 +26,8 @@ def _supports(tensor: Tensor, n: int, m: int) -> str | None:
         return _missing
     if tensor.device.type != "cpu":
         return f"supports only the CPU, but the tensor is on {tensor.device}"
-    if (n, m) not in PATTERNS:
-        return f"supports the patterns 2:4, 1:4, 4:6, 6:8 and 8:10, not {n}:{m}"
+    if NMPattern(n, m) not in FAST:
+        return f"supports the patterns {', '.join(map(str, FAST))}, not {n}:{m}"
     return None
 
 

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
-
-PATTERNS = ((2, 4), (1, 4), (4, 6), (6, 8), (8, 10))
+from proxsparse.patterns import FAST, NMPattern
 
 
 def _supports(weight: Tensor, n: int, m: int) -> str | None:
     if weight.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"supports only CUDA GPUs, but the tensor is on {weight.device} (slow on a CPU: TRITON_INTERPRET=1)"
-    if (n, m) not in PATTERNS:
-        return f"supports the patterns 2:4, 1:4, 4:6, 6:8 and 8:10, not {n}:{m}"
+    if NMPattern(n, m) not in FAST:
+        return f"supports the patterns {', '.join(map(str, FAST))}, not {n}:{m}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; remedy: pip install triton"
     return None

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005 (Triton cannot unpack a tuple into another one)
-"""Blocks of m = 6, 8 or 10 of which m - 2 weights are kept, in registers, as in csrc/cpu/dial_prox.h.
+"""Blocks of m = 6, 8 or 10 of which m - 2 weights are kept, in registers, as in csrc/cpu/wide_prox.h.
 
 A block takes 8 or 16 places of a tensor, whose last ones are padding; `split` makes a tuple of the m positions of every
 block from it, each a tensor [BLOCKS]. In the unit in which lambda is 1, u is a block and x its prox.

@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .dial_block import prox_wide
 from .formats import arithmetic_of, is_half, round_to_nearest, widened
 from .launch import weights_of_program
 from .prox import BLOCKS_PER_PART, NUM_WARPS, check_weight, rows_and_blocks, unit_of
+from .wide_block import prox_wide
 
 
 # Triton 3.8 does not compile blocks of 8 half numbers (PassManager::run failed) if it knows that 16 divides `columns`.

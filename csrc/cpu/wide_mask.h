@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../block_ranks.h"
-#include "dial_vectors.h"
+#include "wide_vectors.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
@@ -29,7 +29,7 @@ PROXSPARSE_INLINE void mask_wide(const typename Format::Storage* score, bool* ma
 
 // The mask of the rows from `begin` to `end`; the remainder of a row is kept.
 template <typename Format, int m>
-void dial_mask_rows(const MaskCall& call, int64_t begin, int64_t end) {
+void wide_mask_rows(const MaskCall& call, int64_t begin, int64_t end) {
   constexpr int N = kLanes<typename Format::Arithmetic>, kPiece = m * N;
   for (int64_t row = begin; row < end; ++row) {
     const auto* score = static_cast<const typename Format::Storage*>(call.score) + row * call.in_features;
@@ -80,7 +80,7 @@ PROXSPARSE_INLINE void masked_weight_wide(const typename Format::Storage* weight
 
 // The weight under the mask of the rows from `begin` to `end`; the remainder of a row is W0.
 template <typename Format, typename Pretrained, int m>
-void dial_masked_weight_rows(const MaskedWeightCall& call, int64_t begin, int64_t end) {
+void wide_masked_weight_rows(const MaskedWeightCall& call, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;
   constexpr int N = kLanes<T>, kPiece = m * N;
   const T* scale = static_cast<const T*>(call.scale);

@@ -83,6 +83,8 @@ PROXSPARSE_INLINE void deinterleave(V* v) {
     });
   }
 }
+
+// The inverse.
 template <int k, typename V>
 PROXSPARSE_INLINE void interleave(V* v) {
   if constexpr (k % 2 == 1) {

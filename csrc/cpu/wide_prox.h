@@ -6,18 +6,18 @@
 // docs/solver.md derives the candidates, which need no sorted block: at most the two smallest numbers become zero.
 #pragma once
 
-#include "dial_vectors.h"
 #include "solve.h"
+#include "wide_vectors.h"
 
 namespace proxsparse {
 inline namespace PROXSPARSE_ISA {
 
 template <typename T>
-struct DialParams {
+struct WideParams {
   double exact_unit;
   T unit, inverse_unit;
 
-  DialParams(double reg_lambda, int m) {
+  WideParams(double reg_lambda, int m) {
     constexpr double least = std::numeric_limits<T>::min(), most = std::numeric_limits<T>::max();
     exact_unit = std::pow(smaller(larger(reg_lambda, least), most), 1.0 / (m - 3));
     unit = static_cast<T>(exact_unit);
@@ -211,7 +211,7 @@ PROXSPARSE_INLINE T rate_wide(T largest) {
 
 // The prox of N blocks in place; `scale` is that of their weights, or null.
 template <typename Format, int m, typename T = typename Format::Arithmetic>
-PROXSPARSE_INLINE void prox_wide(typename Format::Storage* weight, const T* scale, const DialParams<T>& params) {
+PROXSPARSE_INLINE void prox_wide(typename Format::Storage* weight, const T* scale, const WideParams<T>& params) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
   const auto stored = load_wide<Format, m, N>(weight);
@@ -261,10 +261,10 @@ constexpr int kWideVectors = (m % 4 == 0 ? m : 2 * m) * kLanes<T>;
 // The prox of the rows from `begin` to `end`. The remainder of a row is padded with at least two zeros, so that the
 // prox does not change it.
 template <typename Format, int m>
-void dial_prox_rows(const ProxCall& call, int64_t begin, int64_t end) {
+void wide_prox_rows(const ProxCall& call, int64_t begin, int64_t end) {
   using T = typename Format::Arithmetic;
   constexpr int64_t kPiece = m * kLanes<T>;
-  const DialParams<T> params(call.reg_lambda, m);
+  const WideParams<T> params(call.reg_lambda, m);
   const T* scale = static_cast<const T*>(call.scale);
   for (int64_t row = begin; row < end; ++row) {
     auto* weight = static_cast<typename Format::Storage*>(call.weight) + row * call.in_features;
@@ -286,7 +286,7 @@ void dial_prox_rows(const ProxCall& call, int64_t begin, int64_t end) {
 // The prox of `count` numbers, whole vectors of blocks, after the step of AdamW.
 template <typename T, int m>
 __attribute__((noinline)) void prox_wide_chunk(T* weight, const T* scale, double reg_lambda, int count) {
-  const DialParams<T> params(reg_lambda, m);
+  const WideParams<T> params(reg_lambda, m);
   for (int first = 0; first < count; first += m * kLanes<T>) {
     prox_wide<Native<T>, m>(weight + first, scale == nullptr ? nullptr : scale + first, params);
   }
