@@ -68,11 +68,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = new_parser(__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE", default=FAMILIES)
     counts = defaultdict(Counter)
-    with tempfile.TemporaryDirectory() as folder:
-        # imports everything before the processes are forked; a type that is refused starts no threads of autograd
-        run_type("bert", Path(folder))
+    context = multiprocessing.get_context("forkserver")  # a fork of this process might lack autograd's threads
+    context.set_forkserver_preload(["proxsparse.prune", "proxsparse.train", "proxsparse.pack", "family_models"])
     for name in parser.parse_args(arguments).types:
-        with tempfile.TemporaryDirectory() as folder, multiprocessing.get_context("fork").Pool(1) as pool:
+        with tempfile.TemporaryDirectory() as folder, context.Pool(1) as pool:
             try:
                 outcome = pool.apply_async(run_type, (name, Path(folder))).get(LIMIT)
             except multiprocessing.TimeoutError:  # it takes too long, or has crashed

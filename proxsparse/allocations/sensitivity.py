@@ -1,5 +1,6 @@
 """Patterns of layers by the loss that pruning them costs: little of it for a given share of the arithmetic."""
 
+from collections import defaultdict
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -38,8 +39,9 @@ def sensitivity(
         cost(layer, pattern) = mean over samples of <dL/dW, W_pruned - W>^2,   L = sum of the losses of its tokens
 
     the increase of the loss to second order, with the Fisher matrix instead of the Hessian. W_pruned has Wanda's mask.
-    All layers begin with 2:4. The layer whose next pattern lowers the cost most for its arithmetic gets it, as long as
-    the mean arithmetic of the layers is at most `target_flops` of the dense model's.
+    Layers with the same input, such as q, k and v, get the same pattern, so that a runtime can join them. All layers
+    begin with 2:4. Those whose next pattern lowers the cost most for its arithmetic get it, as long as the mean
+    arithmetic of the layers is at most `target_flops` of the dense model's.
 
     Args:
         target_flops: arithmetic of the layers, where dense is 1, 2:4 is 0.5 and 6:8 is 0.75.
@@ -50,12 +52,16 @@ def sensitivity(
     used_samples = list(islice(single_samples(batches), samples))
     if not used_samples:
         raise InputError("no calibration sample; give calibration text")
-    costs, total = loss_costs(model, layers, used_samples), numel(layers)
-    flops = {
-        name: [layer.weight.numel() / total * arithmetic(layer.in_features, pattern) for pattern in costs[name]]
-        for name, layer in layers.items()
-    }
-    chosen, used = dict.fromkeys(layers, 0), sum(shares[0] for shares in flops.values())
+    costs_of, first_of = loss_costs(model, layers, used_samples)
+    groups = defaultdict(list)  # the first layer with an input -> all layers with this input
+    for name in layers:
+        groups[first_of.get(name, name)].append(name)
+    costs, flops = {}, {}
+    for first, names in groups.items():
+        costs[first] = {each: sum(costs_of[name][each] for name in names) for each in costs_of[first]}
+        share = numel({name: layers[name] for name in names}) / numel(layers)
+        flops[first] = [share * arithmetic(layers[first].in_features, each) for each in costs[first]]
+    chosen, used = dict.fromkeys(groups, 0), sum(shares[0] for shares in flops.values())
     while True:
         steps = [
             ((cost[now] - cost[new]) / (share[new] - share[now]), name, new)
@@ -71,15 +77,25 @@ def sensitivity(
         _, name, new = max(steps)
         used += flops[name][new] - flops[name][chosen[name]]
         chosen[name] = new
-    patterns = {name: list(costs[name])[index] for name, index in chosen.items()}
-    return {name: pattern for name, pattern in patterns.items() if pattern is not None}
+    patterns = {name: list(costs[first])[chosen[first]] for first, names in groups.items() for name in names}
+    return {name: patterns[name] for name in layers if patterns[name] is not None}
 
 
-def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[str, dict[NMPattern | None, float]]:
-    """Layer name -> pattern -> cost, see `sensitivity`; None: dense, without cost."""
+def loss_costs(
+    model: nn.Module, layers: Layers, samples: list[Tensor]
+) -> tuple[dict[str, dict[NMPattern | None, float]], dict[str, str]]:
+    """Layer name -> pattern -> cost, see `sensitivity`; None: dense, without cost. And layer name -> the first layer
+    that was called with the same input."""
     norms = {name: FeatureNorms(layer) for name, layer in layers.items()}
     patterns = {name: [each for each in WINDOWED if each.fits(layer.in_features)] for name, layer in layers.items()}
     costs = dict.fromkeys(layers, 0)  # of the patterns, one tensor a layer: the host need not wait for a GPU
+    first_of, latest = {}, (None, "")  # the latest input, and the first layer that was called with it
+
+    def note_input(name: str, _: nn.Module, args: tuple[Tensor]) -> None:
+        nonlocal latest
+        if args[0] is not latest[0]:
+            latest = args[0], name
+        first_of.setdefault(name, latest[1])
 
     def add_costs(name: str, weight: nn.Parameter) -> None:
         loss_of_zeros, score = -weight.grad.float() * weight.float(), (weight * norms[name].norms()).abs()
@@ -96,6 +112,7 @@ def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[
             with ExitStack() as first, torch.no_grad():
                 for name, layer in layers.items():
                     first.enter_context(layer.register_forward_pre_hook(make_hook(norms[name])))
+                    first.enter_context(layer.register_forward_pre_hook(partial(note_input, name)))
                 for ids, _ in zip(samples, passes, strict=False):
                     model(ids.to(model.device))
             for name, layer in layers.items():
@@ -116,4 +133,4 @@ def loss_costs(model: nn.Module, layers: Layers, samples: list[Tensor]) -> dict[
             reason = "has a gradient that is NaN or infinite" if isinstance(costs[name], Tensor) else "has no gradient"
             raise InputError(f"{name}: its weight {reason}; use --precision fp32, or leave it dense with --exclude")
         found[name] = dict(zip(patterns[name], costs[name].tolist(), strict=True)) | {None: 0.0}
-    return found
+    return found, first_of

@@ -49,7 +49,7 @@ def test_arithmetic_and_bytes_of_a_packed_layer(pattern, expected):
 
 def test_costs_are_squared_changes_of_the_loss_to_first_order(model, batches):
     samples = list(single_samples(batches))
-    costs, weight = loss_costs(model, prunable_layers(model), samples)[LAYER], model.get_submodule(LAYER).weight
+    costs, weight = loss_costs(model, prunable_layers(model), samples)[0][LAYER], model.get_submodule(LAYER).weight
     statistics = FeatureNorms(model.get_submodule(LAYER))
     hook = model.get_submodule(LAYER).register_forward_pre_hook(make_hook(statistics))
     gradients = []
@@ -75,16 +75,28 @@ def test_the_arithmetic_is_at_most_the_target_and_close_to_it(target, model, bat
     patterns = allocate("sensitivity", model, layers, batches, "2:4", target_flops=target)
     assert patterns == expected
     largest = max(layer.weight.numel() for layer in layers.values()) / numel(layers)
-    assert target - largest < packed_cost(layers, patterns)[0] <= target + 1e-6
+    assert target - 2 * largest < packed_cost(layers, patterns)[0] <= target + 1e-6
     assert target > 0.5 or set(patterns.values()) == {WINDOWED[0]}
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_layers_with_the_same_input_get_the_same_pattern(model, batches):
+    patterns = allocate("sensitivity", model, prunable_layers(model), batches, "2:4", target_flops=0.7)
+    for group in ("self_attn.{}_proj q k v", "mlp.{}_proj gate up"):
+        name, *parts = group.split()
+        for block in range(4):
+            assert len({patterns.get(f"model.layers.{block}.{name.format(part)}") for part in parts}) == 1
+    assert len({*patterns.values()}) > 1
+    _, first_of = loss_costs(model, prunable_layers(model), list(single_samples(batches)))
+    assert {first_of[f"model.layers.1.self_attn.{part}_proj"] for part in "qkv"} == {"model.layers.1.self_attn.q_proj"}
+    assert first_of["model.layers.1.self_attn.o_proj"] == "model.layers.1.self_attn.o_proj"
+
+
 def test_the_costly_layers_keep_more(model, batches):
     layers = prunable_layers(model)
     patterns = allocate("sensitivity", model, layers, batches, "2:4", target_flops=0.6)
-    costs = loss_costs(model, layers, list(single_samples(batches)))
+    costs, _ = loss_costs(model, layers, list(single_samples(batches)))
     per_weight = {name: costs[name][NMPattern(2, 4)] / layer.weight.numel() for name, layer in layers.items()}
     kept = {name: patterns[name].density if name in patterns else 1.0 for name in layers}
     ranked = sorted(layers, key=per_weight.get)
