@@ -32,7 +32,8 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
     "solver_quality": "--hard --instances 4 --lambdas 3",
     "compare_methods": f"{TRAIN} --methods dense magnitude wanda+sensitivity --work_dir {{folder}}/work",
     "studies": f"constraints {TRAIN} --max_steps 2 --output_dir {{folder}}/out",
-    "bits_quality": "--model {model} --masks a={folder}/pruned --eval_data {text} --eval_seq_len 32",
+    "bits_quality": "--model {model} --masks a={folder}/pruned a={folder}/wider --calibrate {text} --eval_data {text} "
+    "--eval_seq_len 32",
     "plan_check": "--only 'train random'",
     "serve_speed": "--model tiny --layers 1 --batches 3 --prompts 8 --new_tokens 2 --repetitions 2 --device cpu",
 }
@@ -64,12 +65,19 @@ def test_help(name, capsys):
 @pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SMALL])
 def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
-    for package in {"serve_speed": ("fastapi", "uvicorn"), "bits_quality": ("torchao",)}.get(name, ()):
+    for package in ("fastapi", "uvicorn") if name == "serve_speed" else ():
         pytest.importorskip(package)
+    if importlib.util.find_spec("torchao") is None:
+        bits_quality = importlib.import_module("bits_quality")
+        monkeypatch.setattr(bits_quality, "round_dense_", lambda layers, bits: float(bits))
     monkeypatch.setattr(plan_check, "peak", lambda arguments: 10**9)  # of a process of its own, which takes minutes
     model = tiny_models.save_tiny_model("llama", tmp_path / "model", hidden_size=64)
-    for part in (prune_(tiny_models.tiny_model("llama", hidden_size=64)), tiny_models.byte_tokenizer()):
-        part.save_pretrained(tmp_path / "pruned")
+    for pattern, folder in (("2:4", tmp_path / "pruned"), ("6:8", tmp_path / "wider")):
+        for part in (
+            prune_(tiny_models.tiny_model("llama", hidden_size=64), pattern=pattern),
+            tiny_models.byte_tokenizer(),
+        ):
+            part.save_pretrained(folder)
     text = tiny_models.save_texts(tmp_path / "text.jsonl")
     flags = SMALL[name].format(model=model, text=text, folder=tmp_path)
     assert not importlib.import_module(name).main(shlex.split(flags))

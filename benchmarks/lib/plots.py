@@ -59,12 +59,14 @@ def chart(
     size: tuple[float, float],
     bars: bool = False,
     levels: dict[str, float] | None = None,
+    inside: bool = False,
     **scales,
 ):
     """A figure with a panel for each (title, label of x, series): lines, or bars grouped by x.
 
     Args:
         levels: name -> y of a horizontal line in every panel; NaN: only its name, in the legend.
+        inside: the legend is in the upper right corner of a panel, not beside it.
         scales: further arguments of `Axes.set`, such as yscale.
     """
     from matplotlib.ticker import LogFormatter
@@ -93,7 +95,8 @@ def chart(
                 axis.set_major_formatter(LogFormatter())  # 20, not 2 x 10^1
                 axis.set_minor_formatter(LogFormatter())
         axes.set_title(name, fontsize=9)
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        place = {"loc": "upper right"} if inside else {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+        axes.legend(frameon=False, fontsize=8, **place)
     for axes in grid[:-1]:
         if [*map(str, axes.get_legend().get_texts())] == [*map(str, grid[-1].get_legend().get_texts())]:
             axes.get_legend().remove()  # the last panel has the same
@@ -138,15 +141,28 @@ def generate_speed(rows: list[dict]):
 
 
 def bits_quality(rows: list[dict]):
-    """A line for dense weights and for each 2:4 model: perplexity against the bits of a weight."""
-    series: Series = {}
-    for row in rows:
-        name = row["name"] if row["form"] == "dense" else f"{row['form']}, {row['name']}"
-        point = row["bits_a_weight"], row["perplexity"], f"{row['bits']} bits"
-        series.setdefault(name + ", updated weights" * row["updated"], []).append(point)
-    title = "Perplexity and size of linear layers; {model}; {windows} windows of {seq_len} tokens of {data}"
-    parts = [("", "bits a weight, with scales and places", series)]
-    return chart(title.format_map(rows[0]), parts, "perplexity", (8, 4), yscale="log")
+    """Perplexity with 16 bits against arithmetic, a line for each name; and for each name against the bits of a weight,
+    a line for each pattern and for dense weights."""
+    rows = [row for row in rows if row["bits"] > 3]  # dense weights with 3 bits would compress the picture
+    dense = [row for row in rows if row["form"] == "dense"]
+    by_arithmetic: Series = {}
+    by_name: dict[str, Series] = {}
+    for row in sorted(rows, key=lambda row: (row["arithmetic"], row["bits"])):
+        name = f"{row['name']} ({'updated' if row['updated'] else 'pretrained'} weights)"
+        form = f"{row['form']} ({row['arithmetic']:.2f})" if row["form"] == "mixed" else row["form"]
+        if row["bits"] == 16:
+            for line in [name] if row["form"] != "dense" else list(by_arithmetic):
+                by_arithmetic.setdefault(line, []).append((row["arithmetic"], row["perplexity"], form))
+        if row["form"] != "dense":
+            point = row["bits_a_weight"], row["perplexity"], str(row["bits"])
+            by_name.setdefault(name, {}).setdefault(form, []).append(point)
+    size = [(row["bits_a_weight"], row["perplexity"], f"{row['bits']} bits") for row in dense]
+    parts = [("16 bits", "arithmetic of the linear layers, dense is 1", by_arithmetic)]
+    parts += [
+        (name, "bits a weight, with scales and places", series | {"dense": size}) for name, series in by_name.items()
+    ]
+    title = "{model}: perplexity on {windows} windows of {seq_len} tokens of {data}".format_map(rows[0])
+    return chart(title, parts, "perplexity", (4.5, 3.6), inside=True, yscale="log")
 
 
 def measured_on(row: dict) -> str:
