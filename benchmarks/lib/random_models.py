@@ -1,16 +1,16 @@
-"""Decoders of published shapes with random 2:4 weights, dense or packed, built layer by layer on their device.
+"""Decoders of published shapes with random pruned weights, dense or packed, built layer by layer on their device.
 
 The same seed gives both forms the same weights, and the packed form holds one dense layer at a time.
 """
 
 import torch
-from lib.measure import packed_weight
 from lib.shapes import MODELS, Model
 from torch import nn
 
 from proxsparse.inference.linear import SparseLinear, frozen
 from proxsparse.models.layers import decoder_blocks
-from proxsparse.ops import unpack_nm
+from proxsparse.ops import nm_mask
+from proxsparse.patterns import WINDOWED, NMPattern
 
 HEAD = 128  # head_dim of all of them
 SIZES = MODELS | {"tiny": Model(2, 64, 32, 128)}  # for rehearsals
@@ -25,9 +25,15 @@ KINDS = {
 
 
 def random_model(
-    name: str, blocks: int | None, dtype: torch.dtype, device: torch.device, sparse: bool, sigma: float = 0.02
+    name: str,
+    blocks: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    sparse: bool,
+    sigma: float = 0.02,
+    pattern: NMPattern = WINDOWED[0],
 ) -> nn.Module:
-    """A causal language model; the layers of its decoder blocks have random 2:4 weights, packed if `sparse`.
+    """A causal language model; the layers of its decoder blocks have random pruned weights, packed if `sparse`.
 
     Args:
         name: a key of KINDS.
@@ -54,19 +60,22 @@ def random_model(
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     torch.manual_seed(0)
-    fill_layers_(decoder_blocks(model), dtype, device, sparse, sigma)
+    fill_layers_(decoder_blocks(model), dtype, device, sparse, sigma, pattern)
     fill_rest_(model, device, sigma)
     return model.eval().requires_grad_(False)
 
 
-def fill_layers_(decoder: nn.ModuleList, dtype: torch.dtype, device: torch.device, sparse: bool, sigma: float) -> None:
+def fill_layers_(
+    decoder: nn.ModuleList, dtype: torch.dtype, device: torch.device, sparse: bool, sigma: float, pattern: NMPattern
+) -> None:
     """Gives every nn.Linear its weight, or replaces it with a SparseLinear of the same weight."""
     for name, layer in list(decoder.named_modules()):
         if isinstance(layer, nn.Linear):
-            layer.weight = frozen(unpack_nm(*packed_weight(layer.weight.shape, dtype, device, sigma)))
+            weight = torch.empty(layer.weight.shape, dtype=dtype, device=device).normal_(0, sigma)
+            layer.weight = frozen(weight.where(nm_mask(torch.rand_like(weight, dtype=torch.float32), pattern), 0))
             layer.bias = None if layer.bias is None else frozen(torch.zeros_like(layer.bias, device=device))
             if sparse:
-                decoder.set_submodule(name, SparseLinear.from_linear(layer))
+                decoder.set_submodule(name, SparseLinear.from_linear(layer, pattern=pattern))
 
 
 def fill_rest_(model: nn.Module, device: torch.device, sigma: float) -> None:
