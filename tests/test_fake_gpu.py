@@ -32,7 +32,8 @@ def test_waits_are_counted():
 
 
 def test_a_training_run(tmp_path):
-    """The masks are the CPU's. A step waits for 3 inputs, the loss, the norm, the monitor, and once in transformers."""
+    """The masks are the CPU's. A step waits for 3 inputs, the loss, the norm, the monitor, and once in transformers;
+    with the dense model in the step once more for the labels and in transformers."""
     save_tiny_model("llama", tmp_path / "model")
     save_texts(tmp_path / "text.jsonl", documents=20)
     flags = f"--model {tmp_path}/model --data {tmp_path}/text.jsonl --eval_data none --num_samples 4 --seq_len 32"
@@ -43,6 +44,7 @@ def test_a_training_run(tmp_path):
         masks.append(masks_sha256(load_masks(tmp_path / device / "masks.safetensors")))
     assert masks[0] == masks[1]
     assert waits_of_step(flags).total() <= 7
+    assert waits_of_step([*flags, "--match_hidden", "16", "--distill", "0.5"]).total() <= 9
 
 
 def test_a_packed_model():

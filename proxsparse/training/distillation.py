@@ -28,16 +28,17 @@ def teacher_targets(model: nn.Module, batches: list[Batch]) -> list[Batch]:
     samples = sum(len(batch["input_ids"]) for batch in batches)
     with evaluating(model), phase("outputs of the dense model", samples, "sample") as current:
         for batch, counts in shard_items(batches):
-            own += [most_likely(logits_at_labels(model, batch)[0])] * counts
+            found = most_likely(logits_at_labels(model, batch)[0])
+            own += [{name: tensor.cpu() for name, tensor in found.items()}] * counts
             current.step(len(batch["input_ids"]) * world_size())
         targets = gather_in_order(own, len(batches))
     return [batch | target for batch, target in zip(batches, targets, strict=True)]
 
 
 def most_likely(logits: Tensor) -> Batch:
-    """The targets of logits [R, vocabulary], on the CPU."""
+    """The targets of logits [R, vocabulary]."""
     probs, tokens = logits.float().softmax(-1).topk(min(KEPT_TOKENS, logits.shape[-1]))
-    return {"teacher_tokens": tokens.int().cpu(), "teacher_probs": probs.bfloat16().cpu()}
+    return {"teacher_tokens": tokens.int(), "teacher_probs": probs.bfloat16()}
 
 
 def logits_at_labels(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -39,10 +39,11 @@ def matching_loss(
         learned: the masked layers.
         distill: share of the divergence from the teacher, see `calibration_loss`.
     """
+    batch = batch | {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}  # once for both
     teacher, wanted = targets_of_dense(model, learned, batch, distill)
     logits, labels, states = logits_and_states(model, batch)
-    real = batch["attention_mask"].to(model.device).bool()
-    return loss_of_logits(logits, labels, teacher, distill) + weight * hidden_error(states, wanted, real)
+    error = hidden_error(states, wanted, batch["attention_mask"].bool())
+    return loss_of_logits(logits, labels, teacher, distill) + weight * error
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def targets_of_dense(
     """The likeliest tokens of the dense model ({} without distillation), and its hidden states."""
     with evaluating(model), dense(learned):
         logits, _, states = logits_and_states(model, batch)
-    return {name: tensor.to(logits.device) for name, tensor in most_likely(logits).items()} if distill else {}, states
+    return most_likely(logits) if distill else {}, states
 
 
 @contextmanager
@@ -81,6 +82,7 @@ def hidden_error(states: tuple[Tensor, ...], wanted: tuple[Tensor, ...], real: T
     errors = []
     for state, target in zip(states, wanted, strict=True):
         target = target.float()
-        error = (state.float() - target).square().sum(-1) / target.square().sum(-1)
-        errors.append(error[real].log1p().mean())
+        size = target.square().sum(-1).where(real, 1)  # padding may be 0; an index of real tokens would wait for a GPU
+        error = ((state.float() - target).square().sum(-1) / size).log1p()
+        errors.append(error.where(real, 0).sum() / real.sum())
     return torch.stack(errors).mean()
