@@ -77,7 +77,7 @@ def test_a_run_that_fails_before_it_saves_anything_leaves_nothing(tmp_path):
         with opened(path, "train", {}):
             write_file(path / "config.yaml", b"seed: 1")
             (path / "metrics.jsonl").touch()
-            (path / "checkpoints" / "patterns").mkdir(parents=True)
+            (path / "checkpoints").mkdir(parents=True)
             raise InputError("wrong option")
 
     (tmp_path / "empty").mkdir()
@@ -89,7 +89,8 @@ def test_a_run_that_fails_before_it_saves_anything_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "saved", [RESULT, "masks.safetensors", "metrics.jsonl", "checkpoints/step-2", "checkpoints/a.0"]
+    "saved",
+    [RESULT, "masks.safetensors", "metrics.jsonl", "checkpoints/step-2", "checkpoints/a.0", "checkpoints/patterns"],
 )
 def test_a_run_that_fails_later_keeps_everything(saved, tmp_path):
     def fail():

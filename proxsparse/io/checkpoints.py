@@ -136,9 +136,9 @@ def step_of(name: str) -> int:
 
 
 def saved_names(run_dir: Path) -> list[str]:
-    """The names of the complete checkpoints of a run, except "patterns"."""
+    """The names of the complete checkpoints of a run."""
     found = (run_dir / CHECKPOINTS).iterdir() if (run_dir / CHECKPOINTS).is_dir() else ()
-    return sorted(path.name for path in found if not path.name.startswith(SCRATCH) and path.name != "patterns")
+    return sorted(path.name for path in found if not path.name.startswith(SCRATCH))
 
 
 def clear(folder: Path) -> None:

@@ -221,10 +221,12 @@ def output_dir_of(args: RunArgs) -> Path:
 
 
 def progress_text(saved: list[str]) -> str:
-    """What a run resumes from: its last training step, or the number of its decoder blocks; or ""."""
+    """What a run resumes from: its last training step, the number of its decoder blocks, or its patterns; or ""."""
     if steps := sorted(filter(STEP.fullmatch, saved), key=step_of):
         return f"{CHECKPOINTS}/{steps[-1]}"
-    return f"{len(saved)} decoder block{'s' * (len(saved) > 1)} in {CHECKPOINTS}/" if saved else ""
+    blocks = len([name for name in saved if name != "patterns"])
+    text = f"{blocks} decoder block{'s' * (blocks > 1)} in {CHECKPOINTS}/" if blocks else f"{CHECKPOINTS}/patterns"
+    return text if saved else ""
 
 
 def how_to_resume(path: Path) -> str:
