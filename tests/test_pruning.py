@@ -192,8 +192,9 @@ def test_ctrl_c_works_after_an_error(model, tokenizer, monkeypatch):
     assert [signal.getsignal(number) for number in SIGNALS] == handlers
 
 
-def test_checkpoints_resume_the_same_call(model, tokenizer, tmp_path, monkeypatch):
-    options = {"save_steps": 1, "checkpoints": tmp_path, **FEW}
+@pytest.mark.parametrize("saves", [{"save_steps": 1}, {"save_minutes": 1e-9}])
+def test_checkpoints_resume_the_same_call(saves, model, tokenizer, tmp_path, monkeypatch):
+    options = {"checkpoints": tmp_path, **saves, **FEW}
     expected = proxsparse.prune_(tiny_model("llama"), "proxsparse", TEXTS, tokenizer, **FEW)
     calls, step = iter(range(100)), loop.train_step
 

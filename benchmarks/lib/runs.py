@@ -18,7 +18,7 @@ from proxsparse.runtime.device import choose_device
 PROVENANCE = "provenance.json"  # device, versions and commit of a run, written last
 WEIGHTS = "model*.safetensors*"
 # Flags that do not change the masks.
-NOT_SETTINGS = {*NOT_REPEATED, "recipe", "save_steps", "save_total_limit", "pretrained_weights"}
+NOT_SETTINGS = {*NOT_REPEATED, "recipe", "save_minutes", "save_steps", "save_total_limit", "pretrained_weights"}
 
 
 def run_once(

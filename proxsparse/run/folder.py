@@ -38,7 +38,7 @@ from proxsparse.runtime.sharding import gather_masks, gather_parameters, shard_a
 # accumulation equal 1 process with 4 passes; a checkpoint records their product.
 MAY_DIFFER = (
     *NOT_REPEATED,
-    *("recipe", "save_steps", "save_total_limit", "pretrained_weights", "device"),
+    *("recipe", "save_minutes", "save_steps", "save_total_limit", "pretrained_weights", "device"),
     *("gradient_accumulation_steps", "gradient_checkpointing", "shard_within_node"),
     *("eval_data", "eval_seq_len", "eval_max_windows", "eval_bos"),
 )

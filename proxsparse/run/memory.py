@@ -113,7 +113,7 @@ class Plan:
         a_step = options.per_device_train_batch_size * options.gradient_accumulation_steps * devices
         samples = self.args.data.num_samples
         steps = options.max_steps if options.max_steps > 0 else samples * options.num_train_epochs / a_step
-        saves = 0 < options.save_steps < steps
+        saves = options.save_minutes != 0 and (options.save_steps or 0) < steps
         host = {
             "process": PROCESS,
             "W0": f * self.weights * mine * (keep == "cpu"),

@@ -3,7 +3,7 @@
 import signal
 import threading
 
-from proxsparse.runtime.distributed import all_reduce_sum
+from proxsparse.runtime.distributed import all_reduce_sum, is_rank_zero
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,8 +30,10 @@ class StopSignal:
     def _see(self, number, _frame) -> None:
         self.seen = number
 
-    def agree(self) -> None:
-        """Sets `number` on all ranks if one of them has received a signal."""
-        seen = all_reduce_sum([self.seen == signal.SIGINT, self.seen == signal.SIGTERM])
-        if any(seen):
-            self.number = signal.SIGTERM if seen[1] else signal.SIGINT
+    def agree(self, due: bool = False) -> bool:
+        """Sets `number` on all ranks if one of them has received a signal. Returns the `due` of rank 0."""
+        seen = [self.seen == signal.SIGINT, self.seen == signal.SIGTERM]
+        interrupted, terminated, due_there = all_reduce_sum([*seen, due and is_rank_zero()])
+        if interrupted or terminated:
+            self.number = signal.SIGTERM if terminated else signal.SIGINT
+        return bool(due_there)

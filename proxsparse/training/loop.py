@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,14 +48,18 @@ def training(
         RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log,
         updating(state) as update,
     ):
+        last_save = time.monotonic()
 
         def end_step(row: dict[str, float]) -> None:
+            nonlocal last_save
             log.step({"step": state.step, "tokens": state.tokens, "seconds": state.seconds} | row)
-            stop.agree()
-            every = state.options.save_steps
-            due = stop.number or (every and state.step % every == 0)
+            steps = state.options.save_steps
+            due = steps is not None and state.step % steps == 0
+            due |= time.monotonic() - last_save >= state.options.seconds_between_checkpoints
+            due = stop.agree(due) or stop.number
             if checkpoints and due and state.step < state.steps:
                 state.save(checkpoints)
+                last_save = time.monotonic()
 
         recomputes = any(getattr(module, "gradient_checkpointing", False) for module in state.model.modules())
         start_training(state.model, state.options.gradient_checkpointing)

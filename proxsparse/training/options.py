@@ -1,6 +1,7 @@
 """The options of the training loops: flags of `proxsparse train` and `finetune` in addition to those of every run."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ OBJECTIVES = {
     "masked": {"learning_rate": 5e-3, "reg_lambda_rel": 2e-3},
     "paper": {"learning_rate": 1e-4, "reg_lambda_rel": 3e-3},
 }
+SAVE_MINUTES = 10  # between checkpoints
 
 
 Valid = tuple[Callable[[float], bool], str]  # a condition, and the same in words
@@ -74,12 +76,14 @@ class LoopOptions:
         "update each weight as soon as its gradient is computed, then free the gradient; needs --max_grad_norm 0",
         "hardware",
     )
-    save_steps: int = flag(
-        100,
-        "steps between checkpoints; 0: only when the run is stopped; a complete run removes them",
+    save_minutes: float | None = flag(
+        None,
+        f"minutes between checkpoints, default {SAVE_MINUTES}; 0: only when the run is stopped; a complete run removes "
+        "them",
         "output",
-        valid=AT_LEAST_0,
+        valid=NOT_NEGATIVE,
     )
+    save_steps: int | None = flag(None, "steps between checkpoints, instead of minutes", "output", valid=AT_LEAST_1)
     save_total_limit: int = flag(1, "number of checkpoints to keep", "output", valid=AT_LEAST_1)
     seed: int = flag(
         42,
@@ -88,8 +92,18 @@ class LoopOptions:
         valid=(lambda value: 0 <= value < 2**63, "between 0 and 2^63 - 1"),
     )
 
+    @property
+    def seconds_between_checkpoints(self) -> float:
+        """Infinite if the run saves by steps, or only when it is stopped."""
+        minutes = SAVE_MINUTES if self.save_minutes is None else self.save_minutes
+        return 60 * minutes if minutes and self.save_steps is None else math.inf
+
     def check_loop(self) -> None:
         """Raises InputError if an option is out of range or incompatible with another one."""
+        if self.save_steps is not None and self.save_minutes is not None:
+            raise InputError(
+                f"--save_steps {self.save_steps} and --save_minutes {self.save_minutes:g} exclude each other; give one"
+            )
         if self.step_in_backward and (self.max_grad_norm or self.gradient_accumulation_steps > 1):
             raise InputError(
                 f"--step_in_backward: needs --max_grad_norm 0 (not {self.max_grad_norm:g}) and "

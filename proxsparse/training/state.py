@@ -120,10 +120,10 @@ class TrainState:
 
     def require_space(self, checkpoints: Checkpoints) -> None:
         """Raises InputError if the disk cannot hold --save_total_limit checkpoints and the one being written."""
-        if self.options.save_steps:
+        if self.options.save_minutes != 0:
             saved = sum(file.stat().st_size for file in checkpoints.folder.rglob("*.safetensors"))
             needed = (self.options.save_total_limit + 1) * self.bytes() - saved
-            require_space(checkpoints.run_dir, needed, "the checkpoints (none with --save_steps 0) need")
+            require_space(checkpoints.run_dir, needed, "the checkpoints (none with --save_minutes 0) need")
 
     def bytes(self) -> int:
         """Approximate bytes of a checkpoint: learned weights, moments, master weights."""

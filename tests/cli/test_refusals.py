@@ -182,6 +182,7 @@ BEFORE_THE_MODEL_IS_LOADED = [
     ("train --num_train_epochs 1e308", "--num_train_epochs 1e+308: must be a number > 0, at most 1,000,000"),
     ("train --gradient_accumulation_steps 9999999999", "ion_steps 9999999999 .. --num_samples"),
     ("train --step_in_backward", "--step_in_backward: needs --max_grad_norm 0"),
+    ("train --save_steps 5 --save_minutes 5", "--save_steps 5 and --save_minutes 5 exclude each other; give one"),
     ("train --master_weights", "--master_weights: needs --precision bf16"),
     ("train --pattern 4:2", "--pattern .. 4:2 .. 1 <= n < m"),
     ("train --pattern 2/4", "--pattern .. 2/4"),

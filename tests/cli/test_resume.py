@@ -185,7 +185,7 @@ def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, com
 
 
 def test_a_signal_while_the_model_is_saved_loses_nothing(arguments_of, undisturbed, command_in_child, tmp_path):
-    main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "0")
+    main, arguments = arguments_of("train", tmp_path / "run", "--save_steps", "100")
     moment = ("proxsparse.run.folder.save_model", 1)
     assert command_in_child(main, arguments, term_in=moment)[0] == 128 + signal.SIGTERM
     bits, rows, figures = outcome(tmp_path / "run")

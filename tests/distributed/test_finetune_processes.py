@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from proxsparse import prune
 
 FINETUNE = "proxsparse.finetune.main"
-STEP = ["--learning_rate", "0.01", "--held_out", "4", "--save_steps", "1"]
+STEP = ["--learning_rate", "0.01", "--held_out", "4", "--save_minutes", "0.000001"]
 
 
 @pytest.fixture(scope="session")
