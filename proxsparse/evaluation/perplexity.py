@@ -15,6 +15,7 @@ from proxsparse.runtime.distributed import shard_items, world_size
 from proxsparse.runtime.progress import phase
 
 WINDOW = 2048  # default number of tokens in a window
+CHUNK = 256  # tokens whose logits are in float32 at a time: those of a window may need more memory than the model
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,18 @@ def perplexity(
         for window, counts in shard_items(text):
             with autocast(device, autocast_dtype):
                 logits = model(input_ids=window, use_cache=False).logits
-            losses.append(counts * nn.functional.cross_entropy(logits[0, :-1].float(), window[0, 1:]))
+            losses.append(counts * mean_loss(logits[0, :-1], window[0, 1:]))
             current.step(world_size())
         mean = sum_over_processes([sum(torch.stack(losses).tolist())])[0] / windows
         score = Perplexity(math.inf if mean >= 700 else math.exp(mean), windows, windows * seq_len)
         current.result = f"{score.value:,.2f}"
     return score
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean of -log p(target) in float32, without a float32 copy of all logits [tokens, vocabulary]."""
+    parts = zip(logits.split(CHUNK), targets.split(CHUNK), strict=True)
+    return sum(nn.functional.cross_entropy(part.float(), own, reduction="sum") for part, own in parts) / len(targets)
 
 
 def measured(
