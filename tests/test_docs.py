@@ -6,7 +6,6 @@ The two ways to write the training loop agree bit for bit.
 import gzip
 import json
 import re
-import runpy
 import shlex
 from dataclasses import fields
 from pathlib import Path
@@ -253,12 +252,6 @@ def test_environment_variables_exist(page):
     files = [path for folder in folders for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")]
     code = "\n".join(map(read, [*files, ROOT / "setup.py"]))
     assert not [name for name in re.findall(r"PROXSPARSE_[A-Z_]+", read(page)) if name not in code]
-
-
-def test_the_picture_of_the_readme_is_made_from_rows(tmp_path):
-    pytest.importorskip("matplotlib")
-    runpy.run_path(str(ROOT / "docs" / "overview.py"))["draw"](tmp_path / "overview.png")
-    assert (tmp_path / "overview.png").stat().st_size > 10_000
 
 
 def test_the_readme_is_short():

@@ -128,13 +128,14 @@ def linear_speed(rows: list[dict]):
 
 
 def generate_speed(rows: list[dict]):
-    """A panel for each model and dtype, a bar for each form in each batch and mode, with its speed over dense there."""
+    """A panel for each model and dtype, a bar for each form with each pattern, batch and mode, with its speed over dense
+    there."""
     parts: dict[str, Series] = {}
     for row in rows:
-        name = f"{row['model']}, {row['layers']} blocks, {row['dtype']}, {row['pattern']}"
-        series = parts.setdefault(name, {})
+        series = parts.setdefault(f"{row['model']}, {row['layers']} blocks, {row['dtype']}", {})
         ratio = row.get("decode_times_dense_of_mode") if row["form"] != "dense" else None
-        point = f"{row['mode']}\nbatch {row['batch']}", row["decode_tokens_per_s"], f"{ratio:.1f}x" if ratio else ""
+        case = f"{row['pattern']}\n{row['mode']}\nbatch {row['batch']}"
+        point = case, row["decode_tokens_per_s"], f"{ratio:.1f}x" if ratio else ""
         series.setdefault(FORMS.get(row["form"], row["form"]), []).append(point)
     cases = [(name, "", series) for name, series in parts.items()]
     title = "packed compared with dense; " + rows[0]["device"] if rows else ""
