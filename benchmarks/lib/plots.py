@@ -128,8 +128,8 @@ def linear_speed(rows: list[dict]):
 
 
 def generate_speed(rows: list[dict]):
-    """A panel for each model and dtype, a bar for each form with each pattern, batch and mode, with its speed over dense
-    there."""
+    """A panel for each model and dtype, a bar for each form with each pattern, batch and mode; the text is its speed
+    relative to dense there."""
     parts: dict[str, Series] = {}
     for row in rows:
         series = parts.setdefault(f"{row['model']}, {row['layers']} blocks, {row['dtype']}", {})
