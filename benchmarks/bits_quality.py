@@ -17,7 +17,6 @@ the names in --masks and --also. Models of one name are one line.
 import argparse
 import sys
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -61,18 +60,19 @@ def main(arguments: list[str] | None = None) -> None:
         common.append_rows(args.results, [row])
         rows.append(row)
 
-    models = [contenders.saved(text, args) for text in args.masks]
-    asked = {"name": "dense", "model": label(args.model), "data": label(args.eval_data)}
-    asked |= {"seq_len": args.eval_seq_len, "windows": args.eval_max_windows}
-    if not any(asked.items() <= row.items() for row in common.read_rows(args.results)):
-        for bits in DENSE_BITS:
-            measure(contenders.dense(args), bits)
-    for model in models:
+    def same(row: dict) -> tuple:  # windows; older rows have no bos before each
+        return *(row[key] for key in ("model", "data", "seq_len", "windows")), row.get("bos") == "each"
+
+    for model in [contenders.saved(text, args) for text in args.masks]:
         for bits in PACKED_BITS:
             measure(model, bits)
         if args.calibrate:
             measure(model, 4, by_gptq=True)
-    same, names = itemgetter("model", "data", "seq_len", "windows"), {"dense", *args.also, *(r["name"] for r in rows)}
+    dense = [row for row in common.read_rows(args.results) if row["name"] == "dense"]
+    for bits in DENSE_BITS:
+        if not any(row["bits"] == bits and same(row) == same(rows[0]) for row in dense if rows):
+            measure(contenders.dense(args), bits)
+    names = {"dense", *args.also, *(row["name"] for row in rows)}
     newest = {
         tuple(row[key] for key in ("name", "form", "bits", "arithmetic")): row
         for row in common.read_rows(args.results)

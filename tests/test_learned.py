@@ -131,15 +131,17 @@ def test_under_the_mask_only_the_prunable_weights_move():
 def test_layers_that_keep_more_than_half_learn_more_slowly_under_the_mask():
     patterns = {f"layers.{place}": pattern for place, pattern in enumerate(["2:4", "4:6", "6:8", "1:4"])}
     for objective, factors in (("masked", [1, 0.3, 0.3, 1]), ("paper", [1, 1, 1, 1])):
-        options = LearningOptions(objective=objective, learning_rate=0.01).check()
+        options = LearningOptions(objective=objective, learning_rate=0.01, reg_lambda=0.002).check()
         model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(24, 8) for _ in patterns)})
         layers = {name: model.get_submodule(name) for name in patterns}
         pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
         parsed = {name: NMPattern.parse(pattern) for name, pattern in patterns.items()}
         learned = make_learnable_layers(layers, pretrained, {}, parsed, options.masked)
         groups = prox_adamw(model, learned, options).param_groups
-        rates = [group["lr"] for group in groups if group["param_names"][0].endswith("weight")]
-        assert rates == pytest.approx([0.01 * factor for factor in factors])
+        learned_groups = [group for group in groups if group["param_names"][0].endswith("weight")]
+        for name, value in (("lr", 0.01), ("reg_lambda", 0.002)):
+            found = [group[name] for group in learned_groups]
+            assert found == pytest.approx([value * factor for factor in factors])
 
 
 def learned_by(documents: list, **settings) -> tuple[dict, list[dict]]:

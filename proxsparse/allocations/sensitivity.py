@@ -39,9 +39,9 @@ def sensitivity(
         cost(layer, pattern) = mean over samples of <dL/dW, W_pruned - W>^2,   L = sum of the losses of its tokens
 
     the increase of the loss to second order, with the Fisher matrix instead of the Hessian. W_pruned has Wanda's mask.
-    Layers with the same input, such as q, k and v, get the same pattern, so that a runtime can join them. All layers
-    begin with 2:4. Those whose next pattern lowers the cost most for its arithmetic get it, as long as the mean
-    arithmetic of the layers is at most `target_flops` of the dense model's.
+    Layers that are called with the same input one after the other, such as q, k and v, get the same pattern, so that a
+    runtime can join them. All layers begin with 2:4. Those whose next pattern lowers the cost most for its arithmetic
+    get it, as long as the mean arithmetic of the layers is at most `target_flops` of the dense model's.
 
     Args:
         target_flops: arithmetic of the layers, where dense is 1, 2:4 is 0.5 and 6:8 is 0.75.
@@ -115,6 +115,7 @@ def loss_costs(
                     first.enter_context(layer.register_forward_pre_hook(partial(note_input, name)))
                 for ids, _ in zip(samples, passes, strict=False):
                     model(ids.to(model.device))
+            latest = None, ""  # frees the input
             for name, layer in layers.items():
                 check_finite(name, norms[name].sums)
                 layer.weight.requires_grad_(True)

@@ -52,7 +52,7 @@ def train_parser() -> Parser:
 # chosen for the old one.
 CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "match_hidden")
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
-EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"))
+EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"), ("save_minutes", "save_steps"))
 
 
 def train_args(**given) -> RunArgs:
@@ -72,14 +72,17 @@ def train_args(**given) -> RunArgs:
         if source.get("objective", current) != current:
             for name in CHOSEN_FOR_OBJECTIVE:
                 merged.pop(name, None)
-        for pair in (*EXCLUSIVE, *(pair[::-1] for pair in EXCLUSIVE)):
-            if source.get(pair[0]) is not None:
-                merged.pop(pair[1], None)
-        merged.update(source)
+        merged = over(merged, source)
     args = checked("train", PROXSPARSE, UNIFORM, merged | {"recipe": recipe})
     if args.hardware.pretrained_weights is None:  # masked layers need them at every step
         args.hardware.pretrained_weights = "device" if args.options.masked else "cpu"
     return args
+
+
+def over(lower: dict[str, object], source: dict[str, object]) -> dict[str, object]:
+    """The values of both, those of `source` first, see EXCLUSIVE."""
+    dropped = {pair[1] for row in EXCLUSIVE for pair in (row, row[::-1]) if source.get(pair[0]) is not None}
+    return {name: value for name, value in lower.items() if name not in dropped} | source
 
 
 def recipe_path(name: str) -> Path:
@@ -101,7 +104,7 @@ def parse_finetune(arguments: list[str]) -> RunArgs:
     given = vars(add_sections(parser, "finetune", {"model"}).parse_args(arguments))
     if given.get("config"):
         with_model = add_sections(Parser("finetune"), "finetune")
-        given = file_flags(given["config"], "--config", with_model) | given
+        given = over(file_flags(given["config"], "--config", with_model), given)
     if "model" not in given:
         raise InputError("MODEL is missing; give the folder of a pruned model: proxsparse finetune MODEL")
     return finetune_args(**given)

@@ -94,7 +94,8 @@ def train_step(
     loss = backward(state.model, micro_batches, compute_dtype, loss_of_batch)
     norm = update()
     state.count_(micro_batches)
-    return {"loss": loss, "learning_rate": state.options.learning_rate * factor, "grad_norm": norm}
+    rate = max(group["lr"] for group in state.optimizer.param_groups)
+    return {"loss": loss, "learning_rate": rate, "grad_norm": norm}
 
 
 def step_count(batches: int, options: LoopOptions) -> int:

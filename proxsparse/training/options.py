@@ -19,6 +19,10 @@ SAVE_MINUTES = 10  # between checkpoints
 Valid = tuple[Callable[[float], bool], str]  # a condition, and the same in words
 AT_LEAST_0: Valid = (lambda value: value >= 0, "at least 0")
 AT_LEAST_1: Valid = (lambda value: value >= 1, "at least 1")
+STEPS: Valid = (
+    lambda value: type(value) is int and value >= 1,
+    "a whole number of at least 1; --save_minutes 0 saves only when the run is stopped",
+)
 NOT_NEGATIVE: Valid = (lambda value: value >= 0, "a finite number >= 0")
 POSITIVE: Valid = (lambda value: value > 0, "a finite number > 0")
 SHARE: Valid = (lambda value: 0 <= value <= 1, "between 0 and 1")
@@ -83,7 +87,7 @@ class LoopOptions:
         "output",
         valid=NOT_NEGATIVE,
     )
-    save_steps: int | None = flag(None, "steps between checkpoints, instead of minutes", "output", valid=AT_LEAST_1)
+    save_steps: int | None = flag(None, "steps between checkpoints, instead of minutes", "output", valid=STEPS)
     save_total_limit: int = flag(1, "number of checkpoints to keep", "output", valid=AT_LEAST_1)
     seed: int = flag(
         42,
@@ -140,7 +144,7 @@ class LearningOptions(LoopOptions):
     learning_rate: float | None = flag(
         None,
         "learning rate after the warm-up; default: 5e-3 (dimensionless), with --objective paper 1e-4. With --objective "
-        "masked, layers that keep more than half of the weights, such as 6:8, learn at 0.3 of it",
+        "masked, layers that keep more than half of the weights, such as 6:8, learn at 0.3 of it and of lambda_1",
         valid=POSITIVE,
     )
 
