@@ -59,14 +59,12 @@ def chart(
     size: tuple[float, float],
     bars: bool = False,
     levels: dict[str, float] | None = None,
-    inside: bool = False,
     **scales,
 ):
     """A figure with a panel for each (title, label of x, series): lines, or bars grouped by x.
 
     Args:
         levels: name -> y of a horizontal line in every panel; NaN: only its name, in the legend.
-        inside: the legend is in the upper right corner of a panel, not beside it.
         scales: further arguments of `Axes.set`, such as yscale.
     """
     from matplotlib.ticker import LogFormatter
@@ -95,8 +93,7 @@ def chart(
                 axis.set_major_formatter(LogFormatter())  # 20, not 2 x 10^1
                 axis.set_minor_formatter(LogFormatter())
         axes.set_title(name, fontsize=9)
-        place = {"loc": "upper right"} if inside else {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-        axes.legend(frameon=False, fontsize=8, **place)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     for axes in grid[:-1]:
         if [*map(str, axes.get_legend().get_texts())] == [*map(str, grid[-1].get_legend().get_texts())]:
             axes.get_legend().remove()  # the last panel has the same
@@ -143,28 +140,22 @@ def generate_speed(rows: list[dict]):
 
 
 def bits_quality(rows: list[dict]):
-    """Perplexity with 16 bits against arithmetic, a line for each name; and for each name against the bits of a weight,
-    a line for each pattern and for dense weights."""
-    rows = [row for row in rows if row["bits"] > 3]  # dense weights with 3 bits would compress the picture
-    dense = [row for row in rows if row["form"] == "dense"]
+    """Perplexity with 16 bits against arithmetic, and with 16, 8 and 4 bits against the bits of a weight: a color for
+    each pattern of each name."""
     by_arithmetic: Series = {}
-    by_name: dict[str, Series] = {}
-    for row in sorted(rows, key=lambda row: (row["arithmetic"], row["bits"])):
-        name = f"{row['name']} ({'updated' if row['updated'] else 'pretrained'} weights)"
+    by_size: Series = {}
+    for row in sorted(rows, key=lambda row: (-row["arithmetic"], row["name"], row["bits"])):
+        if row["bits"] <= 3 or "GPTQ" in row["form"]:  # dense weights with 3 bits would compress the picture
+            continue
         form = f"{row['form']} ({row['arithmetic']:.2f})" if row["form"] == "mixed" else row["form"]
+        line = form if form == "dense" else f"{form}, {row['name']}" + ", updated weights" * row["updated"]
+        by_size.setdefault(line, []).append((row["bits_a_weight"], row["perplexity"], str(row["bits"])))
         if row["bits"] == 16:
-            for line in [name] if row["form"] != "dense" else list(by_arithmetic):
-                by_arithmetic.setdefault(line, []).append((row["arithmetic"], row["perplexity"], form))
-        if row["form"] != "dense":
-            point = row["bits_a_weight"], row["perplexity"], str(row["bits"])
-            by_name.setdefault(name, {}).setdefault(form, []).append(point)
-    size = [(row["bits_a_weight"], row["perplexity"], f"{row['bits']} bits") for row in dense]
-    parts = [("16 bits", "arithmetic of the linear layers, dense is 1", by_arithmetic)]
-    parts += [
-        (name, "bits a weight, with scales and places", series | {"dense": size}) for name, series in by_name.items()
-    ]
+            by_arithmetic[line] = [(row["arithmetic"], row["perplexity"], form)]
+    parts = [("16 bits", "arithmetic (dense: 1)", by_arithmetic)]
+    parts += [("16, 8 and 4 bits", "bits a weight, in all", by_size)]
     title = "{model}: perplexity on {windows} windows of {seq_len} tokens of {data}".format_map(rows[0])
-    return chart(title, parts, "perplexity", (4.5, 3.6), inside=True, yscale="log")
+    return chart(title, parts, "perplexity", (4.5, 3.6), yscale="log")
 
 
 def measured_on(row: dict) -> str:
