@@ -11,7 +11,7 @@ arithmetic (dense is 1) are those of the decoder's linear layers, scales and pla
 
 Rows are appended to results/bits_quality.jsonl; the dense model is measured if it has none for these windows.
 results/bits_quality_<model>.png shows the newest rows of the file for this model and text, of the dense model and of
-the names in --masks and --also. Models of one name are one line.
+the names in --masks and --also, a line for each pattern of a name.
 """
 
 import argparse

@@ -43,7 +43,7 @@ from proxsparse.training.distillation import teacher_targets
 from proxsparse.training.options import FinetuneOptions, check_fields
 
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42}
-TYPICAL |= {"include": [], "exclude": []}  # values of the type of each argument
+TYPICAL |= {"include": [], "exclude": [], "save_steps": 1}  # values of the type of each argument
 
 
 def prune_(

@@ -66,6 +66,18 @@ def test_the_teacher_is_the_dense_model_without_dropout(teacher, masked):
     assert model.training
 
 
+def test_padding_whose_state_is_zero_has_no_effect():
+    real = PADDED["attention_mask"].bool()
+    target = torch.randn(2, 4, 8)
+    zeros = target.where(real[..., None], 0)
+    state = torch.randn(2, 4, 8, requires_grad=True)
+    error = hidden_error((state,), (zeros,), real)
+    error.backward()
+    assert torch.equal(error, hidden_error((state,), (target,), real))
+    assert state.grad.isfinite().all()
+    assert not state.grad[~real].any()
+
+
 def test_the_error_of_a_block_trains_only_the_blocks_before(masked):
     model, learned = masked
     inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}

@@ -18,7 +18,7 @@ from proxsparse.io.atomic import atomic_directory
 from proxsparse.io.mask_files import load_masks, masks_sha256, save_masks
 from proxsparse.models.layers import prunable_layers
 from proxsparse.run.args import RECIPE_NAMES
-from proxsparse.run.parse import parse_train, train_args
+from proxsparse.run.parse import parse_finetune, parse_train, train_args
 from proxsparse.training import loop, optimizer
 from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
@@ -66,6 +66,13 @@ def test_flags_beat_the_file_and_the_file_beats_the_recipe(tmp_path):
 def test_a_flag_takes_back_what_the_recipe_chose_for_another_one(recipe, changes, expected):
     flags = train_args(recipe=recipe, **changes).flags()
     assert {name: flags[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize("parse", [parse_train, lambda flags: parse_finetune(["runs/a", *flags])])
+def test_a_flag_takes_back_how_the_file_saves(parse, tmp_path):
+    (tmp_path / "c.yaml").write_text("save_steps: 100\n")
+    options = parse(["--config", str(tmp_path / "c.yaml"), "--save_minutes", "5"]).options
+    assert (options.save_steps, options.save_minutes, options.seconds_between_checkpoints) == (None, 5, 300)
 
 
 @pytest.mark.parametrize("text", ["- list", "a: [", "seq_len: true", "seq_len: 1.5", "config: x.yaml", "extra: 1"])

@@ -8,12 +8,7 @@ from torch import Tensor, nn
 from proxsparse.optim import ProxAdamW
 from proxsparse.runtime import sharding
 from proxsparse.training.learnable_layer import LearnableLayer
-from proxsparse.training.options import LearningOptions, LoopOptions
-
-# Learning rate and lambda_1 of layers that keep more than half, relative to those of 2:4, under masks. The weights that
-# 6:8 prunes are small and close to each other, and steps as large as those of 2:4 lose what scaling has chosen
-# (docs/results.md, "Between 2:4 and dense").
-MILDER_STEP = 0.3
+from proxsparse.training.options import MILDER_STEP, LearningOptions, LoopOptions
 
 
 def layer_lambda(weight: Tensor, options: LearningOptions) -> float:

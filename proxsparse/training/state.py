@@ -123,9 +123,7 @@ class TrainState:
         if self.options.save_minutes != 0:
             saved = sum(file.stat().st_size for file in checkpoints.folder.rglob("*.safetensors"))
             needed = (self.options.save_total_limit + 1) * self.bytes() - saved
-            require_space(
-                checkpoints.run_dir, needed, "the checkpoints (none with --save_minutes 0, without --save_steps) need"
-            )
+            require_space(checkpoints.run_dir, needed, "the checkpoints (--save_minutes 0 writes none) need")
 
     def bytes(self) -> int:
         """Approximate bytes of a checkpoint: learned weights, moments, master weights."""
