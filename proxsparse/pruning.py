@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
-from proxsparse.data.calibration import add_labels
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import measured
 from proxsparse.io.checkpoints import Checkpoints, digest_of
@@ -39,7 +39,6 @@ from proxsparse.run.args import DataArgs, EvaluateArgs, HardwareArgs, TuningData
 from proxsparse.run.teacher import refuse_other_vocabulary
 from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.progress import shown
-from proxsparse.training.distillation import teacher_targets
 from proxsparse.training.options import FinetuneOptions, check_fields
 
 TYPICAL = {"num_samples": 400, "seq_len": 512, "packing": False, "text_field": "text", "seed": 42}
@@ -199,6 +198,8 @@ def finetune_(
         if values["distill"]:
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
+            if teacher is model:
+                raise InputError("teacher: is the model itself, whose weights change; give the dense model")
             refuse_other_vocabulary(model, teacher, "teacher")
         with shown(is_interactive()):
             size = values["per_device_train_batch_size"]
@@ -207,10 +208,9 @@ def finetune_(
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
-            if values["distill"]:
-                batches = teacher_targets(teacher, [add_labels(batch) for batch in batches])
             takes = ("checkpoints",)
-            return prune_or_restore_(train_kept_weights, takes, model, layers, batches, patterns, saved, values)
+            train = partial(train_kept_weights, teacher=teacher)
+            return prune_or_restore_(train, takes, model, layers, batches, patterns, saved, values)
 
 
 def perplexity(

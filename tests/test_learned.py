@@ -14,9 +14,8 @@ from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
 from proxsparse.models.snap import copy_weights, snap_
 from proxsparse.training import loop
-from proxsparse.training.distillation import calibration_loss
-from proxsparse.training.hidden_states import matching_loss
-from proxsparse.training.learnable_layer import LearnableLayer, make_learnable_layers
+from proxsparse.training.learnable_layer import LearnableLayer, dense, make_learnable_layers
+from proxsparse.training.loss import training_loss
 from proxsparse.training.mask_monitor import MaskMonitor, feasible_share
 from proxsparse.training.optimizer import prox_adamw, weights_of
 from proxsparse.training.options import LearningOptions
@@ -83,12 +82,10 @@ def test_a_step_gathers_the_gradient_of_the_mean_over_all_its_tokens(model, chec
     learned = under_masks(layers)
     loop.start_training(model, checkpointing)
     documents = [torch.randint(3, 50, (length,)).tolist() for length in (12, 5)]
-    loss = loop.backward(
-        model, [collate([document], 0) for document in documents], None, partial(calibration_loss, model, distill=0.0)
-    )
+    loss = loop.backward(model, [collate([document], 0) for document in documents], None, partial(training_loss, model))
     found = {name: layer.weight.grad.clone() for name, layer in layers.items()}
     model.zero_grad()
-    expected = calibration_loss(model, collate(documents, 0), 0.0)
+    expected = training_loss(model, collate(documents, 0))
     expected.backward()
     assert loss == pytest.approx(expected.item())
     for name, layer in layers.items():
@@ -147,9 +144,9 @@ def test_layers_that_keep_more_than_half_learn_more_slowly_under_the_mask():
 def learned_by(documents: list, **settings) -> tuple[dict, list[dict]]:
     """The weights after 4 steps, and the figures of each step."""
     state = new_state(**settings)
-    loss = partial(calibration_loss, state.model, distill=0.0)
-    if weight := state.options.match_hidden:
-        loss = partial(matching_loss, state.model, state.layers.values(), distill=0.5, weight=weight)
+    teacher = partial(dense, state.model, state.layers.values())
+    weight = state.options.match_hidden
+    loss = partial(training_loss, state.model, teacher=teacher, distill=0.5 * bool(weight), match_hidden=weight)
     loop.start_training(state.model, state.options.gradient_checkpointing)
     samples = itertools.cycle(documents)
     with loop.updating(state) as update:
@@ -191,7 +188,7 @@ def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
             one.layer.weight.register_post_accumulate_grad_hook(
                 lambda _: held.append(sum(one.weight.grad is not None for one in learned))
             )
-        loop.backward(state.model, documents[:1], None, partial(calibration_loss, state.model, distill=0.0))
+        loop.backward(state.model, documents[:1], None, partial(training_loss, state.model))
     assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
 
 
@@ -199,6 +196,6 @@ def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
 def test_a_gradient_that_is_not_finite_is_refused(documents, settings):
     state = new_state(**settings)
     next(iter(state.layers.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
-    loss = partial(calibration_loss, state.model, distill=0.0)
+    loss = partial(training_loss, state.model)
     with loop.updating(state) as update, pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):
         loop.train_step(state, iter(documents), loss, None, update)

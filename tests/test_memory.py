@@ -15,7 +15,7 @@ from proxsparse.models.snap import cast_parameters_
 from proxsparse.run import job, memory
 from proxsparse.run.parse import parse_finetune, parse_train, train_args
 from proxsparse.training import loop
-from proxsparse.training.distillation import calibration_loss
+from proxsparse.training.loss import training_loss
 
 
 def plan_of(model, **flags) -> memory.Plan:
@@ -46,7 +46,7 @@ def test_a_block_keeps_about_what_the_formula_says(model, precision, objective, 
         torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         torch.autocast("cpu", plan.autocast, enabled=plan.autocast is not None, cache_enabled=False),
     ):
-        calibration_loss(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}, 0.0)
+        training_loss(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
     kept = ends[-1] - ends[0]  # of all but the first, whose end includes the embedding
     assert len(plan.blocks) == 2
     assert 0.95 * kept < plan.block_bytes() < 1.3 * kept

@@ -2,6 +2,8 @@
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate
 
@@ -18,10 +20,10 @@ from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast, autocast_dtype
 from proxsparse.runtime.distributed import all_reduce_sum, shard_items
 from proxsparse.runtime.signals import StopSignal
-from proxsparse.training.distillation import calibration_loss
 from proxsparse.training.early_stopping import EarlyStopping
 from proxsparse.training.held_layer import hold_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
+from proxsparse.training.loss import training_loss
 from proxsparse.training.optimizer import adamw, weights_of
 from proxsparse.training.options import HELD_OUT, FinetuneOptions
 from proxsparse.training.state import TrainState
@@ -33,6 +35,7 @@ def train_kept_weights(
     batches: Batches,
     patterns: dict[str, NMPattern],
     checkpoints: Checkpoints | None = None,
+    teacher: nn.Module | None = None,
     **options,
 ) -> Pruned:
     """min over the kept weights of  (1 - a) * -log p(y)  +  a * KL(teacher || p),  a = `distill`, with AdamW.
@@ -41,8 +44,8 @@ def train_kept_weights(
     trained. The weights with the smallest loss on the held-out samples are kept.
 
     Args:
-        batches: with a > 0 they include the predictions of the teacher, see `distillation.teacher_targets`.
         checkpoints: where the state is saved; a call with the same arguments resumes from it.
+        teacher: the dense model, needed with a > 0; another module than `model`.
         options: the fields of `FinetuneOptions`.
     Returns:
         The masks; for a sharded model the rows of this process.
@@ -56,7 +59,8 @@ def train_kept_weights(
     trained = trained_parameters(model, layers, options)
     # one group for each parameter, as --step_in_backward needs
     optimizer = adamw([{"params": [pair], "lr": options.learning_rate} for pair in trained.items()], options)
-    measure = partial(held_out_loss, model, held_out, compute_dtype, options.distill) if held_out else None
+    loss = partial(training_loss, model, teacher=lambda: nullcontext(teacher), distill=options.distill)
+    measure = partial(held_out_loss, model, held_out, compute_dtype, loss) if held_out else None
     stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
     state = TrainState(model, held, options, steps, optimizer, stopping)
     if newest := checkpoints and checkpoints.newest_step():
@@ -65,7 +69,6 @@ def train_kept_weights(
         stopping.observe(0)
     seconds_before = state.seconds
 
-    loss = partial(calibration_loss, model, distill=options.distill)
     samples, stop = own_samples(batches, state), StopSignal()
     with training(state, checkpoints, "training the kept weights", stop) as (end_step, update):
         while not state.complete and not stop.number:
@@ -112,7 +115,10 @@ def trained_parameters(
 
 @torch.no_grad()
 def held_out_loss(
-    model: nn.Module, batches: list[dict[str, Tensor]], compute_dtype: torch.dtype | None, distill: float
+    model: nn.Module,
+    batches: list[dict[str, Tensor]],
+    compute_dtype: torch.dtype | None,
+    loss_of_batch: Callable[[dict[str, Tensor]], Tensor],
 ) -> float:
     """The mean loss over all predicted tokens of the batches of all processes.
 
@@ -123,7 +129,7 @@ def held_out_loss(
     with evaluating(model), autocast(model.device, compute_dtype):
         for batch, counts in shard_items(batches):
             predicted = counts * int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
-            loss += predicted * calibration_loss(model, batch, distill).item()
+            loss += predicted * loss_of_batch(batch).item()
             tokens += predicted
     loss, tokens = all_reduce_sum([loss, float(tokens)])
     if not math.isfinite(loss):

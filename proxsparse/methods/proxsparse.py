@@ -16,10 +16,9 @@ from proxsparse.patterns import NMPattern
 from proxsparse.runtime.device import autocast_dtype
 from proxsparse.runtime.sharding import local
 from proxsparse.runtime.signals import StopSignal
-from proxsparse.training.distillation import calibration_loss, teacher_targets
-from proxsparse.training.hidden_states import matching_loss, require_blocks
-from proxsparse.training.learnable_layer import make_learnable_layers
+from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
+from proxsparse.training.loss import require_blocks, training_loss
 from proxsparse.training.mask_monitor import MaskMonitor, agreement, feasible_share
 from proxsparse.training.optimizer import prox_adamw, reg_lambda_range
 from proxsparse.training.options import LearningOptions
@@ -70,10 +69,8 @@ def learn_masks(
     weights = pretrained or {name: weight.detach().clone() for name, weight in model.named_parameters()}
     batches = [add_labels(batch) for batch in batches]
     steps = step_count(len(batches), options)
-    if options.match_hidden:  # evaluates the teacher in every step
+    if options.match_hidden:
         require_blocks(model)
-    elif options.distill:
-        batches = teacher_targets(model, batches)
     newest = checkpoints and checkpoints.newest_step()
     scales = {}
     if options.masked and newest:
@@ -88,10 +85,8 @@ def learn_masks(
         state.restore_(checkpoints, *newest)
     seconds_before = state.seconds
 
-    if options.match_hidden:
-        loss = partial(matching_loss, model, learned.values(), distill=options.distill, weight=options.match_hidden)
-    else:
-        loss = partial(calibration_loss, model, distill=options.distill)
+    weights_of_loss = {"distill": options.distill, "match_hidden": options.match_hidden}
+    loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **weights_of_loss)
     samples, stop = own_samples(batches, state), StopSignal()
     with training(state, checkpoints, "learning the masks", stop) as (end_step, update):
         while not state.complete and not stop.number:

@@ -21,7 +21,7 @@ from proxsparse.run import memory
 from proxsparse.run import result as results
 from proxsparse.run.args import RunArgs
 from proxsparse.run.folder import Run
-from proxsparse.run.teacher import add_teacher_, check_tokens
+from proxsparse.run.teacher import check_tokens, load_teacher
 from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device
 from proxsparse.runtime.distributed import on_rank_zero
@@ -111,9 +111,12 @@ def finetune_model(run: Run) -> int:
     run.score("pruned", model)
 
     with autocast(run.device, run.compute_dtype):
+        teacher = None
         if args.model.teacher:
-            batches = add_teacher_(args.model.teacher, model, batches, run.score)
-        pruned = train_kept_weights(model, layers, batches, patterns, checkpoints, **vars(args.options))
+            teacher = load_teacher(args.model.teacher, model)
+            run.score("dense", teacher)
+        pruned = train_kept_weights(model, layers, batches, patterns, checkpoints, teacher, **vars(args.options))
+        del teacher  # frees its memory
 
     masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
     run.score_masks(model, pretrained, pruned)

@@ -14,11 +14,10 @@ from proxsparse.models.loading import auto_class, import_transformers, locate, o
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.run.args import RunArgs
 from proxsparse.runtime.device import PRECISIONS, choose_precision
-from proxsparse.training.distillation import KEPT_TOKENS
+from proxsparse.training.loss import ROWS
 
 GB, FP32, BF16 = 10**9, 4, 2
 TOKEN_BYTES = 24  # per calibration token: id, label, attention mask, int64
-TEACHER_BYTES = KEPT_TOKENS * (4 + 2)  # per calibration token: int32 tokens, bfloat16 probabilities
 PROCESS = 560 * 10**6  # libraries and tokenizer: VmHWM of a run on a model of 100 KB, torch 2.13 for CPUs, x86-64
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
@@ -87,6 +86,7 @@ class Plan:
             "weights": w * self.weights * mine,
             "W0": f * self.weights * mine * (keep == "device"),
             "masks": masks * self.finetune,
+            "teacher": w * self.weights * mine * (self.finetune and options.distill > 0),
             "learned weights": w * self.prunable * mine * (not self.finetune and options.masked),
             "moments": moments * self.learned * mine,
             "master weights": FP32 * self.learned * mine * options.master_weights,
@@ -97,8 +97,9 @@ class Plan:
         }
         gradients = w * (max(self.layers) if options.step_in_backward else self.learned * mine)
         kept = w * self.tokens * self.hidden if options.gradient_checkpointing else self.block_bytes()
-        # log p, its gradients from the text and from the teacher, and that of the logits, in fp32
-        logits = FP32 * (3 + (options.distill > 0)) * self.tokens * self.vocabulary
+        # logits, their gradient in parts and as a whole, and the teacher's; log p, log q and their gradients in fp32
+        logits = self.compute * (3 + (options.distill > 0)) * self.tokens * self.vocabulary
+        logits += 2 * FP32 * (1 + (options.distill > 0)) * min(self.tokens, ROWS) * self.vocabulary
         forward = {"activations": len(self.blocks) * kept, "logits": logits}
         if not self.finetune and options.match_hidden:  # the states of the dense model, and their differences
             forward["activations"] += (w + FP32) * self.tokens * self.hidden * (len(self.blocks) - 1)
@@ -106,8 +107,6 @@ class Plan:
             forward["gradients"] = gradients
         backward = {"activations": self.block_bytes(), "gradients": gradients}
         device = held | max(forward, backward, key=total)
-        if self.finetune and options.distill:
-            device = max(device, {"weights": held["weights"], "teacher": held["weights"]}, key=total)
 
         checkpoint = (w * (1 + held_out) + moments + FP32 * options.master_weights) * self.learned + frozen
         a_step = options.per_device_train_batch_size * options.gradient_accumulation_steps * devices
@@ -118,7 +117,6 @@ class Plan:
             "process": PROCESS,
             "W0": f * self.weights * mine * (keep == "cpu"),
             "text": TOKEN_BYTES * samples * self.window,
-            "teacher's outputs": TEACHER_BYTES * samples * self.window * (options.distill > 0),
             "checkpoint file": 2 * min(checkpoint * mine, FILE_BYTES) * saves,
         }
         saving = {

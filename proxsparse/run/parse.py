@@ -50,7 +50,7 @@ def train_parser() -> Parser:
 
 # If a source changes --objective, the values of these flags from sources of lower precedence are dropped: they were
 # chosen for the old one.
-CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "match_hidden")
+CHOSEN_FOR_OBJECTIVE = (*OBJECTIVES["paper"], "distill", "match_hidden")
 # If a source sets one of a pair, the value of the other from sources of lower precedence is dropped.
 EXCLUSIVE = (("reg_lambda", "reg_lambda_rel"), ("max_steps", "num_train_epochs"), ("save_minutes", "save_steps"))
 

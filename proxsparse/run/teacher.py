@@ -1,26 +1,21 @@
 """The teacher of `proxsparse finetune`: the dense model whose predictions the pruned model learns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import nn
 
-from proxsparse.data.calibration import add_labels
 from proxsparse.errors import InputError
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.models.loading import load_model, load_tokenizer
 from proxsparse.runtime.sharding import shard_and_move_
-from proxsparse.training.distillation import teacher_targets
 
 
-def add_teacher_(
-    name: str, model: nn.Module, batches: list[dict[str, Tensor]], score: Callable[[str, nn.Module], None]
-) -> list[dict[str, Tensor]]:
-    """The batches with the predictions of the teacher, whose perplexity is measured too; then its memory is free."""
+def load_teacher(name: str, model: nn.Module) -> nn.Module:
+    """The teacher of the model, on its device, sharded like it."""
     teacher, weight = read_teacher(name, model), next(model.parameters())
     shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node=False)
-    score("dense", teacher)
-    return teacher_targets(teacher, [add_labels(batch) for batch in batches])
+    return teacher
 
 
 def read_teacher(name: str, model: nn.Module) -> nn.Module:

@@ -145,15 +145,6 @@ def shard_items(items: Sequence[T]) -> Iterator[tuple[T, bool]]:
         yield items[min(index, len(items) - 1)], index < len(items)
 
 
-def gather_in_order(results: list[T], count: int) -> list[T]:
-    """The results of all processes for the items of `shard_items`, in the order of the items, on all ranks."""
-    if world_size() == 1:
-        return results
-    of_all: list[list[T]] = [[] for _ in range(world_size())]
-    dist.all_gather_object(of_all, results)
-    return [of_all[index % world_size()][index // world_size()] for index in range(count)]
-
-
 def all_gather(tensor: Tensor) -> Tensor:
     """The tensors of all processes, stacked to [world_size, ...] on the CPU, on all ranks."""
     found: list[Tensor] = [tensor] * world_size()

@@ -7,7 +7,8 @@ dL/dm (Bengio et al. 2013, arXiv 1308.3432, section 4). v only determines the ma
 small relative to their block.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,19 @@ class LearnableLayer:
         """dL/dv = dL/dm."""
         if self.masked:
             self.weight.grad, self.layer.weight.grad = self.layer.weight.grad, None
+
+
+@contextmanager
+def dense(model: nn.Module, learned: Iterable[LearnableLayer]) -> Iterator[nn.Module]:
+    """Within the block, the masked layers of the model have their pretrained weights."""
+    learned = list(learned)
+    for layer in learned:
+        local(layer.layer.weight.detach()).copy_(layer.pretrained)
+    try:
+        yield model
+    finally:
+        for layer in learned:
+            layer.remask_()
 
 
 @torch.no_grad()

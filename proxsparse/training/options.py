@@ -178,11 +178,12 @@ class LearningOptions(LoopOptions):
                 f"--frozen_lambda {self.frozen_lambda}: needs --objective paper; with --objective masked the weights "
                 "are frozen already"
             )
-        if not self.masked and self.match_hidden:
-            raise InputError(
-                f"--match_hidden {self.match_hidden:g}: needs --objective masked, because it compares the model with "
-                "and without its masks"
-            )
+        for name in ("distill", "match_hidden"):
+            if not self.masked and getattr(self, name):
+                raise InputError(
+                    f"--{name} {getattr(self, name):g}: needs --objective masked, because it compares the model with "
+                    "and without its masks"
+                )
         return self
 
 

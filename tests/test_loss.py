@@ -1,7 +1,9 @@
-"""Matching of hidden states: the error by definition, the teacher, and the gradient."""
+"""The training loss by definition: text, divergence from the teacher, error of the hidden states; its gradient."""
 
 import copy
 import math
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +12,9 @@ from tiny_models import PADDED, tiny_model
 from proxsparse import prune_
 from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
-from proxsparse.training.distillation import calibration_loss, teacher_targets
-from proxsparse.training.hidden_states import dense, hidden_error, matching_loss
-from proxsparse.training.learnable_layer import make_learnable_layers
+from proxsparse.training.learnable_layer import dense, make_learnable_layers
 from proxsparse.training.loop import start_training
+from proxsparse.training.loss import hidden_error, training_loss
 
 
 @pytest.fixture
@@ -28,6 +29,39 @@ def masked(teacher):
     layers = prunable_layers(model)
     pretrained = {f"{name}.weight": layer.weight.detach().clone() for name, layer in layers.items()}
     return model, make_learnable_layers(layers, pretrained, {}, dict.fromkeys(layers, "2:4"), True)
+
+
+def loss_of(model, learned, distill: float, match_hidden: float) -> torch.Tensor:
+    """The loss on `PADDED` with the dense model as the teacher."""
+    return training_loss(model, PADDED, partial(dense, model, learned.values()), distill, match_hidden)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(0, 2)])
+def test_without_a_teacher_it_is_the_models_own_loss(teacher, rows):
+    batch = {name: tensor[rows] for name, tensor in PADDED.items()}
+    torch.testing.assert_close(training_loss(teacher, batch), teacher(**batch).loss)
+
+
+@pytest.mark.parametrize("distill", [0.3, 1.0])
+@pytest.mark.parametrize("at_once", [1, 3, 256])
+def test_the_divergence_is_that_of_the_whole_distribution(teacher, distill, at_once, monkeypatch):
+    monkeypatch.setattr("proxsparse.training.loss.ROWS", at_once)
+    model = copy.deepcopy(teacher)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.3)
+    inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
+    losses = []
+    for row, position in ((0, 0), (0, 1), (0, 2), (1, 0)):  # the positions whose next token is not padding
+        q, p = (one(**inputs).logits[row, position].double().softmax(-1) for one in (teacher, model))
+        divergence = (q * (q / p).log()).sum()
+        losses.append((1 - distill) * -p[PADDED["labels"][row, position + 1]].log() + distill * divergence)
+    expected = torch.stack(losses).mean()
+    gradient = torch.autograd.grad(expected, model.lm_head.weight)[0]
+    found = training_loss(model, PADDED, lambda: nullcontext(teacher), distill)
+    found.backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.lm_head.weight.grad, gradient, rtol=1e-4, atol=1e-6)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
 def test_the_error_is_the_mean_of_the_logarithms_of_one_plus_the_relative_errors_of_the_real_tokens():
@@ -46,23 +80,22 @@ def test_the_error_is_the_mean_of_the_logarithms_of_one_plus_the_relative_errors
 def test_it_adds_the_error_of_every_block_but_the_last_to_the_calibration_loss(distill, teacher, masked):
     model, learned = masked
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    batch = teacher_targets(teacher, [PADDED])[0] if distill else PADDED
     inputs = {name: PADDED[name] for name in ("input_ids", "attention_mask")}
     own, wanted = (one(**inputs, output_hidden_states=True).hidden_states[1:3] for one in (model, teacher))
     error = hidden_error(own, wanted, PADDED["attention_mask"].bool())
     assert error > 0.01
-    found = matching_loss(model, learned.values(), PADDED, distill, 7.0)
-    torch.testing.assert_close(found, calibration_loss(model, batch, distill) + 7 * error)
+    without = training_loss(model, PADDED, lambda: nullcontext(teacher), distill)
+    torch.testing.assert_close(loss_of(model, learned, distill, 7.0), without + 7 * error)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())  # masked again
 
 
 def test_the_teacher_is_the_dense_model_without_dropout(teacher, masked):
     model, learned = masked
     model.train()
-    with dense(learned.values()):
-        assert all(map(torch.equal, model.parameters(), teacher.parameters()))
+    with dense(model, learned.values()) as whole:
+        assert all(map(torch.equal, whole.parameters(), teacher.parameters()))
     assert not all(map(torch.equal, model.parameters(), teacher.parameters()))
-    matching_loss(model, learned.values(), PADDED, 0.0, 1.0)
+    loss_of(model, learned, 0.0, 1.0)
     assert model.training
 
 
@@ -93,7 +126,7 @@ def test_its_gradient_is_the_same_with_gradient_checkpointing(masked):
     for checkpointing in (False, True):
         model, learned = copy.deepcopy(masked)
         start_training(model, checkpointing)
-        matching_loss(model, learned.values(), PADDED, 0.5, 7.0).backward()
+        loss_of(model, learned, 0.5, 7.0).backward()
         gradients.append({name: one.layer.weight.grad for name, one in learned.items()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name])
