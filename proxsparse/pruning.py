@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
+from proxsparse.data.tokens import TOKENS
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import measured
-from proxsparse.io.checkpoints import Checkpoints, digest_of
+from proxsparse.io.checkpoints import CHECKPOINTS, Checkpoints, digest_of
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
@@ -126,7 +127,8 @@ def prune_(
                 if data is None:
                     raise InputError(f"data=None: method {method!r} needs calibration text, such as data='c4'")
                 size = options.get("per_device_train_batch_size", 1)
-                batches, _ = read_batches(data, model, tokenizer, batch_size=size, seed=seed, **given)
+                more = {"batch_size": size, "seed": seed, "folder": tokens_folder(checkpoints)}
+                batches, _ = read_batches(data, model, tokenizer, **more, **given)
             identity = {"method": method, "pattern": str(pattern), "allocation": allocation}
             identity |= {"include": include, "exclude": exclude, **values}
             saved = saved_progress(checkpoints, identity, model, batches)
@@ -204,6 +206,7 @@ def finetune_(
         with shown(is_interactive()):
             size = values["per_device_train_batch_size"]
             more = {"window": TuningDataArgs.window, "batch_size": size, "seed": seed}
+            more["folder"] = tokens_folder(checkpoints)
             batches, _ = read_batches(data, model, tokenizer, **more, **given)
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}
             identity |= {"include": include, "exclude": exclude, **values}
@@ -306,6 +309,11 @@ def saved_progress(
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Checkpoints(Path(folder), identity | {"digest": digest_of(model, batches)})
+
+
+def tokens_folder(checkpoints: str | Path | None) -> Path | None:
+    """Where many tokens are stored: next to the checkpoints."""
+    return None if checkpoints is None else Path(checkpoints) / CHECKPOINTS / TOKENS
 
 
 def check_model(model: nn.Module) -> None:

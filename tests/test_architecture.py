@@ -16,7 +16,7 @@ FILES.append(ROOT / "proxsparse_autoload.py")
 PLACES = {
     "": "__main__ _start _version apply env errors evaluate finetune pack patterns prune pruning report serve train",
     "allocations": "budget registry sensitivity",
-    "data": "batches calibration sources",
+    "data": "batches calibration sources tokens",
     "evaluation": "perplexity zero_shot",
     "inference": "convert linear packable packed_checkpoint",
     "integrations": "peft_lora transformers_batches transformers_quantizer transformers_requests transformers_server "

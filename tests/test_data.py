@@ -3,16 +3,19 @@
 import gzip
 import json
 import logging
+import pickle
 import random
 import sys
 import warnings
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from proxsparse.data import sources
+from proxsparse.data import sources, tokens
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import load_texts
 from proxsparse.errors import InputError
@@ -281,9 +284,9 @@ def test_only_the_documents_needed_are_tokenised_without_any_warning(tokenizer, 
     class Counting:
         pad_token_id, eos_token_id = 2, 1
 
-        def __call__(self, text, **arguments):
-            calls.append(text)
-            return tokenizer(text, **arguments)
+        def __call__(self, texts, **arguments):
+            calls.extend([texts] if isinstance(texts, str) else texts)
+            return tokenizer(texts, **arguments)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -294,10 +297,90 @@ def test_only_the_documents_needed_are_tokenised_without_any_warning(tokenizer, 
     assert "longer than the specified maximum" in caplog.text  # so the log above was being listened to
 
 
+@pytest.fixture
+def small_blocks(monkeypatch):
+    for name, value in (("BLOCK", 3), ("AT_ONCE", 2)):
+        monkeypatch.setattr(tokens, name, value)
+
+
+def samples_of(batches) -> list[list[int]]:
+    return [ids[mask.bool()].tolist() for batch in batches for ids, mask in zip(*list(batch.values())[:2], strict=True)]
+
+
+@pytest.mark.parametrize("special", [{"eos_token": "</s>"}, {"eos_token": "</s>", "bos_token": "<s>"}])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("num_samples", [2, 9, 11])
+def test_a_store_that_is_stopped_at_any_document_continues_to_the_same_samples(
+    special, packing, num_samples, tmp_path, small_blocks
+):
+    texts = [words(4 * i, 2 + i % 5) for i in range(12)] + [" ", "w1"]
+    tokenizer, counted = make_tokenizer(**special), []
+    arguments = {"num_samples": num_samples, "seq_len": 4, "batch_size": 2, "packing": packing}
+
+    class Stopping:
+        pad_token_id, eos_token_id, bos_token_id = None, 1, tokenizer.bos_token_id
+
+        def __call__(self, texts, **arguments):
+            counted.extend(texts if isinstance(texts, list) else ())
+            if len(counted) > stop:
+                raise KeyboardInterrupt
+            return tokenizer(texts, **arguments)
+
+    stop = 1000
+    expected = samples_of(calibration_batches(texts[:5], Stopping(), **arguments, rest=texts[5:]))
+    assert len(expected) == num_samples
+    assert [len(sample) for sample in expected if packing] == [4] * num_samples * packing
+    for first_stop in range(len(texts)):
+        folder, counted = tmp_path / str(first_stop), []
+        for stop in (first_stop, 1000):  # the second call continues
+            with suppress(KeyboardInterrupt):
+                store = tokens.TokenStore(folder, "the text")
+                batches = calibration_batches(texts[:5], Stopping(), **arguments, rest=iter(texts[5:]), store=store)
+            for name in (tokens.IDS, tokens.ENDS):  # a kill may come after a write to the file
+                if stop < 1000 and (folder / name).exists():
+                    with (folder / name).open("ab") as file:
+                        file.write(b"torn")
+        assert samples_of(pickle.loads(pickle.dumps(batches))) == expected
+        assert len(counted) < len(texts) + 5, "finished blocks are not tokenized again"
+
+
+def test_the_samples_are_shuffled_if_more_than_the_first_texts_are_used(tokenizer):
+    texts = [words(i, 2) for i in range(50)]
+    few, every, *others = (
+        samples_of(calibration_batches(texts[:20], tokenizer, count, 8, seed=seed, rest=iter(texts[20:])))
+        for count, seed in ((20, 1), (50, 1), (50, 1), (50, 2))
+    )
+    assert few == samples_of(calibration_batches(texts[:20], tokenizer, 20, 8, seed=1))
+    assert sorted(every) == [[10 + i, 11 + i] for i in range(50)]
+    assert every == others[0] != others[1]
+    assert sorted(every[:20]) != sorted(few)
+
+
+def test_a_store_of_another_text_is_refused(tokenizer, tmp_path):
+    calibration_batches(["w1 w2"], tokenizer, 1, 8, store=tokens.TokenStore(tmp_path, ["a", 1]))
+    assert tokens.TokenStore(tmp_path, ["a", 1]).counts == {"blocks": 1, "documents": 1, "tokens": 2}
+    with pytest.raises(InputError, match="the calibration text has changed since the run was stopped"):
+        tokens.TokenStore(tmp_path, ["a", 2])
+
+
+def test_the_identity_of_a_source_changes_with_its_files(tmp_path):
+    found = [sources.identity_of("c4")]
+    for content in ("one", "two2"):
+        write(tmp_path / "a.txt", content)
+        found += [sources.identity_of(str(tmp_path)), sources.identity_of(str(tmp_path / "a.txt"))]
+    assert len({json.dumps(each) for each in found}) == 5
+
+
+def test_a_folder_without_space_is_refused(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 << 20))
+    with pytest.raises(InputError, match="10 MiB free, but the calibration tokens need about 381 MiB; free some space"):
+        calibration_batches(["w1 w2"], tokenizer, 10**6, 100, store=tokens.TokenStore(tmp_path / "a" / "b", "x"))
+
+
 @pytest.mark.parametrize(("packing", "made"), [(False, 2), (True, 3)])
 def test_too_little_text_warns_with_both_numbers(tokenizer, packing, made):
     texts = [words(0, 12), words(20, 12), "w1"]
-    with pytest.warns(UserWarning, match=f"num_samples=9, but 3 texts give only {made} samples with seq_len=8"):
+    with pytest.warns(UserWarning, match=f"num_samples=9, but the text gives only {made} samples with seq_len=8"):
         batches = calibration_batches(texts, tokenizer, num_samples=9, seq_len=8, packing=packing)
     assert len(batches) == made
 
@@ -308,9 +391,9 @@ def test_too_little_text_warns_with_both_numbers(tokenizer, packing, made):
         ({"num_samples": 0}, "num_samples=0: must be at least 1"),
         ({"seq_len": 1}, "seq_len=1: must be at least 2"),
         ({"batch_size": -1}, "batch_size=-1: must be at least 1"),
-        ({"texts": []}, "no sample in 0 texts: a sample needs at least 2 tokens; add text"),
-        ({"texts": ["w1", " "]}, "no sample in 2 texts"),
-        ({"packing": True, "seq_len": 99}, "no sample in 1 texts: a sample needs at least 99 tokens.*lower seq_len"),
+        ({"texts": []}, "no sample in the text: a sample needs at least 2 tokens; add text"),
+        ({"texts": ["w1", " "]}, "no sample in the text"),
+        ({"packing": True, "seq_len": 99}, "no sample in the text: a sample needs at least 99 tokens.*lower seq_len"),
     ],
 )
 def test_bad_arguments(tokenizer, arguments, message):

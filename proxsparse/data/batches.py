@@ -1,21 +1,22 @@
 """Calibration data in any of its forms: the name of a source, texts, rows, tokens, dicts, a DataLoader."""
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from proxsparse.data.calibration import IGNORED_LABEL, add_labels, calibration_batches, evaluation_tokens
+from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels, calibration_batches, evaluation_tokens
 from proxsparse.data.sources import (
-    DOCUMENTS_OF_A_DATA_SET,
-    check_source,
+    SHUFFLED_DOCUMENTS,
     evaluation_text,
-    load_texts,
-    read_limit,
+    first_and_rest,
+    identity_of,
     text_of,
 )
+from proxsparse.data.tokens import LARGE, TokenStore
 from proxsparse.errors import InputError
 from proxsparse.models.checks import fit_window
 from proxsparse.runtime.distributed import on_rank_zero
@@ -24,7 +25,7 @@ FORMS = (
     "give the name of a source (such as 'c4', or a file), a list of texts or of dicts with a text, a list of token "
     "tensors, a list of dicts with input_ids, or a DataLoader of one of the last two"
 )
-Batch = dict[str, Tensor]
+NO_TOKENIZER = "tokenizer=None: texts need the tokenizer of the model; give it"
 
 
 def read_batches(
@@ -39,7 +40,8 @@ def read_batches(
     text_field: str = "text",
     batch_size: int = 1,
     seed: int = 42,
-) -> tuple[list[Batch], int]:
+    folder: Path | None = None,
+) -> tuple[Sequence[Batch], int]:
     """The calibration batches, and the largest number of tokens in a sample.
 
     Args:
@@ -53,16 +55,29 @@ def read_batches(
         seq_len: largest number of tokens in a sample; None: `window`, or the model's context length if shorter. Tokens
             and dicts are cut only if it is given.
         packing, text_field, batch_size, seed: for texts.
+        folder: where many tokens of a source are stored, see `data.tokens`; None: in memory.
     Raises:
         InputError: no sample; the data has another form; tokens that the model does not have; a text without tokenizer.
     """
-    if isinstance(data, str):
-        on_rank_zero(lambda: check_source(data))
-        data = on_rank_zero(lambda: load_texts(data, "train", text_field, read_limit(data)))
-    items, are_texts = read_items(data, tokenizer, text_field)
+    is_source, settings = isinstance(data, str), {"batch_size": batch_size, "packing": packing, "seed": seed}
+    if is_source and tokenizer is None:
+        raise InputError(NO_TOKENIZER)
+    items, are_texts = ((), True) if is_source else read_items(data, tokenizer, text_field)
     if are_texts:
+
+        def read() -> Sequence[Batch]:
+            if is_source:
+                first, rest = first_and_rest(data, "train", text_field)
+            else:
+                limit = None if isinstance(data, list | tuple) else SHUFFLED_DOCUMENTS
+                first, rest = list(islice(items, limit)), items
+            large = is_source and folder is not None and num_samples * length > LARGE
+            identity = [identity_of(data), tokenizer.name_or_path, length, packing, seed, text_field] if large else None
+            store = TokenStore(folder if large else None, identity)
+            return calibration_batches(first, tokenizer, num_samples, length, rest=rest, store=store, **settings)
+
         length = on_rank_zero(lambda: fit_window(model, seq_len, window, "seq_len"))
-        return calibration_batches(items, tokenizer, num_samples, length, batch_size, packing, seed), length
+        return on_rank_zero(read), length
     batches, count = [], 0
     for item in items:
         batch = {name: tensor[: num_samples - count] for name, tensor in as_batch(item, model, seq_len).items()}
@@ -91,10 +106,10 @@ def read_tokens(
     return torch.cat([batch["input_ids"][batch["attention_mask"] != 0] for batch in batches])
 
 
-def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterable, bool]:
+def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bool]:
     """The items of the data, and whether they are texts. Raises InputError for data that has no items.
 
-    Of texts that are not in a list, such as a Dataset, as many are read as of a data set of the Hub.
+    Texts are read when they are used.
     """
     data = [data] if isinstance(data, Mapping) else data  # one batch, such as the output of a tokenizer
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
@@ -108,9 +123,8 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterable, bo
     if not (isinstance(first, str) or has_text):
         return items, False
     if tokenizer is None:
-        raise InputError("tokenizer=None: texts need the tokenizer of the model; give it")
-    limit = None if isinstance(data, list | tuple) else DOCUMENTS_OF_A_DATA_SET
-    return [text_of(item, "data", text_field) for item in islice(items, limit)], True
+        raise InputError(NO_TOKENIZER)
+    return (text_of(item, "data", text_field) for item in items), True
 
 
 def as_batch(item: object, model: nn.Module, seq_len: int | None) -> Batch:

@@ -2,18 +2,64 @@
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import chain
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from proxsparse.data.tokens import TokenStore, as_array, in_blocks, tokenize, windows
 from proxsparse.errors import InputError
-from proxsparse.runtime.progress import Phase, phase
+from proxsparse.runtime.progress import phase
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class TokenBatches(Sequence[Batch]):
+    """Batches of samples in a flat array of tokens; a batch is made when it is read, so that a token takes 4 bytes.
+
+    Attributes:
+        ids: uint32 [N]; or their file, which is mapped into memory.
+        bounds: int64 [samples + 1]; sample i has the tokens [bounds[i], bounds[i + 1]).
+        order: the samples in the order of their use, int64.
+        batch_size: samples in a batch; the last batch may have fewer.
+        bos: put before a sample that does not begin with it; None: nothing.
+        padding_id: the token on padding.
+    """
+
+    ids: np.ndarray | Path
+    bounds: np.ndarray
+    order: np.ndarray
+    batch_size: int
+    bos: int | None
+    padding_id: int
+
+    @property
+    def samples(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return as_array(self.ids)
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def __getitem__(self, index: int) -> Batch:
+        start = range(len(self))[index] * self.batch_size
+        return collate([self.sample(each) for each in self.order[start : start + self.batch_size]], self.padding_id)
+
+    def sample(self, index: int) -> np.ndarray:
+        """The tokens of a sample, int64 [T]."""
+        tokens = self.tokens[self.bounds[index] : self.bounds[index + 1]].astype(np.int64)
+        return tokens if self.bos in (None, tokens[0]) else np.concatenate([[self.bos], tokens])
 
 
 def calibration_batches(
@@ -24,7 +70,9 @@ def calibration_batches(
     batch_size: int = 1,
     packing: bool = False,
     seed: int = 42,
-) -> list[dict[str, Tensor]]:
+    rest: Iterable[str] = (),
+    store: TokenStore | None = None,
+) -> TokenBatches:
     """Batches for a causal language model; the same arguments give the same batches.
 
     Documents are shuffled by `random.Random(seed)` and tokenized as needed; documents of fewer than 2 tokens are
@@ -36,6 +84,8 @@ def calibration_batches(
         num_samples: number of samples; fewer, with a warning, if the texts are too short.
         seq_len: largest number of tokens in a sample.
         batch_size: samples in a batch; the last batch may have fewer.
+        rest: more documents, which are read after the others if they are needed; then the samples are shuffled too.
+        store: where the tokens are; None: in memory.
     Returns:
         Dicts of int64 [B, T], T <= seq_len: input_ids, padded on the right; attention_mask, 1 on tokens and 0 on
         padding; labels, the input_ids with -100 on padding (the model shifts them).
@@ -47,29 +97,32 @@ def calibration_batches(
             raise InputError(f"{name}={value}: must be at least {least}")
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
-    documents = (texts[index] for index in order if texts[index].strip())
-    with phase("tokenizing the calibration text", num_samples, "sample") as current:
-        if packing:
-            samples = packed_samples(documents, tokenizer, num_samples, seq_len, current)
-        else:
-            tokenized = (tokenizer(text, truncation=True, max_length=seq_len)["input_ids"] for text in documents)
-            samples = list(current.count(islice((tokens for tokens in tokenized if len(tokens) >= 2), num_samples)))
-        current.result = f"{sum(map(len, samples)):,} tokens"
-    if not samples:
+    first = [texts[index] for index in order if texts[index].strip()]
+    blocks = chain([first], in_blocks(text for text in rest if text.strip()))
+    store = store or TokenStore(None)
+    tokenize(blocks, tokenizer, num_samples, seq_len, packing, store)
+    ids, bos = store.ids(), added_bos(tokenizer)
+    if packing:
+        bounds = windows(as_array(ids), num_samples, seq_len, bos)
+    else:
+        bounds = np.append([0], store.ends()[:num_samples])
+    if len(bounds) == 1:
         needed = f"{seq_len} tokens in total; add text or lower seq_len" if packing else "2 tokens; add text"
-        raise InputError(f"no sample in {len(texts)} texts: a sample needs at least {needed}")
-    if len(samples) < num_samples:
-        short = f"{len(texts)} texts give only {len(samples)} samples with seq_len={seq_len}; continuing with these"
+        raise InputError(f"no sample in the text: a sample needs at least {needed}")
+    samples = len(bounds) - 1
+    if samples < num_samples:
+        short = f"the text gives only {samples} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
+    use = np.random.default_rng(seed).permutation(samples) if store.counts["blocks"] > 1 else np.arange(samples)
     padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    return [collate(samples[i : i + batch_size], padding_id) for i in range(0, len(samples), batch_size)]
+    return TokenBatches(ids, bounds, use, batch_size, bos, padding_id)
 
 
-def sample_stream(batches: list[dict[str, Tensor]], seed: int) -> Iterator[dict[str, Tensor]]:
-    """Repeats the batches without end: the first pass in the given order, every later pass shuffled with the seed."""
-    order, generator = list(range(len(batches))), random.Random(seed)
+def endless_order(count: int, seed: int) -> Iterator[int]:
+    """The indices of batches without end: the first pass in the given order, every later pass shuffled by the seed."""
+    order, generator = list(range(count)), random.Random(seed)
     while True:
-        yield from (batches[index] for index in order)
+        yield from order
         generator.shuffle(order)
 
 
@@ -80,43 +133,15 @@ def single_samples(batches: Iterable[dict[str, Tensor]]) -> Iterator[Tensor]:
             yield ids[mask.bool()][None]
 
 
-def packed_samples(
-    documents: Iterable[str], tokenizer, num_samples: int, seq_len: int, current: Phase
-) -> list[list[int]]:
-    """At most `num_samples` windows of exactly `seq_len` tokens of the stream document, eos, document, eos, ...
-
-    If the tokenizer adds bos, a window that would begin with another token begins with bos and has one token less of
-    the stream: without bos some models (Gemma) compute other activations than those of their later use.
-    """
-    stream, wanted, eos = [], num_samples * seq_len, tokenizer.eos_token_id
-    for document in documents:
-        if len(stream) >= wanted:
-            break
-        # truncates only tokens beyond the last window, and avoids the tokenizer's warning about long texts
-        tokens = tokenizer(document, truncation=True, max_length=wanted - len(stream) + 1)["input_ids"]
-        if len(tokens) >= 2:
-            stream += tokens if not stream or eos in (None, stream[-1]) else [eos, *tokens]
-            current.done = min(len(stream), wanted) // seq_len
-    bos, samples, start = added_bos(tokenizer), [], 0
-    while len(samples) < num_samples and start < len(stream):
-        head = [] if bos in (None, stream[start]) else [bos]
-        end = start + seq_len - len(head)
-        if end > len(stream):
-            break
-        samples.append(head + stream[start:end])
-        start = end
-    return samples
-
-
 def added_bos(tokenizer) -> int | None:
     """The id of the bos token if the tokenizer puts it before a text, else None."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
-def collate(samples: list[list[int]], padding_id: int) -> dict[str, Tensor]:
+def collate(samples: list[list[int]] | list[np.ndarray], padding_id: int) -> Batch:
     """Samples of T_i tokens -> {input_ids, attention_mask, labels}, each int64 [B, max T_i]."""
-    tokens = [torch.tensor(sample, dtype=torch.int64) for sample in samples]
+    tokens = [torch.as_tensor(sample, dtype=torch.int64) for sample in samples]
     pad = partial(pad_sequence, batch_first=True)
     return {
         "input_ids": pad(tokens, padding_value=padding_id),

@@ -16,7 +16,8 @@ from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
-DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set; the samples are drawn from these
+DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set for an evaluation
+SHUFFLED_DOCUMENTS = 10_000  # read and shuffled before the first is used, for calibration
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
 UNPACKED_RATIO, UNPACKED_ALWAYS, UNLIMITED = 100, 64 << 20, 1 << 62
@@ -39,20 +40,34 @@ def load_texts(source: str, split: str, text_field: str = "text", limit: int | N
     Raises:
         InputError: the source is absent, damaged or has no text; names the file, the line and the remedy.
     """
+    return first_and_rest(source, split, text_field, limit)[0]
+
+
+def first_and_rest(
+    source: str, split: str, text_field: str = "text", limit: int | None = SHUFFLED_DOCUMENTS
+) -> tuple[list[str], Iterator[str]]:
+    """As `load_texts`; and an iterator over the texts after the limit, which are read when they are used."""
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: must be at least 1, or None")
-    texts = []
+    first, rest = [], (text_of(row, where, text_field) for where, row in open_source(source, split))
     part = "" if is_local(source) else f", {split}"
     with phase(f"reading {source}{part}", limit, "document") as current:
-        for where, row in open_source(source, split):
-            texts.append(text_of(row, where, text_field))
-            current.step(bool(texts[-1].strip()))
+        for text in rest:
+            first.append(text)
+            current.step(bool(text.strip()))
             if current.done == limit:
                 break
         current.total = documents = current.done
     if not documents:
         raise InputError(f"{source}: no document with text in it; choose another file or data set")
-    return texts
+    return first, rest
+
+
+def identity_of(source: str) -> list:
+    """The source, and of local files the names, sizes and times: it changes if the text changes."""
+    path = Path(os.path.expanduser(source))
+    files = [path, *sorted(path.iterdir() if path.is_dir() else ())] if is_local(source) else ()
+    return [source, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
 
 
 def evaluation_text(source: str, split: str | None = None, text_field: str = "text") -> str:

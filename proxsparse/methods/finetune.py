@@ -1,16 +1,16 @@
 """Recovery: the mask is held, the kept weights are trained on text and on the predictions of the dense model."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import accumulate
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 
-from proxsparse.data.calibration import IGNORED_LABEL, add_labels
+from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.pruned import Pruned
@@ -54,7 +54,7 @@ def train_kept_weights(
     """
     options, compute_dtype = FinetuneOptions(**options).check(), autocast_dtype(model.device)
     held = hold_layers(layers, patterns)
-    batches, held_out = split([add_labels(batch) for batch in batches], options)
+    batches, held_out = split(batches, options)
     steps = step_count(len(batches), options)
     trained = trained_parameters(model, layers, options)
     # one group for each parameter, as --step_in_backward needs
@@ -87,19 +87,24 @@ def train_kept_weights(
     return Pruned(masks, figures, **more, complete=state.complete, stop=stop)
 
 
-def split(batches: list[dict[str, Tensor]], options: FinetuneOptions) -> tuple[list, list]:
+def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[Batch], list[Batch]]:
     """The batches to train on, and the last batches, with at least --held_out samples, to measure.
 
     Raises:
         InputError: no sample is left to train on.
     """
-    held = [0, *accumulate(len(batch["input_ids"]) for batch in reversed(batches))]  # in the last 0, 1, 2, ... batches
-    samples = held[-1]
-    asked = min(HELD_OUT, samples // 8) if options.held_out is None else options.held_out
-    count = bisect_left(held, asked)
-    if count >= len(batches):
+    asked = options.held_out
+    if asked is None:
+        asked = min(HELD_OUT, sum(len(batch["input_ids"]) for batch in islice(batches, 8 * HELD_OUT)) // 8)
+    held_out, samples = [], 0
+    for batch in reversed(batches):
+        if samples >= asked:
+            break
+        held_out.insert(0, add_labels(batch))
+        samples += len(batch["input_ids"])
+    if len(held_out) == len(batches):
         raise InputError(f"--held_out {asked}: the calibration text has only {samples} samples; lower it")
-    return batches[: len(batches) - count], batches[len(batches) - count :]
+    return Subset(batches, range(len(batches) - len(held_out))), held_out
 
 
 def trained_parameters(
@@ -116,9 +121,9 @@ def trained_parameters(
 @torch.no_grad()
 def held_out_loss(
     model: nn.Module,
-    batches: list[dict[str, Tensor]],
+    batches: list[Batch],
     compute_dtype: torch.dtype | None,
-    loss_of_batch: Callable[[dict[str, Tensor]], Tensor],
+    loss_of_batch: Callable[[Batch], Tensor],
 ) -> float:
     """The mean loss over all predicted tokens of the batches of all processes.
 

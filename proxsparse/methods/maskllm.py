@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from proxsparse.data.calibration import add_labels, sample_stream
+from proxsparse.data.calibration import add_labels, endless_order
 from proxsparse.errors import InputError, require
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.pruned import Pruned
@@ -97,7 +97,6 @@ def prune_maskllm(
     Raises:
         InputError: no batch, a block with too many masks, a loss or a gradient that is not finite.
     """
-    batches = list(batches)
     steps = epochs * len(batches)
     if steps < 1:
         raise InputError("maskllm: no calibration batch; give at least one")
@@ -110,7 +109,7 @@ def prune_maskllm(
 
     learned = list(logits.values())
     optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), eps=1e-5, weight_decay=weight_decay)
-    stream = sample_stream(batches, seed)
+    order = endless_order(len(batches), seed)
     with evaluating(model), torch.enable_grad(), phase("maskllm", steps) as current:
         for step in current.count(range(steps)):
             time = step / steps
@@ -119,7 +118,7 @@ def prune_maskllm(
                 f"{name}.weight": soft_weight(layer.weight, logits[name], choices[name], *sharpness, generator)
                 for name, layer in layers.items()
             }
-            batch = next(stream)
+            batch = batches[next(order)]
             loss = language_loss(model, weights, batch)
             bonus = weight_reg * (1 - time) * squared_norm(weights.values(), loss.device)
             optimizer.zero_grad()

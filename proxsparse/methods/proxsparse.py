@@ -5,7 +5,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from proxsparse.data.calibration import add_labels
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import register_method
@@ -67,7 +66,6 @@ def learn_masks(
     """
     options, compute_dtype = LearningOptions(**options).check(), autocast_dtype(model.device)
     weights = pretrained or {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    batches = [add_labels(batch) for batch in batches]
     steps = step_count(len(batches), options)
     if options.match_hidden:
         require_blocks(model)

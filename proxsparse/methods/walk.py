@@ -9,14 +9,14 @@ resumed run restores their masks and updated weights exactly, and continues afte
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from proxsparse.data.calibration import single_samples
+from proxsparse.data.calibration import Batch, single_samples
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.io.mask_files import pack_mask, unpack_mask
@@ -27,7 +27,7 @@ from proxsparse.models.snap import masked
 from proxsparse.patterns import NMPattern
 from proxsparse.runtime.progress import phase
 
-Batches = Iterable[dict[str, Tensor]]
+Batches = Sequence[Batch]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
+from proxsparse.data.tokens import TOKENS
 from proxsparse.errors import InputError, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
@@ -221,12 +222,13 @@ def output_dir_of(args: RunArgs) -> Path:
 
 
 def progress_text(saved: list[str]) -> str:
-    """What a run resumes from: its last training step, the number of its decoder blocks, or its patterns; or ""."""
+    """What a run resumes from: its last step, the number of its decoder blocks, its patterns or its tokens; or ""."""
     if steps := sorted(filter(STEP.fullmatch, saved), key=step_of):
         return f"{CHECKPOINTS}/{steps[-1]}"
-    blocks = len([name for name in saved if name != "patterns"])
-    text = f"{blocks} decoder block{'s' * (blocks > 1)} in {CHECKPOINTS}/" if blocks else f"{CHECKPOINTS}/patterns"
-    return text if saved else ""
+    before = [name for name in ("patterns", TOKENS) if name in saved]
+    if blocks := len(saved) - len(before):
+        return f"{blocks} decoder block{'s' * (blocks > 1)} in {CHECKPOINTS}/"
+    return f"{CHECKPOINTS}/{before[0]}" if before else ""
 
 
 def how_to_resume(path: Path) -> str:

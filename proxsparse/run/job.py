@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
 from proxsparse.data.sources import check_source
+from proxsparse.data.tokens import TOKENS
 from proxsparse.errors import InputError
+from proxsparse.io.checkpoints import CHECKPOINTS
 from proxsparse.io.mask_files import masks_sha256, recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
@@ -90,7 +92,7 @@ def prune_model(run: Run) -> int:
     figures = {"seq_len": seq_len, "paper": method.paper, "updated": updated, "masks_sha256": masks_sha256(masks)}
     figures |= {"already_pruned": len(already)} if already else {}
     figures |= results.layer_figures(model, layers, patterns)
-    return run.finish(model, pruned, samples_in(batches) if needs_data else None, figures)
+    return run.finish(model, pruned, batches.samples if needs_data else None, figures)
 
 
 def finetune_model(run: Run) -> int:
@@ -123,7 +125,7 @@ def finetune_model(run: Run) -> int:
     figures = {"seq_len": seq_len, "paper": "fine-tuning under a fixed mask with distillation", "updated": True}
     figures |= {"base_model": base["base_model"], "masks_sha256": masks_sha256(masks)}
     figures |= results.layer_figures(model, layers, patterns)
-    return run.finish(model, pruned, samples_in(batches), figures)
+    return run.finish(model, pruned, batches.samples, figures)
 
 
 # ---------------------------------------------------------------------------------------------- stages
@@ -161,11 +163,8 @@ def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[
     data, batches, seq_len = run.args.data, [], None
     if needs_data:
         size, seed = vars(run.args.options).get("per_device_train_batch_size", 1), run.args.hardware.seed
-        flags = {"window": data.window, "batch_size": size, "seed": seed} | vars(data)
+        folder = run.folder.path / CHECKPOINTS / TOKENS
+        flags = {"window": data.window, "batch_size": size, "seed": seed, "folder": folder} | vars(data)
         batches, seq_len = read_batches(flags.pop("data"), model, tokenizer, **flags)
     run.evaluate = results.perplexity_of(run.args.evaluate, data.text_field, model, tokenizer, run.compute_dtype)
     return batches, seq_len
-
-
-def samples_in(batches: list[dict[str, Tensor]]) -> int:
-    return sum(len(batch["input_ids"]) for batch in batches)

@@ -3,14 +3,14 @@
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from proxsparse.data.calibration import IGNORED_LABEL, sample_stream
+from proxsparse.data.calibration import IGNORED_LABEL, add_labels, endless_order
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.models.checks import evaluating, first_not_finite
@@ -115,10 +115,11 @@ def step_count(batches: int, options: LoopOptions) -> int:
     return max(1, int(batches * options.num_train_epochs) // a_step)
 
 
-def own_samples(batches: list[Batch], state: TrainState) -> Iterator[Batch]:
+def own_samples(batches: Sequence[Batch], state: TrainState) -> Iterator[Batch]:
     """The batches of this process: every world_size-th one of the stream, after those of the finished steps."""
-    stream = sample_stream(batches, state.options.seed)
-    return itertools.islice(stream, state.batches + distributed.rank(), None, world_size())
+    order = endless_order(len(batches), state.options.seed)
+    own = itertools.islice(order, state.batches + distributed.rank(), None, world_size())
+    return (add_labels(batches[index]) for index in own)
 
 
 def start_training(model: nn.Module, gradient_checkpointing: bool) -> None:

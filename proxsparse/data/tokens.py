@@ -1,0 +1,149 @@
+"""Tokens of documents in a flat array: in memory or, if there are many, in files that a stopped run continues.
+
+FOLDER/ids.bin         the tokens, uint32
+FOLDER/ends.bin        int64, where each document ends in ids.bin
+FOLDER/progress.json   how much of both files is valid; written after them
+"""
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from proxsparse.errors import InputError
+from proxsparse.io.atomic import require_space, sync, write_file
+from proxsparse.runtime.progress import phase
+
+LARGE = 2**20  # tokens; more are stored in files
+BLOCK = 10_000  # documents between two writes
+AT_ONCE = 128  # documents in a call of the tokenizer, which uses all cores for them
+TOKENS = "tokens"  # name of the folder, next to the checkpoints of a run
+IDS, ENDS, PROGRESS = "ids.bin", "ends.bin", "progress.json"
+NOTHING = {"blocks": 0, "documents": 0, "tokens": 0}
+
+
+class TokenStore:
+    """Documents of tokens, which are appended in blocks.
+
+    Args:
+        folder: where the files are, which are continued; None: the tokens are in memory.
+        source: JSON value that identifies the text and how it is tokenized.
+    Raises:
+        InputError: the files were written for another text.
+    """
+
+    def __init__(self, folder: Path | None, source: object = None):
+        self.folder, self.source, self.blocks = folder, source, []
+        self.counts = NOTHING
+        if folder and (folder / PROGRESS).exists():
+            progress = json.loads((folder / PROGRESS).read_bytes())
+            if progress.pop("source") != source:
+                raise InputError(
+                    f"{folder}: the calibration text has changed since the run was stopped; give the same, or write to "
+                    "another directory"
+                )
+            self.counts = progress
+
+    def append(self, ids: array, ends: array) -> None:
+        """Adds a block of documents: their tokens, and where each ends in the tokens of all blocks."""
+        before = self.counts
+        after = (before["blocks"] + 1, before["documents"] + len(ends), before["tokens"] + len(ids))
+        self.counts = dict(zip(NOTHING, after, strict=True))
+        if self.folder is None:
+            self.blocks.append((ids, ends))
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, values, count in ((IDS, ids, before["tokens"]), (ENDS, ends, before["documents"])):
+            with (self.folder / name).open("ab") as file:
+                file.truncate(count * values.itemsize)  # what a killed process has written after its last progress
+                values.tofile(file)
+            sync(self.folder / name)
+        write_file(self.folder / PROGRESS, json.dumps(self.counts | {"source": self.source}).encode())
+
+    def ids(self) -> np.ndarray | Path:
+        """The tokens, uint32 [N], or the file that holds them."""
+        if self.folder and self.counts["tokens"]:
+            return self.folder / IDS
+        return np.concatenate([np.frombuffer(ids, np.uint32) for ids, _ in self.blocks] or [np.empty(0, np.uint32)])
+
+    def ends(self) -> np.ndarray:
+        """Where each document ends, int64 [documents]."""
+        if self.folder and self.counts["documents"]:
+            return np.fromfile(self.folder / ENDS, np.int64, self.counts["documents"])
+        return np.concatenate([np.frombuffer(ends, np.int64) for _, ends in self.blocks] or [np.empty(0, np.int64)])
+
+
+def as_array(ids: np.ndarray | Path) -> np.ndarray:
+    """The tokens of `TokenStore.ids`; a file is mapped into memory."""
+    return np.memmap(ids, np.uint32, "r") if isinstance(ids, Path) else ids
+
+
+def tokenize(
+    blocks: Iterable[list[str]], tokenizer, num_samples: int, seq_len: int, packing: bool, store: TokenStore
+) -> None:
+    """Appends tokens to the store until it has `num_samples` samples, or the documents end.
+
+    Documents of fewer than 2 tokens are left out. A sample is a document truncated to `seq_len` tokens; with `packing`
+    it is `seq_len` tokens of the documents, each of which then ends with eos.
+
+    Args:
+        blocks: the documents; the blocks that the store has are skipped.
+    """
+
+    def samples(documents: int, tokens: int) -> int:
+        return min(tokens // seq_len if packing else documents, num_samples)
+
+    if store.folder:
+        left = num_samples * seq_len - store.counts["tokens"]
+        require_space(store.folder.parents[1], left * array("I").itemsize, "the calibration tokens need")
+    longest = num_samples * seq_len + 1 if packing else seq_len
+    blocks = islice(blocks, store.counts["blocks"], None)
+    with phase("tokenizing the calibration text", num_samples, "sample") as current:
+        while samples(store.counts["documents"], store.counts["tokens"]) < num_samples:
+            block, ids, ends = next(blocks, None), array("I"), array("q")
+            if block is None:
+                break
+            for tokens in tokens_of(block, tokenizer, longest, min(AT_ONCE, num_samples), packing):
+                ids.extend(tokens)
+                ends.append(store.counts["tokens"] + len(ids))
+                current.done = samples(store.counts["documents"] + len(ends), ends[-1])
+                if current.done == num_samples:
+                    break
+            store.append(ids, ends)
+        current.result = f"{store.counts['tokens']:,} tokens"
+
+
+def tokens_of(texts: list[str], tokenizer, longest: int, at_once: int, with_eos: bool) -> Iterator[list[int]]:
+    """The tokens of each text of at least 2 tokens, truncated to `longest`; `with_eos`: eos at the end."""
+    eos = tokenizer.eos_token_id if with_eos else None
+    for start in range(0, len(texts), at_once):
+        for tokens in tokenizer(texts[start : start + at_once], truncation=True, max_length=longest)["input_ids"]:
+            if len(tokens) >= 2:
+                yield tokens if eos in (None, tokens[-1]) else [*tokens, eos]
+
+
+def in_blocks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts in lists of `BLOCK`, which are read when they are used."""
+    texts = iter(texts)
+    while block := list(islice(texts, BLOCK)):
+        yield block
+
+
+def windows(ids: np.ndarray, num_samples: int, seq_len: int, bos: int | None) -> np.ndarray:
+    """Bounds of at most `num_samples` windows of `seq_len` tokens, int64 [windows + 1].
+
+    A window that does not begin with bos has one token less, so that bos can be put before it: without bos some models
+    (Gemma) compute other activations than those of their later use.
+    """
+    if bos is None:
+        return np.arange(min(num_samples, len(ids) // seq_len) + 1) * seq_len
+    bounds = [0]
+    while len(bounds) <= num_samples and bounds[-1] < len(ids):
+        end = bounds[-1] + seq_len - (ids[bounds[-1]] != bos)
+        if end > len(ids):
+            break
+        bounds.append(int(end))
+    return np.array(bounds)
