@@ -98,7 +98,7 @@ def calibration_batches(
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     first = [texts[index] for index in order if texts[index].strip()]
-    blocks = chain([first], in_blocks(text for text in rest if text.strip()))
+    blocks = chain(in_blocks(first), in_blocks(text for text in rest if text.strip()))
     store = store or TokenStore(None)
     tokenize(blocks, tokenizer, num_samples, seq_len, packing, store)
     ids, bos = store.ids(), added_bos(tokenizer)
@@ -113,7 +113,8 @@ def calibration_batches(
     if samples < num_samples:
         short = f"the text gives only {samples} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
-    use = np.random.default_rng(seed).permutation(samples) if store.counts["blocks"] > 1 else np.arange(samples)
+    used_rest = store.counts["blocks"] > len(list(in_blocks(first)))
+    use = np.random.default_rng(seed).permutation(samples) if used_rest else np.arange(samples)
     padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return TokenBatches(ids, bounds, use, batch_size, bos, padding_id)
 

@@ -18,7 +18,7 @@ from proxsparse.io.atomic import require_space, sync, write_file
 from proxsparse.runtime.progress import phase
 
 LARGE = 2**20  # tokens; more are stored in files
-BLOCK = 10_000  # documents between two writes
+BLOCK = 1_000  # documents between two writes
 AT_ONCE = 128  # documents in a call of the tokenizer, which uses all cores for them
 TOKENS = "tokens"  # name of the folder, next to the checkpoints of a run
 IDS, ENDS, PROGRESS = "ids.bin", "ends.bin", "progress.json"

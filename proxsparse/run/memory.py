@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from proxsparse.data.tokens import LARGE
 from proxsparse.io.checkpoints import FILE_BYTES
 from proxsparse.io.model_files import refuse_quantized
 from proxsparse.io.text_table import text_table
@@ -17,7 +18,7 @@ from proxsparse.runtime.device import PRECISIONS, choose_precision
 from proxsparse.training.loss import ROWS
 
 GB, FP32, BF16 = 10**9, 4, 2
-TOKEN_BYTES = 24  # per calibration token: id, label, attention mask, int64
+TOKEN_BYTES = 4  # per calibration token
 PROCESS = 560 * 10**6  # libraries and tokenizer: VmHWM of a run on a model of 100 KB, torch 2.13 for CPUs, x86-64
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
@@ -111,12 +112,13 @@ class Plan:
         checkpoint = (w * (1 + held_out) + moments + FP32 * options.master_weights) * self.learned + frozen
         a_step = options.per_device_train_batch_size * options.gradient_accumulation_steps * devices
         samples = self.args.data.num_samples
+        text, stored = TOKEN_BYTES * samples * self.window, samples * self.window > LARGE
         steps = options.max_steps if options.max_steps > 0 else samples * options.num_train_epochs / a_step
         saves = options.save_minutes != 0 and (options.save_steps or 0) < steps
         host = {
             "process": PROCESS,
             "W0": f * self.weights * mine * (keep == "cpu"),
-            "text": TOKEN_BYTES * samples * self.window,
+            "text": text * (not stored),
             "checkpoint file": 2 * min(checkpoint * mine, FILE_BYTES) * saves,
         }
         saving = {
@@ -125,6 +127,7 @@ class Plan:
             "masks of all devices": self.prunable * several,
         }
         disk = {
+            "text": text * stored,
             "checkpoints": (options.save_total_limit + 1) * checkpoint * saves,
             "model and masks": f * self.weights + self.prunable // 8,
         }

@@ -25,6 +25,7 @@ RUNS = {
     "prune sparsegpt": (prune.main, ["--method", "sparsegpt", "--num_samples", "4"]),
     "prune mixed": (prune.main, [*MIXED, "--num_samples", "4"]),
     "train": (train.main, STEPS),
+    "train stored": (train.main, [*STEPS, "--num_samples", "40000", "--max_steps", "5"]),  # the tokens are in a file
     "train everything": (train.main, [*STEPS, *EVERYTHING.split()]),
     "train paper": (train.main, [*STEPS, *PAPER.split()]),
     "finetune": (finetune.main, [*STEPS, "--packing", "false", "--held_out", "2", "--evals", "4"]),

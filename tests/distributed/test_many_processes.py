@@ -13,6 +13,7 @@ ACCUMULATED = {1: 4, 2: 2, 4: 1}  # processes -> passes a step, so that all take
 ALL_SHARDINGS = ((2, 1, []), (4, 1, []), (4, 2, ["--shard_within_node"]))
 CASES = {  # name -> flags; (processes, nodes, more flags) to compare with one process
     "short": ("--max_steps 3", ((2, 1, []), (2, 1, ["--pretrained_weights", "disk"]))),
+    "stored": ("--packing true --num_samples 30000 --max_steps 12", ALL_SHARDINGS),  # the tokens are in a file
     "masked": ("--distill 0.5", ALL_SHARDINGS),
     "hidden": ("--match_hidden 16 --distill 0.5 --max_steps 3", ((2, 1, ["--pretrained_weights", "disk"]),)),
     "paper": ("--objective paper --frozen_lambda 0.2 --gradient_checkpointing", ALL_SHARDINGS),
