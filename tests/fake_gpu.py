@@ -133,7 +133,12 @@ def tensor_attributes(gpu: FakeGPU) -> dict:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
         return REAL["numpy"](self, **kwargs)
 
-    moves = {"to": to, "cpu": lambda self: to(self, CPU), "cuda": lambda self, device=GPU: to(self, device)}
+    moves = {
+        "pin_memory": lambda self: self,
+        "to": to,
+        "cpu": lambda self: to(self, CPU),
+        "cuda": lambda self, device=GPU: to(self, device),
+    }
     reads = {"numpy": numpy, "tolist": lambda self: REAL["tolist"](to(self, CPU) if is_on_gpu(self) else self)}
     device = property(lambda self: GPU if is_on_gpu(self) else REAL_DEVICE(self))
     return {"device": device, "is_cuda": property(is_on_gpu), **moves, **reads}
@@ -178,12 +183,12 @@ def fake_gpu():
         yield stack.enter_context(gpu)
 
 
-def waits_of_step(flags: list[str]) -> Counter[str]:
+def waits_of_step(flags: list[str], log_points: int = 1000) -> Counter[str]:
     """Of a step of `proxsparse train` with these flags, from runs of 3 steps and of 1."""
     counted = {}
     with tempfile.TemporaryDirectory() as folder:
         for steps in (1, 3):
-            with fake_gpu() as counted[steps]:
+            with fake_gpu() as counted[steps], mock.patch("proxsparse.training.state.LOG_POINTS", log_points):
                 train.main([*flags, "--device", "cuda", "--max_steps", str(steps), "--output_dir", f"{folder}/{steps}"])
     waits = {place: (count - counted[1].waits[place]) / 2 for place, count in counted[3].waits.items()}
     return +Counter(waits)

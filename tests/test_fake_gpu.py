@@ -8,6 +8,7 @@ from tiny_models import save_texts, save_tiny_model
 
 from proxsparse import sparsify_, train
 from proxsparse.io.mask_files import load_masks, masks_sha256
+from proxsparse.training.mask_monitor import MaskMonitor
 
 
 def test_mixed_devices_raise():
@@ -31,9 +32,9 @@ def test_waits_are_counted():
     assert gpu.waits == {f"{name}: test_fake_gpu test_waits_are_counted": 1 for name in names}
 
 
-def test_a_training_run(tmp_path):
-    """The masks are the CPU's. A step waits for 3 inputs, the loss, the norm, the monitor, and once in transformers;
-    with the dense model in the step once more for the labels and in transformers."""
+def test_a_training_run(tmp_path, monkeypatch):
+    """The masks are the CPU's. A step waits once in transformers for each forward pass; a step that is logged also for
+    the loss, the norm and the monitor."""
     save_tiny_model("llama", tmp_path / "model")
     save_texts(tmp_path / "text.jsonl", documents=20)
     flags = f"--model {tmp_path}/model --data {tmp_path}/text.jsonl --eval_data none --num_samples 4 --seq_len 32"
@@ -43,8 +44,13 @@ def test_a_training_run(tmp_path):
             train.main([*flags, "--max_steps", "2", "--device", device, "--output_dir", f"{tmp_path}/{device}"])
         masks.append(masks_sha256(load_masks(tmp_path / device / "masks.safetensors")))
     assert masks[0] == masks[1]
-    assert waits_of_step(flags).total() <= 7
-    assert waits_of_step([*flags, "--match_hidden", "16", "--distill", "0.5"]).total() <= 9
+    with_teacher = [*flags, "--match_hidden", "16", "--distill", "0.5"]
+    assert (waits_of_step(flags).total(), waits_of_step(with_teacher).total()) == (4, 5)
+    monkeypatch.setattr(MaskMonitor, "measures", lambda *_: False)
+    for given, forward_passes in ((flags, 1), (with_teacher, 2)):
+        waits = waits_of_step(given, log_points=1)
+        assert {place.rsplit(" ", 1)[1] for place in waits} == {"_ignore_causal_mask_sdpa"}, waits
+        assert waits.total() == forward_passes
 
 
 def test_a_packed_model():

@@ -192,6 +192,18 @@ def test_a_step_in_the_backward_pass_frees_each_gradient(documents):
     assert held == [0] * len(learned)  # that of this layer has been used and freed, the others' as well
 
 
+def test_a_step_that_is_not_logged_is_the_same_step(documents, monkeypatch):
+    weights, rows = learned_by(documents)
+    monkeypatch.setattr("proxsparse.training.state.LOG_POINTS", 2)
+    monkeypatch.setattr(MaskMonitor, "measures", lambda *_: False)
+    others, other_rows = learned_by(documents)
+    assert ["loss" in row for row in other_rows] == [False, True] * 2
+    assert [row["grad_norm"] for row in rows] == [float(row["grad_norm"]) for row in other_rows]
+    assert rows[1::2] == other_rows[1::2]
+    for name, weight in weights.items():
+        assert torch.equal(weight, others[name]), name
+
+
 @pytest.mark.parametrize("settings", [{}, IN_BACKWARD], ids=["default", "in backward"])
 def test_a_gradient_that_is_not_finite_is_refused(documents, settings):
     state = new_state(**settings)

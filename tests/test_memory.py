@@ -65,9 +65,9 @@ def test_a_block_keeps_about_what_the_formula_says(model, precision, objective, 
 def test_a_run_allocates_and_saves_what_the_plan_says(command, name, flags, tmp_path, monkeypatch):
     model, held, update_all = save_tiny_model(name, tmp_path / "model"), {}, loop.update_all
 
-    def update(state) -> float:
+    def update(state, read) -> float:
         held["gradients"] = bytes_of(p.grad for p in state.model.parameters() if p.grad is not None)
-        norm, entries, learned = update_all(state), state.optimizer.state.values(), state.layers.values()
+        norm, entries, learned = update_all(state, read), state.optimizer.state.values(), state.layers.values()
         held["weights"] = bytes_of(state.model.parameters())
         held["learned weights"] = bytes_of(one.weight for one in learned if one.masked and command == "train")
         held["moments"] = bytes_of(entry[key] for entry in entries for key in ("exp_avg", "exp_avg_sq"))

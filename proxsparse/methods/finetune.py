@@ -72,8 +72,7 @@ def train_kept_weights(
     samples, stop = own_samples(batches, state), StopSignal()
     with training(state, checkpoints, "training the kept weights", stop) as (end_step, update):
         while not state.complete and not stop.number:
-            row = train_step(state, samples, loss, compute_dtype, update)
-            end_step(row | stopping.observe(state.step))
+            end_step(train_step(state, samples, loss, compute_dtype, update))
 
     stopping.take_best_()
     figures = {

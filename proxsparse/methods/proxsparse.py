@@ -88,8 +88,7 @@ def learn_masks(
     samples, stop = own_samples(batches, state), StopSignal()
     with training(state, checkpoints, "learning the masks", stop) as (end_step, update):
         while not state.complete and not stop.number:
-            row = train_step(state, samples, loss, compute_dtype, update)
-            end_step(row | monitor.observe(state.step))
+            end_step(train_step(state, samples, loss, compute_dtype, update))
         masks = state.masks()  # within the block, which restores the signals if this fails
 
     magnitude = {name: nm_mask(layer.pretrained.abs(), layer.pattern).cpu() for name, layer in learned.items()}

@@ -27,9 +27,13 @@ class EarlyStopping:
         self.best = {name: weight.detach().clone() for name, weight in self.weights.items()}
         self.losses: list[list[float]] = []  # [step, held-out loss]
 
+    def measures(self, step: int) -> bool:
+        """Whether `observe` measures after this step."""
+        return self.measure is not None and (step % self.every == 0 or step == self.last)
+
     def observe(self, step: int) -> dict[str, float]:
         """{"held_out_loss": loss} after a step that is measured, else {}; step 0 is the start."""
-        if not self.measure or (step % self.every and step != self.last):
+        if not self.measures(step):
             return {}
         loss = self.measure()
         if loss < self.best_loss:

@@ -1,6 +1,7 @@
 """Logging of a run: metrics.jsonl and the progress bar."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -18,12 +19,12 @@ NOTED = {  # figures of a step that the progress bar shows
 
 
 class RunLog:
-    """Writes one row per step to metrics.jsonl and the progress bar, on rank zero only.
+    """Writes rows to metrics.jsonl and the progress bar, on rank zero only.
 
     Every row is flushed, so a killed run keeps its rows.
 
     Args:
-        run_dir: folder of metrics.jsonl, which has the rows of the finished steps; None: nothing is written.
+        run_dir: folder of metrics.jsonl, which has rows of the finished steps; None: nothing is written.
         done: number of finished steps.
         steps: number of all steps.
         title: title of the progress bar.
@@ -33,17 +34,19 @@ class RunLog:
         writes = run_dir is not None and is_rank_zero()
         path = run_dir / "metrics.jsonl" if writes else Path(os.devnull)
         if writes and path.exists():  # rows after the checkpoint are written again
-            write_file(path, b"".join(path.read_bytes().splitlines(keepends=True)[:done]))
+            lines = path.read_bytes().splitlines(keepends=True)
+            write_file(path, b"".join(line for line in lines if step_of_row(line) <= done))
         self.file = path.open("a", encoding="utf-8")
         self.bar = phase(title, steps, done=done)
 
     def step(self, row: dict) -> None:
-        """Records one step; `row` holds "step" and numbers."""
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
-        self.learning.result = f"loss {row['loss']:.3f}"
-        shown = [text.format(row[name]) for name, text in NOTED.items() if name in row]
-        self.learning.note = " ".join(shown)
+        """Counts one step, and records its row of "step" and numbers if it has a loss."""
+        if "loss" in row:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+            self.learning.result = f"loss {row['loss']:.3f}"
+            shown = [text.format(row[name]) for name, text in NOTED.items() if name in row]
+            self.learning.note = " ".join(shown)
         self.learning.step()
 
     def __enter__(self) -> "RunLog":
@@ -53,3 +56,11 @@ class RunLog:
     def __exit__(self, *exception) -> None:
         self.bar.__exit__(*exception)
         self.file.close()
+
+
+def step_of_row(line: bytes) -> float:
+    """The step of a line of metrics.jsonl; infinite if a killed process has written only a part of it."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf

@@ -29,7 +29,7 @@ Batch = dict[str, Tensor]
 @contextmanager
 def training(
     state: TrainState, checkpoints: Checkpoints | None, title: str, stop: StopSignal
-) -> Iterator[tuple[Callable[[dict], None], Callable[[], float]]]:
+) -> Iterator[tuple[Callable[[dict], None], Callable[[bool], float | Tensor]]]:
     """The surroundings of a training loop: modes, log, checkpoints, signals.
 
     Args:
@@ -37,7 +37,8 @@ def training(
         title: title of the progress bar.
         stop: defers SIGINT and SIGTERM, also after the block, unless it fails.
     Yields:
-        `end_step(row)`, which logs a step and saves a checkpoint if it is due; and `update()`, see `updating`.
+        `end_step(row)`, which logs a step, observes it and saves a checkpoint if it is due; and `update`, see
+        `updating`.
     """
     if checkpoints:
         distributed.on_rank_zero(lambda: state.require_space(checkpoints))
@@ -50,14 +51,17 @@ def training(
     ):
         last_save = time.monotonic()
 
-        def end_step(row: dict[str, float]) -> None:
+        def end_step(row: dict[str, float | Tensor]) -> None:
             nonlocal last_save
+            if "loss" in row:
+                row |= state.observer.observe(state.step)
             log.step({"step": state.step, "tokens": state.tokens, "seconds": state.seconds} | row)
             steps = state.options.save_steps
             due = steps is not None and state.step % steps == 0
             due |= time.monotonic() - last_save >= state.options.seconds_between_checkpoints
             due = stop.agree(due) or stop.number
             if checkpoints and due and state.step < state.steps:
+                checked_norm(row["grad_norm"])
                 state.save(checkpoints)
                 last_save = time.monotonic()
 
@@ -79,9 +83,11 @@ def train_step(
     samples: Iterator[Batch],
     loss_of_batch: Callable[[Batch], Tensor],
     compute_dtype: torch.dtype | None,
-    update: Callable[[], float],
-) -> dict[str, float]:
+    update: Callable[[bool], float | Tensor],
+) -> dict[str, float | Tensor]:
     """One optimizer step: forward and backward passes, the base step, the prox. Returns its figures for the log.
+
+    If the step is not logged, there is no loss, and the norm of the gradient stays on the device.
 
     Args:
         samples: the batches of this process, see `own_samples`.
@@ -91,11 +97,12 @@ def train_step(
     micro_batches = list(itertools.islice(samples, state.options.gradient_accumulation_steps))
     factor = lr_factor(state.step, state.steps, state.options)
     set_rates_(state.optimizer, factor)
-    loss = backward(state.model, micro_batches, compute_dtype, loss_of_batch)
-    norm = update()
+    logged = state.logged
+    loss = backward(state.model, micro_batches, compute_dtype, loss_of_batch, logged)
+    norm = update(logged)
     state.count_(micro_batches)
     rate = max(group["lr"] for group in state.optimizer.param_groups)
-    return {"loss": loss, "learning_rate": rate, "grad_norm": norm}
+    return ({"loss": loss} if logged else {}) | {"learning_rate": rate, "grad_norm": norm}
 
 
 def step_count(batches: int, options: LoopOptions) -> int:
@@ -140,8 +147,11 @@ def backward(
     batches: list[Batch],
     compute_dtype: torch.dtype | None,
     loss_of_batch: Callable[[Batch], Tensor],
+    read: bool = True,
 ) -> float:
     """Adds the gradient of the loss to `.grad`. Returns the loss, the mean over all predicted tokens of all processes.
+
+    `read=False`: the loss is not read from the device nor checked, and 0 is returned.
 
     Batches are weighted by their number of tokens, because the gradient of a short document is noisy.
 
@@ -154,7 +164,7 @@ def backward(
     for batch, count in zip(batches, predicted, strict=True):
         with autocast(model.device, compute_dtype):
             batch_loss = loss_of_batch(batch) * (count / all_predicted)
-        (part,) = distributed.all_reduce_sum([batch_loss.item()])
+        (part,) = distributed.all_reduce_sum([batch_loss.item()]) if read else (0.0,)
         if not math.isfinite(part):  # checked before the backward pass, which may update the weights
             with autocast(model.device, compute_dtype):
                 where = first_not_finite(model, batch["input_ids"])
@@ -173,10 +183,10 @@ def backward(
 
 
 @contextmanager
-def updating(state: TrainState) -> Iterator[Callable[[], float]]:
-    """Yields `update()`: the base step, then the prox, of every weight.
+def updating(state: TrainState) -> Iterator[Callable[[bool], float | Tensor]]:
+    """Yields `update(read)`: the base step, then the prox, of every weight.
 
-    It returns the norm of all gradients before clipping, and raises InputError if that is not finite. With
+    It returns the norm of all gradients before clipping; if `read`, as a number, which must be finite. With
     step_in_backward the backward pass updates each weight and frees its gradient as soon as the gradient is computed.
     Then `update` only returns the norm, and its error comes after the update.
     """
@@ -198,10 +208,10 @@ def updating(state: TrainState) -> Iterator[Callable[[], float]]:
         if layer:
             layer.remask_()
 
-    def norm() -> float:
+    def norm(read: bool) -> float | Tensor:
         square = sharding.sum_of_shards(torch.stack(squares).sum(), parameters[0])
         squares.clear()
-        return checked_norm(square.sqrt().item())
+        return checked_norm(square.sqrt()) if read else square.sqrt()
 
     handles = [parameter.register_post_accumulate_grad_hook(update_one) for parameter in parameters]
     try:
@@ -211,24 +221,26 @@ def updating(state: TrainState) -> Iterator[Callable[[], float]]:
             handle.remove()
 
 
-def update_all(state: TrainState) -> float:
+def update_all(state: TrainState, read: bool) -> float | Tensor:
     """The base step, then the prox, of every weight. Returns the norm of all gradients before clipping.
 
     Raises:
-        InputError: the norm is not finite; no weight has been updated.
+        InputError: `read`, and the norm is not finite; no weight has been updated.
     """
     for layer in state.layers.values():
         layer.take_gradient_()
     norm = nn.utils.clip_grad_norm_(weights_of(state.optimizer).values(), state.options.max_grad_norm or math.inf)
-    norm = checked_norm((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item())
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = checked_norm(norm) if read else norm
     state.optimizer.step()
     state.optimizer.zero_grad()
     state.remask_()
     return norm
 
 
-def checked_norm(norm: float) -> float:
-    """The norm of the gradient. Raises InputError if it is not finite."""
+def checked_norm(norm: float | Tensor) -> float:
+    """The norm of the gradient as a number. Raises InputError if it is not finite."""
+    norm = float(norm)
     if not math.isfinite(norm):
         raise InputError(f"the gradient norm is {norm}; lower --learning_rate, or use --precision fp32")
     return norm

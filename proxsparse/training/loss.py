@@ -17,6 +17,7 @@ from proxsparse.data.calibration import IGNORED_LABEL
 from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
 from proxsparse.models.layers import decoder_blocks
+from proxsparse.runtime.device import send
 
 ROWS = 256  # of the logits that are in fp32 at a time: 256 x 152k tokens take 156 MB
 
@@ -43,7 +44,7 @@ def training_loss(
     If the teacher is the model itself with other weights (`learnable_layer.dense`), call `backward` on the result
     before the next call.
     """
-    batch = batch | {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}  # once for both
+    batch = batch | {name: send(batch[name], model.device) for name in ("input_ids", "attention_mask")}  # once for both
     target, wanted = None, ()
     if distill or match_hidden:
         with torch.no_grad(), teacher() as dense, evaluating(dense):
@@ -61,12 +62,11 @@ def logits_and_states(model: nn.Module, batch: Batch, with_states: bool) -> tupl
     Returns:
         Their logits [R, vocabulary]; those tokens, int64 [R]; the hidden states after every decoder block but the last.
     """
-    # before the forward pass and on the CPU: copies to the GPU and nonzero() on it would wait for queued kernels
-    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    inputs = {name: send(batch[name], model.device) for name in ("input_ids", "attention_mask")}
     labels = batch["labels"][:, 1:].flatten()
-    real = (labels != IGNORED_LABEL).nonzero().flatten()
-    chosen = real.to(model.device) if len(real) < len(labels) else None  # avoids a copy of the large logits
-    labels = labels[real].to(model.device)
+    real = (labels != IGNORED_LABEL).nonzero().flatten()  # on the CPU: nonzero() on a GPU would wait for it
+    chosen = send(real, model.device) if len(real) < len(labels) else None  # avoids a copy of the large logits
+    labels = send(labels[real], model.device)
     output = model(**inputs, use_cache=False, output_hidden_states=with_states)
     logits, states = output.logits[:, :-1].flatten(0, 1), output.hidden_states[1:-1] if with_states else ()
     return logits if chosen is None else logits[chosen], labels, states

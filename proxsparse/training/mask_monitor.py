@@ -55,6 +55,10 @@ class MaskMonitor:
             nm_mask(mask_score(w, c, w0 if each.masked else None), each.pattern) for each, w, c, w0 in sample
         )
 
+    def measures(self, step: int) -> bool:
+        """Whether the mask after this step is stored."""
+        return step % self.every == 0
+
     def observe(self, step: int) -> dict[str, float]:
         """feasible_share, mask_change since the last call, norm_gap of the kept weights; also stores some masks."""
         weights = self._weights()
@@ -68,7 +72,7 @@ class MaskMonitor:
             "norm_gap": gap.item() if kept.any() else 0.0,
         }
         self.mask = mask
-        if step % self.every == 0:
+        if self.measures(step):
             self.snapshots.append((step, mask))
         return row
 

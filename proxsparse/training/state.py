@@ -20,6 +20,7 @@ from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import weights_of
 from proxsparse.training.options import LoopOptions
 
+LOG_POINTS = 1000
 COUNTERS = ("step", "batches", "tokens", "seconds")
 OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
 UNSIZED = ("random.", "monitor.snapshots")  # tensors whose shape may differ in the run that wrote the checkpoint
@@ -45,6 +46,15 @@ class TrainState:
     def complete(self) -> bool:
         """Whether there is no step left to do."""
         return self.step == self.steps or self.observer.finished
+
+    @property
+    def logged(self) -> bool:
+        """Whether the present step is logged: `LOG_POINTS` steps of a run, and those that the observer measures.
+
+        Reading a number from a GPU makes the host wait for it, so the other steps read none.
+        """
+        step = self.step + 1
+        return step % max(1, self.steps // LOG_POINTS) == 0 or step == self.steps or self.observer.measures(step)
 
     def remask_(self) -> None:
         """Applies the current masks to the weights of masked layers."""
