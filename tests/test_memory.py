@@ -117,3 +117,35 @@ def test_the_plan_is_printed_and_nothing_else_happens(main, tmp_path, monkeypatc
 def test_a_model_without_a_config_is_refused_in_one_line():
     with pytest.raises(InputError, match=r"'someone/unknown': .*; give a folder with config.json$"):
         train.main(["--model", "someone/unknown", "--plan"])
+
+
+@pytest.mark.parametrize(
+    ("share", "message"),
+    [
+        (
+            0.8,
+            r"GB on the host, where 0\.\d\d GB are free; with --per_device_train_batch_size 1 it needs 0\.\d\d GB",
+        ),
+        (0.001, "use more devices with torchrun, or a smaller model; --plan lists"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_before_it_loads(share, message, tmp_path, monkeypatch):
+    model = save_tiny_model("llama", tmp_path / "model", vocab_size=50000)
+    flags = ["--model", str(model), "--seq_len", "128", "--per_device_train_batch_size", "8", "--device", "cpu"]
+    flags += ["--output_dir", str(tmp_path / "run")]
+    needed = memory.total(memory.memory(parse_train(flags))["host"])
+    monkeypatch.setattr(memory, "free_memory", lambda device: {"host": share * needed})
+    monkeypatch.setattr(job, "load_model", None)
+    with pytest.raises(InputError, match=message):
+        train.main(flags)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_free_memory_is_known():
+    assert 10**8 < memory.free_memory(torch.device("cpu"))["host"] < 10**14
+
+
+def test_a_model_without_a_plan_is_not_checked(tmp_path, monkeypatch):
+    flags = parse_train(["--model", str(save_tiny_model("llama", tmp_path / "model"))])
+    monkeypatch.setattr(memory, "Plan", lambda args: args.no_such_flag)
+    memory.require_memory(flags, torch.device("cpu"), 1)

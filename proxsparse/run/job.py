@@ -26,7 +26,7 @@ from proxsparse.run.folder import Run
 from proxsparse.run.teacher import check_tokens, load_teacher
 from proxsparse.runtime import distributed
 from proxsparse.runtime.device import autocast, choose_device
-from proxsparse.runtime.distributed import on_rank_zero
+from proxsparse.runtime.distributed import on_rank_zero, world_size
 from proxsparse.runtime.progress import write_line
 from proxsparse.training.held_layer import require_held
 
@@ -56,6 +56,8 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     except InputError as error:  # each process has its own device, so each says what is wrong with it
         raise OSError(str(error)) from error
     distributed.init_process_group(device)
+    if args.command in ("train", "finetune"):
+        on_rank_zero(lambda: memory.require_memory(args, device, world_size()))
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
         done = on_rank_zero(lambda: run_folder.nothing_left(folder))

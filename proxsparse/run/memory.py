@@ -1,11 +1,15 @@
-"""`--plan`: the memory of a run, by formulas from the model's config and the flags; nothing is loaded."""
+"""The memory of a run, by formulas from the model's config and the flags; nothing is loaded. Printed by `--plan`."""
 
+import copy
 from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from proxsparse.data.tokens import LARGE
+from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import FILE_BYTES
 from proxsparse.io.model_files import refuse_quantized
 from proxsparse.io.text_table import text_table
@@ -20,6 +24,14 @@ from proxsparse.training.loss import ROWS
 GB, FP32, BF16 = 10**9, 4, 2
 TOKEN_BYTES = 4  # per calibration token
 PROCESS = 560 * 10**6  # libraries and tokenizer: VmHWM of a run on a model of 100 KB, torch 2.13 for CPUs, x86-64
+MARGIN = 1.1  # plans are up to 10% above the measured peak, see docs/scaling.md
+SMALLER = (  # section and flags that need less memory, in the order in which they are suggested
+    ("options", {"per_device_train_batch_size": 1}),
+    ("hardware", {"precision": "bf16"}),
+    ("options", {"gradient_checkpointing": True}),
+    ("hardware", {"pretrained_weights": "disk"}),
+    ("options", {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}),
+)
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
 Items = dict[str, float]  # what -> bytes
@@ -177,3 +189,48 @@ def page(args: RunArgs) -> str:
         f"{args.options.per_device_train_batch_size} x {plan.window} tokens per device and pass\n\n"
         f"{text_table(('GB of the', '', '1 device', 'each of 8'), rows)}\n"
     )
+
+
+# ---------------------------------------------------------------------------------------------- before a run
+
+
+def require_memory(args: RunArgs, device: torch.device, devices: int) -> None:
+    """Raises InputError, which suggests flags, if the run needs more memory than is free.
+
+    Models that `Plan` does not know are not checked.
+    """
+    try:
+        needed = {place: total(items) for place, items in Plan(args).memory(devices).items()}
+    except Exception:  # an unusual config, or an error that loading reports
+        return
+    free = free_memory(device)
+    for place, size in needed.items():
+        if place in free and size > MARGIN * free[place]:
+            raise InputError(
+                f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
+                f"{smaller(args, devices, place, free[place])}; --plan lists what needs it"
+            )
+
+
+def free_memory(device: torch.device) -> Items:
+    """Free bytes of the device, if it is a GPU, and of the host; without an entry where they are unknown."""
+    found = {"device": torch.cuda.mem_get_info(device)[0]} if device.type == "cuda" else {}
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found["host"] = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return found
+
+
+def smaller(args: RunArgs, devices: int, place: str, free: float) -> str:
+    """What to do so that the run fits."""
+    flags, changed = [], copy.deepcopy(args)
+    for section, values in SMALLER:
+        options = getattr(changed, section)
+        if all(getattr(options, name) == value for name, value in values.items()):
+            continue
+        flags += [f"--{name} {value}".removesuffix(" True") for name, value in values.items()]
+        vars(options).update(values)
+        size = total(Plan(changed).memory(devices)[place])
+        if size <= free:
+            return f"with {' '.join(flags)} it needs {size / GB:.2f} GB"
+    return "use more devices with torchrun, or a smaller model"

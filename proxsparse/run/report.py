@@ -1,6 +1,6 @@
 """report.md and the plots of a run.
 
-They are made only from metrics.jsonl (one row per step) and result.json (absent until the run has ended).
+They are made only from metrics.jsonl (one row per logged step) and result.json (absent until the run has ended).
 """
 
 import io
@@ -110,7 +110,7 @@ def report_text(rows: Sequence[dict], result: dict | None, plots: dict | None) -
     if result is None:
         reason = "There is no result.json: the run is still in progress, or was stopped before it was complete."
         last = f", the last with loss {number(rows[-1]['loss'])}" if rows else ""
-        top = f"> **Warning:** {reason} This page shows {len(rows):,} finished steps{last}."
+        top = f"> **Warning:** {reason} This page shows {rows[-1]['step'] if rows else 0:,} finished steps{last}."
         return page("# Report of a run", top, "## Training", *pictures)
     values = result.get("held_out", {}) | result
     figures = [(name, shown(values[key])) for key, (name, shown) in FIGURES.items() if key in values]
@@ -144,10 +144,10 @@ def draw_plots(rows: Sequence[dict], similarity: Sequence[dict]) -> dict[str, by
             continue
         axes = Figure((6, 3.5), dpi=110, layout="constrained").add_subplot(xlabel="optimizer step", ylabel=y_label)
         if key == "loss":
-            axes.plot(x, y, color=LIGHT, linewidth=0.8, label="each step")
+            axes.plot(x, y, color=LIGHT, linewidth=0.8, label="each logged step")
             window = max(5, min(100, len(y) // 20))
             y = [statistics.fmean(y[max(0, end - window) : end]) for end in range(1, len(y) + 1)]
-            axes.plot([], color=DARK, linewidth=2, label=f"mean of {window} steps")
+            axes.plot([], color=DARK, linewidth=2, label=f"mean of {window}")
             axes.legend(frameon=False)
         axes.plot(x, y, color=DARK, linewidth=2, marker="." if len(y) <= 30 else "")
         axes.set_ylim(*limits)
