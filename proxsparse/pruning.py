@@ -200,8 +200,8 @@ def finetune_(
         if values["distill"]:
             if teacher is None:
                 raise InputError(f"teacher=None: distill={values['distill']:g} needs the dense model")
-            if teacher is model:
-                raise InputError("teacher: is the model itself, whose weights change; give the dense model")
+            if {*map(id, model.parameters())} & {*map(id, teacher.parameters())}:
+                raise InputError("teacher: shares weights with the model, which change; load the dense model again")
             refuse_other_vocabulary(model, teacher, "teacher")
         with shown(is_interactive()):
             size = values["per_device_train_batch_size"]

@@ -184,11 +184,11 @@ def fake_gpu():
 
 
 def waits_of_step(flags: list[str], log_points: int = 1000) -> Counter[str]:
-    """Of a step of `proxsparse train` with these flags, from runs of 3 steps and of 1."""
+    """Of a step of `proxsparse train` with these flags, from runs of 4 steps and of 2."""
     counted = {}
     with tempfile.TemporaryDirectory() as folder:
-        for steps in (1, 3):
+        for steps in (2, 4):
             with fake_gpu() as counted[steps], mock.patch("proxsparse.training.state.LOG_POINTS", log_points):
                 train.main([*flags, "--device", "cuda", "--max_steps", str(steps), "--output_dir", f"{folder}/{steps}"])
-    waits = {place: (count - counted[1].waits[place]) / 2 for place, count in counted[3].waits.items()}
+    waits = {place: (count - counted[2].waits[place]) / 2 for place, count in counted[4].waits.items()}
     return +Counter(waits)

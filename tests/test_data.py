@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from proxsparse.data import sources, tokens
+from proxsparse.data import calibration, sources, tokens
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import load_texts
 from proxsparse.errors import InputError
@@ -299,7 +299,7 @@ def test_only_the_documents_needed_are_tokenised_without_any_warning(tokenizer, 
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    for name, value in (("BLOCK", 3), ("AT_ONCE", 2)):
+    for name, value in (("BLOCK", 3), ("TEXTS_PER_CALL", 2)):
         monkeypatch.setattr(tokens, name, value)
 
 
@@ -344,7 +344,8 @@ def test_a_store_that_is_stopped_at_any_document_continues_to_the_same_samples(
         assert len(counted) < len(texts) + 5, "finished blocks are not tokenized again"
 
 
-def test_the_samples_are_shuffled_if_more_than_the_first_texts_are_used(tokenizer):
+def test_many_samples_are_shuffled_too(tokenizer, monkeypatch):
+    monkeypatch.setattr(calibration, "TOKENS_IN_MEMORY", 200)
     texts = [words(i, 2) for i in range(50)]
     few, every, *others = (
         samples_of(calibration_batches(texts[:20], tokenizer, count, 8, seed=seed, rest=iter(texts[20:])))
@@ -361,13 +362,18 @@ def test_a_store_of_another_text_is_refused(tokenizer, tmp_path):
     assert tokens.TokenStore(tmp_path, ["a", 1]).counts == {"blocks": 1, "documents": 1, "tokens": 2}
     with pytest.raises(InputError, match="the calibration text has changed since the run was stopped"):
         tokens.TokenStore(tmp_path, ["a", 2])
+    (tmp_path / tokens.IDS).write_bytes(b"cut")
+    with pytest.raises(InputError, match=r"ids.bin: damaged, it is too short; delete"):
+        tokens.TokenStore(tmp_path, ["a", 1])
 
 
 def test_the_identity_of_a_source_changes_with_its_files(tmp_path):
     found = [sources.identity_of("c4")]
     for content in ("one", "two2"):
         write(tmp_path / "a.txt", content)
-        found += [sources.identity_of(str(tmp_path)), sources.identity_of(str(tmp_path / "a.txt"))]
+        for _ in range(2):
+            found += [sources.identity_of(str(tmp_path)), sources.identity_of(str(tmp_path / "a.txt"))]
+            (tmp_path / f"{content}-folder").mkdir(exist_ok=True)  # not a text
     assert len({json.dumps(each) for each in found}) == 5
 
 

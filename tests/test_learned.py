@@ -1,6 +1,7 @@
 """What learns: under the mask the model computes with W0 under it, and the gradient reaches every weight."""
 
 import itertools
+import math
 from functools import partial
 
 import pytest
@@ -211,3 +212,21 @@ def test_a_gradient_that_is_not_finite_is_refused(documents, settings):
     loss = partial(training_loss, state.model)
     with loop.updating(state) as update, pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):
         loop.train_step(state, iter(documents), loss, None, update)
+
+
+@pytest.mark.parametrize("settings", [{}, IN_BACKWARD], ids=["default", "in backward"])
+def test_a_gradient_of_a_step_that_is_not_logged_is_refused_later(documents, settings, monkeypatch):
+    """Under masks the loss of the steps after it is finite, because W0 is."""
+    monkeypatch.setattr("proxsparse.training.state.LOG_POINTS", 1)
+    monkeypatch.setattr(MaskMonitor, "measures", lambda *_: False)
+    state, samples = new_state(**settings), iter(documents)
+    hook = next(iter(state.layers.values())).layer.weight.register_hook(lambda gradient: gradient * float("nan"))
+    with loop.updating(state) as update:
+        for _ in range(3):
+            row = loop.train_step(state, samples, partial(training_loss, state.model), None, update)
+            hook.remove()
+        assert math.isfinite(row["grad_norm"])
+        with pytest.raises(InputError, match="gradient norm is nan"):  # before a checkpoint
+            loop.read_norm(state, row["grad_norm"])
+        with pytest.raises(InputError, match="gradient norm is nan; lower --learning_rate"):  # a step that is logged
+            loop.train_step(state, samples, partial(training_loss, state.model), None, update)

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels, calibration_batches, evaluation_tokens
 from proxsparse.data.sources import (
+    DOCUMENTS_OF_A_DATA_SET,
     SHUFFLED_DOCUMENTS,
     evaluation_text,
     first_and_rest,
     identity_of,
     text_of,
 )
-from proxsparse.data.tokens import LARGE, TokenStore
+from proxsparse.data.tokens import TOKENS_IN_MEMORY, TokenStore
 from proxsparse.errors import InputError
 from proxsparse.models.checks import fit_window
 from proxsparse.runtime.distributed import on_rank_zero
@@ -66,14 +67,16 @@ def read_batches(
     if are_texts:
 
         def read() -> Sequence[Batch]:
-            if is_source:
+            large = is_source and folder is not None and num_samples * length > TOKENS_IN_MEMORY
+            how = [getattr(tokenizer, "name_or_path", None), num_samples, length, packing, seed, text_field]
+            store = TokenStore(folder if large else None, [identity_of(data), *how] if large else None)
+            if store.samples(length, packing) >= num_samples:  # stored before the run was stopped
+                first, rest = [], ()
+            elif is_source:
                 first, rest = first_and_rest(data, "train", text_field)
             else:
                 limit = None if isinstance(data, list | tuple) else SHUFFLED_DOCUMENTS
                 first, rest = list(islice(items, limit)), items
-            large = is_source and folder is not None and num_samples * length > LARGE
-            identity = [identity_of(data), tokenizer.name_or_path, length, packing, seed, text_field] if large else None
-            store = TokenStore(folder if large else None, identity)
             return calibration_batches(first, tokenizer, num_samples, length, rest=rest, store=store, **settings)
 
         length = on_rank_zero(lambda: fit_window(model, seq_len, window, "seq_len"))
@@ -101,7 +104,8 @@ def read_tokens(
         data = [evaluation_text(data, split, text_field)]
     items, are_texts = read_items(data, tokenizer, text_field)
     if are_texts:
-        return evaluation_tokens("\n\n".join(items), tokenizer)
+        limit = None if isinstance(data, list | tuple) else DOCUMENTS_OF_A_DATA_SET
+        return evaluation_tokens("\n\n".join(islice(items, limit)), tokenizer)
     batches = [as_batch(item, model, None) for item in items]
     return torch.cat([batch["input_ids"][batch["attention_mask"] != 0] for batch in batches])
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from proxsparse.data.tokens import TokenStore, as_array, in_blocks, tokenize, windows
+from proxsparse.data.tokens import TOKENS_IN_MEMORY, TokenStore, as_array, in_blocks, tokenize, windows
 from proxsparse.errors import InputError
 from proxsparse.runtime.progress import phase
 
@@ -21,9 +21,11 @@ IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy ignores this target
 Batch = dict[str, Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class TokenBatches(Sequence[Batch]):
     """Batches of samples in a flat array of tokens; a batch is made when it is read, so that a token takes 4 bytes.
+
+    They have no slices.
 
     Attributes:
         ids: uint32 [N]; or their file, which is mapped into memory.
@@ -84,7 +86,8 @@ def calibration_batches(
         num_samples: number of samples; fewer, with a warning, if the texts are too short.
         seq_len: largest number of tokens in a sample.
         batch_size: samples in a batch; the last batch may have fewer.
-        rest: more documents, which are read after the others if they are needed; then the samples are shuffled too.
+        rest: more documents, which are read after the others if they are needed. If there may be more than
+            `TOKENS_IN_MEMORY` tokens, the samples are shuffled too.
         store: where the tokens are; None: in memory.
     Returns:
         Dicts of int64 [B, T], T <= seq_len: input_ids, padded on the right; attention_mask, 1 on tokens and 0 on
@@ -113,8 +116,8 @@ def calibration_batches(
     if samples < num_samples:
         short = f"the text gives only {samples} samples with seq_len={seq_len}; continuing with these"
         warnings.warn(f"num_samples={num_samples}, but {short}", stacklevel=2)
-    used_rest = store.counts["blocks"] > len(list(in_blocks(first)))
-    use = np.random.default_rng(seed).permutation(samples) if used_rest else np.arange(samples)
+    large = num_samples * seq_len > TOKENS_IN_MEMORY  # then most documents are not among the first
+    use = np.random.default_rng(seed).permutation(samples) if large else np.arange(samples)
     padding_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     return TokenBatches(ids, bounds, use, batch_size, bos, padding_id)
 

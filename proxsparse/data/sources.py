@@ -16,7 +16,7 @@ from proxsparse.io.model_files import is_inside
 from proxsparse.runtime.progress import phase
 
 Rows = Iterator[tuple[str, object]]
-DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set for an evaluation
+DOCUMENTS_OF_A_DATA_SET = 10_000  # read from a Hub data set, except by runs that calibrate
 SHUFFLED_DOCUMENTS = 10_000  # read and shuffled before the first is used, for calibration
 DOCUMENT_CHARACTERS = 1200  # minimum length of a document cut from prose; gives builtin over 200 training documents
 # Largest size that a compressed file may expand to. Text compresses 3 to 20 times; a malicious file of zeros 1000.
@@ -65,8 +65,7 @@ def first_and_rest(
 
 def identity_of(source: str) -> list:
     """The source, and of local files the names, sizes and times: it changes if the text changes."""
-    path = Path(os.path.expanduser(source))
-    files = [path, *sorted(path.iterdir() if path.is_dir() else ())] if is_local(source) else ()
+    files = text_files(Path(os.path.expanduser(source))) if is_local(source) else ()
     return [source, *([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)]
 
 
@@ -139,17 +138,22 @@ def suffix_of(path: Path) -> str:
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
+def text_files(path: Path) -> list[Path]:
+    """The file, or the files of a folder with a known suffix, sorted by name."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if suffix_of(file) in FILE_READERS)
+    if not files:
+        raise InputError(f"{path}: no text file in this folder; add files in one of {', '.join(FILE_READERS)}")
+    if others := [file for file in files if not (file.is_file() and is_inside(file, path))]:  # a pipe would block
+        raise InputError(f"{others[0]}: not a regular file in this folder; remove it, or give the file itself")
+    return files
+
+
 def read_path(path: Path) -> Rows:
     """The rows of a file, or of all files with a known suffix in a folder, sorted by name."""
     known = ", ".join(FILE_READERS)
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if suffix_of(file) in FILE_READERS)
-        if not files:
-            raise InputError(f"{path}: no text file in this folder; add files in one of {known}")
-        if others := [file for file in files if not (file.is_file() and is_inside(file, path))]:  # a pipe would block
-            raise InputError(f"{others[0]}: not a regular file in this folder; remove it, or give the file itself")
-    for file in files:
+    for file in text_files(path):
         if suffix_of(file) not in FILE_READERS:
             raise InputError(f"{file}: unknown format {suffix_of(file)!r}; convert it to one of {known}")
         if file.is_file() and file.stat().st_size == 0:

@@ -17,12 +17,12 @@ from proxsparse.errors import InputError
 from proxsparse.io.atomic import require_space, sync, write_file
 from proxsparse.runtime.progress import phase
 
-LARGE = 2**20  # tokens; more are stored in files
+TOKENS_IN_MEMORY = 2**20  # more are stored in files
 BLOCK = 1_000  # documents between two writes
-AT_ONCE = 128  # documents in a call of the tokenizer, which uses all cores for them
+TEXTS_PER_CALL = 128  # of the tokenizer, which uses all cores for them
 TOKENS = "tokens"  # name of the folder, next to the checkpoints of a run
 IDS, ENDS, PROGRESS = "ids.bin", "ends.bin", "progress.json"
-NOTHING = {"blocks": 0, "documents": 0, "tokens": 0}
+NO_TOKENS_YET = {"blocks": 0, "documents": 0, "tokens": 0}
 
 
 class TokenStore:
@@ -37,7 +37,9 @@ class TokenStore:
 
     def __init__(self, folder: Path | None, source: object = None):
         self.folder, self.source, self.blocks = folder, source, []
-        self.counts = NOTHING
+        self.counts = NO_TOKENS_YET
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
         if folder and (folder / PROGRESS).exists():
             progress = json.loads((folder / PROGRESS).read_bytes())
             if progress.pop("source") != source:
@@ -46,22 +48,28 @@ class TokenStore:
                     "another directory"
                 )
             self.counts = progress
+            for name, size in ((IDS, 4 * progress["tokens"]), (ENDS, 8 * progress["documents"])):
+                if (folder / name).stat().st_size < size:
+                    raise InputError(f"{folder / name}: damaged, it is too short; delete {folder}")
 
     def append(self, ids: array, ends: array) -> None:
         """Adds a block of documents: their tokens, and where each ends in the tokens of all blocks."""
         before = self.counts
         after = (before["blocks"] + 1, before["documents"] + len(ends), before["tokens"] + len(ids))
-        self.counts = dict(zip(NOTHING, after, strict=True))
+        self.counts = dict(zip(NO_TOKENS_YET, after, strict=True))
         if self.folder is None:
             self.blocks.append((ids, ends))
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         for name, values, count in ((IDS, ids, before["tokens"]), (ENDS, ends, before["documents"])):
             with (self.folder / name).open("ab") as file:
                 file.truncate(count * values.itemsize)  # what a killed process has written after its last progress
                 values.tofile(file)
             sync(self.folder / name)
         write_file(self.folder / PROGRESS, json.dumps(self.counts | {"source": self.source}).encode())
+
+    def samples(self, seq_len: int, packing: bool) -> int:
+        """The number of complete samples, see `tokenize`."""
+        return self.counts["tokens"] // seq_len if packing else self.counts["documents"]
 
     def ids(self) -> np.ndarray | Path:
         """The tokens, uint32 [N], or the file that holds them."""
@@ -98,15 +106,16 @@ def tokenize(
 
     if store.folder:
         left = num_samples * seq_len - store.counts["tokens"]
-        require_space(store.folder.parents[1], left * array("I").itemsize, "the calibration tokens need")
+        require_space(store.folder, left * array("I").itemsize, "the calibration tokens need")
     longest = num_samples * seq_len + 1 if packing else seq_len
     blocks = islice(blocks, store.counts["blocks"], None)
-    with phase("tokenizing the calibration text", num_samples, "sample") as current:
-        while samples(store.counts["documents"], store.counts["tokens"]) < num_samples:
+    done = min(store.samples(seq_len, packing), num_samples)
+    with phase("tokenizing the calibration text", num_samples, "sample", done) as current:
+        while store.samples(seq_len, packing) < num_samples:
             block, ids, ends = next(blocks, None), array("I"), array("q")
             if block is None:
                 break
-            for tokens in tokens_of(block, tokenizer, longest, min(AT_ONCE, num_samples), packing):
+            for tokens in tokens_of(block, tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
                 ids.extend(tokens)
                 ends.append(store.counts["tokens"] + len(ids))
                 current.done = samples(store.counts["documents"] + len(ends), ends[-1])

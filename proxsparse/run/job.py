@@ -1,12 +1,13 @@
 """The jobs of `proxsparse prune`, `train` and `finetune`: load, calibrate, prune, save, score."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
+from proxsparse.data.calibration import Batch
 from proxsparse.data.sources import check_source
 from proxsparse.data.tokens import TOKENS
 from proxsparse.errors import InputError
@@ -56,12 +57,14 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
     except InputError as error:  # each process has its own device, so each says what is wrong with it
         raise OSError(str(error)) from error
     distributed.init_process_group(device)
-    if args.command in ("train", "finetune"):
-        on_rank_zero(lambda: memory.require_memory(args, device, world_size()))
     with run_folder.opened(args) as folder:
         distributed.require_shared_directory(folder.path)
         done = on_rank_zero(lambda: run_folder.nothing_left(folder))
-        return 0 if done else work(Run(args, folder, device))
+        if done:
+            return 0
+        if args.command in ("train", "finetune"):
+            on_rank_zero(lambda: memory.require_memory(args, device, world_size()))
+        return work(Run(args, folder, device))
 
 
 def prune_model(run: Run) -> int:
@@ -117,7 +120,7 @@ def finetune_model(run: Run) -> int:
     with autocast(run.device, run.compute_dtype):
         teacher = None
         if args.model.teacher:
-            teacher = load_teacher(args.model.teacher, model)
+            teacher = load_teacher(args.model.teacher, model, args.hardware.shard_within_node)
             run.score("dense", teacher)
         pruned = train_kept_weights(model, layers, batches, patterns, checkpoints, teacher, **vars(args.options))
         del teacher  # frees its memory
@@ -160,7 +163,7 @@ def about_layers(model: nn.Module, layers: dict[str, nn.Linear], already: list[s
     return lines
 
 
-def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[list[dict[str, Tensor]], int | None]:
+def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[Sequence[Batch], int | None]:
     """The calibration samples, and their length in tokens; reads the held-out text too."""
     data, batches, seq_len = run.args.data, [], None
     if needs_data:

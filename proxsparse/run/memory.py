@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from proxsparse.data.tokens import LARGE
+from proxsparse.data.tokens import TOKENS_IN_MEMORY
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import FILE_BYTES
 from proxsparse.io.model_files import refuse_quantized
@@ -61,6 +61,7 @@ class Plan:
         self.window = fit_window(model, args.data.seq_len, args.data.window, "seq_len")
         self.tokens = self.window * args.options.per_device_train_batch_size  # of a pass
         config = model.config.get_text_config()
+        self.knows_activations = config.model_type in ("llama", "mistral", "qwen2")
         self.hidden, heads = config.hidden_size, config.num_attention_heads
         self.width = heads * (getattr(config, "head_dim", None) or self.hidden // heads)  # of the attention
         of_an_expert = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
@@ -124,7 +125,7 @@ class Plan:
         checkpoint = (w * (1 + held_out) + moments + FP32 * options.master_weights) * self.learned + frozen
         a_step = options.per_device_train_batch_size * options.gradient_accumulation_steps * devices
         samples = self.args.data.num_samples
-        text, stored = TOKEN_BYTES * samples * self.window, samples * self.window > LARGE
+        text, stored = TOKEN_BYTES * samples * self.window, samples * self.window > TOKENS_IN_MEMORY
         steps = options.max_steps if options.max_steps > 0 else samples * options.num_train_epochs / a_step
         saves = options.save_minutes != 0 and (options.save_steps or 0) < steps
         host = {
@@ -197,14 +198,15 @@ def page(args: RunArgs) -> str:
 def require_memory(args: RunArgs, device: torch.device, devices: int) -> None:
     """Raises InputError, which suggests flags, if the run needs more memory than is free.
 
-    Models that `Plan` does not know are not checked.
+    Models that `Plan` does not know are not checked, and activations only of models like Llama.
     """
     try:
-        needed = {place: total(items) for place, items in Plan(args).memory(devices).items()}
+        plan, free = Plan(args), free_memory(device)
+        needed = plan.memory(devices)
     except Exception:  # an unusual config, or an error that loading reports
         return
-    free = free_memory(device)
-    for place, size in needed.items():
+    for place, items in needed.items():
+        size = total(items) - items.get("activations", 0) * (not plan.knows_activations)
         if place in free and size > MARGIN * free[place]:
             raise InputError(
                 f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
@@ -217,7 +219,8 @@ def free_memory(device: torch.device) -> Items:
     found = {"device": torch.cuda.mem_get_info(device)[0]} if device.type == "cuda" else {}
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found["host"] = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+        sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
+        found["host"] = sizes["MemAvailable"] + sizes["SwapFree"]
     return found
 
 

@@ -11,10 +11,10 @@ from proxsparse.models.loading import load_model, load_tokenizer
 from proxsparse.runtime.sharding import shard_and_move_
 
 
-def load_teacher(name: str, model: nn.Module) -> nn.Module:
+def load_teacher(name: str, model: nn.Module, within_node: bool) -> nn.Module:
     """The teacher of the model, on its device, sharded like it."""
     teacher, weight = read_teacher(name, model), next(model.parameters())
-    shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node=False)
+    shard_and_move_(teacher, decoder_blocks(teacher), weight.device, weight.dtype, "disk", within_node)
     return teacher
 
 

@@ -20,7 +20,7 @@ from proxsparse.errors import InputError
 
 T = TypeVar("T")
 SET_BY_TORCHRUN = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TIMEOUT = timedelta(hours=2)  # the other ranks wait while rank zero writes a large model
+TIMEOUT = timedelta(days=1)  # the other ranks wait while rank zero tokenizes a text or writes a large model
 
 
 def launched_world_size() -> int:

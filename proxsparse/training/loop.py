@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from proxsparse.data.calibration import IGNORED_LABEL, add_labels, endless_order
+from proxsparse.data.calibration import IGNORED_LABEL, Batch, add_labels, endless_order
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import Checkpoints
 from proxsparse.models.checks import evaluating, first_not_finite
@@ -22,8 +22,6 @@ from proxsparse.training.log import RunLog
 from proxsparse.training.optimizer import lr_factor, set_rates_, weights_of
 from proxsparse.training.options import LoopOptions
 from proxsparse.training.state import TrainState
-
-Batch = dict[str, Tensor]
 
 
 @contextmanager
@@ -61,7 +59,7 @@ def training(
             due |= time.monotonic() - last_save >= state.options.seconds_between_checkpoints
             due = stop.agree(due) or stop.number
             if checkpoints and due and state.step < state.steps:
-                checked_norm(row["grad_norm"])
+                read_norm(state, row["grad_norm"])
                 state.save(checkpoints)
                 last_save = time.monotonic()
 
@@ -186,7 +184,7 @@ def backward(
 def updating(state: TrainState) -> Iterator[Callable[[bool], float | Tensor]]:
     """Yields `update(read)`: the base step, then the prox, of every weight.
 
-    It returns the norm of all gradients before clipping; if `read`, as a number, which must be finite. With
+    It returns the norm of all gradients before clipping. With `read` that is a number, and an error if not finite. With
     step_in_backward the backward pass updates each weight and frees its gradient as soon as the gradient is computed.
     Then `update` only returns the norm, and its error comes after the update.
     """
@@ -211,7 +209,7 @@ def updating(state: TrainState) -> Iterator[Callable[[bool], float | Tensor]]:
     def norm(read: bool) -> float | Tensor:
         square = sharding.sum_of_shards(torch.stack(squares).sum(), parameters[0])
         squares.clear()
-        return checked_norm(square.sqrt()) if read else square.sqrt()
+        return read_norm(state, square.sqrt()) if read else not_read(state, square.sqrt())
 
     handles = [parameter.register_post_accumulate_grad_hook(update_one) for parameter in parameters]
     try:
@@ -231,16 +229,24 @@ def update_all(state: TrainState, read: bool) -> float | Tensor:
         layer.take_gradient_()
     norm = nn.utils.clip_grad_norm_(weights_of(state.optimizer).values(), state.options.max_grad_norm or math.inf)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    norm = checked_norm(norm) if read else norm
+    norm = read_norm(state, norm) if read else not_read(state, norm)
     state.optimizer.step()
     state.optimizer.zero_grad()
     state.remask_()
     return norm
 
 
-def checked_norm(norm: float | Tensor) -> float:
-    """The norm of the gradient as a number. Raises InputError if it is not finite."""
+def not_read(state: TrainState, norm: Tensor) -> Tensor:
+    """The norm of the gradient, which is checked when the next one is read."""
+    state.norms_not_read = state.norms_not_read + norm
+    return norm
+
+
+def read_norm(state: TrainState, norm: float | Tensor) -> float:
+    """The norm of the gradient as a number. Raises InputError if it, or one that was not read, is not finite."""
     norm = float(norm)
-    if not math.isfinite(norm):
-        raise InputError(f"the gradient norm is {norm}; lower --learning_rate, or use --precision fp32")
+    for each in (norm, float(state.norms_not_read)):
+        if not math.isfinite(each):
+            raise InputError(f"the gradient norm is {each}; lower --learning_rate, or use --precision fp32")
+    state.norms_not_read = 0.0
     return norm

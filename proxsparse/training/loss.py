@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, nll_loss
 from torch.utils.checkpoint import checkpoint
 
-from proxsparse.data.calibration import IGNORED_LABEL
+from proxsparse.data.calibration import IGNORED_LABEL, Batch
 from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.runtime.device import send
 
 ROWS = 256  # of the logits that are in fp32 at a time: 256 x 152k tokens take 156 MB
+LOWEST = -1e30  # replaces the -inf of tokens that a model forbids: 0 * (inf - inf) in the divergence would be NaN
 
-Batch = dict[str, Tensor]
 Teacher = Callable[[], AbstractContextManager[nn.Module]]  # the dense model within a block
 
 
@@ -65,7 +65,7 @@ def logits_and_states(model: nn.Module, batch: Batch, with_states: bool) -> tupl
     inputs = {name: send(batch[name], model.device) for name in ("input_ids", "attention_mask")}
     labels = batch["labels"][:, 1:].flatten()
     real = (labels != IGNORED_LABEL).nonzero().flatten()  # on the CPU: nonzero() on a GPU would wait for it
-    chosen = send(real, model.device) if len(real) < len(labels) else None  # avoids a copy of the large logits
+    chosen = send(real, model.device) if len(real) < len(labels) else None  # no copy if all have one
     labels = send(labels[real], model.device)
     output = model(**inputs, use_cache=False, output_hidden_states=with_states)
     logits, states = output.logits[:, :-1].flatten(0, 1), output.hidden_states[1:-1] if with_states else ()
@@ -79,11 +79,11 @@ def loss_of_logits(logits: Tensor, labels: Tensor, target: Tensor | None, distil
     """
 
     def sum_of(logits: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
-        log_p = logits.float().log_softmax(-1)
+        log_p = logits.float().clamp_min(LOWEST).log_softmax(-1)
         text = nll_loss(log_p, labels, reduction="sum")
         if target is None:
             return text
-        log_q = target.to(log_p).log_softmax(-1)
+        log_q = target.to(log_p).clamp_min(LOWEST).log_softmax(-1)
         return (1 - distill) * text + distill * kl_div(log_p, log_q, reduction="sum", log_target=True)
 
     parts = logits.split(ROWS)

@@ -92,7 +92,7 @@ class MaskMonitor:
         self.snapshots = list(zip(facts["snapshots"], tensors["monitor.snapshots"], strict=True))
 
     def similarity(self) -> list[dict[str, float]]:
-        """Share of mask bits equal to the last mask, for every stored mask."""
+        """Share of mask bits equal to those of the last logged step, for every stored mask."""
         return [{"step": step, "to_final": (mask == self.mask).float().mean().item()} for step, mask in self.snapshots]
 
 

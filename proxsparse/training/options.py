@@ -50,7 +50,11 @@ def check_fields(options) -> None:
 class LoopOptions:
     """Options of every training loop: steps, AdamW, memory and checkpoints."""
 
-    distill: float = flag(0.0, "weight of the distillation from the dense model in the loss, 0 to 1", valid=SHARE)
+    distill: float = flag(
+        0.0,
+        "weight of the distillation from the dense model, 0 to 1; needs --objective masked",
+        valid=SHARE,
+    )
     num_train_epochs: float = flag(
         1.0, "passes over the samples", valid=(lambda value: 0 < value <= 1e6, "a number > 0, at most 1,000,000")
     )

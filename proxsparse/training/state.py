@@ -1,5 +1,6 @@
 """The state of a training run, which its checkpoints save and from which it resumes bit for bit."""
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class TrainState:
     batches: int = 0  # batches used by all processes
     tokens: int = 0
     seconds: float = 0.0
+    norms_not_read: float | Tensor = 0.0  # sum of the norms of the gradients since one was read from the device
     clock: float = field(default_factory=time.monotonic)  # time of the last update of `seconds`
 
     @property
@@ -49,12 +51,12 @@ class TrainState:
 
     @property
     def logged(self) -> bool:
-        """Whether the present step is logged: `LOG_POINTS` steps of a run, and those that the observer measures.
+        """Whether the present step is logged: about `LOG_POINTS` steps of a run, and those that the observer measures.
 
         Reading a number from a GPU makes the host wait for it, so the other steps read none.
         """
         step = self.step + 1
-        return step % max(1, self.steps // LOG_POINTS) == 0 or step == self.steps or self.observer.measures(step)
+        return step % math.ceil(self.steps / LOG_POINTS) == 0 or step == self.steps or self.observer.measures(step)
 
     def remask_(self) -> None:
         """Applies the current masks to the weights of masked layers."""
