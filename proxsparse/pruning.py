@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
-from proxsparse.data.tokens import TOKENS
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import measured
-from proxsparse.io.checkpoints import CHECKPOINTS, Checkpoints, digest_of
+from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_of
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned

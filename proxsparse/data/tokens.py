@@ -15,13 +15,13 @@ import numpy as np
 
 from proxsparse.errors import InputError
 from proxsparse.io.atomic import require_space, sync, write_file
+from proxsparse.io.checkpoints import PROGRESS
 from proxsparse.runtime.progress import phase
 
 TOKENS_IN_MEMORY = 2**20  # more are stored in files
 BLOCK = 1_000  # documents between two writes
 TEXTS_PER_CALL = 128  # of the tokenizer, which uses all cores for them
-TOKENS = "tokens"  # name of the folder, next to the checkpoints of a run
-IDS, ENDS, PROGRESS = "ids.bin", "ends.bin", "progress.json"
+IDS, ENDS = "ids.bin", "ends.bin"
 NO_TOKENS_YET = {"blocks": 0, "documents": 0, "tokens": 0}
 
 

@@ -28,6 +28,7 @@ from proxsparse.io.atomic import SCRATCH, sync, write_file
 from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
 
 CHECKPOINTS, FACTS, STEP = "checkpoints", "facts.json", re.compile(r"step-(\d+)")
+TOKENS, PROGRESS = "tokens", "progress.json"  # of the calibration text
 FILE_BYTES = 2**28  # approximate size of a file; each file is serialized in memory
 SAMPLED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
 
@@ -136,9 +137,10 @@ def step_of(name: str) -> int:
 
 
 def saved_names(run_dir: Path) -> list[str]:
-    """The names of the complete checkpoints of a run."""
+    """The names of the complete checkpoints of a run, and `TOKENS` if some are complete, see `data.tokens`."""
     found = (run_dir / CHECKPOINTS).iterdir() if (run_dir / CHECKPOINTS).is_dir() else ()
-    return sorted(path.name for path in found if not path.name.startswith(SCRATCH))
+    names = (path.name for path in found if path.name != TOKENS or (path / PROGRESS).exists())
+    return sorted(name for name in names if not name.startswith(SCRATCH))
 
 
 def clear(folder: Path) -> None:

@@ -14,12 +14,11 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
-from proxsparse.data.tokens import TOKENS
 from proxsparse.errors import InputError, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
 from proxsparse.io.atomic import atomic_directory, require_space, sync, write_file
-from proxsparse.io.checkpoints import CHECKPOINTS, STEP, Checkpoints, digest_of, saved_names, step_of
+from proxsparse.io.checkpoints import CHECKPOINTS, STEP, TOKENS, Checkpoints, digest_of, saved_names, step_of
 from proxsparse.io.mask_files import save_masks
 from proxsparse.io.output_folder import CONFIG, METRICS, RESULT, OutputFolder
 from proxsparse.methods.pruned import Pruned

@@ -9,9 +9,8 @@ from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
 from proxsparse.data.calibration import Batch
 from proxsparse.data.sources import check_source
-from proxsparse.data.tokens import TOKENS
 from proxsparse.errors import InputError
-from proxsparse.io.checkpoints import CHECKPOINTS
+from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS
 from proxsparse.io.mask_files import masks_sha256, recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights

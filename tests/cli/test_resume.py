@@ -175,7 +175,7 @@ def test_a_signal_says_how_to_resume(run, number, arguments_of, undisturbed, com
     assert outcome(tmp_path / "run") == undisturbed(run)
 
 
-@pytest.mark.parametrize("run", QUICK_RUNS)
+@pytest.mark.parametrize("run", [*QUICK_RUNS, "train stored"])
 def test_a_signal_before_anything_is_saved_leaves_nothing(run, arguments_of, command_in_child, tmp_path):
     main, arguments = arguments_of(run, tmp_path / "run")
     code, stderr = command_in_child(main, arguments, at_rename=(2, signal.SIGINT))
