@@ -91,7 +91,7 @@ CELLS = ("both soft", "hard frozen weights", "hard sparsity", "both hard")
 LAMBDA_1 = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, math.inf), times_reg_lambda
 LAMBDA_2 = (0.0, 0.5, 2.0, 20.0, 100.0, 500.0, 2500.0, math.inf), lambda value, run: {"frozen_lambda": value}
 COUNT = (lambda value, run: {"num_samples": value}), int
-DOCUMENTS, DISTILL = ((100, 200, 400, 800, 2000), *COUNT), {"objective": "masked", "distill": 0.5}
+DOCUMENTS, DISTILL = ((100, 200, 400, 800, 2000), *COUNT), {"distill": 0.5}
 STUDIES = {
     "constraints": Study("Hard and soft constraints (Table 3)", CELLS, hard_or_soft, one_of_the_cells, **PAPER),
     "lambda1": Study("Strength of the sparsity regularizer (Table 4)", *LAMBDA_1),

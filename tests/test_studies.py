@@ -54,7 +54,7 @@ def test_studies_share_runs_and_the_swept_constants_reach_the_learning(command, 
 
 
 def test_recovery_fine_tunes_what_was_pruned(command):
-    found, _ = command("recovery", "--values", "8")
+    found, _ = command("recovery", "--values", "8", "--objective", "masked")
     assert found["8"]["finetuned"] != found["8"]["perplexity"]["proxsparse"]
 
 
