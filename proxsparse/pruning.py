@@ -165,7 +165,7 @@ def finetune_(
 
     Args:
         model: the pruned model.
-        teacher: the dense model, whose predictions are learned; None: only the text is learned.
+        teacher: the dense model with weights of its own, evaluated in every step; None: only the text is learned.
         data, tokenizer: as in `prune_`.
         pattern: N:M of the pruned layers; None: of each layer the first of 2:4, 4:6, 6:8, 8:10 that its zeros fit.
             Layers without the pattern stay as they are.
