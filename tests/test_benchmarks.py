@@ -9,6 +9,7 @@ import plan_check
 import prox_speed
 import pytest
 import tiny_models
+import token_memory
 import torch
 from lib import common, measure, plots, shapes
 from pruned import prune_
@@ -35,6 +36,7 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
     "bits_quality": "--model {model} --masks a={folder}/pruned a={folder}/wider --calibrate {text} --eval_data {text} "
     "--eval_seq_len 32",
     "plan_check": "--only 'train random'",
+    "token_memory": "--documents 2 3",
     "serve_speed": "--model tiny --layers 1 --batches 3 --prompts 8 --new_tokens 2 --repetitions 2 --device cpu",
 }
 SLOW = {"serve_speed", "solver_quality"}
@@ -70,7 +72,8 @@ def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
     if importlib.util.find_spec("torchao") is None:
         bits_quality = importlib.import_module("bits_quality")
         monkeypatch.setattr(bits_quality, "round_dense_", lambda layers, bits: float(bits))
-    monkeypatch.setattr(plan_check, "peak", lambda arguments: 10**9)  # of a process of its own, which takes minutes
+    for module in (plan_check, token_memory):  # of processes of their own, which take minutes
+        monkeypatch.setattr(module, "peak", lambda arguments: 10**9)
     model = tiny_models.save_tiny_model("llama", tmp_path / "model", hidden_size=64)
     for pattern, folder in (("2:4", tmp_path / "pruned"), ("6:8", tmp_path / "wider")):
         for part in (

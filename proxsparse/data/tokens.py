@@ -67,9 +67,9 @@ class TokenStore:
             sync(self.folder / name)
         write_file(self.folder / PROGRESS, json.dumps(self.counts | {"source": self.source}).encode())
 
-    def samples(self, seq_len: int, packing: bool) -> int:
-        """The number of complete samples, see `tokenize`."""
-        return self.counts["tokens"] // seq_len if packing else self.counts["documents"]
+    def samples(self, seq_len: int, packing: bool, documents: int = 0, tokens: int = 0) -> int:
+        """The number of complete samples, see `tokenize`, with these documents and their tokens added."""
+        return (self.counts["tokens"] + tokens) // seq_len if packing else self.counts["documents"] + documents
 
     def ids(self) -> np.ndarray | Path:
         """The tokens, uint32 [N], or the file that holds them."""
@@ -100,10 +100,6 @@ def tokenize(
     Args:
         blocks: the documents; the blocks that the store has are skipped.
     """
-
-    def samples(documents: int, tokens: int) -> int:
-        return min(tokens // seq_len if packing else documents, num_samples)
-
     if store.folder:
         left = num_samples * seq_len - store.counts["tokens"]
         require_space(store.folder, left * array("I").itemsize, "the calibration tokens need")
@@ -118,7 +114,7 @@ def tokenize(
             for tokens in tokens_of(block, tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
                 ids.extend(tokens)
                 ends.append(store.counts["tokens"] + len(ids))
-                current.done = samples(store.counts["documents"] + len(ends), ends[-1])
+                current.done = min(store.samples(seq_len, packing, len(ends), len(ids)), num_samples)
                 if current.done == num_samples:
                     break
             store.append(ids, ends)

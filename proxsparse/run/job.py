@@ -1,13 +1,13 @@
 """The jobs of `proxsparse prune`, `train` and `finetune`: load, calibrate, prune, save, score."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from proxsparse.allocations.registry import allocate, get_allocation
 from proxsparse.data.batches import read_batches
-from proxsparse.data.calibration import Batch
+from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS
@@ -162,7 +162,7 @@ def about_layers(model: nn.Module, layers: dict[str, nn.Linear], already: list[s
     return lines
 
 
-def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[Sequence[Batch], int | None]:
+def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[TokenBatches | list, int | None]:
     """The calibration samples, and their length in tokens; reads the held-out text too."""
     data, batches, seq_len = run.args.data, [], None
     if needs_data:

@@ -21,7 +21,7 @@ from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import weights_of
 from proxsparse.training.options import LoopOptions
 
-LOG_POINTS = 1000
+LOG_POINTS = 1000  # of a run
 COUNTERS = ("step", "batches", "tokens", "seconds")
 OF_A_GROUP = ("prox_step", "reg_lambda", "initial_lr")
 UNSIZED = ("random.", "monitor.snapshots")  # tensors whose shape may differ in the run that wrote the checkpoint

@@ -1,0 +1,76 @@
+"""Peak memory of the host while `proxsparse train` reads and learns from more and more text, per calibration token.
+
+    OMP_NUM_THREADS=1 python benchmarks/token_memory.py                    # 0.25, 2 and 20 million tokens; 3 minutes
+    OMP_NUM_THREADS=1 python benchmarks/token_memory.py --processes 2      # each of two processes
+
+A tiny model with a vocabulary of 49,152, --distill 0.5, four steps. Measured is the anonymous memory (RssAnon), without
+the files that are mapped into memory, of the process that needs most; it is read every 20 ms, so Linux only.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from lib import common
+
+TOKENS = 512  # of a document; the tokenizer has a token for each byte
+LEARN = f"--seq_len {TOKENS} --max_steps 4 --distill 0.5 --scaling_samples 8 --eval_data none --device cpu".split()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures every number of documents."""
+    sys.path.insert(0, str(common.FOLDER.parent / "tests"))
+    from tiny_models import byte_tokenizer, tiny_model
+
+    parser = common.new_parser(__doc__)
+    parser.add_argument(
+        "--documents", type=int, nargs="+", default=[500, 4000, 40000], metavar="N", help="to learn from"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="started by torchrun")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    args = parser.parse_args(arguments)
+    results = common.Results("token_memory", torch.device("cpu"), not args.no_save, arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (tiny_model("llama", vocab_size=49152, max_position_embeddings=TOKENS), byte_tokenizer()):
+            part.save_pretrained(Path(folder, "model"))
+        for documents in args.documents:
+            text = Path(folder, f"{documents}.jsonl")
+            with text.open("w") as file:
+                file.writelines(json.dumps(f"{number} " * (TOKENS // 2)) + "\n" for number in range(documents))
+            paths = ["--model", f"{folder}/model", "--data", str(text), "--output_dir", f"{folder}/run-{documents}"]
+            start = ["-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
+            command = [sys.executable, *(start if args.processes > 1 else ()), "-m", "proxsparse.train", *LEARN]
+            size = peak([*command, *paths, "--num_samples", str(documents)])
+            row = {"tokens": documents * TOKENS, "processes": args.processes, "peak": size}
+            print(*results.add([row]), flush=True)
+    results.show(["tokens", "processes", "MiB"], cells, "")
+    return 0
+
+
+def cells(row: dict) -> list[str]:
+    """A row of the table."""
+    return [f"{row['tokens']:,}", str(row["processes"]), str(row["peak"] >> 20)]
+
+
+def peak(command: list[str]) -> int:
+    """Runs a command to its end. Returns the largest anonymous memory in bytes of it or one of its children."""
+    process, size = subprocess.Popen(command), 0
+    while process.poll() is None:
+        with suppress(OSError):  # a process has just ended
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for number in (process.pid, *children):
+                status = Path(f"/proc/{number}/status").read_text().splitlines()
+                size = max(size, *(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon")), 0)
+        time.sleep(0.02)
+    if process.returncode:
+        raise SystemExit(f"failed: {' '.join(command)}")
+    return size
+
+
+if __name__ == "__main__":
+    sys.exit(main())
