@@ -3,19 +3,15 @@
 import gzip
 import json
 import logging
-import pickle
 import random
 import sys
 import warnings
-from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tiny_models import word_tokenizer, words
 
-from proxsparse.data import calibration, sources, tokens
+from proxsparse.data import sources
 from proxsparse.data.calibration import calibration_batches
 from proxsparse.data.sources import load_texts
 from proxsparse.errors import InputError
@@ -23,26 +19,11 @@ from proxsparse.errors import InputError
 TEXTS = ["alpha beta", "", "gamma\u2028delta"]  # U+2028 ends a line for str.splitlines, not for a file
 OBJECTS = [{"text": text, "url": "u"} for text in TEXTS]
 JSON_LINES = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in OBJECTS) + "\r\n\r\n"
-WORDS = 60
-
-
-def make_tokenizer(**special) -> PreTrainedTokenizerFast:
-    """Words w0 ... w59 with ids 10 ... 69; 0 unknown, 1 eos, 2 pad, 3 bos."""
-    vocabulary = {"<unk>": 0, "</s>": 1, "<pad>": 2, "<s>": 3} | {f"w{i}": 10 + i for i in range(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if "bos_token" in special:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=8, **special)
 
 
 @pytest.fixture
 def tokenizer():
-    return make_tokenizer(eos_token="</s>", pad_token="<pad>")
-
-
-def words(first: int, count: int) -> str:
-    return " ".join(f"w{i}" for i in range(first, first + count))
+    return word_tokenizer(eos_token="</s>", pad_token="<pad>")
 
 
 def write(path, content: str | bytes):
@@ -244,7 +225,7 @@ def test_padding_mask_and_labels_of_documents_of_two_tokens_or_more(tokenizer):
 )
 def test_padding_id_falls_back_to_eos_then_zero(special, padding_id):
     texts = ["w1 w2", "w3 w4 </s>"]
-    (batch,) = calibration_batches(texts, make_tokenizer(**special), num_samples=2, seq_len=4, batch_size=2)
+    (batch,) = calibration_batches(texts, word_tokenizer(**special), num_samples=2, seq_len=4, batch_size=2)
     short = batch["attention_mask"].sum(1).argmin()
     assert batch["input_ids"][short, 2] == padding_id
     assert (batch["labels"] == -100).sum() == 1  # a true eos at the end of a document stays a target
@@ -266,7 +247,7 @@ def test_packing_cuts_exact_windows(special, num_samples):
     for _ in range(num_samples):
         window = (rest if "bos_token" not in special or rest[0] == 3 else [3, *rest])[:8]
         windows, rest = [*windows, window], rest[8 - (window[0] != rest[0]) :]
-    batches = calibration_batches(texts, make_tokenizer(**special), num_samples, seq_len=8, batch_size=8, packing=True)
+    batches = calibration_batches(texts, word_tokenizer(**special), num_samples, seq_len=8, batch_size=8, packing=True)
     assert batches[0]["input_ids"].tolist() == windows
     if "bos_token" in special:
         assert batches[0]["input_ids"][:, 0].eq(3).all(), "every sample begins with bos"
@@ -295,92 +276,6 @@ def test_only_the_documents_needed_are_tokenised_without_any_warning(tokenizer, 
     assert not caplog.records
     tokenizer(words(0, 20))
     assert "longer than the specified maximum" in caplog.text  # so the log above was being listened to
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    for name, value in (("BLOCK", 3), ("TEXTS_PER_CALL", 2)):
-        monkeypatch.setattr(tokens, name, value)
-
-
-def samples_of(batches) -> list[list[int]]:
-    return [ids[mask.bool()].tolist() for batch in batches for ids, mask in zip(*list(batch.values())[:2], strict=True)]
-
-
-@pytest.mark.parametrize("special", [{"eos_token": "</s>"}, {"eos_token": "</s>", "bos_token": "<s>"}])
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("num_samples", [2, 9, 11])
-def test_a_store_that_is_stopped_at_any_document_continues_to_the_same_samples(
-    special, packing, num_samples, tmp_path, small_blocks
-):
-    texts = [words(4 * i, 2 + i % 5) for i in range(12)] + [" ", "w1"]
-    tokenizer, counted = make_tokenizer(**special), []
-    arguments = {"num_samples": num_samples, "seq_len": 4, "batch_size": 2, "packing": packing}
-
-    class Stopping:
-        pad_token_id, eos_token_id, bos_token_id = None, 1, tokenizer.bos_token_id
-
-        def __call__(self, texts, **arguments):
-            counted.extend(texts if isinstance(texts, list) else ())
-            if len(counted) > stop:
-                raise KeyboardInterrupt
-            return tokenizer(texts, **arguments)
-
-    stop = 1000
-    expected = samples_of(calibration_batches(texts[:5], Stopping(), **arguments, rest=texts[5:]))
-    assert len(expected) == num_samples
-    assert [len(sample) for sample in expected if packing] == [4] * num_samples * packing
-    for first_stop in range(len(texts)):
-        folder, counted = tmp_path / str(first_stop), []
-        for stop in (first_stop, 1000):  # the second call continues
-            with suppress(KeyboardInterrupt):
-                store = tokens.TokenStore(folder, "the text")
-                batches = calibration_batches(texts[:5], Stopping(), **arguments, rest=iter(texts[5:]), store=store)
-            for name in (tokens.IDS, tokens.ENDS):  # a kill may come after a write to the file
-                if stop < 1000 and (folder / name).exists():
-                    with (folder / name).open("ab") as file:
-                        file.write(b"torn")
-        assert samples_of(pickle.loads(pickle.dumps(batches))) == expected
-        assert len(counted) < len(texts) + 5, "finished blocks are not tokenized again"
-
-
-def test_many_samples_are_shuffled_too(tokenizer, monkeypatch):
-    monkeypatch.setattr(calibration, "TOKENS_IN_MEMORY", 200)
-    texts = [words(i, 2) for i in range(50)]
-    few, every, *others = (
-        samples_of(calibration_batches(texts[:20], tokenizer, count, 8, seed=seed, rest=iter(texts[20:])))
-        for count, seed in ((20, 1), (50, 1), (50, 1), (50, 2))
-    )
-    assert few == samples_of(calibration_batches(texts[:20], tokenizer, 20, 8, seed=1))
-    assert sorted(every) == [[10 + i, 11 + i] for i in range(50)]
-    assert every == others[0] != others[1]
-    assert sorted(every[:20]) != sorted(few)
-
-
-def test_a_store_of_another_text_is_refused(tokenizer, tmp_path):
-    calibration_batches(["w1 w2"], tokenizer, 1, 8, store=tokens.TokenStore(tmp_path, ["a", 1]))
-    assert tokens.TokenStore(tmp_path, ["a", 1]).counts == {"blocks": 1, "documents": 1, "tokens": 2}
-    with pytest.raises(InputError, match="the calibration text has changed since the run was stopped"):
-        tokens.TokenStore(tmp_path, ["a", 2])
-    (tmp_path / tokens.IDS).write_bytes(b"cut")
-    with pytest.raises(InputError, match=r"ids.bin: damaged, it is too short; delete"):
-        tokens.TokenStore(tmp_path, ["a", 1])
-
-
-def test_the_identity_of_a_source_changes_with_its_files(tmp_path):
-    found = [sources.identity_of("c4")]
-    for content in ("one", "two2"):
-        write(tmp_path / "a.txt", content)
-        for _ in range(2):
-            found += [sources.identity_of(str(tmp_path)), sources.identity_of(str(tmp_path / "a.txt"))]
-            (tmp_path / f"{content}-folder").mkdir(exist_ok=True)  # not a text
-    assert len({json.dumps(each) for each in found}) == 5
-
-
-def test_a_folder_without_space_is_refused(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 << 20))
-    with pytest.raises(InputError, match="10 MiB free, but the calibration tokens need about 381 MiB; free some space"):
-        calibration_batches(["w1 w2"], tokenizer, 10**6, 100, store=tokens.TokenStore(tmp_path / "a" / "b", "x"))
 
 
 @pytest.mark.parametrize(("packing", "made"), [(False, 2), (True, 3)])

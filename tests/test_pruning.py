@@ -262,21 +262,6 @@ def test_of_a_generator_without_end_the_first_documents_are_measured(model, toke
     assert proxsparse.perplexity(model, tokenizer, endless, seq_len=16, max_windows=2) > 1
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_many_tokens_are_stored_beside_the_checkpoints(model, tokenizer, packing, tmp_path, monkeypatch):
-    """In a folder that does not exist yet; more samples than before are another call."""
-    (tmp_path / "text.txt").write_text("\n\n".join(text * 9 for text in TEXTS))
-    few = {"num_samples": 3, "seq_len": 16, "packing": packing}
-    expected = proxsparse.prune_(tiny_model("llama"), "wanda", str(tmp_path / "text.txt"), tokenizer, **few)
-    monkeypatch.setattr("proxsparse.data.batches.TOKENS_IN_MEMORY", 40)
-    for _ in range(2):
-        stored = {"data": str(tmp_path / "text.txt"), "checkpoints": tmp_path / "new" / "folder"}
-        found = proxsparse.prune_(tiny_model("llama"), "wanda", tokenizer=tokenizer, **stored, **few)
-        assert all(torch.equal(mask, expected[name]) for name, mask in found.items())
-    with pytest.raises(InputError, match="the calibration text has changed since"):
-        proxsparse.prune_(model, "wanda", tokenizer=tokenizer, **stored, **few | {"num_samples": 5})
-
-
 def test_masks_to_a_file_and_back(model, tokenizer, tmp_path):
     before = weights_of(model)
     masks = proxsparse.prune_(model, "wanda", TEXTS, tokenizer, **FEW)

@@ -83,3 +83,21 @@ def save_texts(file: Path, documents: int = 40) -> Path:
     rows = [{"text": f"Document {i}: the quick brown fox jumps over {i} lazy dogs. " * 3} for i in range(documents)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def word_tokenizer(**special):
+    """Words w0 ... w59 with ids 10 ... 69; 0 unknown, 1 eos, 2 pad, 3 bos."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<unk>": 0, "</s>": 1, "<pad>": 2, "<s>": 3} | {f"w{i}": 10 + i for i in range(60)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if "bos_token" in special:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", model_max_length=8, **special)
+
+
+def words(first: int, count: int) -> str:
+    """Text of words of `word_tokenizer`."""
+    return " ".join(f"w{i}" for i in range(first, first + count))

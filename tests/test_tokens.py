@@ -1,0 +1,122 @@
+"""Tokens of many documents: in memory or in files that a stopped run continues, with the same samples."""
+
+import json
+import pickle
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_models import byte_tokenizer, tiny_model, word_tokenizer, words
+
+from proxsparse import prune_
+from proxsparse.data import calibration, sources, tokens
+from proxsparse.data.calibration import calibration_batches
+from proxsparse.errors import InputError
+
+
+@pytest.fixture
+def tokenizer():
+    return word_tokenizer(eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    for name, value in (("BLOCK", 3), ("TEXTS_PER_CALL", 2)):
+        monkeypatch.setattr(tokens, name, value)
+
+
+def samples_of(batches) -> list[list[int]]:
+    return [ids[mask.bool()].tolist() for batch in batches for ids, mask in zip(*list(batch.values())[:2], strict=True)]
+
+
+@pytest.mark.parametrize("special", [{"eos_token": "</s>"}, {"eos_token": "</s>", "bos_token": "<s>"}])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("num_samples", [2, 9, 11])
+def test_a_store_that_is_stopped_at_any_document_continues_to_the_same_samples(
+    special, packing, num_samples, tmp_path, small_blocks
+):
+    texts = [words(4 * i, 2 + i % 5) for i in range(12)] + [" ", "w1"]
+    tokenizer, counted = word_tokenizer(**special), []
+    arguments = {"num_samples": num_samples, "seq_len": 4, "batch_size": 2, "packing": packing}
+
+    class Stopping:
+        pad_token_id, eos_token_id, bos_token_id = None, 1, tokenizer.bos_token_id
+
+        def __call__(self, texts, **arguments):
+            counted.extend(texts if isinstance(texts, list) else ())
+            if len(counted) > stop:
+                raise KeyboardInterrupt
+            return tokenizer(texts, **arguments)
+
+    stop = 1000
+    expected = samples_of(calibration_batches(texts[:5], Stopping(), **arguments, rest=texts[5:]))
+    assert len(expected) == num_samples
+    assert [len(sample) for sample in expected if packing] == [4] * num_samples * packing
+    for first_stop in range(len(texts)):
+        folder, counted = tmp_path / str(first_stop), []
+        for stop in (first_stop, 1000):  # the second call continues
+            with suppress(KeyboardInterrupt):
+                store = tokens.TokenStore(folder, "the text")
+                batches = calibration_batches(texts[:5], Stopping(), **arguments, rest=iter(texts[5:]), store=store)
+            for name in (tokens.IDS, tokens.ENDS):  # a kill may come after a write to the file
+                if stop < 1000 and (folder / name).exists():
+                    with (folder / name).open("ab") as file:
+                        file.write(b"torn")
+        assert samples_of(pickle.loads(pickle.dumps(batches))) == expected
+        assert len(counted) < len(texts) + 5, "finished blocks are not tokenized again"
+
+
+def test_many_samples_are_shuffled_too(tokenizer, monkeypatch):
+    monkeypatch.setattr(calibration, "TOKENS_IN_MEMORY", 200)
+    texts = [words(i, 2) for i in range(50)]
+    few, every, *others = (
+        samples_of(calibration_batches(texts[:20], tokenizer, count, 8, seed=seed, rest=iter(texts[20:])))
+        for count, seed in ((20, 1), (50, 1), (50, 1), (50, 2))
+    )
+    assert few == samples_of(calibration_batches(texts[:20], tokenizer, 20, 8, seed=1))
+    assert sorted(every) == [[10 + i, 11 + i] for i in range(50)]
+    assert every == others[0] != others[1]
+    assert sorted(every[:20]) != sorted(few)
+
+
+def test_a_store_of_another_text_is_refused(tokenizer, tmp_path):
+    calibration_batches(["w1 w2"], tokenizer, 1, 8, store=tokens.TokenStore(tmp_path, ["a", 1]))
+    assert tokens.TokenStore(tmp_path, ["a", 1]).counts == {"blocks": 1, "documents": 1, "tokens": 2}
+    with pytest.raises(InputError, match="the calibration text has changed since the run was stopped"):
+        tokens.TokenStore(tmp_path, ["a", 2])
+    (tmp_path / tokens.IDS).write_bytes(b"cut")
+    with pytest.raises(InputError, match=r"ids.bin: damaged, it is too short; delete"):
+        tokens.TokenStore(tmp_path, ["a", 1])
+
+
+def test_the_identity_of_a_source_changes_with_its_files(tmp_path):
+    found = [sources.identity_of("c4")]
+    for content in ("one", "two2"):
+        (tmp_path / "a.txt").write_text(content)
+        for _ in range(2):
+            found += [sources.identity_of(str(tmp_path)), sources.identity_of(str(tmp_path / "a.txt"))]
+            (tmp_path / f"{content}-folder").mkdir(exist_ok=True)  # not a text
+    assert len({json.dumps(each) for each in found}) == 5
+
+
+def test_a_folder_without_space_is_refused(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10 << 20))
+    with pytest.raises(InputError, match="10 MiB free, but the calibration tokens need about 381 MiB; free some space"):
+        calibration_batches(["w1 w2"], tokenizer, 10**6, 100, store=tokens.TokenStore(tmp_path / "a" / "b", "x"))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_many_tokens_are_stored_beside_the_checkpoints(packing, tmp_path, monkeypatch):
+    """In a folder that does not exist yet; more samples than before are another call."""
+    document = "The quick brown fox jumps over the lazy dog. " * 27
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Document {i}. {document}" for i in range(20)))
+    few = {"num_samples": 3, "seq_len": 16, "packing": packing}
+    expected = prune_(tiny_model("llama"), "wanda", str(tmp_path / "text.txt"), byte_tokenizer(), **few)
+    monkeypatch.setattr("proxsparse.data.batches.TOKENS_IN_MEMORY", 40)
+    for _ in range(2):
+        stored = {"data": str(tmp_path / "text.txt"), "checkpoints": tmp_path / "new" / "folder"}
+        found = prune_(tiny_model("llama"), "wanda", tokenizer=byte_tokenizer(), **stored, **few)
+        assert all(torch.equal(mask, expected[name]) for name, mask in found.items())
+    with pytest.raises(InputError, match="the calibration text has changed since"):
+        prune_(tiny_model("llama"), "wanda", tokenizer=byte_tokenizer(), **stored, **few | {"num_samples": 5})
