@@ -23,10 +23,11 @@ FOLDER = Path(__file__).parent
 COMPILED = ("triton_compiled_prox.py", "triton_rocm_cases.py")
 INTERPRETED = """
 import torch, proxsparse
-weight = torch.randn(8, 64)
+from ops.blocks import random_blocks
+from reference.ground_truth import assert_optimal
+weight = random_blocks(128, 0.7)
 with proxsparse.use_backend("triton"):
-    found = proxsparse.prox_nm(weight, 0.7)
-torch.testing.assert_close(found, proxsparse.reference.prox_nm(weight, 0.7), rtol=1e-4, atol=1e-5)
+    assert_optimal(proxsparse.prox_nm(weight.float(), 0.7), weight.float(), 0.7)
 """
 
 
@@ -39,7 +40,7 @@ def in_own_process(*command: str, **environment: str):
 
 @pytest.mark.slow
 def test_interpreted():
-    in_own_process("-c", INTERPRETED, TRITON_INTERPRET="1")
+    in_own_process("-c", INTERPRETED, TRITON_INTERPRET="1", PYTHONPATH=str(FOLDER.parent))
 
 
 @pytest.mark.slow
