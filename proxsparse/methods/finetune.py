@@ -59,7 +59,8 @@ def train_kept_weights(
     trained = trained_parameters(model, layers, options)
     # one group for each parameter, as --step_in_backward needs
     optimizer = adamw([{"params": [pair], "lr": options.learning_rate} for pair in trained.items()], options)
-    loss = partial(training_loss, model, teacher=lambda: nullcontext(teacher), distill=options.distill)
+    of_loss = {name: getattr(options, name) for name in ("distill", "compile")}
+    loss = partial(training_loss, model, teacher=lambda: nullcontext(teacher), **of_loss)
     measure = partial(held_out_loss, model, held_out, compute_dtype, loss) if held_out else None
     stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
     state = TrainState(model, held, options, steps, optimizer, stopping)
@@ -70,7 +71,7 @@ def train_kept_weights(
     seconds_before = state.seconds
 
     samples, stop = own_samples(batches, state), StopSignal()
-    with training(state, checkpoints, "training the kept weights", stop) as (end_step, update):
+    with training(state, checkpoints, "training the kept weights", stop, teacher) as (end_step, update):
         while not state.complete and not stop.number:
             end_step(train_step(state, samples, loss, compute_dtype, update))
 

@@ -83,8 +83,8 @@ def learn_masks(
         state.restore_(checkpoints, *newest)
     seconds_before = state.seconds
 
-    weights_of_loss = {"distill": options.distill, "match_hidden": options.match_hidden}
-    loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **weights_of_loss)
+    of_loss = {name: getattr(options, name) for name in ("distill", "match_hidden", "compile")}
+    loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **of_loss)
     samples, stop = own_samples(batches, state), StopSignal()
     with training(state, checkpoints, "learning the masks", stop) as (end_step, update):
         while not state.complete and not stop.number:

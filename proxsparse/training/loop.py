@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import autocast
 from proxsparse.runtime.distributed import world_size
 from proxsparse.runtime.signals import StopSignal
+from proxsparse.training.compiled import compiled_blocks
 from proxsparse.training.log import RunLog
 from proxsparse.training.optimizer import lr_factor, set_rates_, weights_of
 from proxsparse.training.options import LoopOptions
@@ -26,7 +27,11 @@ from proxsparse.training.state import TrainState
 
 @contextmanager
 def training(
-    state: TrainState, checkpoints: Checkpoints | None, title: str, stop: StopSignal
+    state: TrainState,
+    checkpoints: Checkpoints | None,
+    title: str,
+    stop: StopSignal,
+    teacher: nn.Module | None = None,
 ) -> Iterator[tuple[Callable[[dict], None], Callable[[bool], float | Tensor]]]:
     """The surroundings of a training loop: modes, log, checkpoints, signals.
 
@@ -34,6 +39,7 @@ def training(
         checkpoints: where the state and metrics.jsonl are saved; None: nowhere.
         title: title of the progress bar.
         stop: defers SIGINT and SIGTERM, also after the block, unless it fails.
+        teacher: another model that computes in the loop, compiled with --compile.
     Yields:
         `end_step(row)`, which logs a step, observes it and saves a checkpoint if it is due; and `update`, see
         `updating`.
@@ -44,6 +50,7 @@ def training(
         torch.autocast(state.model.device.type, enabled=False),
         torch.enable_grad(),
         evaluating(state.model),  # restores the train/eval modes at the end
+        compiled_blocks(state.model, *([teacher] if teacher else [])) if state.options.compile else nullcontext(),
         RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log,
         updating(state) as update,
     ):

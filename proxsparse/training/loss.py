@@ -18,6 +18,7 @@ from proxsparse.errors import InputError
 from proxsparse.models.checks import evaluating
 from proxsparse.models.layers import decoder_blocks
 from proxsparse.runtime.device import send
+from proxsparse.training.compiled import compiled
 
 ROWS = 256  # of the logits that are in fp32 at a time: 256 x 152k tokens take 156 MB
 LOWEST = -1e30  # replaces the -inf of tokens that a model forbids: 0 * (inf - inf) in the divergence would be NaN
@@ -34,12 +35,19 @@ def require_blocks(model: nn.Module) -> None:
 
 
 def training_loss(
-    model: nn.Module, batch: Batch, teacher: Teacher | None = None, distill: float = 0.0, match_hidden: float = 0.0
+    model: nn.Module,
+    batch: Batch,
+    teacher: Teacher | None = None,
+    distill: float = 0.0,
+    match_hidden: float = 0.0,
+    compile: bool = False,
 ) -> Tensor:
     """Mean over positions of  (1 - a) * -log p(y) + a * KL(q || p),  a = `distill`; + `match_hidden` * `hidden_error`.
 
     p: the model's distribution over the vocabulary; q: the teacher's, evaluated here without gradient; y: the next
     token. A scalar. With a = 0 and match_hidden = 0 no teacher is needed.
+
+    `compile`: the sum over `ROWS` positions is compiled.
 
     If the teacher is the model itself with other weights (`learnable_layer.dense`), call `backward` on the result
     before the next call.
@@ -50,7 +58,7 @@ def training_loss(
         with torch.no_grad(), teacher() as dense, evaluating(dense):
             target, _, wanted = logits_and_states(dense, batch, bool(match_hidden))
     logits, labels, states = logits_and_states(model, batch, bool(match_hidden))
-    loss = loss_of_logits(logits, labels, target if distill else None, distill)
+    loss = loss_of_logits(logits, labels, target if distill else None, distill, compile)
     if match_hidden:
         loss = loss + match_hidden * hidden_error(states, wanted, batch["attention_mask"].bool())
     return loss
@@ -72,27 +80,32 @@ def logits_and_states(model: nn.Module, batch: Batch, with_states: bool) -> tupl
     return logits if chosen is None else logits[chosen], labels, states
 
 
-def loss_of_logits(logits: Tensor, labels: Tensor, target: Tensor | None, distill: float) -> Tensor:
+def loss_of_logits(
+    logits: Tensor, labels: Tensor, target: Tensor | None, distill: float, compile: bool = False
+) -> Tensor:
     """The loss of the logits [R, vocabulary], the next tokens int64 [R] and the teacher's logits [R, vocabulary].
 
     Computed in fp32, `ROWS` rows at a time; the backward pass computes them again instead of storing them.
     """
-
-    def sum_of(logits: Tensor, labels: Tensor, target: Tensor | None) -> Tensor:
-        log_p = logits.float().clamp_min(LOWEST).log_softmax(-1)
-        text = nll_loss(log_p, labels, reduction="sum")
-        if target is None:
-            return text
-        log_q = target.to(log_p).clamp_min(LOWEST).log_softmax(-1)
-        return (1 - distill) * text + distill * kl_div(log_p, log_q, reduction="sum", log_target=True)
-
     parts = logits.split(ROWS)
     targets = [None] * len(parts) if target is None else target.split(ROWS)
     sums = [
-        checkpoint(sum_of, *part, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            compiled(sum_of) if compile else sum_of, *part, distill, use_reentrant=False, preserve_rng_state=False
+        )
         for part in zip(parts, labels.split(ROWS), targets, strict=True)
     ]
     return torch.stack(sums).sum() / len(logits)
+
+
+def sum_of(logits: Tensor, labels: Tensor, target: Tensor | None, distill: float) -> Tensor:
+    """The sum over positions of `loss_of_logits`."""
+    log_p = logits.float().clamp_min(LOWEST).log_softmax(-1)
+    text = nll_loss(log_p, labels, reduction="sum")
+    if target is None:
+        return text
+    log_q = target.to(log_p).clamp_min(LOWEST).log_softmax(-1)
+    return (1 - distill) * text + distill * kl_div(log_p, log_q, reduction="sum", log_target=True)
 
 
 def hidden_error(states: tuple[Tensor, ...], wanted: tuple[Tensor, ...], real: Tensor) -> Tensor:

@@ -80,6 +80,9 @@ class LoopOptions:
     master_weights: bool = flag(
         False, "with --precision bf16: fp32 copies of the weights instead of stochastic rounding", "hardware"
     )
+    compile: bool = flag(
+        False, "torch.compile of the decoder blocks and the loss; needs a C++ compiler, on a GPU triton", "hardware"
+    )
     step_in_backward: bool = flag(
         False,
         "update each weight as soon as its gradient is computed, then free the gradient; needs --max_grad_norm 0",

@@ -16,6 +16,7 @@ CASES = {  # name -> flags; (processes, nodes, more flags) to compare with one p
     "stored": ("--packing true --num_samples 30000 --max_steps 12", ALL_SHARDINGS),  # the tokens are in a file
     "masked": ("--distill 0.5", ALL_SHARDINGS),
     "hidden": ("--match_hidden 16 --distill 0.5 --max_steps 3", ((2, 1, ["--pretrained_weights", "disk"]),)),
+    "compiled": ("--compile --distill 0.5 --packing true --max_steps 3", ((2, 1, []),)),
     "paper": ("--objective paper --frozen_lambda 0.2 --gradient_checkpointing", ALL_SHARDINGS),
     # eight tokens a document and one of eight experts for each: every process has other idle experts
     "experts": ("--seq_len 8 --objective paper --reg_lambda_rel 0.1 --max_steps 3", ((2, 1, []),)),
