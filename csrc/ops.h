@@ -43,7 +43,7 @@ void adamw_prox_(const at::Tensor& weight, const at::Tensor& grad, const at::Ten
 void mask_nm(const at::Tensor& score, int64_t n, int64_t m, const at::Tensor& mask);
 
 // out <- W0 where the score c * w * sign(W0) is among the n largest of its block, as in mask_nm; else +0.
-//   out         as weight; overwritten
+//   out         as pretrained; overwritten
 //   weight      [..., in_features]; float32, float64, bfloat16 or float16
 //   pretrained  W0, as weight, or bfloat16 for a float32 weight
 //   scale       c, [in_features]; float64 for a float64 weight, float32 otherwise; none means 1

@@ -1,5 +1,6 @@
 """What learns: under the mask the model computes with W0 under it, and the gradient reaches every weight."""
 
+import copy
 import itertools
 import math
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from tiny_models import tiny_model
 from torch import nn
 
-from proxsparse import NMPattern, nm_mask
+from proxsparse import NMPattern, ProxAdamW, nm_mask
 from proxsparse.data.calibration import collate
 from proxsparse.errors import InputError
 from proxsparse.models.layers import prunable_layers
@@ -61,6 +62,31 @@ def test_the_forward_pass_sees_the_mask_of_what_is_learned_and_the_gradient_does
     assert torch.equal(learned.mask(), mask)
     assert torch.equal(layer.weight, torch.where(mask, pretrained, 0.0))
     assert not layer.weight[~mask].signbit().any()
+
+
+def test_weights_of_the_dtype_of_autocast_stay_in_it():
+    """With the same output and gradient, because autocast would cast them."""
+    layer, scale = layer_and_scale()
+    layer.weight.data = layer.weight.detach().bfloat16().float()
+    other, found = copy.deepcopy(layer), []
+    for each, dtype in ((layer, torch.float32), (other, torch.bfloat16)):
+        pretrained = {"a.weight": each.weight.detach().to(dtype, copy=True)}
+        (learned,) = make_learnable_layers(
+            {"a": each}, pretrained, {"a": scale}, {"a": PATTERN}, True, torch.bfloat16
+        ).values()
+        assert (each.weight.dtype, learned.weight.dtype) == (dtype, torch.float32)
+        optimizer = ProxAdamW([learned.weight], lr=0.1, reg_lambda=0.01)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                output = each(torch.arange(80.0).view(5, 16) / 80)
+            output.float().square().sum().backward()
+            learned.take_gradient_()
+            assert learned.weight.grad.dtype == dtype
+            optimizer.step()
+            learned.remask_()
+        found.append([output.detach(), learned.weight.detach(), each.weight.float()])
+    for one, same in zip(*found, strict=True):
+        assert torch.equal(one, same)
 
 
 def test_what_is_saved_is_what_was_measured(model):

@@ -26,7 +26,7 @@ def kept4(score, N: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def masked_weight_kernel(
-    out_ptr,  # [numel], dtype of the weight; overwritten. All tensors are contiguous
+    out_ptr,  # [numel], dtype of W0; overwritten. All tensors are contiguous
     weight_ptr,  # [numel]
     pretrained_ptr,  # W0, [numel], dtype of the weight, or bfloat16 for a float32 weight
     scale_ptr,  # c, [columns], the arithmetic's dtype, or None
@@ -46,11 +46,9 @@ def masked_weight_kernel(
         score = score * tl.load(scale_ptr + column, mask=inside, other=1.0)
     # the sign of W0; a NaN has none, as in torch
     score = score * ((w0 > 0).to(arithmetic) - (w0 < 0).to(arithmetic))
-    if pretrained_ptr.dtype.element_ty != dtype:
-        pretrained = w0
     # the remainder of a row is kept
     keeps = kept4(score, N, BLOCKS) if M == 4 else kept(score, M, BLOCKS) | (column >= columns // M * M)
-    tl.store(out_ptr + index, tl.where(keeps, pretrained, 0.0).to(dtype), mask=inside)
+    tl.store(out_ptr + index, tl.where(keeps, pretrained, 0.0), mask=inside)
 
 
 def masked_weight_nm_(
@@ -61,9 +59,8 @@ def masked_weight_nm_(
     Shapes are those of `proxsparse.ops.masked_weight_`; all tensors are contiguous.
 
     Args:
-        out, weight: of one dtype, on a CUDA GPU, or on the CPU if the environment had TRITON_INTERPRET=1 when triton
-            was imported.
-        pretrained: W0, in the dtype of the weight, or in bfloat16 for a float32 weight.
+        weight: on a CUDA GPU, or on the CPU if the environment had TRITON_INTERPRET=1 when triton was imported.
+        out, pretrained: of one dtype: that of the weight, or bfloat16 for a float32 weight.
         scale: c, [in_features], in float32 (float64 for a float64 weight), or None.
         n, m: 1:4, 2:4, 4:6, 6:8 or 8:10.
     Raises:

@@ -32,10 +32,10 @@ void mask_blocks(const MaskCall& call, int64_t begin, int64_t end) {
 template <typename Format, typename Pretrained, typename T = typename Format::Arithmetic>
 PROXSPARSE_INLINE void masked_weight_chunk(const typename Format::Storage* weight,
                                            const typename Pretrained::Storage* pretrained, const T* scale, int n,
-                                           typename Format::Storage* out) {
+                                           typename Pretrained::Storage* out) {
   constexpr int N = kLanes<T>;
   using V = Vec<T, N>;
-  const V zero(T(0)), first_dropped(T(n) - T(0.5));
+  const V first_dropped(T(n) - T(0.5));
   for (int b = 0; b < kChunk; b += N) {
     const auto stored = load_stored<Pretrained, N>(pretrained + 4 * b);
     Block<V> score = each([](auto stored) { return decoded<Format>(stored); }, load_stored<Format, N>(weight + 4 * b));
@@ -44,18 +44,12 @@ PROXSPARSE_INLINE void masked_weight_chunk(const typename Format::Storage* weigh
     }
     const auto with_sign = [](V score, auto stored) { return times_sign(score, decoded<Pretrained>(stored)); };
     const Ranks<V> rank = rank_scores<V>(each(with_sign, score, stored));
-    const auto kept = [=](auto stored, V rank) {
-      if constexpr (std::is_same_v<Format, Pretrained>) {
-        return select(rank < first_dropped, stored, decltype(stored)(0));
-      } else {
-        return select(rank < first_dropped, decoded<Pretrained>(stored), zero);
-      }
-    };
-    store_stored<Format>(each(kept, stored, Block<V>{rank.r1, rank.r2, rank.r3, rank.r4}), out + 4 * b);
+    const auto kept = [=](auto stored, V rank) { return select(rank < first_dropped, stored, decltype(stored)(0)); };
+    store_stored<Pretrained>(each(kept, stored, Block<V>{rank.r1, rank.r2, rank.r3, rank.r4}), out + 4 * b);
   }
 }
 
-// Chunks `begin` to `end`; W0 is stored as Pretrained.
+// Chunks `begin` to `end`; W0 and the result are stored as Pretrained.
 template <typename Format, typename Pretrained>
 void masked_weight_chunks(const MaskedWeightCall& call, int64_t begin, int64_t end) {
   if (call.m > 4) {
@@ -70,7 +64,7 @@ void masked_weight_chunks(const MaskedWeightCall& call, int64_t begin, int64_t e
     const int64_t first = kChunkWeights * chunk, count = smaller(kChunkWeights, call.numel - first);
     const auto* weight = static_cast<const Storage*>(call.weight) + first;
     const auto* pretrained = static_cast<const PretrainedStorage*>(call.pretrained) + first;
-    auto* out = static_cast<Storage*>(call.out) + first;
+    auto* out = static_cast<PretrainedStorage*>(call.out) + first;
     if (scale != nullptr) load_scale(call.scale, call.in_features, first, scale_of_chunk);
     if (count == kChunkWeights) {
       masked_weight_chunk<Format, Pretrained>(weight, pretrained, scale, call.n, out);
@@ -79,8 +73,8 @@ void masked_weight_chunks(const MaskedWeightCall& call, int64_t begin, int64_t e
       PretrainedStorage padded_pretrained[kChunkWeights] = {};
       std::memcpy(padded, weight, count * sizeof(Storage));
       std::memcpy(padded_pretrained, pretrained, count * sizeof(PretrainedStorage));
-      masked_weight_chunk<Format, Pretrained>(padded, padded_pretrained, scale, call.n, padded);
-      std::memcpy(out, padded, count * sizeof(Storage));
+      masked_weight_chunk<Format, Pretrained>(padded, padded_pretrained, scale, call.n, padded_pretrained);
+      std::memcpy(out, padded_pretrained, count * sizeof(PretrainedStorage));
     }
   }
 }

@@ -53,7 +53,7 @@ void wide_mask_rows(const MaskCall& call, int64_t begin, int64_t end) {
 template <typename Format, typename Pretrained, int m, int N, typename T = typename Format::Arithmetic>
 PROXSPARSE_INLINE void masked_weight_wide(const typename Format::Storage* weight,
                                           const typename Pretrained::Storage* pretrained, const T* scale,
-                                          typename Format::Storage* out) {
+                                          typename Pretrained::Storage* out) {
   using V = Vec<T, N>;
   const auto stored = load_wide<Pretrained, m, N>(pretrained);
   auto score =
@@ -64,18 +64,11 @@ PROXSPARSE_INLINE void masked_weight_wide(const typename Format::Storage* weight
   const auto compared = [](V score, auto stored)
                             PROXSPARSE_INLINED { return comparable(times_sign(score, decoded<Pretrained>(stored))); };
   const Smallest<V> smallest = two_smallest(each(compared, score, stored));
-  const auto number = [](auto stored) PROXSPARSE_INLINED {
-    if constexpr (std::is_same_v<Format, Pretrained>) {
-      return stored;
-    } else {
-      return decoded<Pretrained>(stored);
-    }
-  };
-  auto kept = each(number, stored);
+  auto kept = stored;
   repeat<m>([&](auto i) PROXSPARSE_INLINED {
-    kept.w[i] = select(smallest.includes(i), decltype(number(stored.w[0]))(0), kept.w[i]);
+    kept.w[i] = select(smallest.includes(i), std::remove_cvref_t<decltype(kept.w[0])>(0), kept.w[i]);
   });
-  store_wide<Format>(kept, out);
+  store_wide<Pretrained>(kept, out);
 }
 
 // The weight under the mask of the rows from `begin` to `end`; the remainder of a row is W0.
@@ -88,7 +81,7 @@ void wide_masked_weight_rows(const MaskedWeightCall& call, int64_t begin, int64_
   for (int64_t row = begin; row < end; ++row) {
     const auto* weight = static_cast<const typename Format::Storage*>(call.weight) + row * call.in_features;
     const auto* pretrained = static_cast<const typename Pretrained::Storage*>(call.pretrained) + row * call.in_features;
-    auto* out = static_cast<typename Format::Storage*>(call.out) + row * call.in_features;
+    auto* out = static_cast<typename Pretrained::Storage*>(call.out) + row * call.in_features;
     int64_t first = 0;
     for (; first + kPiece <= call.in_features; first += kPiece) {
       masked_weight_wide<Format, Pretrained, m, N>(weight + first, pretrained + first, scale_from(first), out + first);
@@ -102,15 +95,10 @@ void wide_masked_weight_rows(const MaskedWeightCall& call, int64_t begin, int64_
     std::memcpy(padded_pretrained, pretrained + first, left * sizeof(*pretrained));
     if (scale != nullptr) std::memcpy(padded_scale, scale + first, left * sizeof(T));
     masked_weight_wide<Format, Pretrained, m, N>(padded, padded_pretrained, scale == nullptr ? nullptr : padded_scale,
-                                                 padded);
-    std::memcpy(out + first, padded, (left - left % m) * sizeof(*out));
-    for (int64_t column = call.in_features - left % m; column < call.in_features; ++column) {
-      if constexpr (std::is_same_v<Format, Pretrained>) {
-        out[column] = pretrained[column];
-      } else {
-        out[column] = Pretrained::load(pretrained[column]);
-      }
-    }
+                                                 padded_pretrained);
+    std::memcpy(out + first, padded_pretrained, (left - left % m) * sizeof(*out));
+    const int64_t whole = call.in_features - left % m;
+    std::memcpy(out + whole, pretrained + whole, left % m * sizeof(*out));
   }
 }
 

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kWarps* kLanes) masked_weight_kernel(MaskedWei
   __shared__ typename Numbers::Words shared[kWarps][kLanes];
 
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp()) * kPiece * kLanes;
-  Numbers weight, out;
-  Piece<typename Pretrained::Storage, kPiece> pretrained;
+  Numbers weight;
+  Piece<typename Pretrained::Storage, kPiece> pretrained, out;
   T c[kPiece];
   const auto load = [&](bool direct) {  // both tensors before the first use of either: a warp waits for memory once
     const WarpRange range{first, call.numel, shared[warp()], direct};
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kWarps* kLanes) masked_weight_kernel(MaskedWei
                           rank.r4 < first_dropped};
     PROXSPARSE_UNROLL
     for (int j = 0; j < 4; ++j) {
-      if constexpr (sizeof(Storage) > 2) {
+      if constexpr (sizeof(typename Pretrained::Storage) > 2) {
         out.words.word[i + j] = kept[j] ? w0[i + j] : T(0);
       } else if (j % 2 == 0) {
         const uint32_t bits = (kept[j] ? 0xffffu : 0) | (kept[j + 1] ? 0xffff0000u : 0);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kWarps* kLanes) masked_weight_kernel(MaskedWei
       }
     }
   }
-  store_piece(out, {first, call.numel, shared[warp()], direct}, static_cast<Storage*>(call.out));
+  store_piece(out, {first, call.numel, shared[warp()], direct}, static_cast<typename Pretrained::Storage*>(call.out));
 }
 
 template <typename Weight, typename Pretrained>

@@ -76,7 +76,7 @@ def learn_masks(
         checkpoints.load(newest[0], {f"scale.{name}": scale for name, scale in scales.items()})
     elif options.masked:
         scales = activation_scaling(model, layers, batches, options.scaling_samples)
-    learned = make_learnable_layers(layers, weights, scales, patterns, options.masked)
+    learned = make_learnable_layers(layers, weights, scales, patterns, options.masked, compute_dtype)
     monitor = MaskMonitor(learned.values(), steps)
     state = TrainState(model, learned, options, steps, prox_adamw(model, learned, options), monitor)
     if newest:
@@ -91,6 +91,8 @@ def learn_masks(
             end_step(train_step(state, samples, loss, compute_dtype, update))
         masks = state.masks()  # within the block, which restores the signals if this fails
 
+    for layer in learned.values():
+        layer.layer.weight.data = layer.layer.weight.detach().to(layer.weight.dtype)
     magnitude = {name: nm_mask(layer.pretrained.abs(), layer.pattern).cpu() for name, layer in learned.items()}
     figures = {
         "steps": state.step,

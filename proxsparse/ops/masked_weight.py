@@ -19,8 +19,7 @@ torch.library.define(
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     if out.numel() == 0:
         return
-    if (weight.dtype, pretrained.dtype) != (torch.float32, torch.bfloat16):  # kernels convert only these
-        pretrained = pretrained.to(weight.dtype)
+    pretrained = pretrained.to(out.dtype)
     scale = None if scale is None else whole_rows(scale.to(arithmetic_of(weight)), m, 1.0)
     # the score of the padding is that of -infinity times the sign of 1: the lowest
     arguments = (whole_rows(weight, m, -torch.inf), whole_rows(pretrained, m, 1.0), scale, n, m)
@@ -50,9 +49,10 @@ def masked_weight_(
     float64 weight and in fp32 otherwise, and is not rounded.
 
     Args:
-        out: [..., in_features], shape, dtype and device of the weight; overwritten. All tensors may have any strides.
+        out: [..., in_features], shape, dtype and device of the weight, or bfloat16 for a float32 weight; overwritten.
+            All tensors may have any strides.
         weight: w, the learned weight, float32, float64, bfloat16 or float16.
-        pretrained: W0, the shape of the weight, any of these dtypes; first converted to the dtype of the weight.
+        pretrained: W0, the shape of the weight, any of these dtypes; first converted to the dtype of `out`.
         scale: c, [in_features], the scaling of the input features, positive; None means 1.
         pattern: "N:M" or an NMPattern; exactly N of every M weights are kept.
     Returns:
@@ -62,7 +62,8 @@ def masked_weight_(
     """
     pattern = NMPattern.parse(pattern)
     check_dtype(weight, "weight")
-    check_tensor(out, "out", weight.shape, (weight.dtype,), weight)
+    short = (torch.bfloat16,) if weight.dtype == torch.float32 else ()
+    check_tensor(out, "out", weight.shape, (weight.dtype, *short), weight)
     check_tensor(pretrained, "pretrained", weight.shape, FLOAT_DTYPES, weight)
     if scale is not None:
         check_tensor(scale, "scale", weight.shape[-1:], FLOAT_DTYPES, weight)

@@ -245,7 +245,7 @@ class ProxAdamW(Optimizer):
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
         adamw_prox_(
             local(parameter),
-            local(parameter.grad),
+            local(parameter.grad).to(parameter.dtype),
             local(state["exp_avg"]),
             local(state["exp_avg_sq"]),
             **{key: local(state[key]) for key in ("master", "pretrained") if key in state},
@@ -342,7 +342,7 @@ def check_gradient(parameter: Tensor) -> None:
             f"{what} has a sparse gradient, which AdamW does not support; create its layer with sparse=False, or use "
             "another optimizer for it"
         )
-    if grad.dtype != parameter.dtype:
+    if grad.dtype != parameter.dtype and (parameter.dtype, grad.dtype) != (torch.float32, torch.bfloat16):
         raise ValueError(
             f"{what} is {parameter.dtype}, but its gradient is {grad.dtype}; convert the gradient before the step"
         )

@@ -33,6 +33,5 @@ def mask_score(weight: Tensor, scale: Tensor | None, pretrained: Tensor | None =
 def masked_weight(
     weight: Tensor, pretrained: Tensor, scale: Tensor | None = None, pattern: PatternLike = "2:4"
 ) -> Tensor:
-    """W0 where the mask of `mask_score` keeps, else +0.0, in the dtype of the weight."""
-    pretrained = pretrained.to(weight.dtype)
-    return torch.where(nm_mask(mask_score(weight, scale, pretrained), pattern), pretrained, 0.0)
+    """W0 where the mask of `mask_score` keeps, else +0.0."""
+    return torch.where(nm_mask(mask_score(weight, scale, pretrained.to(weight.dtype)), pattern), pretrained, 0.0)

@@ -76,16 +76,22 @@ class Plan:
         options = args.options
         self.learned = learned[options.train if self.finetune else "prunable" if options.masked else "all"]
 
-    def block_bytes(self) -> int:
+    def masked_size(self, devices: int) -> int:
+        """Bytes per pruned weight of the model, and of its gradient, see `training.learnable_layer`."""
+        short = not self.finetune and self.args.options.masked and self.autocast == self.file_dtype and devices == 1
+        return self.compute if short else self.dtype.itemsize
+
+    def block_bytes(self, devices: int = 1) -> int:
         """About what a decoder block of a Llama keeps for its backward pass, w bytes per weight, c bytes in products.
 
         Per token: two norms keep inputs and scales in fp32, and 4 w for their outputs and copies; the attention q, k, v
-        and its output; the MLP gate, silu(gate), up and the product. With autocast each layer keeps a copy of its
-        weight.
+        and its output; the MLP gate, silu(gate), up and the product. A layer keeps the copy of its weight that
+        autocast has cast.
         """
         a_token = self.hidden * (2 * FP32 + 4 * self.dtype.itemsize)
         a_token += 4 * self.compute * (self.width + self.intermediate)
-        return self.tokens * a_token + (self.compute * max(self.blocks) if self.autocast else 0)
+        cast = self.autocast and self.masked_size(devices) > self.compute
+        return self.tokens * a_token + (self.compute * max(self.blocks) if cast else 0)
 
     def memory(self, devices: int) -> dict[str, Items]:
         """See the function `memory`."""
@@ -96,8 +102,9 @@ class Plan:
         frozen = w * self.prunable * (not self.finetune and options.frozen_lambda > 0)
         held_out = self.finetune and options.held_out != 0
         outside = self.weights - sum(self.blocks)
+        m = self.masked_size(devices)
         held = {
-            "weights": w * self.weights * mine,
+            "weights": (w * (self.weights - self.prunable) + m * self.prunable) * mine,
             "W0": f * self.weights * mine * (keep == "device"),
             "masks": masks * self.finetune,
             "teacher": w * self.weights * mine * (self.finetune and options.distill > 0),
@@ -109,8 +116,8 @@ class Plan:
             # FSDP2 gathers a block while another computes, and sends the gradients of a block from a copy
             "gathered": several * w * (4 * max(self.blocks) + outside),
         }
-        gradients = w * (max(self.layers) if options.step_in_backward else self.learned * mine)
-        kept = w * self.tokens * self.hidden if options.gradient_checkpointing else self.block_bytes()
+        gradients = m * (max(self.layers) if options.step_in_backward else self.learned * mine)
+        kept = w * self.tokens * self.hidden if options.gradient_checkpointing else self.block_bytes(devices)
         # logits, their gradient in parts and as a whole, and the teacher's; log p, log q and their gradients in fp32
         logits = self.compute * (3 + (options.distill > 0)) * self.tokens * self.vocabulary
         logits += 2 * FP32 * (1 + (options.distill > 0)) * min(self.tokens, ROWS) * self.vocabulary
@@ -119,7 +126,7 @@ class Plan:
             forward["activations"] += (w + FP32) * self.tokens * self.hidden * (len(self.blocks) - 1)
         if options.gradient_accumulation_steps > 1 or not self.on_gpu:  # malloc keeps the memory of freed tensors
             forward["gradients"] = gradients
-        backward = {"activations": self.block_bytes(), "gradients": gradients}
+        backward = {"activations": self.block_bytes(devices), "gradients": gradients}
         device = held | max(forward, backward, key=total)
 
         checkpoint = (w * (1 + held_out) + moments + FP32 * options.master_weights) * self.learned + frozen

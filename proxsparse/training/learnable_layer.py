@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from proxsparse.ops import masked_weight_, nm_mask
 from proxsparse.patterns import NMPattern
 from proxsparse.reference import mask_score
-from proxsparse.runtime.sharding import local, sum_of_shards
+from proxsparse.runtime.sharding import is_sharded, local, sum_of_shards
 
 
 @dataclass
@@ -25,7 +25,7 @@ class LearnableLayer:
     """A layer in training; if it is sharded, the rows of this process."""
 
     layer: nn.Linear | None  # None: dense, without a layer to update
-    weight: nn.Parameter  # the learned weight, like layer.weight: v if masked, else layer.weight itself
+    weight: nn.Parameter  # the learned weight: v, sharded like layer.weight, if masked, else layer.weight itself
     pretrained: Tensor  # W0, [local rows, in_features], in any dtype, on any device
     scale: Tensor | None  # c, [in_features]; None: c = 1
     pattern: NMPattern
@@ -85,19 +85,26 @@ def make_learnable_layers(
     scales: dict[str, Tensor],
     patterns: dict[str, NMPattern],
     masked: bool,
+    compute_dtype: torch.dtype | None = None,
 ) -> dict[str, LearnableLayer]:
     """Layer name -> its learnable layer. If `masked`, the weights of the layers become W0 under the mask of W0.
+
+    If W0 is in the dtype of autocast, these weights and their gradients are too: autocast would cast them to it, and
+    they need half the memory. Not if they are sharded, because FSDP2 keeps the dtype that it has seen first.
 
     Args:
         pretrained: parameter name -> W0, from `sharding.shard_and_move_`.
         scales: layer name -> c, [in_features]; {}: c = 1.
         patterns: layer name -> N:M.
+        compute_dtype: dtype of autocast in the forward pass; None: no autocast.
     """
     found = {}
     for name, layer in layers.items():
         scale, pattern, weight = scales.get(name), patterns[name], layer.weight
         if masked:
             weight = nn.Parameter(layer.weight.detach().clone())
+            if pretrained[f"{name}.weight"].dtype == compute_dtype and not is_sharded(layer.weight):
+                layer.weight.data, weight.grad_dtype = layer.weight.detach().to(compute_dtype), compute_dtype
         found[name] = LearnableLayer(layer, weight, pretrained[f"{name}.weight"], scale, pattern)
         found[name].remask_()
     return found

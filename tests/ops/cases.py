@@ -109,10 +109,14 @@ def step_in_float64(tensors: Tensors, reg_lambda: float, pattern: str = "2:4") -
     return exact | ({"master": exact["weight"]} if "master" in tensors else {})
 
 
+def short(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the result of masked_weight_ besides that of the weight."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
 def masked(weight, pretrained, scale=None, pattern="2:4") -> Tensor:
     """masked_weight_ in five passes: c * w with the sign of W0, its mask, W0 there."""
-    pretrained = pretrained.to(weight.dtype)
-    score = (weight if scale is None else weight * scale) * pretrained.sign()
+    score = (weight if scale is None else weight * scale) * pretrained.to(weight.dtype).sign()
     return torch.where(reference.nm_mask(score, pattern), pretrained, 0.0)
 
 
@@ -247,14 +251,25 @@ CASES = {
         lambda t: (t["out"], t["weight"], t["pretrained"], t["scale"], 2, 4),
         same_bits=True,
     ),
-    "masked weight, 1:4, W0 of another dtype": Case(  # kernels convert bfloat16 to float32, the op the others
+    "masked weight, W0 and the result in bfloat16": Case(  # of a float32 weight
+        "masked_weight_",
+        lambda shape, dtype, seed: {
+            "weight": hard(shape, dtype, seed),
+            **{name: hard(shape, short(dtype), seed + 1) for name in ("out", "pretrained")},
+        },
+        lambda t: {"out": masked_weight_(**t)},
+        lambda t: {"out": masked(t["weight"], t["pretrained"])},
+        lambda t: (t["out"], t["weight"], t["pretrained"], None, 2, 4),
+        same_bits=True,
+    ),
+    "masked weight, 1:4, W0 of another dtype": Case(  # the op converts it
         "masked_weight_",
         lambda shape, dtype, seed: {
             **{"out": torch.zeros(shape, dtype=dtype), "weight": hard(shape, dtype, seed)},
             "pretrained": other_dtype(shape, dtype, seed + 1),
         },
         lambda t: {"out": masked_weight_(**t, pattern="1:4")},
-        lambda t: {"out": masked(t["weight"], t["pretrained"], pattern="1:4")},
+        lambda t: {"out": masked(t["weight"], t["pretrained"].to(t["out"].dtype), pattern="1:4")},
         lambda t: (t["out"], t["weight"], t["pretrained"], None, 1, 4),
         pattern="1:4",
         same_bits=True,
@@ -305,6 +320,15 @@ for _pattern in ("4:6", "6:8", "8:10"):  # with lambda so small that the weights
             lambda t, pattern=_pattern: {"out": masked_weight_(**t, pattern=pattern)},
             lambda t, pattern=_pattern: {"out": masked(t["weight"], t["pretrained"], t["scale"], pattern)},
             lambda t, n=_n, m=_m: (t["out"], t["weight"], t["pretrained"], t["scale"], n, m),
+            **_blocks,
+            same_bits=True,
+        ),
+        f"masked weight, {_pattern}, in bfloat16": Case(
+            "masked_weight_",
+            CASES["masked weight, W0 and the result in bfloat16"].inputs,
+            lambda t, pattern=_pattern: {"out": masked_weight_(**t, pattern=pattern)},
+            lambda t, pattern=_pattern: {"out": masked(t["weight"], t["pretrained"], pattern=pattern)},
+            lambda t, n=_n, m=_m: (t["out"], t["weight"], t["pretrained"], None, n, m),
             **_blocks,
             same_bits=True,
         ),

@@ -53,7 +53,7 @@ def step_call(weight, moment, given, n):
 
 def mask_call(weight, pretrained, scale, n):
     """The same of W0 under a mask."""
-    arguments = {"out_ptr": f"*{weight}", "weight_ptr": f"*{weight}", "pretrained_ptr": f"*{pretrained}"}
+    arguments = {"out_ptr": f"*{pretrained}", "weight_ptr": f"*{weight}", "pretrained_ptr": f"*{pretrained}"}
     arguments |= {"columns": "i32", "pieces": "i32"} | ({"scale_ptr": f"*{scale}"} if scale else {})
     constants = {"N": n, "BLOCKS": masked_weight.BLOCKS_PER_PROGRAM, "M": 4} | ({} if scale else {"scale_ptr": None})
     return masked_weight.masked_weight_kernel, arguments, constants, {"num_warps": masked_weight.NUM_WARPS}
