@@ -59,7 +59,7 @@ def rounded(x, random, dtype: tl.constexpr):
 @triton.jit(do_not_specialize=["seed_low", "seed_high"])
 def adamw_prox_kernel(
     weight_ptr,  # [numel], changed in place; all tensors are contiguous
-    grad_ptr,  # [numel], dtype of the weight
+    grad_ptr,  # [numel], dtype of the weight, or bfloat16 for a float32 weight
     exp_avg_ptr,  # [numel], the arithmetic's dtype or bfloat16; changed in place
     exp_avg_sq_ptr,  # [numel], dtype of exp_avg; changed in place
     master_ptr,  # [numel], float32, or None; changed in place

@@ -76,7 +76,8 @@ def check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale) 
     """Raises ValueError for a tensor that does not fit the weight."""
     check_dtype(weight, "weight")
     arithmetic = arithmetic_of(weight)
-    check_tensor(grad, "grad", weight.shape, (weight.dtype,), weight)
+    kinds = (weight.dtype, torch.bfloat16) if weight.dtype == torch.float32 else (weight.dtype,)
+    check_tensor(grad, "grad", weight.shape, kinds, weight)
     short = (torch.bfloat16,) if arithmetic == torch.float32 else ()
     check_tensor(exp_avg, "exp_avg", weight.shape, (arithmetic, *short), weight)
     check_tensor(exp_avg_sq, "exp_avg_sq", weight.shape, (exp_avg.dtype,), weight)
@@ -140,7 +141,7 @@ def adamw_prox_(
     Args:
         weight: [..., in_features], float32, float64, bfloat16 or float16; any shape if reg_lambda is 0. Changed in
             place. All tensors may have any strides.
-        grad: shape and dtype of the weight; not changed.
+        grad: shape and dtype of the weight, or bfloat16 for a float32 weight; not changed.
         exp_avg, exp_avg_sq: the moments of v, float32 or bfloat16 (float64 for a float64 weight). Changed in place.
         master: float32 copy of a bfloat16 or float16 weight: the step updates it, and the weight becomes its rounded
             value. Changed in place. None: the step updates the weight itself.

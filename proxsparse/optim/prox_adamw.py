@@ -245,7 +245,7 @@ class ProxAdamW(Optimizer):
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
         adamw_prox_(
             local(parameter),
-            local(parameter.grad).to(parameter.dtype),
+            local(parameter.grad),
             local(state["exp_avg"]),
             local(state["exp_avg_sq"]),
             **{key: local(state[key]) for key in ("master", "pretrained") if key in state},
@@ -333,7 +333,10 @@ def check_scale(weight: Tensor, scale: Tensor) -> None:
 
 
 def check_gradient(parameter: Tensor) -> None:
-    """Raises ValueError for a gradient that is sparse, or of another dtype or sharding than its parameter."""
+    """Raises ValueError for a gradient that is sparse, or of another sharding or dtype than its parameter.
+
+    The gradient of a float32 parameter may be bfloat16, if its `grad_dtype` allows it.
+    """
     grad, what = parameter.grad, f"parameter of shape {list(parameter.shape)}"
     if grad is None:
         return

@@ -61,14 +61,25 @@ class LearnableLayer:
 
 @contextmanager
 def dense(model: nn.Module, learned: Iterable[LearnableLayer]) -> Iterator[nn.Module]:
-    """Within the block, the masked layers of the model have their pretrained weights."""
-    learned = list(learned)
+    """Within the block, the masked layers of the model have their pretrained weights.
+
+    W0 itself takes the place of a weight with its dtype and device; otherwise W0 is copied into the weight.
+    """
+    copied, replaced = [], []
     for layer in learned:
-        local(layer.layer.weight.detach()).copy_(layer.pretrained)
+        weight, pretrained = layer.layer.weight, layer.pretrained
+        if is_sharded(weight) or (pretrained.dtype, pretrained.device) != (weight.dtype, weight.device):
+            local(weight.detach()).copy_(pretrained)
+            copied.append(layer)
+        else:
+            replaced.append((weight, weight.data))
+            weight.data = pretrained
     try:
         yield model
     finally:
-        for layer in learned:
+        for weight, masked in replaced:
+            weight.data = masked
+        for layer in copied:
             layer.remask_()
 
 

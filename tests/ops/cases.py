@@ -110,8 +110,13 @@ def step_in_float64(tensors: Tensors, reg_lambda: float, pattern: str = "2:4") -
 
 
 def short(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the result of masked_weight_ besides that of the weight."""
+    """bfloat16 for float32, as the result of masked_weight_ and the gradient of a step may be."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def short_gradient(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """The tensors of a step, with the gradient in bfloat16 for a float32 weight."""
+    return tensors | {"grad": tensors["grad"].to(short(dtype))}
 
 
 def masked(weight, pretrained, scale=None, pattern="2:4") -> Tensor:
@@ -224,6 +229,13 @@ CASES = {
         adamw_in_float64,
         lambda t: step_arguments(t, 0.0),
         block=1,
+    ),
+    "AdamW and prox, gradient in bfloat16": Case(  # of a float32 weight
+        "adamw_prox_",
+        lambda shape, dtype, seed: short_gradient(everything(shape, dtype, seed), dtype),
+        lambda t: step_(t, reg_lambda=0.6),
+        lambda t: step_in_float64(t, 0.6),
+        lambda t: step_arguments(t, 0.6),
     ),
     "AdamW and prox, everything given": Case(
         "adamw_prox_",

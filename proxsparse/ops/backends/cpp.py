@@ -51,8 +51,8 @@ def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tens
 
 
 @register_kernel("adamw_prox_", "cpp", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
-def _adamw_prox_(*arguments) -> None:
-    _C.adamw_prox_(*arguments)
+def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
+    _C.adamw_prox_(weight, grad.to(weight.dtype), *arguments)
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:

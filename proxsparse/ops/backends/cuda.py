@@ -57,9 +57,9 @@ def _prox_nm_(weight: Tensor, reg_lambda: float, n: int, m: int, scale: Tensor |
 
 
 @register_kernel("adamw_prox_", "cuda", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
-def _adamw_prox_(weight: Tensor, *arguments) -> None:
+def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
     *head, n, _m, frozen_lambda, frozen_eps, seed = arguments
-    _call("adamw_prox_", weight, *head, n, frozen_lambda, frozen_eps, seed)
+    _call("adamw_prox_", weight, grad.to(weight.dtype), *head, n, frozen_lambda, frozen_eps, seed)
 
 
 @register_kernel("masked_weight_", "cuda", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
