@@ -8,6 +8,7 @@ from pathlib import Path
 import plan_check
 import prox_speed
 import pytest
+import step_operations
 import tiny_models
 import token_memory
 import torch
@@ -37,9 +38,10 @@ SMALL = {  # script -> its flags, which may name files that `small_run` makes
     "--eval_seq_len 32",
     "plan_check": "--only 'train random'",
     "token_memory": "--documents 2 3",
+    "step_operations": "--layers 1 --cases 'mixed, distill, compile'",
     "serve_speed": "--model tiny --layers 1 --batches 3 --prompts 8 --new_tokens 2 --repetitions 2 --device cpu",
 }
-SLOW = {"serve_speed", "solver_quality"}
+SLOW = {"serve_speed", "solver_quality", "step_operations"}
 DRAWN = {"prox_speed", "linear_speed", "generate_speed", "solver_quality", "studies", "bits_quality"}
 OTHER_ROWS = {"note", "task", "curve", "finetuned", "parts"}  # fields of rows that the small runs do not have
 EARLIER = {"scaling", "forward"}  # fields of rows of studies before --objective alone chose the mode
@@ -69,6 +71,8 @@ def test_help(name, capsys):
 def test_small_run(name, rows_of, tmp_path, monkeypatch, capsys):
     for package in ("fastapi", "uvicorn") if name == "serve_speed" else ():
         pytest.importorskip(package)
+    if name == "step_operations" and not (step_operations.CUDA / "include").is_dir():
+        pytest.skip("no headers of CUDA")
     if importlib.util.find_spec("torchao") is None:
         bits_quality = importlib.import_module("bits_quality")
         monkeypatch.setattr(bits_quality, "round_dense_", lambda layers, bits: float(bits))
