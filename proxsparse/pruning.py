@@ -170,9 +170,11 @@ def finetune_(
         pattern: N:M of the pruned layers; None: of each layer the first of 2:4, 4:6, 6:8, 8:10 that its zeros fit.
             Layers without the pattern stay as they are.
         include, exclude, num_samples, text_field, seed, checkpoints: as in `prune_`.
-        seq_len: number of tokens in a sample; default: 1024, or the context length of the model if shorter.
-        packing: join documents into full windows; False: a sample is one truncated document.
-        options: flags of `proxsparse finetune`, such as learning_rate=3e-4, distill=0.67, held_out=16.
+        seq_len: number of tokens in a sample; default: 1024, with packing=False 512, or the context length of the model
+            if shorter.
+        packing: join documents into full windows; False: a sample is one truncated document, which was better after
+            sparsegpt and admm.
+        options: flags of `proxsparse finetune`, such as learning_rate=3e-4, distill=0.5, held_out=16.
     Returns:
         Layer name -> bool [out_features, in_features] on the CPU, True = kept.
     Raises:
@@ -187,7 +189,7 @@ def finetune_(
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         more = {"seed": seed, "include": include, "exclude": exclude}
         check_types(options | given | more, known | TYPICAL)
-        check_fields(TuningDataArgs(**given))
+        check_fields(samples := TuningDataArgs(**given))
         values = vars(FinetuneOptions(**options, seed=seed).check())
         check_model(model)
         torch.manual_seed(seed)  # for dropout
@@ -204,7 +206,7 @@ def finetune_(
             refuse_other_vocabulary(model, teacher, "teacher")
         with shown(is_interactive()):
             size = values["per_device_train_batch_size"]
-            more = {"window": TuningDataArgs.window, "batch_size": size, "seed": seed}
+            more = {"window": samples.window, "batch_size": size, "seed": seed}
             more["folder"] = tokens_folder(checkpoints)
             batches, _ = read_batches(data, model, tokenizer, **more, **given)
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from proxsparse.training.held_layer import hold_layers
 from proxsparse.training.loop import own_samples, step_count, train_step, training
 from proxsparse.training.loss import training_loss
 from proxsparse.training.optimizer import adamw, weights_of
-from proxsparse.training.options import HELD_OUT, FinetuneOptions
+from proxsparse.training.options import FinetuneOptions
 from proxsparse.training.state import TrainState
 
 
@@ -93,17 +92,14 @@ def split(batches: Sequence[Batch], options: FinetuneOptions) -> tuple[Sequence[
     Raises:
         InputError: no sample is left to train on.
     """
-    asked = options.held_out
-    if asked is None:
-        asked = min(HELD_OUT, sum(len(batch["input_ids"]) for batch in islice(batches, 8 * HELD_OUT)) // 8)
     held_out, samples = [], 0
     for batch in reversed(batches):
-        if samples >= asked:
+        if samples >= options.held_out:
             break
         held_out.insert(0, add_labels(batch))
         samples += len(batch["input_ids"])
     if len(held_out) == len(batches):
-        raise InputError(f"--held_out {asked}: the calibration text has only {samples} samples; lower it")
+        raise InputError(f"--held_out {options.held_out}: the calibration text has only {samples} samples; lower it")
     return Subset(batches, range(len(batches) - len(held_out))), held_out
 
 

@@ -78,16 +78,20 @@ class DataArgs:
 class TuningDataArgs(DataArgs):
     """The samples of fine-tuning."""
 
-    window: ClassVar[int] = 1024
-
     seq_len: int | None = flag(
         None,
-        "length of a sample in tokens; default: 1024, or the model's context length if shorter",
+        "length of a sample in tokens; default: 1024, with --packing false 512, or the model's context length if "
+        "shorter",
         "data",
         valid=TWO_TOKENS,
     )
-    # on short documents the weights learn for short contexts, and the perplexity of long windows rises
+    # after mask learning: on short documents the weights learn for short contexts (docs/results.md)
     packing: bool = flag(True, "join documents into full windows; false: a sample is one truncated document", "data")
+
+    @property
+    def window(self) -> int:
+        """The default of --seq_len."""
+        return 1024 if self.packing else 512
 
 
 @dataclass

@@ -194,7 +194,6 @@ class LearningOptions(LoopOptions):
         return self
 
 
-HELD_OUT = 16  # default of --held_out
 TRAINED = {  # --train -> what is trained, and the default learning rate
     "kept": ("the kept weights, norms and biases", 3e-4),
     "norms": ("only the norms and biases", 2e-3),
@@ -208,11 +207,8 @@ class FinetuneOptions(LoopOptions):
     train: str = flag(
         "kept", "; ".join(f"{name}: {what}" for name, (what, _) in TRAINED.items()), choices=tuple(TRAINED)
     )
-    held_out: int | None = flag(
-        None,
-        "samples that are held out to choose the best weights; 0: none, the last weights are kept; default: "
-        f"{HELD_OUT}, at most an eighth of the samples",
-        valid=AT_LEAST_0,
+    held_out: int = flag(
+        0, "samples that are held out to choose the best weights; 0: none, the last weights are kept", valid=AT_LEAST_0
     )
     evals: int = flag(10, "number of measurements of the held-out loss", valid=AT_LEAST_1)
     patience: int = flag(
@@ -221,7 +217,7 @@ class FinetuneOptions(LoopOptions):
         "first, and fall only when the learning rate does",
         valid=AT_LEAST_0,
     )
-    distill: float = flag(0.67, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
+    distill: float = flag(0.5, "weight of the distillation from the teacher in the loss, 0 to 1", valid=SHARE)
     learning_rate: float | None = flag(
         None,
         "learning rate after the warm-up; default: "

@@ -235,7 +235,7 @@ def stopped(arguments_of, command_in_child, tmp_path):
         ("prune sparsegpt", ["--include", "mlp"], "--include not set (now ['mlp'])"),
         ("train", ["--learning_rate", "0.1"], "--learning_rate 0.005 (now 0.1)"),
         ("train", ["--gradient_accumulation_steps", "2"], "times processes) 1 (now 2)"),
-        ("finetune", ["--distill", "0.5"], "--distill 0.67 (now 0.5)"),
+        ("finetune", ["--distill", "0.4"], "--distill 0.5 (now 0.4)"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
