@@ -5,8 +5,8 @@
 Needs gcc and the headers of CUDA. Tensors are fake, and the CUDA runtime and driver are those of lib/no_gpu.c, so torch
 chooses operations as on a GPU. "compile": inductor generates its code for sm_90, and the calls in it are counted, of
 Triton kernels and of libraries. "bf16 files": mixed precision with W0 in bf16. The optimizer and the masks need two
-kernels for each layer. An operation counts once, although a few, such as the backward pass of attention, launch several
-kernels.
+kernels for each layer (Triton). Not counted: clipping, and copies of W0 if it is not on the GPU. An operation counts
+once, although a few, such as the backward pass of attention, launch several kernels.
 """
 
 import copy
@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 PRECISIONS = ("mixed", "mixed, bf16 files", "bf16")
 CASES = [f"{precision}{distill}" for precision in PRECISIONS for distill in ("", ", distill")]
 CASES += [f"{case}, compile" for case in CASES]
-NO_KERNEL = "detach alias _unsafe_view _reshape_alias lift_fresh resize_ set_ empty new_empty empty_like empty_strided "
-NO_KERNEL = set((NO_KERNEL + "new_empty_strided _local_scalar_dense is_same_size").split())
+NO_KERNEL = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "resize_", "set_", "empty", "new_empty"}
+NO_KERNEL |= {"empty_like", "empty_strided", "new_empty_strided", "_local_scalar_dense", "is_same_size"}
 CALL = r"\b(triton)_\w+\.run\(|\b(extern_kernels\.\w+|aten\.\w+|torch\.ops\.\w+\.\w+)(?:\.\w+)*\("
 CUDA = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
 
@@ -97,10 +97,10 @@ def counted(case: str, layers: int | None) -> dict[str, int]:
     sizes.num_hidden_layers = layers or sizes.num_hidden_layers
     mixed, share = "mixed" in case, 0.5 if "distill" in case else 0.0
     backend = {"backend": lambda graph, inputs: compile_fx.compile_fx(graph, inputs, counting.compile)}
-    causal = mock.patch("transformers.masking_utils._ignore_causal_mask_sdpa", return_value=True)  # reads the mask
+    whole_mask = mock.patch("transformers.masking_utils._ignore_causal_mask_sdpa", return_value=True)  # reads the mask
     loss_compiled = mock.patch.object(training_loss, "compiled", lambda function: torch.compile(function, **backend))
     settings = config.patch(force_disable_caches=True, compile_threads=1)
-    with settings, causal, loss_compiled, FakeTensorMode(allow_non_fake_inputs=True):
+    with settings, whole_mask, loss_compiled, FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
             sizes.dtype = torch.float32 if mixed else torch.bfloat16
             model = LlamaForCausalLM._from_config(sizes).train().requires_grad_(False)

@@ -154,8 +154,8 @@ inline MaskedWeightCall checked_masked_weight(at::DeviceType device, const at::T
   const bool mixed = dtype == at::kFloat && pretrained.scalar_type() == at::kBFloat16;
   check_tensor("weight", weight, device, weight.sizes(), dtype);
   check_pattern("weight", weight, n, m);
-  check_tensor("out", out, device, weight.sizes(), pretrained.scalar_type());
   check_tensor("pretrained", pretrained, device, weight.sizes(), mixed ? at::kBFloat16 : dtype);
+  check_tensor("out", out, device, weight.sizes(), pretrained.scalar_type());
   if (scale) check_tensor("scale", *scale, device, {in_features_of(weight)}, arithmetic_of(weight));
   return {.out = out.mutable_data_ptr(),
           .weight = weight.const_data_ptr(),

@@ -189,7 +189,8 @@ def finetune_(
         given = {"num_samples": num_samples, "seq_len": seq_len, "packing": packing, "text_field": text_field}
         more = {"seed": seed, "include": include, "exclude": exclude}
         check_types(options | given | more, known | TYPICAL)
-        check_fields(samples := TuningDataArgs(**given))
+        data_args = TuningDataArgs(**given)
+        check_fields(data_args)
         values = vars(FinetuneOptions(**options, seed=seed).check())
         check_model(model)
         torch.manual_seed(seed)  # for dropout
@@ -206,7 +207,7 @@ def finetune_(
             refuse_other_vocabulary(model, teacher, "teacher")
         with shown(is_interactive()):
             size = values["per_device_train_batch_size"]
-            more = {"window": samples.window, "batch_size": size, "seed": seed}
+            more = {"window": data_args.window, "batch_size": size, "seed": seed}
             more["folder"] = tokens_folder(checkpoints)
             batches, _ = read_batches(data, model, tokenizer, **more, **given)
             identity = {"method": "finetune", "pattern": {name: str(each) for name, each in patterns.items()}}

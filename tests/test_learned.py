@@ -1,5 +1,6 @@
 """What learns: under the mask the model computes with W0 under it, and the gradient reaches every weight."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -87,6 +88,37 @@ def test_weights_of_the_dtype_of_autocast_stay_in_it():
         found.append([output.detach(), learned.weight.detach(), each.weight.float()])
     for one, same in zip(*found, strict=True):
         assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_clipped_by_their_norm_in_float32(dtype):
+    weights = [nn.Parameter(torch.randn(30, 40)) for _ in range(3)]
+    for weight in weights:
+        weight.grad_dtype = dtype
+        weight.grad = torch.randn(30, 40).to(dtype)
+    before = torch.cat([weight.grad.double().flatten() for weight in weights])
+    for largest, factor in ((math.inf, 1.0), (7.0, 7.0 / before.norm().item())):
+        norm = loop.clip_gradients_([*weights, nn.Parameter(torch.ones(2))], largest)
+        assert norm.item() == pytest.approx(before.norm().item(), rel=1e-6)
+        after = torch.cat([weight.grad.double().flatten() for weight in weights])
+        torch.testing.assert_close(after, factor * before, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_the_dense_model_is_there_only_within_the_block(model):
+    """W0 itself, unchanged, also after an error; a copy in the layer whose W0 has another dtype."""
+    learned = under_masks(prunable_layers(model))
+    before = {name: one.layer.weight.detach().clone() for name, one in learned.items()}
+    pretrained = {name: one.pretrained.clone() for name, one in learned.items()}
+    last = [*learned.values()][-1]
+    last.pretrained = last.pretrained.double()
+    with contextlib.suppress(ZeroDivisionError), dense(model, learned.values()):
+        for name, one in learned.items():
+            assert torch.equal(one.layer.weight, pretrained[name])
+            assert (one.layer.weight.data_ptr() == one.pretrained.data_ptr()) == (one is not last)
+        raise ZeroDivisionError
+    for name, one in learned.items():
+        assert torch.equal(one.layer.weight, before[name])
+        assert torch.equal(one.pretrained.float(), pretrained[name])
 
 
 def test_what_is_saved_is_what_was_measured(model):

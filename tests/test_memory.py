@@ -51,7 +51,7 @@ def test_a_block_keeps_about_what_the_formula_says(model, precision, objective, 
         training_loss(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
     kept = ends[-1] - ends[0]  # of all but the first, whose end includes the embedding
     assert len(plan.blocks) == 2
-    assert 0.95 * kept < plan.block_bytes() < 1.3 * kept
+    assert 0.95 * kept < plan.block_bytes(1) < 1.3 * kept
 
 
 @pytest.mark.parametrize(

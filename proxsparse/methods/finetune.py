@@ -58,8 +58,8 @@ def train_kept_weights(
     trained = trained_parameters(model, layers, options)
     # one group for each parameter, as --step_in_backward needs
     optimizer = adamw([{"params": [pair], "lr": options.learning_rate} for pair in trained.items()], options)
-    of_loss = {name: getattr(options, name) for name in ("distill", "compile")}
-    loss = partial(training_loss, model, teacher=lambda: nullcontext(teacher), **of_loss)
+    loss_options = {name: getattr(options, name) for name in ("distill", "compile")}
+    loss = partial(training_loss, model, teacher=lambda: nullcontext(teacher), **loss_options)
     measure = partial(held_out_loss, model, held_out, compute_dtype, loss) if held_out else None
     stopping = EarlyStopping(measure, trained, max(1, steps // options.evals), steps, options.patience)
     state = TrainState(model, held, options, steps, optimizer, stopping)

@@ -76,23 +76,22 @@ def learn_masks(
         checkpoints.load(newest[0], {f"scale.{name}": scale for name, scale in scales.items()})
     elif options.masked:
         scales = activation_scaling(model, layers, batches, options.scaling_samples)
-    learned = make_learnable_layers(layers, weights, scales, patterns, options.masked, compute_dtype)
+    short_dtype = compute_dtype if options.gradient_accumulation_steps == 1 else None
+    learned = make_learnable_layers(layers, weights, scales, patterns, options.masked, short_dtype)
     monitor = MaskMonitor(learned.values(), steps)
     state = TrainState(model, learned, options, steps, prox_adamw(model, learned, options), monitor)
     if newest:
         state.restore_(checkpoints, *newest)
     seconds_before = state.seconds
 
-    of_loss = {name: getattr(options, name) for name in ("distill", "match_hidden", "compile")}
-    loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **of_loss)
+    loss_options = {name: getattr(options, name) for name in ("distill", "match_hidden", "compile")}
+    loss = partial(training_loss, model, teacher=partial(dense, model, learned.values()), **loss_options)
     samples, stop = own_samples(batches, state), StopSignal()
     with training(state, checkpoints, "learning the masks", stop) as (end_step, update):
         while not state.complete and not stop.number:
             end_step(train_step(state, samples, loss, compute_dtype, update))
         masks = state.masks()  # within the block, which restores the signals if this fails
 
-    for layer in learned.values():
-        layer.layer.weight.data = layer.layer.weight.detach().to(layer.weight.dtype)
     magnitude = {name: nm_mask(layer.pretrained.abs(), layer.pattern).cpu() for name, layer in learned.items()}
     figures = {
         "steps": state.step,

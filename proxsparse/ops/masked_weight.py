@@ -19,11 +19,12 @@ torch.library.define(
 def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, n: int, m: int) -> None:
     if out.numel() == 0:
         return
-    pretrained = pretrained.to(out.dtype)
+    if (weight.dtype, pretrained.dtype) != (torch.float32, torch.bfloat16):
+        pretrained = pretrained.to(out.dtype)
     scale = None if scale is None else whole_rows(scale.to(arithmetic_of(weight)), m, 1.0)
     # the score of the padding is that of -infinity times the sign of 1: the lowest
     arguments = (whole_rows(weight, m, -torch.inf), whole_rows(pretrained, m, 1.0), scale, n, m)
-    dense = whole_rows(out, m)
+    dense = whole_rows(out if out.dtype == pretrained.dtype else torch.empty_like(pretrained), m)
     select("masked_weight_", dense, *arguments).run(dense, *arguments)
     write_back(out, dense)
 

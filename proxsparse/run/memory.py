@@ -78,10 +78,11 @@ class Plan:
 
     def masked_size(self, devices: int) -> int:
         """Bytes per pruned weight of the model, and of its gradient, see `training.learnable_layer`."""
-        short = not self.finetune and self.args.options.masked and self.autocast == self.file_dtype and devices == 1
+        options, same = self.args.options, self.autocast == self.file_dtype
+        short = not self.finetune and options.masked and same and options.gradient_accumulation_steps == devices == 1
         return self.compute if short else self.dtype.itemsize
 
-    def block_bytes(self, devices: int = 1) -> int:
+    def block_bytes(self, devices: int) -> int:
         """About what a decoder block of a Llama keeps for its backward pass, w bytes per weight, c bytes in products.
 
         Per token: two norms keep inputs and scales in fp32, and 4 w for their outputs and copies; the attention q, k, v
@@ -116,7 +117,8 @@ class Plan:
             # FSDP2 gathers a block while another computes, and sends the gradients of a block from a copy
             "gathered": several * w * (4 * max(self.blocks) + outside),
         }
-        gradients = m * (max(self.layers) if options.step_in_backward else self.learned * mine)
+        at_once = self.blocks if options.compile else self.layers  # compiled, a block computes all its gradients first
+        gradients = m * (max(at_once) if options.step_in_backward else self.learned * mine)
         kept = w * self.tokens * self.hidden if options.gradient_checkpointing else self.block_bytes(devices)
         # logits, their gradient in parts and as a whole, and the teacher's; log p, log q and their gradients in fp32
         logits = self.compute * (3 + (options.distill > 0)) * self.tokens * self.vocabulary

@@ -66,15 +66,15 @@ def dense(model: nn.Module, learned: Iterable[LearnableLayer]) -> Iterator[nn.Mo
     W0 itself takes the place of a weight with its dtype and device; otherwise W0 is copied into the weight.
     """
     copied, replaced = [], []
-    for layer in learned:
-        weight, pretrained = layer.layer.weight, layer.pretrained
-        if is_sharded(weight) or (pretrained.dtype, pretrained.device) != (weight.dtype, weight.device):
-            local(weight.detach()).copy_(pretrained)
-            copied.append(layer)
-        else:
-            replaced.append((weight, weight.data))
-            weight.data = pretrained
     try:
+        for layer in learned:
+            weight, pretrained = layer.layer.weight, layer.pretrained
+            if is_sharded(weight) or (pretrained.dtype, pretrained.device) != (weight.dtype, weight.device):
+                copied.append(layer)
+                local(weight.detach()).copy_(pretrained)
+            else:
+                replaced.append((weight, weight.data))
+                weight.data = pretrained
         yield model
     finally:
         for weight, masked in replaced:
@@ -96,26 +96,27 @@ def make_learnable_layers(
     scales: dict[str, Tensor],
     patterns: dict[str, NMPattern],
     masked: bool,
-    compute_dtype: torch.dtype | None = None,
+    short_dtype: torch.dtype | None = None,
 ) -> dict[str, LearnableLayer]:
     """Layer name -> its learnable layer. If `masked`, the weights of the layers become W0 under the mask of W0.
 
-    If W0 is in the dtype of autocast, these weights and their gradients are too: autocast would cast them to it, and
-    they need half the memory. Not if they are sharded, because FSDP2 keeps the dtype that it has seen first.
+    Where W0 is in `short_dtype`, these weights and their gradients are too: autocast would cast them to it, and they
+    need half the memory. Not if they are sharded, because FSDP2 keeps the dtype that it has seen first.
 
     Args:
         pretrained: parameter name -> W0, from `sharding.shard_and_move_`.
         scales: layer name -> c, [in_features]; {}: c = 1.
         patterns: layer name -> N:M.
-        compute_dtype: dtype of autocast in the forward pass; None: no autocast.
+        short_dtype: that of autocast, if every step has one forward pass: several gradients are summed in fp32.
     """
     found = {}
     for name, layer in layers.items():
         scale, pattern, weight = scales.get(name), patterns[name], layer.weight
         if masked:
             weight = nn.Parameter(layer.weight.detach().clone())
-            if pretrained[f"{name}.weight"].dtype == compute_dtype and not is_sharded(layer.weight):
-                layer.weight.data, weight.grad_dtype = layer.weight.detach().to(compute_dtype), compute_dtype
+            if pretrained[f"{name}.weight"].dtype == short_dtype and not is_sharded(layer.weight):
+                layer.weight.data = layer.weight.detach().to(short_dtype)
+                weight.grad_dtype = short_dtype
         found[name] = LearnableLayer(layer, weight, pretrained[f"{name}.weight"], scale, pattern)
         found[name].remask_()
     return found

@@ -171,7 +171,7 @@ def backward(
             batch_loss = loss_of_batch(batch) * (count / all_predicted)
         (part,) = distributed.all_reduce_sum([batch_loss.item()]) if read else (0.0,)
         if not math.isfinite(part):  # checked before the backward pass, which may update the weights
-            with autocast(model.device, compute_dtype):
+            with torch.compiler.set_stance("force_eager"), autocast(model.device, compute_dtype):
                 where = first_not_finite(model, batch["input_ids"])
             raise InputError(
                 f"the loss is {part}{where}; lower --learning_rate, or use --precision fp32; if this is "
@@ -234,12 +234,21 @@ def update_all(state: TrainState, read: bool) -> float | Tensor:
     """
     for layer in state.layers.values():
         layer.take_gradient_()
-    norm = nn.utils.clip_grad_norm_(weights_of(state.optimizer).values(), state.options.max_grad_norm or math.inf)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = clip_gradients_(list(weights_of(state.optimizer).values()), state.options.max_grad_norm or math.inf)
     norm = read_norm(state, norm) if read else not_read(state, norm)
     state.optimizer.step()
     state.optimizer.zero_grad()
     state.remask_()
+    return norm
+
+
+@torch.no_grad()
+def clip_gradients_(weights: list[Tensor], max_norm: float) -> Tensor:
+    """As `nn.utils.clip_grad_norm_`, with the norm in fp32 for gradients of any dtype; the norm over all processes."""
+    gradients = [sharding.local(weight.grad) for weight in weights if weight.grad is not None]
+    norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float32))
+    norm = sharding.sum_of_shards(norms.square().sum(), weights[0]).sqrt()
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp_max(1.0))
     return norm
 
 

@@ -406,6 +406,7 @@ def overflow(monkeypatch):
         ("train --objective paper --gradient_accumulation_steps 4", NORM, f"of {NORM}; lower --learning_rate"),
         ("train", NORM, "model.layers.1.self_attn.q_proj: its calibration inputs .. damaged"),
         ("finetune pruned --distill 0", NORM, f"of {NORM}; lower --learning_rate"),
+        pytest.param("finetune pruned --compile", NORM, f"of {NORM}; lower --learning_rate", marks=pytest.mark.slow),
         ("finetune pruned --distill 0 --held_out 2", NORM, "not finite; lower --learning_rate"),
     ],
 )

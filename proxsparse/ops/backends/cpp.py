@@ -52,7 +52,7 @@ def _masked_weight_(out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tens
 
 @register_kernel("adamw_prox_", "cpp", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
 def _adamw_prox_(weight: Tensor, grad: Tensor, *arguments) -> None:
-    _C.adamw_prox_(weight, grad.to(weight.dtype), *arguments)
+    _C.adamw_prox_(weight, grad.to(weight.dtype), *arguments)  # a copy only of a bf16 gradient of a float32 weight
 
 
 def _supports_packed(tensor: Tensor, *arguments) -> str | None:
