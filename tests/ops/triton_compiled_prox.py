@@ -38,10 +38,10 @@ def list_call(weight, n):
     return prox.prox_list_kernel, {"table_ptr": "*i64", "total": "i32"}, constants, options
 
 
-def step_call(weight, moment, given, n):
+def step_call(weight, moment, given, n, gradient=None):
     """The same of a fused step; `given`: what else is given; n = 0: no prox."""
     arguments = dict.fromkeys(NUMBERS, "fp64") | {"columns": "i32", "pieces": "i32"}
-    arguments |= {"weight_ptr": f"*{weight}", "grad_ptr": f"*{weight}"}
+    arguments |= {"weight_ptr": f"*{weight}", "grad_ptr": f"*{gradient or weight}"}
     arguments |= {"exp_avg_ptr": f"*{moment}", "exp_avg_sq_ptr": f"*{moment}"}
     options = {"master_ptr": "*fp32", "pretrained_ptr": f"*{weight}", "scale_ptr": "*fp32"}
     options |= {"seed_low": "i32", "seed_high": "i32"}
@@ -110,11 +110,12 @@ MASKS = {
 SIZES = (8, 6, 10)
 NARROW = {name: call for name, call in (STEPS | MASKS).items() if name != "mask 1:4"}
 WIDE = {f"{name}, blocks of {m}": wide_call(call, m) for name, call in NARROW.items() for m in SIZES}
+WIDE["step fp32, bf16 gradient"] = step_call("fp32", "fp32", EVERYTHING[2:3], 2, gradient="bf16")  # 130 registers
 WIDE |= {f"prox {dtype}, blocks of {m}": wide_prox_call(dtype, "fp32", m) for dtype in DTYPE for m in SIZES}
 
 
 @pytest.mark.parametrize(("name", "call", "capability"), on_each_gpu(WIDE))
-def test_wide_blocks_compile_and_do_not_spill(name, call, capability, tmp_path):
+def test_wide_blocks_and_short_gradients_compile_and_do_not_spill(name, call, capability, tmp_path):
     """As a launch on aligned tensors compiles them. Layouts are converted through shared memory."""
     kernel = compiled(call, capability, tmp_path)
     assert kernel.instructions, "the disassembly was not understood"
