@@ -108,7 +108,11 @@ def tokenize(
     done = min(store.samples(seq_len, packing), num_samples)
     with phase("tokenizing the calibration text", num_samples, "sample", done) as current:
         while store.samples(seq_len, packing) < num_samples:
-            block, ids, ends = next(blocks, None), array("I"), array("q")
+            try:
+                block, ids, ends = next(blocks, None), array("I"), array("q")
+            except InputError as error:  # such as a network that is gone
+                stored = f"; a resumed run continues after the {store.counts['tokens']:,} tokens that are stored"
+                raise InputError(f"{error}{stored * bool(store.folder and store.counts['tokens'])}") from error
             if block is None:
                 break
             for tokens in tokens_of(block, tokenizer, longest, min(TEXTS_PER_CALL, num_samples), packing):
