@@ -8,9 +8,9 @@ namespace {
 
 __device__ bool is_aligned(const void* tensor) { return reinterpret_cast<uintptr_t>(tensor) % 16 == 0; }
 
-// A lane holds 16 bytes of the weight (32 if it is float64). Not tuned on a GPU.
-template <typename Weight>
-constexpr int kPieceOf = sizeof(typename Weight::Storage) == 2 ? 8 : 4;
+// A lane holds 16 bytes of W0 (32 if it is float64). Not tuned on a GPU.
+template <typename Pretrained>
+constexpr int kPieceOf = sizeof(typename Pretrained::Storage) == 2 ? 8 : 4;
 
 // c of the numbers from `position` on; 1 without a scale.
 template <typename T, int kCount>
@@ -34,7 +34,7 @@ template <typename Weight, typename Pretrained>
 __global__ void __launch_bounds__(kWarps* kLanes) masked_weight_kernel(MaskedWeightCall call) {
   using T = typename Weight::Arithmetic;
   using Storage = typename Weight::Storage;
-  constexpr int kPiece = kPieceOf<Weight>;
+  constexpr int kPiece = kPieceOf<Pretrained>;
   using Numbers = Piece<Storage, kPiece>;
   __shared__ typename Numbers::Words shared[kWarps][kLanes];
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kWarps* kLanes) masked_weight_kernel(MaskedWei
 
 template <typename Weight, typename Pretrained>
 cudaError_t launch(const MaskedWeightCall& call, cudaStream_t stream) {
-  return launch_warps(masked_weight_kernel<Weight, Pretrained>, call.numel, kLanes * kPieceOf<Weight>, call, stream);
+  return launch_warps(masked_weight_kernel<Weight, Pretrained>, call.numel, kLanes * kPieceOf<Pretrained>, call, stream);
 }
 
 }  // namespace

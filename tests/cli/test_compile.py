@@ -90,6 +90,6 @@ def test_the_model_is_not_compiled_afterwards(inputs, graphs):
 @pytest.mark.usefixtures("graphs")
 def test_without_a_compiler(inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/no/compiler"))
     flags = [*inputs[0], *inputs[1], *QUICK.split(), "--compile", "--output_dir", str(tmp_path / "run")]
-    refused(capsys, train.main, flags, "--compile: ", "/no/compiler", "--compile false")
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/compiler")}):
+        refused(capsys, train.main, flags, "--compile: ", "/no/compiler", "--compile false")
