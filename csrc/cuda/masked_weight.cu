@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(kWarps* kLanes) masked_weight_kernel(MaskedWei
 
 template <typename Weight, typename Pretrained>
 cudaError_t launch(const MaskedWeightCall& call, cudaStream_t stream) {
-  return launch_warps(masked_weight_kernel<Weight, Pretrained>, call.numel, kLanes * kPieceOf<Pretrained>, call, stream);
+  return launch_warps(masked_weight_kernel<Weight, Pretrained>, call.numel, kLanes * kPieceOf<Pretrained>, call,
+                      stream);
 }
 
 }  // namespace
