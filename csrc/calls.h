@@ -42,9 +42,9 @@ struct AdamWProxCall {
 
 // out <- W0 where c * w * sign(W0) is among the n largest of its block, else 0.
 struct MaskedWeightCall {
-  void* out;                   // [numel] of `dtype`, in rows of in_features
+  void* out;                   // [numel], stored as `pretrained`, in rows of in_features
   const void* weight;          // w, [numel] of `dtype`
-  const void* pretrained;      // W0, [numel] of `dtype`, or of bfloat16 if pretrained_bfloat16; so is `out`
+  const void* pretrained;      // W0, [numel] of `dtype`, or of bfloat16 if pretrained_bfloat16
   const void* scale;           // c, [in_features] of A; null means 1
   int64_t numel, in_features;  // as in ProxCall
   Dtype dtype;

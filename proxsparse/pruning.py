@@ -161,7 +161,7 @@ def finetune_(
         proxsparse.finetune_(model, dense_model, "c4", tokenizer, num_samples=400, seq_len=512)
 
     The masks are found from the zeros. If an error ends the call, the model is as before; Ctrl-C during the training
-    keeps the best weights so far, which are valid N:M.
+    keeps the weights so far, which are valid N:M.
 
     Args:
         model: the pruned model.

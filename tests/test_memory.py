@@ -59,6 +59,8 @@ def test_a_block_keeps_about_what_the_formula_says(model, precision, objective, 
     [
         ("train", "gpt2", "--precision mixed --moment_dtype bf16"),
         ("train", "llama", "--precision bf16 --master_weights"),
+        ("train", "qwen2", "--precision mixed"),
+        ("train", "qwen2", "--precision mixed --gradient_accumulation_steps 2"),  # gradients are summed in fp32
         ("train", "qwen2", "--precision bf16 --objective paper --frozen_lambda 0.5 --pretrained_weights device"),
         ("finetune", "llama", "--precision mixed"),
         ("finetune", "qwen2", "--precision fp32 --train norms"),

@@ -40,7 +40,7 @@ def train_kept_weights(
     """min over the kept weights of  (1 - a) * -log p(y)  +  a * KL(teacher || p),  a = `distill`, with AdamW.
 
     The mask is that of the zeros in the model; pruned weights stay +0.0. Embeddings and the output layer are not
-    trained. The weights with the smallest loss on the held-out samples are kept.
+    trained. With held-out samples, the weights with the smallest loss on them are kept.
 
     Args:
         checkpoints: where the state is saved; a call with the same arguments resumes from it.

@@ -50,7 +50,7 @@ def training(
         torch.autocast(state.model.device.type, enabled=False),
         torch.enable_grad(),
         evaluating(state.model),  # restores the train/eval modes at the end
-        compiled_blocks(state.model, *([teacher] if teacher else [])) if state.options.compile else nullcontext(),
+        compiled_blocks(*filter(None, (state.model, teacher))) if state.options.compile else nullcontext(),
         RunLog(checkpoints and checkpoints.run_dir, state.step, state.steps, title) as log,
         updating(state) as update,
     ):
