@@ -20,9 +20,10 @@ import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -236,7 +237,8 @@ def update_choice(results: Path) -> None:
 def choice_table(rows: list[dict]) -> dict[str, dict]:
     """device kind -> dtype -> the origin of the rows, and shape -> rows of x -> backends, the fastest first.
 
-    For each point only the newest measurement counts.
+    For each point the newest measurement of each backend counts; those of several runs are compared by their speedups
+    over dense, which every run measures.
     """
     points = defaultdict(list)
     for row in rows:
@@ -245,7 +247,7 @@ def choice_table(rows: list[dict]) -> dict[str, dict]:
             points[row["device_kind"], row["dtype"], shape, row["rows"]].append(row)
     table, origins = defaultdict(dict), defaultdict(list)
     for (kind, dtype, shape, count), found in sorted(points.items()):
-        newest = [row for row in found if row["when"] == max(row["when"] for row in found)]
+        newest = {row["backend"]: row for row in sorted(found, key=itemgetter("when"))}.values()
         origins[kind, dtype] += newest
         measured = {name: "; ".join(sorted({row[name] for row in origins[kind, dtype]})) for name in ORIGIN}
         measured["results"] = "benchmarks/results/linear_speed.jsonl"
@@ -255,14 +257,15 @@ def choice_table(rows: list[dict]) -> dict[str, dict]:
     return table
 
 
-def fastest_first(rows: list[dict]) -> list[str]:
+def fastest_first(rows: Iterable[dict]) -> list[str]:
     """The backends that `auto` may choose, up to the reference, which supports everything: slower ones are left out.
 
     Rows of "cutlass:prepared" do not count: `auto` calls a backend without its own format.
     """
-    ms = {row["backend"]: row["p50_ms"] for row in rows if row["backend"] in list_backends(OP)}
-    slowest = ms.pop(choice.REFERENCE, math.inf)
-    return [*(name for name in sorted(ms, key=ms.get) if ms[name] < slowest), choice.REFERENCE]
+    speedups = {row["backend"]: row["times_dense"] for row in rows if row["backend"] in list_backends(OP)}
+    slowest = speedups.pop(choice.REFERENCE, 0)
+    faster = (name for name in speedups if speedups[name] > slowest)
+    return [*sorted(faster, key=speedups.get, reverse=True), choice.REFERENCE]
 
 
 if __name__ == "__main__":

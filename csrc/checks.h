@@ -217,13 +217,25 @@ inline void check_packed_weight(at::DeviceType device, at::ScalarType dtype, int
   if (bias) check_tensor("bias", *bias, device, {out_features}, dtype);
 }
 
-// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed 2:4 W; x and y have one dtype.
+// The number of columns of a packed (m-2):m weight, those of its windows with their padding
+// (proxsparse/reference/windows.py). in_features and m are even.
+inline int64_t expanded_features(int64_t in_features, int64_t m) {
+  const int64_t width = in_features / m * (2 * m - 4) + in_features % m * 2;
+  if (m == 4 && in_features % 4 == 0) return width;
+  int64_t step = 64;
+  while (step > 4 && 32 * ((step - width % step) % step) > width) step /= 2;
+  return (width + step - 1) / step * step;
+}
+
+// y [rows, out_features] = x [rows, in_features] W^T + bias with a packed (m-2):m weight W; x and y have one dtype.
 inline void check_sparse_linear(at::DeviceType device, const at::Tensor& x, const at::Tensor& values,
                                 const at::Tensor& indices, const OptionalTensor& scales, const OptionalTensor& bias,
-                                const at::Tensor& y) {
-  TORCH_CHECK_VALUE(x.dim() == 2, "x of shape ", x.sizes(), ": it must have two dimensions");
+                                const at::Tensor& y, int64_t m = 4) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) % 2 == 0, "x of shape ", x.sizes(),
+                    ": it must have two dimensions and an even number of columns");
+  TORCH_CHECK_VALUE(m >= 4 && m % 2 == 0, "m=", m, ": packed weights have blocks of 4, 6, 8, ... columns");
   check_tensor("x", x, device, x.sizes(), x.scalar_type());
-  check_packed_weight(device, x.scalar_type(), x.size(1), values, indices, scales, bias);
+  check_packed_weight(device, x.scalar_type(), expanded_features(x.size(1), m), values, indices, scales, bias);
   check_tensor("y", y, device, {x.size(0), values.size(0)}, x.scalar_type());
 }
 

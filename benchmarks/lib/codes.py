@@ -65,22 +65,21 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
     def multiply(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor) -> Tensor:
         return sparse_linear(x, codes, indices, backend=backend, scales=scales)
 
+    def serves(values: Tensor) -> Callable[[Tensor], bool]:
+        return lambda x: get_kernel("sparse_linear", backend).supports(x, values) is None
+
     for pattern in WINDOWED[1:] if 16 in bits else ():
         sigma = weights.dense[0].float().std() / 2  # outputs no larger than those whose rounding is the tolerance
         weight = (torch.randn(weights.shape, device=values.device) * sigma).to(values.dtype)
         weight = torch.where(nm_mask(weight.abs(), pattern), weight, 0.0)
         form = copies(pack_nm(weight, pattern), count)
         of_pattern = partial(sparse_linear, backend=backend, pattern=pattern)
-        found[f"{backend}:{pattern}"] = Contender(form, of_pattern, weight.double())
+        found[f"{backend}:{pattern}"] = Contender(form, of_pattern, weight.double(), serves(form[0][0]))
     for number in (number for number in bits if number in CODES):
         codes, scales = quantize_nm(values, number)
-
-        def serves(x: Tensor, codes: Tensor = codes) -> bool:
-            return get_kernel("sparse_linear", backend).supports(x, codes) is None
-
         exact = unpack_nm(dequantize_nm(codes, scales.double()), indices)
         form = copies((codes, indices, scales), count)
-        found[f"{backend}:{number}"] = Contender(form, multiply, exact, serves)
+        found[f"{backend}:{number}"] = Contender(form, multiply, exact, serves(codes))
         if number == 8 and values.device.type == "cuda":
             found |= products_of_codes(INT8, sparse_linear_int8, dense_int8, (codes, indices, scales), count)
             codes, scales = fp8_weight(values)

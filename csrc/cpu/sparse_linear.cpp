@@ -137,15 +137,6 @@ void multiply(const at::Tensor& x, const at::Tensor& values, const at::Tensor& i
   }
 }
 
-// The number of columns of the windows with their padding, as in proxsparse/reference/windows.py.
-int64_t expanded_features(int64_t in_features, int64_t m) {
-  const int64_t width = in_features / m * (2 * m - 4) + in_features % m * 2;
-  if (m == 4 && in_features % 4 == 0) return width;
-  int64_t step = 64;
-  while (step > 4 && 32 * ((step - width % step) % step) > width) step /= 2;
-  return (width + step - 1) / step * step;
-}
-
 // Copies a row of x to the windows of its blocks, and fills the row with zeros; proxsparse/reference/windows.py.
 template <typename T>
 void expand_row(const T* x, int64_t in_features, int64_t m, T* row, int64_t expanded) {

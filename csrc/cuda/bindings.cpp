@@ -47,11 +47,11 @@ int checked_int(int64_t size) {
   return static_cast<int>(size);
 }
 
-// y [rows, out_features] = x [rows, in_features] W^T + bias for 1 to 16 rows, all bfloat16 or all float16, except that
-// values with scales are codes: int8, or uint8 with two in each. GemvCall describes dependent.
+// y [rows, out_features] = x [rows, in_features] W^T + bias for 1 to 16 rows and an (m-2):m weight, all bfloat16 or all
+// float16, except that values with scales are codes: int8, or uint8 with two in each. GemvCall describes dependent.
 void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indices, const OptionalTensor& scales,
-          const OptionalTensor& bias, const at::Tensor& y, bool dependent, int64_t stream) {
-  check_sparse_linear(at::kCUDA, x, values, indices, scales, bias, y);
+          const OptionalTensor& bias, const at::Tensor& y, int64_t m, bool dependent, int64_t stream) {
+  check_sparse_linear(at::kCUDA, x, values, indices, scales, bias, y, m);
   check_alignment("x", x, 8);
   const Dtype dtype = dtype_of(x, "x");
   TORCH_CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat16, "x has dtype ", x.scalar_type(),
@@ -64,7 +64,9 @@ void gemv(const at::Tensor& x, const at::Tensor& values, const at::Tensor& indic
                       .y = y.mutable_data_ptr(),
                       .rows = static_cast<int>(x.size(0)),
                       .out_features = checked_int(values.size(0)),
-                      .in_features = checked_int(x.size(1)),
+                      .in_features = checked_int(values.size(1) * (codes_of(values, scales) == kInt4 ? 4 : 2)),
+                      .x_features = checked_int(x.size(1)),
+                      .m = checked_int(m),
                       .dtype = dtype,
                       .warps = 0,
                       .splits = 0,

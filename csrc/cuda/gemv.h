@@ -26,18 +26,25 @@ namespace proxsparse::gpu {
 constexpr int kColumns = 4;                          // rows of x in a multiplication
 constexpr int kXWords = kStep / 2;                   // of a row of x in a step
 constexpr int kXBytes = 2 * kColumns * 4 * kXWords;  // of shared memory for each warp: its rows of x, for two steps
+constexpr int kWindowTiles = 2;                      // of a warp, with windows
 // The most warps of a thread block for which the sums and the weights being loaded fit into registers.
-constexpr int max_warps(int groups, int tiles) { return tiles == 4 && groups > 1 ? 8 : 16; }
+constexpr int max_warps(int groups, int tiles, bool windows) { return windows || (tiles == 4 && groups > 1) ? 8 : 16; }
 
 // ------------------------------------------------------------------------- x
+
+// Whether W is packed for windows of x (proxsparse/reference/windows.py). Window number w is that of the pairs of
+// columns w + w / (windows of a block) and the next one; in the remainder, which has no such pairs, w + blocks and
+// zeros.
+inline bool has_windows(const GemvCall& call) { return call.x_features != call.in_features; }
 
 // Copies one warp's part of a step of x to shared memory: kColumns rows from `first` on. Each row is [kChunks][8] units
 // of 16 bytes. Unit 4 * odd + t of a chunk has numbers 8t to 8t+7 of column 2b + odd of a multiplication: the
 // blocks 4a + 2h + odd of x, with h = t / 2 and two a from 2 * (t % 2) on. It is stored at t ^ b instead of t, so that
 // neither this function nor load_matrices has bank conflicts.
-template <typename Bits, bool kWhole>  // otherwise columns after the end of the rows become zeros
+template <typename Bits, bool kWindows, bool kWhole>  // otherwise columns after the end of the rows become zeros
 __device__ void stage_x(const GemvCall& call, int first, uint32_t column, uint32_t* shared) {
-  const uint32_t block = static_cast<uint32_t>(lane()), columns = static_cast<uint32_t>(call.in_features);
+  const uint32_t block = static_cast<uint32_t>(lane());
+  const uint32_t x_features = static_cast<uint32_t>(kWindows ? call.x_features : call.in_features);
   const uint32_t a = block / 4 % 4, odd = block % 2, t = a / 2 + (block & 2);
   PROXSPARSE_UNROLL
   for (uint32_t b = 0; b < kColumns; ++b) {
@@ -47,9 +54,19 @@ __device__ void stage_x(const GemvCall& call, int first, uint32_t column, uint32
     PROXSPARSE_UNROLL
     for (uint32_t half = 0; half < 2; ++half) {  // of the chunks
       const uint32_t place = column + half * kStep / 2 + 4 * Bits::block_of_lane();
-      const bool exists = kWhole || place < columns;
-      const uint32_t source = static_cast<uint32_t>(row) * columns + (exists ? place : 0);
-      copy_8_bytes(target + half * kXWords / 2, static_cast<const uint16_t*>(call.x) + source, exists);
+      uint32_t* const to = target + half * kXWords / 2;
+      const auto* const x = static_cast<const uint16_t*>(call.x);
+      const uint32_t first_of_row = static_cast<uint32_t>(row) * x_features;
+      if constexpr (kWindows) {
+        const uint32_t x_block = std::min(__umulhi(place / 2, call.reciprocal), call.x_blocks);
+        const uint32_t start = 2 * (place / 4 + x_block);
+        const bool exists = start < x_features, whole = x_block < call.x_blocks;
+        copy_bytes<4>(to, x + (first_of_row + (exists ? start : 0)), exists);  // of a multiple of 4 bytes
+        copy_bytes<4>(to + 1, x + (first_of_row + (whole ? start + 2 : 0)), whole);
+      } else {
+        const bool exists = kWhole || place < x_features;
+        copy_bytes<8>(to, x + (first_of_row + (exists ? place : 0)), exists);
+      }
     }
   }
 }
@@ -106,8 +123,8 @@ __device__ void add_step(LaneWeights<Bits> (&weights)[kTiles], const uint32_t* x
 // own. A team processes every (teams * splits)-th step of the rows of its thread block, so that the teams together read
 // long pieces of each row. At the end, the sums of the teams and of the thread blocks of a cluster are added in a fixed
 // order.
-template <typename Format, typename Bits, int kGroups, int kTiles, bool kAligned>
-__global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kernel(GemvCall call) {
+template <typename Format, typename Bits, int kGroups, int kTiles, bool kAligned, bool kWindows>
+__global__ void __launch_bounds__(max_warps(kGroups, kTiles, kWindows) * kLanes) gemv_kernel(GemvCall call) {
   constexpr int kWarpRows = kTiles * kTile, kBlockRows = kGroups * kWarpRows;
   const int teams = call.warps / kGroups, splits = call.splits, rank = static_cast<int>(blockIdx.y);
   const int member = warp() % kGroups, team = warp() / kGroups;
@@ -136,11 +153,11 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
   if (whole) load_step<Aligned<true>>(weights, packed, column);
   wait_for_previous_kernel();
   if (whole) {
-    stage_x<Bits, true>(call, member * kColumns, column, x + mine);
+    stage_x<Bits, kWindows, true>(call, member * kColumns, column, x + mine);
 #pragma unroll 1
     for (; column + stride + kStep <= columns; column += stride) {
       wait_for_x();
-      stage_x<Bits, true>(call, member * kColumns, column + stride, x_next + mine);
+      stage_x<Bits, kWindows, true>(call, member * kColumns, column + stride, x_next + mine);
       add_step<Format, Aligned<true>>(weights, x + unit, packed, column + stride, sums);
       std::swap(x, x_next);
     }
@@ -151,7 +168,7 @@ __global__ void __launch_bounds__(max_warps(kGroups, kTiles) * kLanes) gemv_kern
   }
 #pragma unroll 1
   for (; column < columns; column += stride) {  // at most one step if the weights are aligned
-    stage_x<Bits, false>(call, member * kColumns, column, x + mine);
+    stage_x<Bits, kWindows, false>(call, member * kColumns, column, x + mine);
     load_step<std::conditional_t<kAligned, Aligned<false>, Unaligned>>(weights, packed, column);
     wait_for_x();
     add_step<Format, void>(weights, x + unit, packed, 0, sums);
@@ -201,10 +218,10 @@ struct GemvPlan {
   GemvCall call;  // warps: a multiple of the groups; splits: the thread blocks of a cluster
 };
 
-template <typename Format, typename Bits, int kGroups, int kTiles, bool kAligned>
+template <typename Format, typename Bits, int kGroups, int kTiles, bool kAligned, bool kWindows = false>
 cudaError_t launch(const GemvPlan& plan, cudaStream_t stream) {
   GemvCall call = plan.call;
-  const auto kernel = gemv_kernel<Format, Bits, kGroups, kTiles, kAligned>;
+  const auto kernel = gemv_kernel<Format, Bits, kGroups, kTiles, kAligned, kWindows>;
   if (call.splits > 1 || call.dependent) {  // PTX for an older GPU, compiled by the driver, supports neither
     cudaFuncAttributes attributes{};
     const cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
@@ -238,6 +255,7 @@ cudaError_t launch(const GemvPlan& plan, cudaStream_t stream) {
 
 template <typename Format, typename Bits, int kGroups>
 cudaError_t launch(const GemvPlan& plan, cudaStream_t stream) {
+  if (has_windows(plan.call)) return launch<Format, Bits, kGroups, kWindowTiles, true, true>(plan, stream);
   if (plan.tiles == 4) return launch<Format, Bits, kGroups, 4, true>(plan, stream);
   if (plan.tiles == 2) return launch<Format, Bits, kGroups, 2, true>(plan, stream);
   return launch<Format, Bits, kGroups, 1, true>(plan, stream);

@@ -15,14 +15,16 @@ cudaError_t launch_prox(const ProxCall& call, cudaStream_t stream);
 cudaError_t launch_adamw_prox(const AdamWProxCall& call, cudaStream_t stream);
 cudaError_t launch_masked_weight(const MaskedWeightCall& call, cudaStream_t stream);
 
-// y = x W^T + bias with a packed 2:4 W [out_features, in_features] (proxsparse/reference/pack.py).
+// y = x W^T + bias with a packed 2:4 W [out_features, in_features] (proxsparse/reference/pack.py). in_features are its
+// columns, which the windows of the other patterns multiply (proxsparse/reference/windows.py).
 struct GemvCall {
-  const void* x;                        // [rows, in_features]; 8-byte aligned
+  const void* x;                        // [rows, x_features]; 8-byte aligned
   const void* values;                   // [out_features, in_features / 2] numbers or codes
   const uint8_t* indices;               // [out_features, ceil(in_features / 8)]
   const void* bias;                     // [out_features]; null means 0
   void* y;                              // [rows, out_features]
   int rows, out_features, in_features;  // rows: 1 to 16; in_features: a multiple of 4
+  int x_features, m;                    // in_features and 4, except for windows; both are even
   Dtype dtype;                          // of all numbers: kBFloat16 or kFloat16; the sums are float32
   // Launch parameters. 0 means the choice of gemv.cu; other numbers are for tests. If the GPU does not support a
   // number, the nearest supported one is used.
@@ -34,6 +36,8 @@ struct GemvCall {
   bool dependent;
   Codes codes;         // how values are stored (proxsparse/reference/quantize.py)
   const void* scales;  // of the dtype: [out_features] for kInt8, [out_features, ceil(in_features / 64)] for kInt4
+  uint32_t x_blocks,
+      reciprocal;  // set by launch_gemv: blocks of m in a row of x; 2^31 / windows of a block, rounded up
 };
 cudaError_t launch_gemv(const GemvCall& call, cudaStream_t stream);
 

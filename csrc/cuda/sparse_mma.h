@@ -95,10 +95,11 @@ __device__ inline Words4 load_matrices(const uint32_t* row) {
   return got;
 }
 
-// Starts to copy 8 bytes from global to shared memory; zeros unless `exists`. Both must be 8-byte aligned.
-__device__ inline void copy_8_bytes(uint32_t* shared, const uint16_t* global, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(exists ? 8 : 0)
+// Starts to copy 4 or 8 bytes from global to shared memory; zeros unless `exists`. Both must be as aligned.
+template <int kBytes>
+__device__ inline void copy_bytes(uint32_t* shared, const uint16_t* global, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)), "l"(global), "n"(kBytes),
+               "r"(exists ? kBytes : 0)
                : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }  // of this thread

@@ -43,7 +43,7 @@ def choose(x: Tensor, values: Tensor, *scales: Tensor) -> Kernel:
 
     The choice depends only on devices, dtypes and shapes, and is cached: a repeated call takes less than a microsecond.
     """
-    key = (x.device, x.dtype, values.dtype, bool(scales) and scales[0].dtype, x.numel(), values.shape)
+    key = (x.device, x.dtype, values.dtype, bool(scales) and scales[0].dtype, x.shape, values.shape)
     kernel = _choices.get(key)
     if kernel is None:
         if len(_choices) >= MAX_CHOICES:

@@ -29,6 +29,7 @@ class Kernel:
         prepare: only for `sparse_linear`: prepare(values, indices) -> what `run` otherwise computes from the packed
             weight in every call, one tensor; None if there is nothing to prepare.
         direct: only for `sparse_linear`, see `ops.sparse_linear.direct`.
+        windows: only for `sparse_linear`: whether `run` takes x without `reference.windows.expand`, and m.
     """
 
     backend: str
@@ -36,6 +37,7 @@ class Kernel:
     supports: Callable[..., str | None]
     prepare: Callable | None = None
     direct: Callable | None = None
+    windows: bool = False
 
 
 _kernels: dict[str, dict[str, Kernel]] = {}
@@ -43,7 +45,7 @@ _chosen: ContextVar[str | None] = ContextVar("proxsparse_backend", default=None)
 _warned: set[tuple[str, ...]] = set()
 
 
-def register_kernel(op: str, backend: str, supports: Callable[..., str | None], **others: Callable | None):
+def register_kernel(op: str, backend: str, supports: Callable[..., str | None], **others: object):
     """Decorator that registers a function as the kernel of `backend` for `op`; see `Kernel` for the other arguments."""
 
     def add(run: Callable) -> Callable:

@@ -40,8 +40,12 @@ def _sparse_linear(x, values, indices, bias, prepared, backend, scales=None, m=4
     check_sparse_linear(x, values, indices, bias, scales, m)
     if (y := direct(x, values, indices, bias, backend, scales, m)) is not None:
         return y
-    rows = windows.expand(as_rows(x), m)
-    y = select_kernel(rows, values, backend, scales).run(rows, values, indices, bias, prepared, *given(scales))
+    rows = as_rows(x)
+    kernel = select_kernel(rows, values, backend, scales)
+    if kernel.windows:
+        y = kernel.run(rows, values, indices, bias, prepared, scales, m)
+    else:
+        y = kernel.run(windows.expand(rows, m), values, indices, bias, prepared, *given(scales))
     # not `view`: autograd forbids in-place operations (`y += 1`, ReLU(inplace=True)) on a view that a custom op returns
     return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], values.shape[0]])
 

@@ -113,8 +113,8 @@ def check_gemv(kernels: list[Compiled]) -> None:
     """The loops for 1 and for 16 rows, and what may come before the previous kernel has ended."""
     loops = []
     for kernel in kernels:
-        bits, *numbers = re.search(r"(Bits\w+?)ELi(\d)ELi(\d)ELb(\d)", kernel.head).groups()
-        (groups, tiles, aligned), loads = map(int, numbers), LOADS[bits]
+        bits, *numbers = re.search(r"(Bits\w+?)ELi(\d)ELi(\d)ELb(\d)ELb(\d)", kernel.head).groups()
+        (groups, tiles, aligned, windows), loads = map(int, numbers), LOADS[bits]
         code = kernel.instructions
         if "EF_CUDA_SM80" in kernel.head:
             assert not {"ACQBULK", "PREEXIT"} & set(code)
@@ -125,7 +125,7 @@ def check_gemv(kernels: list[Compiled]) -> None:
             assert sum(name.startswith("LDG.") for name in before) == of_a_tile * tiles * aligned
             assert not any(name.startswith(("LDGSTS", "ST")) for name in before)
             assert sum(name.startswith("MEMBAR") for name in code) == 1  # of the sums of a cluster
-        if "BFloat16" in kernel.head and (groups, tiles) in ((1, 4), (4, 2)):
+        if "BFloat16" in kernel.head and (groups, tiles, windows) in ((1, 4, 0), (4, 2, 0)):
             steps = [loop for loop in kernel.loops() if any(name.startswith("HMMA") for name in loop)]
             loops.append((groups, tiles, loads, min(steps, key=len)))  # a step of 256 columns
     assert len(loops) == 2 * len(ARCHITECTURES)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from proxsparse.ops.backends import cuda
-from proxsparse.reference import pack, quantize
+from proxsparse.reference import pack, quantize, windows
 
 pytestmark = pytest.mark.slow  # nvcc and g++ compile for minutes
 
@@ -55,7 +55,7 @@ class GemvCall(ctypes.Structure):
     """GemvCall in csrc/cuda/launch.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("x", "values", "indices", "bias", "y")]
-    _fields_ += [(name, ctypes.c_int) for name in ("rows", "out_features", "in_features", "dtype")]
+    _fields_ += [(name, ctypes.c_int) for name in ("rows", "out_features", "in_features", "x_features", "m", "dtype")]
     _fields_ += [(name, ctypes.c_int) for name in ("warps", "splits", "tiles")]
     _fields_ += [("dependent", ctypes.c_bool), ("codes", ctypes.c_int), ("scales", ctypes.c_void_p)]
 
@@ -71,7 +71,7 @@ def launch(cuda_on_cpu):
         library = cuda._C.load("gemv", x, values)
         y, pointers = x.new_empty(len(x), len(values)), [t.data_ptr() for t in (x, values, indices)]
         codes = 0 if scales is None else 1 if values.dtype == torch.int8 else 2
-        sizes = len(x), len(values), x.shape[1], TYPES.index(x.dtype)
+        sizes = len(x), len(values), x.shape[1], x.shape[1], 4, TYPES.index(x.dtype)
         call = GemvCall(*pointers, 0, y.data_ptr(), *sizes, warps, splits, tiles, dependent, codes)
         call.scales = 0 if scales is None else scales.data_ptr()
         name = "_ZN10proxsparse3gpu11launch_gemvERKNS0_8GemvCallEP11CUstream_st"
@@ -95,6 +95,18 @@ def test_every_shape_and_tail(shape, bits, cuda_on_cpu):
         x, values, indices, scales, weight = layer(bits, rows, *shape, dtype)
         bias = torch.randn(shape[0]).to(dtype) if rows % 2 else None
         check(cuda.gemv(x, values, indices, bias, scales), x, weight, bias)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("m", [4, 6, 8, 10])
+def test_windows_of_x(m, bits, cuda_on_cpu):
+    """Patterns (m-2):m: whole blocks, a remainder that is dense, and padding, at the end of a step or within one."""
+    for rows, in_features in ((1, 12 * m * 16), (3, 2 * m + 2), (9, 40 * m + m - 2), (16, 4098), (5, m - 2)):
+        columns = windows.expanded_features(in_features, m)
+        x, values, indices, scales, weight = layer(bits, rows, 24, columns)
+        x = x[:, :in_features].contiguous()
+        y = cuda.gemv(x, values, indices, None, scales, m)
+        check(y, windows.expand(x, m), weight)
 
 
 @pytest.mark.parametrize(("processors", "generation"), [(1, 9), (8, 9), (132, 9), (108, 8), (148, 10)])

@@ -14,9 +14,10 @@ from torch import Tensor
 from proxsparse.ops.adamw_prox import pattern_of
 from proxsparse.ops.registry import register_kernel
 from proxsparse.patterns import NMPattern
-from proxsparse.reference import pack
+from proxsparse.reference import pack, windows
+from proxsparse.reference.quantize import columns
 
-GEMV_ARGUMENTS = 8  # of _C.gemv
+GEMV_ARGUMENTS = 9  # of _C.gemv
 
 
 def loaded(name: str) -> tuple[ModuleType | None, str | None]:
@@ -113,15 +114,20 @@ def missing() -> str | None:
     return rocm() or _missing
 
 
-def gemv(x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> Tensor:
-    """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W packed: csrc/cuda/gemv.cu.
+def gemv(
+    x: Tensor, values: Tensor, indices: Tensor, bias: Tensor | None, scales: Tensor | None = None, m: int = 4
+) -> Tensor:
+    """x W^T + bias for 1 to 16 rows of x; bfloat16 or float16, W (m-2):m and packed: csrc/cuda/gemv.cu.
 
     Values with scales are codes of 8 or 4 bits.
     """
+    aligned = columns(values) % 64 == 0 and values.data_ptr() % 16 == 0 and indices.data_ptr() % 16 == 0
+    if x.shape[-1] != columns(values) and not aligned:  # the kernel finds windows only for rows of W that are aligned
+        x, m = windows.expand(x, m), 4
     if x.data_ptr() % 8:  # the kernel reads 8 bytes of x at a time; the copy of a few KB can be captured
         x = x.clone()
     y = x.new_empty(len(x), len(values))
-    _call("gemv", x, values, indices, scales, bias, y, _dependent.get())
+    _call("gemv", x, values, indices, scales, bias, y, m, _dependent.get())
     return y
 
 

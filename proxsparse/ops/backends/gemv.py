@@ -30,6 +30,6 @@ def _supports(x: Tensor, values: Tensor, scales: Tensor | None = None) -> str | 
     return None
 
 
-@register_kernel("sparse_linear", "gemv", supports=_supports)
-def _sparse_linear(x, values, indices, bias, prepared, scales=None) -> Tensor:
-    return cuda.gemv(x, values, indices, bias, scales)
+@register_kernel("sparse_linear", "gemv", supports=_supports, windows=True)
+def _sparse_linear(x, values, indices, bias, prepared, scales=None, m=4) -> Tensor:
+    return cuda.gemv(x, values, indices, bias, scales, m)
