@@ -184,7 +184,7 @@ def test_under_the_mask_only_the_prunable_weights_move():
     assert weights_of(paper.optimizer).keys() == dict(paper.model.named_parameters()).keys()
 
 
-def test_layers_that_keep_more_than_half_learn_more_slowly_under_the_mask():
+def test_every_layer_has_the_prox_of_its_pattern_and_learns_more_slowly_if_it_keeps_more_than_half():
     patterns = {f"layers.{place}": pattern for place, pattern in enumerate(["2:4", "4:6", "6:8", "1:4"])}
     for objective, factors in (("masked", [1, 0.3, 0.3, 1]), ("paper", [1, 1, 1, 1])):
         options = LearningOptions(objective=objective, learning_rate=0.01, reg_lambda=0.002).check()
@@ -195,6 +195,7 @@ def test_layers_that_keep_more_than_half_learn_more_slowly_under_the_mask():
         learned = make_learnable_layers(layers, pretrained, {}, parsed, options.masked)
         groups = prox_adamw(model, learned, options).param_groups
         learned_groups = [group for group in groups if group["param_names"][0].endswith("weight")]
+        assert [group["pattern"] for group in learned_groups] == list(patterns.values())
         for name, value in (("lr", 0.01), ("reg_lambda", 0.002)):
             found = [group[name] for group in learned_groups]
             assert found == pytest.approx([value * factor for factor in factors])

@@ -40,7 +40,7 @@ def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: Le
         group |= {"reg_lambda": 0.0, "frozen_lambda": 0.0}
         if layer is not None:
             group |= {"reg_lambda": share * layer_lambda(weight, options), "frozen_lambda": options.frozen_lambda}
-            group |= {"prox_scale": layer.scale}
+            group |= {"prox_scale": layer.scale, "pattern": layer.pattern}
         if parameter.requires_grad:
             groups.append(group)
     return adamw(groups, options, options.frozen_eps)
