@@ -24,7 +24,7 @@ PLACES = {
     "io": "atomic checkpoints file_lock mask_files model_files output_folder text_table yaml_files",
     "methods": "admm block_masks finetune gptq magnitude maskllm proxsparse pruned registry sparsegpt swap walk wanda",
     "models": "checks feature_norms layers loading matching snap unfold_linears",
-    "ops": "adamw_prox choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
+    "ops": "adamw_prox adamw_prox_list choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
     "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
     "reference": "adamw_prox mask pack prox quantize regularizers windows",

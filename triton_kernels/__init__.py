@@ -1,8 +1,8 @@
 """The Triton kernels and their launchers; imports torch and triton only."""
 
-from .adamw_prox import adamw_prox_nm_
+from .adamw_prox import Step, adamw_prox_list_
 from .masked_weight import masked_weight_nm_
 from .prox import prox_list_n4_, prox_n4_
 from .wide_prox import prox_wide_
 
-__all__ = ["adamw_prox_nm_", "masked_weight_nm_", "prox_list_n4_", "prox_n4_", "prox_wide_"]
+__all__ = ["Step", "adamw_prox_list_", "masked_weight_nm_", "prox_list_n4_", "prox_n4_", "prox_wide_"]

@@ -1,9 +1,12 @@
 """AdamW, the gradient of the frozen-weight term, the scale and the exact prox in one pass over all tensors.
 
-The equations are in `proxsparse.reference.adamw_prox`; block.py has the prox of a block.
+One launch serves many weights, and can also write W0 under the mask of the new weight. The equations are in
+`proxsparse.reference.adamw_prox`; block.py has the prox of a block.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,8 +14,9 @@ import triton.language as tl
 
 from .block import largest_finite, shrink
 from .formats import arithmetic_of, is_half, join4, round_stochastically, round_to_nearest, split4, widened
-from .launch import LANES, weights_of_program
-from .prox import check_weight, gain_of, rows_and_blocks, unit_of
+from .launch import LANES, weights_of_piece
+from .masked_weight import under_mask
+from .prox import TRITON_DTYPE, check_weight, gain_of, rows_and_blocks, unit_of
 from .wide_block import prox_wide
 
 # Two blocks per lane: a step reads and writes 40 to 110 bytes per block, so registers are scarce but time is not.
@@ -56,58 +60,90 @@ def rounded(x, random, dtype: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["seed_low", "seed_high"])
+# A row of the table is up to ROW_PIECES pieces of one weight: addresses, sizes, and the bits of float64 numbers.
+ADDRESSES = ("weight", "grad", "exp_avg", "exp_avg_sq", "master", "pretrained", "scale", "out", "out_pretrained")
+SIZES = ("columns", "pieces", "first", "total", "seed")
+NUMBERS = ("decay", "rate", "root_factor", "reg_lambda", "gain")
+ENTRIES = tl.constexpr(len(ADDRESSES + SIZES + NUMBERS))
+FIRST = (ADDRESSES + SIZES).index("first")
+ROW_PIECES = 1024  # long rows keep the table small: 152 bytes for 2^18 weights; short rows waste less work at the end
+
+
+@triton.jit
+def load_piece(
+    row_ptr, place: tl.constexpr, index, inside, other, dtype: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """The numbers at `index` of the tensor whose address is entry `place` of a row of the table."""
+    return tl.load(address(row_ptr, place, dtype, ALIGNED) + index, mask=inside, other=other)
+
+
+@triton.jit
+def address(row_ptr, place: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """Entry `place` of a row of the table as a pointer."""
+    pointer = tl.load(row_ptr + place).to(tl.pointer_type(dtype))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def number(row_ptr, place: tl.constexpr, arithmetic: tl.constexpr):
+    """Entry `place` of a row of the table as a number."""
+    return tl.load(row_ptr + place).to(tl.float64, bitcast=True).to(arithmetic)
+
+
+@triton.jit(do_not_specialize=["row_pieces"])
 def adamw_prox_kernel(
-    weight_ptr,  # [numel], changed in place; all tensors are contiguous
-    grad_ptr,  # [numel], dtype of the weight, or bfloat16 for a float32 weight
-    exp_avg_ptr,  # [numel], the arithmetic's dtype or bfloat16; changed in place
-    exp_avg_sq_ptr,  # [numel], dtype of exp_avg; changed in place
-    master_ptr,  # [numel], float32, or None; changed in place
-    pretrained_ptr,  # [numel], dtype of the weight, or None
-    scale_ptr,  # c, [columns], the arithmetic's dtype, or None
-    columns,  # in_features; without a scale, the whole weight is one row
-    pieces,  # programs per row
-    decay: tl.float64,  # 1 - lr * weight_decay; without the annotations Triton would pass fp32
-    rate: tl.float64,  # lr / (1 - beta1^t)
-    root_factor: tl.float64,  # 1 / sqrt(1 - beta2^t)
-    beta1: tl.float64,
+    table_ptr,  # int64 [rows, ENTRIES]; all tensors are contiguous
+    row_pieces,  # pieces of a row of the table: this many programs
+    beta1: tl.float64,  # without the annotations Triton would pass fp32
     beta2: tl.float64,
     eps: tl.float64,
-    reg_lambda: tl.float64,  # > 0 unless N = 0
-    gain: tl.float64,  # 1 / (1 - reg_lambda), or 0 if reg_lambda >= 1; reg_lambda^(1 / (M - 3)) if M > 4
     frozen_lambda: tl.float64,
     frozen_eps: tl.float64,
-    seed_low,  # the halves of the seed, int32, or None: rounding to nearest
-    seed_high,
-    N: tl.constexpr,  # weights kept of every M: 1 or 2 of 4, or M - 2; 0: no prox
-    BLOCKS: tl.constexpr,  # blocks per program, all in one row
-    M: tl.constexpr = 4,
+    dtype: tl.constexpr,  # of the weights
+    grad_dtype: tl.constexpr,  # that of the weight, or bfloat16 for a float32 weight
+    moment: tl.constexpr,  # the arithmetic's dtype or bfloat16
+    out_dtype: tl.constexpr,  # of `out` and its W0, or None: `out` is not written
+    MASTER: tl.constexpr,  # whether there are float32 masters
+    FROZEN: tl.constexpr,  # whether there is a frozen-weight term
+    SCALED: tl.constexpr,  # whether there are scales, of the arithmetic's dtype
+    STOCHASTIC: tl.constexpr,  # rounding
+    ALIGNED: tl.constexpr,  # whether addresses and columns are multiples of 16
+    PROX: tl.constexpr,
+    N: tl.constexpr,  # weights kept of every M: 1 or 2 of 4, or M - 2
+    M: tl.constexpr,
+    BLOCKS: tl.constexpr,  # blocks per piece, all in one row of the weight
 ):
-    dtype: tl.constexpr = weight_ptr.dtype.element_ty
-    moment: tl.constexpr = exp_avg_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
+    row_ptr = table_ptr + tl.program_id(0) // row_pieces * ENTRIES
+    columns, pieces = tl.load(row_ptr + 9), tl.load(row_ptr + 10).to(tl.int32)
+    piece, total = (tl.load(row_ptr + 11) + tl.program_id(0) % row_pieces).to(tl.int32), tl.load(row_ptr + 12)
+    seed = tl.load(row_ptr + 13)
+    decay, rate = number(row_ptr, 14, arithmetic), number(row_ptr, 15, arithmetic)
+    root_factor = number(row_ptr, 16, arithmetic)
+    reg_lambda, gain = number(row_ptr, 17, arithmetic), number(row_ptr, 18, arithmetic)
+    if SCALED or M > 4:
+        columns = columns.to(tl.int32)  # of a row; otherwise of the whole weight
+    if ALIGNED and M == 4:  # for other blocks Triton fails, as in wide_prox.py
+        columns = tl.multiple_of(columns, 16)
 
     one_minus_beta1, one_minus_beta2 = tl.full((), 1 - beta1, arithmetic), tl.full((), 1 - beta2, arithmetic)
     beta1, beta2, eps = tl.full((), beta1, arithmetic), tl.full((), beta2, arithmetic), tl.full((), eps, arithmetic)
-    decay, rate = tl.full((), decay, arithmetic), tl.full((), rate, arithmetic)
-    root_factor = tl.full((), root_factor, arithmetic)
-    reg_lambda, gain = tl.full((), reg_lambda, arithmetic), tl.full((), gain, arithmetic)
     frozen_lambda, frozen_eps = tl.full((), frozen_lambda, arithmetic), tl.full((), frozen_eps, arithmetic)
 
-    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS, M)
-    old = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
-    g = widened(tl.load(grad_ptr + index, mask=inside, other=0.0), arithmetic)
-    mean = widened(tl.load(exp_avg_ptr + index, mask=inside, other=0.0), arithmetic)
-    square = widened(tl.load(exp_avg_sq_ptr + index, mask=inside, other=0.0), arithmetic)
-    w = old
-    if master_ptr is not None:
-        w = tl.load(master_ptr + index, mask=inside, other=0.0)
+    index, column, inside = weights_of_piece(piece, columns, pieces, SCALED, BLOCKS, M)
+    inside = inside & (piece < total)
+    w = widened(load_piece(row_ptr, 0, index, inside, 0.0, dtype, ALIGNED), arithmetic)
+    g = widened(load_piece(row_ptr, 1, index, inside, 0.0, grad_dtype, ALIGNED), arithmetic)
+    mean = widened(load_piece(row_ptr, 2, index, inside, 0.0, moment, ALIGNED), arithmetic)
+    square = widened(load_piece(row_ptr, 3, index, inside, 0.0, moment, ALIGNED), arithmetic)
+    if MASTER:
+        w = load_piece(row_ptr, 4, index, inside, 0.0, tl.float32, ALIGNED)
     c = None
-    if scale_ptr is not None:
-        c = tl.load(scale_ptr + column, mask=inside, other=1.0)
+    if SCALED:
+        c = load_piece(row_ptr, 6, column, inside, 1.0, arithmetic, ALIGNED)
 
-    if pretrained_ptr is not None:
-        w0 = widened(tl.load(pretrained_ptr + index, mask=inside, other=1.0), arithmetic)
+    if FROZEN:
+        w0 = widened(load_piece(row_ptr, 5, index, inside, 1.0, dtype, ALIGNED), arithmetic)
         span = tl.where(w0 >= 0, w0 + frozen_eps, w0 - frozen_eps)
         g += frozen_lambda * (2 * w * (w - w0) * (2 * w - w0) / (span * span))
     if c is not None:
@@ -118,98 +154,134 @@ def adamw_prox_kernel(
     if c is not None:
         step = step / c
     w = w * decay - step
-    if N and M > 4:
-        w = prox_wide(w, c, gain, M, BLOCKS, is_half(dtype) and master_ptr is None)
-    elif N:
-        PER_ACCESS: tl.constexpr = 2 if is_half(dtype) else 1
-        w = prox_scaled(w, c, reg_lambda, gain, N, BLOCKS, PER_ACCESS)
+    if PROX and M > 4:
+        w = prox_wide(w, c, gain, M, BLOCKS, is_half(dtype) and not MASTER)
+    elif PROX:
+        w = prox_scaled(w, c, reg_lambda, gain, N, BLOCKS, 2 if is_half(dtype) else 1)
 
     weight_bits, mean_bits, square_bits = None, None, None
-    if seed_low is not None:
-        random = random_bits(index, seed_low, seed_high)
+    if STOCHASTIC:
+        random = random_bits(index, seed.to(tl.int32), (seed >> 32).to(tl.int32))
         weight_bits, mean_bits, square_bits = random >> 16, random & 0xFFFF, mix(random) & 0xFFFF
-    if master_ptr is not None:
-        tl.store(master_ptr + index, w, mask=inside)
+    if MASTER:
+        tl.store(address(row_ptr, 4, tl.float32, ALIGNED) + index, w, mask=inside)
         weight_bits = None
-    tl.store(weight_ptr + index, rounded(w, weight_bits, dtype), mask=inside)
-    tl.store(exp_avg_ptr + index, rounded(mean, mean_bits, moment), mask=inside)
-    tl.store(exp_avg_sq_ptr + index, rounded(square, square_bits, moment), mask=inside)
+    new = rounded(w, weight_bits, dtype)
+    tl.store(address(row_ptr, 0, dtype, ALIGNED) + index, new, mask=inside)
+    tl.store(address(row_ptr, 2, moment, ALIGNED) + index, rounded(mean, mean_bits, moment), mask=inside)
+    tl.store(address(row_ptr, 3, moment, ALIGNED) + index, rounded(square, square_bits, moment), mask=inside)
+    if out_dtype is not None:
+        pretrained = load_piece(row_ptr, 8, index, inside, 0.0, out_dtype, ALIGNED)
+        result = under_mask(widened(new, arithmetic), pretrained, c, column, columns, N, BLOCKS, M)
+        tl.store(address(row_ptr, 7, out_dtype, ALIGNED) + index, result, mask=inside)
 
 
-# For blocks of 6, 8 or 10, for the reason in wide_prox.py.
-adamw_prox_wide_kernel = triton.jit(adamw_prox_kernel.fn, do_not_specialize=["seed_low", "seed_high", "columns"])
-
-
-def adamw_prox_nm_(
-    weight: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    master: torch.Tensor | None,
-    pretrained: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    reg_lambda: float,
-    n: int,
-    m: int,
-    frozen_lambda: float,
-    frozen_eps: float,
-    seed: int | None,
-) -> None:
+class Step(NamedTuple):
     """Step t of AdamW on c * w, then the prox of n:m blocks, in place; the equations are in `reference.adamw_prox`.
 
-    Shapes, dtypes and units are those of `proxsparse.ops.adamw_prox_`; all tensors are contiguous.
-
-    Args:
-        weight: on a CUDA GPU, or on the CPU if the environment had TRITON_INTERPRET=1 when triton was imported.
-        scale: in float32 (float64 for a float64 weight), or None.
-        n, m: 1:4, 2:4, 4:6, 6:8 or 8:10, ignored if reg_lambda is 0.
-        seed: in [-2^63, 2^64), or None.
-    Raises:
-        ValueError: the prox does not support the pattern or the shape of the weight.
+    Shapes, dtypes and units are those of `proxsparse.ops.adamw_prox_`; all tensors are contiguous, on a CUDA GPU, or on
+    the CPU if the environment had TRITON_INTERPRET=1 when triton was imported. n:m is 1:4, 2:4, 4:6, 6:8 or 8:10.
     """
-    m = m if reg_lambda > 0 else 4
-    if reg_lambda > 0:
-        check_weight(weight, n, m)
-    if weight.numel() == 0:
-        return
-    columns, pieces, blocks = rows_and_blocks(weight, scale, m, BLOCKS_PER_PROGRAM)
-    kernel = adamw_prox_kernel if m == 4 else adamw_prox_wide_kernel
-    halves = (None, None) if seed is None else (int32(seed), int32(seed >> 32))
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
-        kernel[(weight.numel() // columns * pieces,)](
-            weight,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            master,
-            pretrained if frozen_lambda > 0 else None,
-            scale,
-            columns,
-            pieces,
-            1 - lr * weight_decay,
-            lr / (1 - beta1**step),
-            1 / math.sqrt(1 - beta2**step),
-            float(beta1),
-            float(beta2),
-            float(eps),
-            float(reg_lambda),
-            gain_of(reg_lambda) if m == 4 else unit_of(reg_lambda, m),
-            float(frozen_lambda),
-            float(frozen_eps),
-            *halves,
-            N=n if reg_lambda > 0 else 0,
-            BLOCKS=blocks,
-            M=m,
-            num_warps=NUM_WARPS,
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    master: torch.Tensor | None
+    pretrained: torch.Tensor | None
+    scale: torch.Tensor | None  # in float32 (float64 for a float64 weight)
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    reg_lambda: float
+    n: int  # n and m are ignored if reg_lambda is 0 and `out` is None
+    m: int
+    frozen_lambda: float
+    frozen_eps: float
+    seed: int | None  # in [-2^63, 2^63)
+    out: torch.Tensor | None = None  # becomes W0 under the mask of the new weight, as in `masked_weight_nm_`
+    out_pretrained: torch.Tensor | None = None  # W0 for `out`, of its dtype
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """Those in ADDRESSES that the kernel uses."""
+        found = {name: getattr(self, name) for name in ADDRESSES}
+        return found | ({} if self.frozen_lambda > 0 else {"pretrained": None})
+
+    @property
+    def block(self) -> int:
+        """Weights per block."""
+        return self.m if self.reg_lambda > 0 or self.out is not None else 4
+
+    def constants(self) -> dict[str, object]:
+        """What is equal for all weights of a launch."""
+        tensors = self.tensors()
+        aligned = not any(t.data_ptr() % 16 for t in tensors.values() if t is not None)
+        has = {name: tensors[name] is not None for name in ("master", "pretrained", "scale", "out")}
+        return {
+            **{name: float(getattr(self, name)) for name in ("beta1", "beta2", "eps", "frozen_lambda", "frozen_eps")},
+            "dtype": TRITON_DTYPE[self.weight.dtype],
+            "grad_dtype": TRITON_DTYPE[self.grad.dtype],
+            "moment": TRITON_DTYPE[self.exp_avg.dtype],
+            "out_dtype": TRITON_DTYPE[self.out.dtype] if has["out"] else None,
+            "MASTER": has["master"],
+            "FROZEN": has["pretrained"],
+            "SCALED": has["scale"],
+            "STOCHASTIC": self.seed is not None,
+            "ALIGNED": aligned and self.weight.ndim > 0 and self.weight.shape[-1] % 16 == 0,
+            "PROX": self.reg_lambda > 0,
+            "N": self.n if self.block == self.m else 2,
+            "M": self.block,
+        }
+
+
+def adamw_prox_list_(steps: Sequence[Step]) -> None:
+    """Each of the steps, with one launch for all that have the same `constants` and device.
+
+    The kernel reads a table of addresses, sizes and numbers, which is copied from pinned memory without waiting for the
+    GPU.
+
+    Raises:
+        ValueError: the prox does not support the pattern or the shape of a weight.
+        RuntimeError: a CUDA graph is being captured; its replays would read a table that has been freed.
+    """
+    launches: dict[tuple, list[Step]] = {}
+    for step in steps:
+        if step.reg_lambda > 0 or step.out is not None:
+            check_weight(step.weight, step.n, step.m)
+        if step.weight.numel():
+            launches.setdefault((step.weight.device, *step.constants().items()), []).append(step)
+    for (device, *constants), same in launches.items():
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("adamw_prox_ cannot be captured in a CUDA graph; capture the passes before it")
+        launch(device, dict(constants), same)
+
+
+def launch(device: torch.device, constants: dict[str, object], steps: list[Step]) -> None:
+    """One launch for weights with the same constants."""
+    sizes = [rows_and_blocks(step.weight, step.scale, step.block, BLOCKS_PER_PROGRAM) for step in steps]
+    blocks = max(size[2] for size in sizes)  # equal, except in the interpreter
+    integers, numbers, totals = [], [], []
+    for step, (columns, _, _) in zip(steps, sizes, strict=True):
+        pieces = triton.cdiv(columns, step.block * blocks)
+        totals.append(step.weight.numel() // columns * pieces)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in step.tensors().values()]
+        integers.append([*addresses, columns, pieces, 0, totals[-1], step.seed or 0])
+        gain = gain_of(step.reg_lambda) if step.block == 4 else unit_of(step.reg_lambda, step.block)
+        bias1, bias2 = 1 - step.beta1**step.step, 1 - step.beta2**step.step
+        settings = 1 - step.lr * step.weight_decay, step.lr / bias1, 1 / math.sqrt(bias2), step.reg_lambda, gain
+        numbers.append(settings)
+    row_pieces = min(ROW_PIECES, max(totals))
+    rows = (torch.tensor(totals) + row_pieces - 1) // row_pieces
+    bits = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
+    table = torch.cat([torch.tensor(integers), bits], 1).repeat_interleave(rows, 0)
+    first = rows.cumsum(0) - rows
+    table[:, FIRST] = (torch.arange(len(table)) - first.repeat_interleave(rows)) * row_pieces
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    with torch.cuda.device_of(steps[0].weight):  # Triton launches on the current device
+        adamw_prox_kernel[(len(table) * row_pieces,)](
+            table, row_pieces, **constants, BLOCKS=blocks, num_warps=NUM_WARPS
         )
-
-
-def int32(x: int) -> int:
-    """The lower 32 bits of x as a signed integer."""
-    return (x + 2**31) % 2**32 - 2**31

@@ -43,14 +43,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def weights_of_program(scale_ptr, columns, pieces, BLOCKS: tl.constexpr, M: tl.constexpr):
-    """(index, column, whether it exists) of the weights of this program: one of `pieces` pieces of a row.
+def weights_of_piece(piece, columns, pieces, SCALED: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
+    """(index, column, whether it exists) of the weights of a piece, of which a row has `pieces`.
 
     Without a scale, the whole weight is one row if M = 4. The padding of other blocks does not exist.
     """
-    piece = tl.program_id(0)
     row = 0
-    if (scale_ptr is not None) | (M > 4):
+    if SCALED | (M > 4):
         row = piece // pieces
         piece -= row * pieces
     place = tl.arange(0, places(M) * BLOCKS)

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from .block import sort4, unsort4
 from .formats import arithmetic_of, join4, split4, widened
-from .launch import LANES, weights_of_program
+from .launch import LANES, weights_of_piece
 from .prox import check_weight, rows_and_blocks
 from .wide_block import kept
 
@@ -25,6 +25,18 @@ def kept4(score, N: tl.constexpr, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def under_mask(w, pretrained, c, column, columns, N: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
+    """W0, `pretrained`, where the score c * w * sign(W0) is among the N largest of its block, else +0.0."""
+    w0 = widened(pretrained, w.dtype)
+    score = w if c is None else w * c
+    # the sign of W0; a NaN has none, as in torch
+    score = score * ((w0 > 0).to(w.dtype) - (w0 < 0).to(w.dtype))
+    # the remainder of a row is kept
+    keeps = kept4(score, N, BLOCKS) if M == 4 else kept(score, M, BLOCKS) | (column >= columns // M * M)
+    return tl.where(keeps, pretrained, 0.0)
+
+
+@triton.jit
 def masked_weight_kernel(
     out_ptr,  # [numel], dtype of W0; overwritten. All tensors are contiguous
     weight_ptr,  # [numel]
@@ -36,19 +48,14 @@ def masked_weight_kernel(
     BLOCKS: tl.constexpr,  # blocks per program, all in one row
     M: tl.constexpr = 4,
 ):
-    dtype: tl.constexpr = weight_ptr.dtype.element_ty
-    arithmetic: tl.constexpr = arithmetic_of(dtype)
-    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS, M)
-    score = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
+    arithmetic: tl.constexpr = arithmetic_of(weight_ptr.dtype.element_ty)
+    index, column, inside = weights_of_piece(tl.program_id(0), columns, pieces, scale_ptr is not None, BLOCKS, M)
+    w = widened(tl.load(weight_ptr + index, mask=inside, other=0.0), arithmetic)
     pretrained = tl.load(pretrained_ptr + index, mask=inside, other=0.0)
-    w0 = widened(pretrained, arithmetic)
+    c = None
     if scale_ptr is not None:
-        score = score * tl.load(scale_ptr + column, mask=inside, other=1.0)
-    # the sign of W0; a NaN has none, as in torch
-    score = score * ((w0 > 0).to(arithmetic) - (w0 < 0).to(arithmetic))
-    # the remainder of a row is kept
-    keeps = kept4(score, N, BLOCKS) if M == 4 else kept(score, M, BLOCKS) | (column >= columns // M * M)
-    tl.store(out_ptr + index, tl.where(keeps, pretrained, 0.0), mask=inside)
+        c = tl.load(scale_ptr + column, mask=inside, other=1.0)
+    tl.store(out_ptr + index, under_mask(w, pretrained, c, column, columns, N, BLOCKS, M), mask=inside)
 
 
 def masked_weight_nm_(

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from .formats import arithmetic_of, is_half, round_to_nearest, widened
-from .launch import weights_of_program
+from .launch import weights_of_piece
 from .prox import BLOCKS_PER_PART, NUM_WARPS, check_weight, rows_and_blocks, unit_of
 from .wide_block import prox_wide
 
@@ -23,7 +23,7 @@ def prox_wide_kernel(
 ):
     dtype: tl.constexpr = weight_ptr.dtype.element_ty
     arithmetic: tl.constexpr = arithmetic_of(dtype)
-    index, column, inside = weights_of_program(scale_ptr, columns, pieces, BLOCKS, M)
+    index, column, inside = weights_of_piece(tl.program_id(0), columns, pieces, scale_ptr is not None, BLOCKS, M)
     old = tl.load(weight_ptr + index, mask=inside, other=0.0)
     w, c = widened(old, arithmetic), None
     if scale_ptr is not None:

@@ -28,7 +28,7 @@ from proxsparse.ops.backends.cutlass_codes import (
     sparse_linear_int8,
 )
 from proxsparse.ops.backends.gemv import MAX_ROWS
-from proxsparse.ops.registry import get_kernel
+from proxsparse.ops.registry import find_kernel
 from proxsparse.ops.sparse_linear import pad_rows
 from proxsparse.patterns import WINDOWED
 from proxsparse.reference.quantize import CODES
@@ -66,7 +66,8 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
         return sparse_linear(x, codes, indices, backend=backend, scales=scales)
 
     def serves(values: Tensor) -> Callable[[Tensor], bool]:
-        return lambda x: get_kernel("sparse_linear", backend).supports(x, values) is None
+        kernel = find_kernel("sparse_linear", backend)
+        return lambda x: kernel is not None and kernel.supports(x, values) is None
 
     for pattern in WINDOWED[1:] if 16 in bits else ():
         sigma = weights.dense[0].float().std() / 2  # outputs no larger than those whose rounding is the tolerance

@@ -162,6 +162,34 @@ def adamw_prox_(
         ValueError: `NMPattern.check_blocks` refuses in_features; a tensor does not fit the weight; a number is out of
             range.
     """
+    numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "pattern": pattern}
+    numbers |= {"reg_lambda": reg_lambda, "frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "seed": seed}
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
+    torch.ops.proxsparse.adamw_prox_(*checked_arguments(*tensors, **numbers))
+    return weight
+
+
+def checked_arguments(
+    weight: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    master: Tensor | None = None,
+    pretrained: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    reg_lambda: float,
+    pattern: PatternLike,
+    frozen_lambda: float,
+    frozen_eps: float,
+    seed: int | None,
+) -> tuple:
+    """The arguments of the op for those of `adamw_prox_`, whose errors it raises."""
     check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
     check_numbers(step, lr, betas, eps, weight_decay)
     check_reg_lambda(reg_lambda)
@@ -173,8 +201,7 @@ def adamw_prox_(
         raise ValueError(f"frozen_lambda={frozen_lambda} needs the pretrained weights; pass `pretrained`")
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained if frozen_lambda > 0 else None, scale)
     numbers = (step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, frozen_lambda, frozen_eps)
-    torch.ops.proxsparse.adamw_prox_(*tensors, *numbers, None if seed is None else signed(seed))
-    return weight
+    return *tensors, *numbers, None if seed is None else signed(seed)
 
 
 def signed(seed: int) -> int:

@@ -29,6 +29,7 @@ class Kernel:
         prepare: only for `sparse_linear`: prepare(values, indices) -> what `run` otherwise computes from the packed
             weight in every call, one tensor; None if there is nothing to prepare.
         direct: only for `sparse_linear`, see `ops.sparse_linear.direct`.
+        run_list: only for `adamw_prox_`: runs many calls in few launches, see `ops.adamw_prox_list`.
         windows: only for `sparse_linear`: whether `run` takes x without `reference.windows.expand`, and m.
     """
 
@@ -37,6 +38,7 @@ class Kernel:
     supports: Callable[..., str | None]
     prepare: Callable | None = None
     direct: Callable | None = None
+    run_list: Callable | None = None
     windows: bool = False
 
 

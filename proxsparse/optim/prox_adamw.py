@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from proxsparse.ops.adamw_prox import adamw_prox_, check_frozen, check_numbers
+from proxsparse.ops.adamw_prox import check_frozen, check_numbers
+from proxsparse.ops.adamw_prox_list import Masked, adamw_prox_list_
 from proxsparse.optim import param_groups
 from proxsparse.patterns import PatternLike, check_dtype
 from proxsparse.runtime.sharding import local
@@ -46,6 +47,9 @@ class ProxAdamW(Optimizer):
 
     A group may have a scaling `prox_scale`, c: one positive number per input feature of its parameters. The step is
     then that of v = c * w: AdamW with lr / c_j in column j, and the prox of c * w.
+
+    The attribute `masked`, not part of the state, may have (out, W0) for a parameter: after each of its steps, `out`
+    becomes W0 under the mask of the new parameter (`ops.masked_weight_`, with the pattern and scaling of the prox).
 
     Memory per weight, in addition to the weight and its gradient: moments take 8 bytes in float32 or 4 in bfloat16; a
     master takes 4 bytes; frozen_lambda > 0 adds W0. With the lambda of the paper, a prox step is 1 to 3 units in the
@@ -105,6 +109,7 @@ class ProxAdamW(Optimizer):
         self.moment_dtype = moment_dtype
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
+        self.masked: dict[Tensor, tuple[Tensor, Tensor]] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
         defaults |= VARIANTS | EXECUTION | param_groups.first_settings(reg_lambda, pattern)
         defaults |= {"frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "prox_scale": None}
@@ -123,6 +128,7 @@ class ProxAdamW(Optimizer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("masked", {})
         for parameter, entries in self.state.items():
             if isinstance(entries, Uncast):  # entries of other keys are passed on
                 state = entries.state
@@ -169,7 +175,7 @@ class ProxAdamW(Optimizer):
             ValueError: a gradient is sparse, or has another dtype or sharding than its parameter.
         """
         param_groups.check_not_capturing(self)
-        settings, loss = [lr_and_lambda(group) for group in self.param_groups], None
+        settings, loss, steps = [lr_and_lambda(group) for group in self.param_groups], None, {}
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -178,8 +184,9 @@ class ProxAdamW(Optimizer):
                 check_gradient(parameter)
         number = 0
         for group, (lr, reg_lambda) in zip(self.param_groups, settings, strict=True):
-            self._step_group(group, number, lr, reg_lambda)
+            steps |= self._steps_of_group(group, number, lr, reg_lambda)
             number += len(group["params"])
+        self._run(steps)
         return loss
 
     @torch.no_grad()
@@ -204,7 +211,7 @@ class ProxAdamW(Optimizer):
                 f"but this group has {len(group['params'])}"
             )
         check_gradient(parameter)
-        self._step_group(group, number, *lr_and_lambda(group))
+        self._run(self._steps_of_group(group, number, *lr_and_lambda(group)))
 
     def prepare_state(self, parameter: Tensor, frozen: bool | None = None) -> dict:
         """The state of the parameter, with missing entries added: before a step, or for loading a checkpoint into it.
@@ -226,36 +233,37 @@ class ProxAdamW(Optimizer):
             state["pretrained"] = parameter.detach().clone()
         return state
 
-    def _step_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> None:
-        """The fused step of every parameter with a gradient; `first` is the number of the first, over all groups."""
-        pruned, scale = set(param_groups.pruned_parameters(group)), group["prox_scale"]
+    def _steps_of_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> dict[Tensor, dict]:
+        """Every parameter with a gradient -> its fused step; `first` is the number of the first, over all groups."""
+        pruned, scale, steps = set(param_groups.pruned_parameters(group)), group["prox_scale"], {}
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
                 prox = WITHOUT_PROX
                 if parameter in pruned:
                     scale = None if scale is None else scale.to(parameter.device)
                     prox = {"reg_lambda": reg_lambda, "frozen_lambda": group["frozen_lambda"], "scale": scale}
-                self._step_parameter(parameter, number, group, lr, prox)
+                steps[parameter] = self._step_of_parameter(parameter, number, group, lr, prox)
         group["prox_step"] += 1 if lr else 0
+        return steps
 
-    def _step_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> None:
+    def _step_of_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> dict:
         """The fused step on the rows of the parameter in this process; `number` counts over all groups."""
         state = self.prepare_state(parameter, prox["frozen_lambda"] > 0)
         step = int(state["step"]) + 1
         stochastic = self.stochastic_rounding or self.moment_dtype is not None
-        adamw_prox_(
-            local(parameter),
-            local(parameter.grad),
-            local(state["exp_avg"]),
-            local(state["exp_avg_sq"]),
-            **{key: local(state[key]) for key in ("master", "pretrained") if key in state},
-            step=step,
-            lr=lr,
-            **{key: group[key] for key in ("betas", "eps", "weight_decay", "pattern", "frozen_eps")},
-            seed=call_seed(group["seed"], number, step) if stochastic else None,
-            **prox,
-        )
-        state["step"] += 1
+        tensors = {key: local(state[key]) for key in ("exp_avg", "exp_avg_sq", "master", "pretrained") if key in state}
+        tensors |= {"weight": local(parameter), "grad": local(parameter.grad)}
+        settings = {key: group[key] for key in ("betas", "eps", "weight_decay", "pattern", "frozen_eps")}
+        seed = call_seed(group["seed"], number, step) if stochastic else None
+        return tensors | settings | prox | {"step": step, "lr": lr, "seed": seed}
+
+    def _run(self, steps: dict[Tensor, dict]) -> None:
+        """Takes the steps, in few launches on a GPU, and counts them."""
+        targets = (self.masked.get(parameter) for parameter in steps)
+        masked = [target and Masked(*map(local, target)) for target in targets]
+        adamw_prox_list_(list(steps.values()), masked)
+        if steps:
+            torch._foreach_add_([self.state[parameter]["step"] for parameter in steps], 1)
 
     def _has_master(self, parameter: Tensor) -> bool:
         return self.master_weights and parameter.dtype in (torch.bfloat16, torch.float16)

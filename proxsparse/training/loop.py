@@ -210,7 +210,7 @@ def updating(state: TrainState) -> Iterator[Callable[[bool], float | Tensor]]:
         squares.append(sharding.local(weight.grad).float().square().sum())
         state.optimizer.step_parameter(weight)
         weight.grad = None
-        if layer:
+        if layer and weight not in state.optimizer.masked:
             layer.remask_()
 
     def norm(read: bool) -> float | Tensor:
@@ -238,7 +238,9 @@ def update_all(state: TrainState, read: bool) -> float | Tensor:
     norm = read_norm(state, norm) if read else not_read(state, norm)
     state.optimizer.step()
     state.optimizer.zero_grad()
-    state.remask_()
+    for layer in state.layers.values():
+        if layer.weight not in state.optimizer.masked:  # otherwise the optimizer has updated it
+            layer.remask_()
     return norm
 
 

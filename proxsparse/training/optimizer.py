@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.optim import ProxAdamW
+from proxsparse.optim.param_groups import pruned_parameters
 from proxsparse.runtime import sharding
 from proxsparse.training.learnable_layer import LearnableLayer
 from proxsparse.training.options import MILDER_STEP, LearningOptions, LoopOptions
@@ -43,7 +44,12 @@ def prox_adamw(model: nn.Module, learned: dict[str, LearnableLayer], options: Le
             group |= {"prox_scale": layer.scale, "pattern": layer.pattern}
         if parameter.requires_grad:
             groups.append(group)
-    return adamw(groups, options, options.frozen_eps)
+    optimizer = adamw(groups, options, options.frozen_eps)
+    pruned = {weight for group in optimizer.param_groups for weight in pruned_parameters(group)}
+    for layer in learned.values():  # the optimizer updates m, unless W0 is on another device or there is no prox
+        if layer.masked and layer.weight in pruned and layer.pretrained.device == layer.weight.device:
+            optimizer.masked[layer.weight] = layer.layer.weight, layer.pretrained
+    return optimizer
 
 
 def adamw(groups: list[dict], options: LoopOptions, frozen_eps: float = 0.1) -> ProxAdamW:

@@ -1,6 +1,7 @@
 """The backend under test as the fixture `device`; compiled CUDA kernels on this CPU (tests/ptx)."""
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -61,17 +62,18 @@ def triton_on_cpu(monkeypatch):
     from proxsparse import triton_kernels
     from proxsparse.triton_kernels import adamw_prox, masked_weight, prox, wide_prox
 
-    gpu, prox_list = GPU(), triton_kernels.prox_list_n4_
+    gpu = GPU()
     kernels = {"prox_n4": prox, "prox_list": prox, "adamw_prox": adamw_prox, "masked_weight": masked_weight}
-    kernels |= {"prox_wide": wide_prox, "adamw_prox_wide": adamw_prox}
+    kernels |= {"prox_wide": wide_prox}
     for name, module in kernels.items():
         monkeypatch.setattr(module, f"{name}_kernel", Kernel(gpu, getattr(module, f"{name}_kernel")))
 
-    def prox_list_n4_(weights, *arguments):
-        with gpu.memory(weights):  # their addresses are in a table
-            prox_list(weights, *arguments)
+    def with_memory(run, tensors, *arguments):
+        with gpu.memory(tensors):  # their addresses are in a table
+            run(tensors, *arguments)
 
-    monkeypatch.setattr(triton_kernels, "prox_list_n4_", prox_list_n4_)
+    for name in ("prox_list_n4_", "adamw_prox_list_"):
+        monkeypatch.setattr(triton_kernels, name, partial(with_memory, getattr(triton_kernels, name)))
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that `supports` accepts tensors of the CPU; triton has read it
     return gpu
 

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from ops.cases import adamw_in_float64, arithmetic, assert_close, copied, each_dtype, step_, step_problem
+from ops.cases import STEP, adamw_in_float64, arithmetic, assert_close, copied, each_dtype, step_, step_problem
 from reference.ground_truth import GAP, assert_optimal
 
 from proxsparse import reference
-from proxsparse.ops import adamw_prox_, use_backend
+from proxsparse.ops import adamw_prox_, masked_weight_, use_backend
+from proxsparse.ops.adamw_prox_list import Masked, adamw_prox_list_
+from proxsparse.ops.registry import chosen_backend, get_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:adamw_prox_. not on the cpp backend")
 OP = "adamw_prox_"
@@ -260,3 +262,49 @@ def test_eps_of_the_frozen_term_is_not_rounded_to_float32():
     pretrained = torch.tensor([0.0, -0.0, 2.0, -2.0], dtype=torch.float64)
     expected = torch.tensor([0.1, 0.1, 2.1, -2.1], dtype=torch.float64)
     assert torch.equal(reference.frozen_denominator(pretrained, 0.1), expected)
+
+
+# ------------------------------------------------------------------------------------------ many weights at once
+
+SCALED, SETTINGS = {"parts": ("scale",)}, {"reg_lambda": 0.3}
+LIST = [  # shape, dtype, further tensors, settings, dtype of W0 under the mask or None
+    ((12, 272), torch.float32, SCALED, SETTINGS, BF16),
+    ((7, 64), torch.float32, SCALED, SETTINGS | {"reg_lambda": 0.1, "lr": 0.01, "step": 5, "seed": None}, BF16),
+    ((40, 1024), torch.float32, SCALED, SETTINGS, torch.float32),
+    ((5, 1024), BF16, {"moment": BF16}, SETTINGS | {"seed": 7}, BF16),
+    ((3, 256), BF16, {"moment": BF16}, SETTINGS | {"seed": 2**63 + 8}, BF16),
+    ((5, 1024), BF16, {"parts": ("master", "scale", "pretrained")}, SETTINGS, None),
+    ((5, 52), torch.float32, SCALED, SETTINGS | {"pattern": "4:6"}, torch.float32),
+    ((6, 48), torch.float16, {}, SETTINGS | {"pattern": "6:8"}, torch.float16),
+    ((6, 48), torch.float32, {}, SETTINGS | {"pattern": "4:8"}, torch.float32),  # only the reference
+    ((4, 10), torch.float32, SCALED, SETTINGS, torch.float32),  # a remainder
+    ((7,), torch.float32, {}, {"reg_lambda": 0.0}, None),
+    ((0, 8), torch.float32, {}, SETTINGS, torch.float32),
+    ((8, 32), torch.float64, {"parts": ("pretrained",)}, SETTINGS | {"pattern": "1:4"}, torch.float64),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.* not on the")
+def test_a_list_is_every_step_alone(device):
+    steps, masked, expected = [], [], []
+    for place, (shape, dtype, options, settings, masked_dtype) in enumerate(LIST):
+        tensors, pattern = problem(shape, dtype, device, seed=place, **options), settings.get("pattern", "2:4")
+        mask_kernel, n_m = get_kernel("masked_weight_", chosen_backend()), map(int, pattern.split(":"))
+        if mask_kernel.supports(*[tensors["weight"]] * 3, None, *n_m):
+            continue  # this pattern
+        alone, target = copied(tensors), None
+        if masked_dtype:
+            target = Masked(*(torch.randn(shape).to(device, masked_dtype) for _ in range(2)))
+        settings = STEP | {"frozen_lambda": 0.3 if "pretrained" in tensors else 0.0, "seed": None} | settings
+        settings |= {"pattern": pattern, "scale": tensors.get("scale"), "frozen_eps": 0.1}
+        steps.append(settings | tensors)
+        masked.append(target)
+        adamw_prox_(**settings | alone)
+        if target:
+            out, scale = torch.empty_like(target.out), alone.get("scale")
+            alone["out"] = masked_weight_(out, alone["weight"], target.pretrained, scale, pattern)
+        expected.append(alone)
+    adamw_prox_list_(steps, masked)
+    for place, (step, target, alone) in enumerate(zip(steps, masked, expected, strict=True)):
+        found = step | ({"out": target.out} if target else {})
+        assert all(torch.equal(found[name], alone[name]) for name in alone), place

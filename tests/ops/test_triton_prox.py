@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from ops.blocks import random_blocks
+from ops.cases import STEP, assert_close, copied, step_in_float64, step_problem
 from ops.on_each_backend import assert_alike
 
 from proxsparse import reference
+from proxsparse.ops import use_backend
+from proxsparse.ops.adamw_prox_list import adamw_prox_list_
 
 pytest.importorskip("triton")
-from proxsparse.triton_kernels import prox
+from proxsparse.triton_kernels import adamw_prox, prox
 
 FOLDER = Path(__file__).parent
 COMPILED = ("triton_compiled_prox.py", "triton_rocm_cases.py")
@@ -62,6 +65,23 @@ def test_a_list_with_rows_of_a_table(dtype, triton_on_cpu, monkeypatch):
         prox.prox_list_n4_(weights, reg_lambdas, 2)
     for weight, other in zip(weights, expected, strict=True):
         assert_alike(weight, other, dtype)
+
+
+@pytest.mark.parametrize("row_pieces", [1, 2, 1024])
+def test_weights_of_one_kind_take_one_launch(row_pieces, triton_on_cpu, monkeypatch):
+    """However many pieces a row of the table has; a weight whose memory is not aligned is of another kind."""
+    monkeypatch.setattr(adamw_prox, "ROW_PIECES", row_pieces)
+    problems = [step_problem((rows, 272), torch.float32, parts=("scale",), seed=rows) for rows in (1, 3, 9)]
+    moved = torch.empty(3 * 272 + 1)[1:].view(3, 272)
+    problems.append(problems[1] | {"weight": moved.copy_(problems[1]["weight"])})
+    exact = [step_in_float64(tensors, 0.3) for tensors in problems]
+    settings = STEP | {"reg_lambda": 0.3, "pattern": "2:4", "frozen_lambda": 0.0, "frozen_eps": 0.1, "seed": None}
+    steps = [settings | copied(tensors) | {"weight": tensors["weight"]} for tensors in problems]
+    with use_backend("triton"):
+        adamw_prox_list_(steps, [None] * len(steps))
+    for tensors, expected in zip(problems, exact, strict=True):
+        assert_close(tensors["weight"], expected["weight"], torch.float32)
+    assert len(triton_on_cpu.launches) == 2
 
 
 def test_a_table_is_kept_until_something_changes(triton_on_cpu):

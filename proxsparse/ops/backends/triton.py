@@ -44,11 +44,20 @@ def _prox_nm_list_(weights: list[Tensor], reg_lambdas: list[float], n: int, m: i
             triton_kernels.prox_wide_(weight, reg_lambda, m)
 
 
-@register_kernel("adamw_prox_", "triton", supports=lambda weight, *others: _supports(weight, *pattern_of(others)))
-def _adamw_prox_(*arguments) -> None:
+def _adamw_prox_list_(calls: list[tuple]) -> None:
     from proxsparse import triton_kernels
 
-    triton_kernels.adamw_prox_nm_(*arguments)
+    triton_kernels.adamw_prox_list_([triton_kernels.Step(*arguments) for arguments in calls])
+
+
+@register_kernel(
+    "adamw_prox_",
+    "triton",
+    supports=lambda weight, *others: _supports(weight, *pattern_of(others)),
+    run_list=_adamw_prox_list_,
+)
+def _adamw_prox_(*arguments) -> None:
+    _adamw_prox_list_([arguments])
 
 
 @register_kernel("masked_weight_", "triton", supports=lambda out, weight, pretrained, scale, n, m: _supports(out, n, m))
