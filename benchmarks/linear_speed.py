@@ -155,8 +155,7 @@ def times(
     errors, numbers, runs, notes = {}, {}, {}, {}
     for name, call in calls.items():
         try:
-            exact = (others[name].weight, others[name].rounded_x) if name in others else ()
-            errors[name] = weights.error_of(call, rows, *exact)
+            errors[name] = weights.error_of(call, rows, others[name].weight if name in others else None)
             numbers[name] = weights.visits(call)
             runs[name] = one_call_each(call, numbers[name], x.device)
         except Exception as error:  # whatever a kernel does, the others are measured

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/token_memory.py                    # 0.25, 2 and 20 million tokens; 3 minutes
     OMP_NUM_THREADS=1 python benchmarks/token_memory.py --processes 2      # each of two processes
+    OMP_NUM_THREADS=1 python benchmarks/token_memory.py --documents 1200000 --tokens 32    # over a million documents
 
 A tiny model with a vocabulary of 49,152, --distill 0.5, four steps. Measured is the anonymous memory (RssAnon), without
 the files that are mapped into memory, of the process that needs most; it is read every 20 ms, so Linux only.
@@ -18,8 +19,7 @@ from pathlib import Path
 import torch
 from lib import common
 
-TOKENS = 512  # of a document; the tokenizer has a token for each byte
-LEARN = f"--seq_len {TOKENS} --max_steps 4 --distill 0.5 --scaling_samples 8 --eval_data none --device cpu".split()
+LEARN = ["--max_steps", "4", "--distill", "0.5", "--scaling_samples", "8", "--eval_data", "none", "--device", "cpu"]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,22 +31,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--documents", type=int, nargs="+", default=[500, 4000, 40000], metavar="N", help="to learn from"
     )
+    parser.add_argument("--tokens", type=int, default=512, help="of a document; a byte is a token")
     parser.add_argument("--processes", type=int, default=1, help="started by torchrun")
     parser.add_argument("--no-save", action="store_true", help="print only")
     args = parser.parse_args(arguments)
     results = common.Results("token_memory", torch.device("cpu"), not args.no_save, arguments)
     with tempfile.TemporaryDirectory() as folder:
-        for part in (tiny_model("llama", vocab_size=49152, max_position_embeddings=TOKENS), byte_tokenizer()):
+        for part in (tiny_model("llama", vocab_size=49152, max_position_embeddings=args.tokens), byte_tokenizer()):
             part.save_pretrained(Path(folder, "model"))
         for documents in args.documents:
             text = Path(folder, f"{documents}.jsonl")
             with text.open("w") as file:
-                file.writelines(json.dumps(f"{number} " * (TOKENS // 2)) + "\n" for number in range(documents))
+                for number in range(documents):
+                    file.write(json.dumps((f"{number} " * args.tokens)[: args.tokens]) + "\n")
             paths = ["--model", f"{folder}/model", "--data", str(text), "--output_dir", f"{folder}/run-{documents}"]
             start = ["-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
             command = [sys.executable, *(start if args.processes > 1 else ()), "-m", "proxsparse.train", *LEARN]
-            size = peak([*command, *paths, "--num_samples", str(documents)])
-            row = {"tokens": documents * TOKENS, "processes": args.processes, "peak": size}
+            start_s, size = time.monotonic(), ["--num_samples", str(documents), "--seq_len", str(args.tokens)]
+            row = {"tokens": documents * args.tokens, "documents": documents, "processes": args.processes}
+            row |= {"peak": peak([*command, *paths, *size]), "seconds": time.monotonic() - start_s}
             print(*results.add([row]), flush=True)
     results.show(["tokens", "processes", "MiB"], cells, "")
     return 0

@@ -25,7 +25,7 @@ PLACES = {
     "methods": "admm block_masks finetune gptq magnitude maskllm proxsparse pruned registry sparsegpt swap walk wanda",
     "models": "checks feature_norms layers loading matching snap unfold_linears",
     "ops": "adamw_prox adamw_prox_list choice mask masked_weight pack prox prox_list quantize registry sparse_linear",
-    "ops/backends": "cpp cuda cutlass cutlass_codes gemv triton",
+    "ops/backends": "cpp cuda cutlass gemv triton",
     "optim": "hold_masks param_groups prox_adamw prox_optimizer",
     "reference": "adamw_prox mask pack prox quantize regularizers windows",
     "run": "args folder job memory model_card parse report result sections teacher",

@@ -1,6 +1,4 @@
-"""Layers with 8 and 4 bits: our packed codes, and their peers, torch's dense kernels; and NVIDIA's 2:4 product.
-
-On a CPU the peers are weight-only. On a GPU they, and CUTLASS's kernels for our codes, also round x, in each call.
+"""Layers with 8 and 4 bits: our packed codes, and on a CPU their peers, torch's dense kernels; NVIDIA's 2:4 product.
 
 A contender is named by its maker and bits or pattern, such as "cpp:8", "gemv:8", "torch:4" or "cpp:6:8". Each
 multiplies by its own weight.
@@ -16,18 +14,6 @@ from torch import Tensor, nn
 
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.ops import dequantize_nm, nm_mask, pack_nm, quantize_nm, sparse_linear, unpack_nm
-from proxsparse.ops.backends.cutlass_codes import (
-    FP8,
-    INT8,
-    Kind,
-    fp8_weight,
-    metadata_of,
-    missing,
-    quantize_rows,
-    sparse_linear_fp8,
-    sparse_linear_int8,
-)
-from proxsparse.ops.backends.gemv import MAX_ROWS
 from proxsparse.ops.registry import find_kernel
 from proxsparse.ops.sparse_linear import pad_rows
 from proxsparse.patterns import WINDOWED
@@ -45,7 +31,6 @@ class Contender:
     multiply: Callable[..., Tensor]  # multiply(x, *copy)
     weight: Tensor  # float64, [out_features, in_features]
     serves: Callable[[Tensor], bool] = lambda x: True  # whether it multiplies this x
-    rounded_x: Callable[[Tensor], Tensor] = lambda x: x.double()  # what it multiplies instead of x
 
     @property
     def nbytes(self) -> int:
@@ -81,55 +66,11 @@ def contenders(weights: LinearWeights, bits: list[int]) -> dict[str, Contender]:
         exact = unpack_nm(dequantize_nm(codes, scales.double()), indices)
         form = copies((codes, indices, scales), count)
         found[f"{backend}:{number}"] = Contender(form, multiply, exact, serves(codes))
-        if number == 8 and values.device.type == "cuda":
-            found |= products_of_codes(INT8, sparse_linear_int8, dense_int8, (codes, indices, scales), count)
-            codes, scales = fp8_weight(values)
-            found |= products_of_codes(FP8, sparse_linear_fp8, dense_fp8, (codes, indices, scales), count)
         fits = values.dtype == torch.bfloat16 and all(size % 64 == 0 for size in weights.shape)
         if fits and values.device.type == "cpu":
             form, torch_multiply, exact = PEERS[number](weights.dense[0])
             found[f"torch:{number}"] = Contender(copies(form, count), torch_multiply, exact)
     return found
-
-
-def products_of_codes(
-    kind: Kind, sparse: Callable[..., Tensor], dense: Callable[..., Tensor], weight: tuple[Tensor, ...], count: int
-) -> dict[str, Contender]:
-    """Codes of W times codes of x: CUTLASS with codes, indices and scales, and torch with the same codes, dense."""
-    codes, indices, scales = weight
-    exact = unpack_nm(codes.double() * scales.double(), indices)
-    whole = unpack_nm(codes.float(), indices).to(kind.dtype)
-    rounded_x = partial(dequantized_rows, kind)
-
-    def serves(x: Tensor) -> bool:  # fewer rows are for gemv, and `torch._int_mm` needs 17
-        return len(x) > MAX_ROWS and missing(kind, x, codes) is None
-
-    def multiply(x: Tensor, codes: Tensor, indices: Tensor, scales: Tensor, metadata: Tensor) -> Tensor:
-        return sparse(x, codes, indices, scales, metadata=metadata)
-
-    form = copies((*weight, metadata_of(indices)), count)
-    return {
-        f"cutlass_{kind.name}:8": Contender(form, multiply, exact, serves, rounded_x),
-        f"torch_{kind.name}:8": Contender(copies((whole, scales), count), dense, exact, serves, rounded_x),
-    }
-
-
-def dense_int8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """torch._int_mm, whose sums are scaled after it."""
-    codes, x_scales = quantize_rows(x, INT8)
-    return (torch._int_mm(codes, weight.t()) * x_scales[:, None] * scales.float().t()).to(x.dtype)
-
-
-def dense_fp8(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """torch._scaled_mm with a scale per row of x and of the weight; it adds partial sums in fp32, as ours."""
-    codes, x_scales = quantize_rows(x, FP8)
-    return torch._scaled_mm(codes, weight.t(), x_scales[:, None], scales.t(), out_dtype=x.dtype, use_fast_accum=False)
-
-
-def dequantized_rows(kind: Kind, x: Tensor) -> Tensor:
-    """x after rounding to codes, in float64."""
-    codes, scales = quantize_rows(x, kind)
-    return codes.double() * scales.double()[:, None]
 
 
 def copies(form: tuple, count: int) -> list[tuple]:

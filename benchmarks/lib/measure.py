@@ -95,20 +95,14 @@ class LinearWeights:
         """The largest error that is accepted: twice that of dense, plus one rounding of the largest number."""
         return 2 * dense_error + torch.finfo(self.x.dtype).eps * self.expected.abs().max().item()
 
-    def error_of(
-        self,
-        call: Callable[[int], Tensor],
-        rows: int,
-        weight: Tensor | None = None,
-        rounded_x: Callable[[Tensor], Tensor] = Tensor.double,
-    ) -> float:
+    def error_of(self, call: Callable[[int], Tensor], rows: int, weight: Tensor | None = None) -> float:
         """The largest error of call(0), x W^T for `rows` rows, compared with float64 in the rows that are checked.
 
-        weight, rounded_x: W in float64, and x -> what it is multiplied by, if they are not those of the others.
+        weight: W in float64, if it is not that of the others.
         """
         known = [number for number, place in enumerate(self.places) if place < rows]
         places = [self.places[number] for number in known]
-        expected = self.expected[known] if weight is None else rounded_x(self.x[places]) @ weight.T
+        expected = self.expected[known] if weight is None else self.x[places].double() @ weight.T
         return (call(0)[places].double() - expected).abs().max().item()
 
     def visits(self, call: Callable[[int], Tensor]) -> int:

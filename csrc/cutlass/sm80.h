@@ -11,7 +11,6 @@ namespace proxsparse::gemm {
 // A thread block computes kOut by kRows of y, each of its warps kWarpOut by kWarpRows.
 template <int kOut, int kRows, int kWarpOut, int kWarpRows, int kStages>
 struct Sm80 {
-  using Call = gemm::Call;
   static constexpr int kArchitecture = 80;
   using Element = cutlass::bfloat16_t;
   using RowMajor = cutlass::layout::RowMajor;

@@ -12,47 +12,26 @@
 
 namespace proxsparse::gemm {
 
-// y = x W^T + bias. As all Operands, it says what is multiplied (Element), in what type the products are added (Sum),
-// and how y is made of the sums (Fusion).
-struct Bf16 {
-  using Call = gemm::Call;
-  using Element = cutlass::bfloat16_t;
-  using Sum = float;
-  template <typename Shape>
-  using Fusion = cutlass::epilogue::fusion::LinCombPerRowBias<Element, float, Element>;
-
-  template <typename Arguments>
-  static void set(Arguments& fusion, const Call& call) {
-    fusion.alpha = 1;
-    fusion.beta = 0;
-    fusion.bias_ptr = static_cast<const Element*>(call.bias);
-  }
-};
-
 // Schedule is that of the main loop, EpilogueSchedule that of writing y. With TileScheduler = void, one thread block
-// computes each tile of y. All tiles with 128 columns and Elements of one size read the same metadata.
-template <typename Operands, int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
+// computes each tile of y. All tiles with 128 columns read the same metadata.
+template <int kOut, int kRows, int kCluster, typename Schedule, typename EpilogueSchedule,
           typename TileScheduler = void>
 struct Sm90 {
-  using Call = typename Operands::Call;
   static constexpr int kArchitecture = 90;
-  using Element = typename Operands::Element;
-  using Result = cutlass::bfloat16_t;
+  using Element = cutlass::bfloat16_t;
   using Shape = cute::Shape<cute::Int<kOut>, cute::Int<kRows>, cute::_128>;
   using Cluster = cute::Shape<cute::Int<kCluster>, cute::_1, cute::_1>;
   using RowMajor = cutlass::layout::RowMajor;
   using ColumnMajor = cutlass::layout::ColumnMajor;
-  template <typename T>
-  static constexpr int kAligned = 16 / sizeof(T);  // numbers in 16 bytes
+  static constexpr int kAligned = 16 / sizeof(Element);  // numbers in 16 bytes
 
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassSparseTensorOp, Shape, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, typename Operands::Sum, float, void, ColumnMajor,
-      kAligned<Result>, Result, ColumnMajor, kAligned<Result>, EpilogueSchedule,
-      typename Operands::template Fusion<Shape>>::CollectiveOp;
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, ColumnMajor, kAligned, Element, ColumnMajor,
+      kAligned, EpilogueSchedule, cutlass::epilogue::fusion::LinCombPerRowBias<Element, float, Element>>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassSparseTensorOp, Element, RowMajor, kAligned<Element>, Element,
-      ColumnMajor, kAligned<Element>, typename Operands::Sum, Shape, Cluster,
+      cutlass::arch::Sm90, cutlass::arch::OpClassSparseTensorOp, Element, RowMajor, kAligned, Element, ColumnMajor,
+      kAligned, float, Shape, Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       Schedule>::CollectiveOp;
   using Kernel =
@@ -73,9 +52,12 @@ struct Sm90 {
         {{},
          nullptr,
          {},
-         static_cast<Result*>(call.y),
+         static_cast<Element*>(call.y),
          cutlass::make_cute_packed_stride(typename Kernel::StrideD{}, y_shape)}};
-    Operands::set(arguments.epilogue.thread, call);
+    auto& fusion = arguments.epilogue.thread;
+    fusion.alpha = 1;
+    fusion.beta = 0;
+    fusion.bias_ptr = static_cast<const Element*>(call.bias);
     cudaGetDevice(&arguments.hw_info.device_id);  // whose multiprocessors CUTLASS counts; otherwise those of device 0
     return arguments;
   }

@@ -2,7 +2,7 @@
 #include "sm90.h"
 
 namespace proxsparse::gemm {
-using Chosen = Sm90<Bf16, 128, 256, 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+using Chosen = Sm90<128, 256, 2, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                     cutlass::epilogue::TmaWarpSpecializedCooperative>;
 static const Registered registered(tile<Chosen>("128x256"));
 }  // namespace proxsparse::gemm

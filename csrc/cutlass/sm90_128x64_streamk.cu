@@ -4,7 +4,7 @@
 #include "sm90.h"
 
 namespace proxsparse::gemm {
-using Chosen = Sm90<Bf16, 128, 64, 1, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+using Chosen = Sm90<128, 64, 1, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
                     cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
 static const Registered registered(tile<Chosen>("128x64_streamk"));
 }  // namespace proxsparse::gemm

@@ -2,6 +2,6 @@
 #include "sm90.h"
 
 namespace proxsparse::gemm {
-using Chosen = Sm90<Bf16, 64, 32, 1, cutlass::gemm::KernelTmaWarpSpecialized, cutlass::epilogue::TmaWarpSpecialized>;
+using Chosen = Sm90<64, 32, 1, cutlass::gemm::KernelTmaWarpSpecialized, cutlass::epilogue::TmaWarpSpecialized>;
 static const Registered registered(tile<Chosen>("64x32"));
 }  // namespace proxsparse::gemm

@@ -2,7 +2,6 @@
 #include "sm90.h"
 
 namespace proxsparse::gemm {
-using Chosen =
-    Sm90<Bf16, 64, 64, 1, cutlass::gemm::KernelTmaWarpSpecializedPingpong, cutlass::epilogue::TmaWarpSpecialized>;
+using Chosen = Sm90<64, 64, 1, cutlass::gemm::KernelTmaWarpSpecializedPingpong, cutlass::epilogue::TmaWarpSpecialized>;
 static const Registered registered(tile<Chosen>("64x64"));
 }  // namespace proxsparse::gemm

@@ -1,5 +1,4 @@
-// Makes a Tile of a kind of CUTLASS kernel, which defines Call, Gemm (its adapter), arguments(call) and
-// kArchitecture.
+// Makes a Tile of a kind of CUTLASS kernel, which defines Gemm (its adapter), arguments(call) and kArchitecture.
 #pragma once
 
 #include "cutlass/cutlass.h"
@@ -8,12 +7,12 @@
 namespace proxsparse::gemm {
 
 template <typename Kind>
-size_t workspace_bytes(const typename Kind::Call& call) {
+size_t workspace_bytes(const Call& call) {
   return Kind::Gemm::get_workspace_size(Kind::arguments(call));
 }
 
 template <typename Kind>
-const char* run(const typename Kind::Call& call, cudaStream_t stream) {
+const char* run(const Call& call, cudaStream_t stream) {
   typename Kind::Gemm gemm;
   cutlass::Status status = gemm.can_implement(Kind::arguments(call));
   if (status == cutlass::Status::kSuccess) status = gemm.initialize(Kind::arguments(call), call.workspace, stream);
@@ -22,7 +21,7 @@ const char* run(const typename Kind::Call& call, cudaStream_t stream) {
 }
 
 template <typename Kind>
-TileOf<typename Kind::Call> tile(const char* name) {
+Tile tile(const char* name) {
   return {name, Kind::kArchitecture, workspace_bytes<Kind>, run<Kind>};
 }
 

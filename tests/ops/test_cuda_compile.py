@@ -32,10 +32,7 @@ EXPECTED = {
 }
 # The same for the tiles of CUTLASS, by the start of their names; the first that fits.
 PRODUCTS = {
-    "sm80_int8": "IMMA.SP",
     "sm80": "HMMA.SP",
-    "sm90_int8": "IGMMA.SP",
-    "sm90_fp8": "QGMMA.SP",
     "sm90": "HGMMA.SP",
 }
 GEMV = ("gemv.cu", "gemv_8.cu", "gemv_4.cu")
@@ -161,7 +158,7 @@ def check_one_load_phase(kernels: list[Compiled]) -> None:
                 loaded |= {registers[0] + word for word in range(4)}
 
 
-@pytest.mark.parametrize("source", sources(TILES, slow=("sm90", "sm80_int8")))
+@pytest.mark.parametrize("source", sources(TILES, slow=("sm90",)))
 def test_cutlass_tiles_compile_into_registers(source, setup, tmp_path):
     if not (headers := setup["cutlass_headers"]()):
         pytest.skip("nvidia-cutlass is not installed")

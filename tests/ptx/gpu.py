@@ -260,4 +260,4 @@ def cutlass_flags() -> tuple[str, ...]:
     if not (headers := setup()["cutlass_headers"]()):
         pytest.skip("nvidia-cutlass is not installed")
     folders = (f"-I{folder}" for folder in headers)
-    return ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-diag-suppress=2908", *folders)
+    return ("-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", *folders)
