@@ -88,6 +88,7 @@ def child(
     folders=None,
     at_rename=None,
     die_after=None,
+    in_thread=False,
 ) -> None:
     """The run itself; never returns."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
@@ -105,6 +106,8 @@ def child(
             before_call(*term_in, lambda: os.kill(os.getpid(), signal.SIGTERM))
         if at_rename:
             before_rename(*at_rename)
+        if in_thread:
+            save_in_thread()
         if die_after is not None:
             threading.Timer(die_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
         if fill:
@@ -123,6 +126,14 @@ def child(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def save_in_thread() -> None:
+    """A thread writes the checkpoints of training steps, as on a GPU."""
+    from proxsparse.io.checkpoints import Checkpoints
+
+    save = Checkpoints.save
+    Checkpoints.save = lambda *given, **named: save(*given, **named | dict.fromkeys({"in_thread"} & {*named}, True))
 
 
 def before_call(name: str, number: int, act) -> None:

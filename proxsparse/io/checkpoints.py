@@ -14,22 +14,23 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError, describe_error
 from proxsparse.io.atomic import SCRATCH, sync, write_file
-from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, world_size
+from proxsparse.runtime.distributed import is_rank_zero, on_rank_zero, thread_group, world_size
 
 CHECKPOINTS, FACTS, STEP = "checkpoints", "facts.json", re.compile(r"step-(\d+)")
 TOKENS, PROGRESS = "tokens", "progress.json"  # of the calibration text
 FILE_BYTES = 2**28  # approximate size of a file; each file is serialized in memory
+WRITER = ThreadPoolExecutor(1, "checkpoint")
 SAMPLED = 64  # weights of each parameter in the digest of a model; reading all takes as long as loading
 
 
@@ -44,27 +45,52 @@ class Checkpoints:
 
     run_dir: Path
     identity: dict
+    writing: list[Future] = field(default_factory=list, compare=False, repr=False)  # at most one
 
     @property
     def folder(self) -> Path:
         return self.run_dir / CHECKPOINTS
 
-    def save(self, name: str, tensors: dict[str, Tensor], facts: dict) -> None:
+    def save(
+        self,
+        name: str,
+        tensors: dict[str, Tensor],
+        facts: dict,
+        then: Callable[[], object] = lambda: None,
+        in_thread: bool = False,
+    ) -> None:
         """Writes a checkpoint, or replaces it. All processes must call it.
 
+        Args:
+            then: called on rank zero when the checkpoint is complete.
+            in_thread: copies the tensors to the host and lets a thread write them, so that the caller may change them;
+                it is complete after `wait`, and its error is raised there, or by the next `save`.
         Raises:
             OSError: it could not be written; the other checkpoints are unchanged.
         """
-        import torch.distributed.checkpoint as dcp
+        self.wait()
+        facts = json.loads(json.dumps({"identity": self.identity, **facts}))
+        if not in_thread:
+            self.write(name, tensors, facts, then)
+            return
+        tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        group = thread_group()  # made here, because all processes must make it
+        self.writing.append(WRITER.submit(self.write, name, tensors, facts, then, group))
 
-        scratch = self.folder / f"{SCRATCH}-{name}"
+    def wait(self) -> None:
+        """Waits until the thread has written the checkpoint. Raises its error."""
+        if self.writing:
+            self.writing.pop().result()
+
+    def write(self, name: str, tensors: dict[str, Tensor], facts: dict, then: Callable, group=None) -> None:
+        """`save`, with the collectives of a process group, without waiting for another checkpoint."""
+        dcp, scratch = torch_checkpoint(), self.folder / f"{SCRATCH}-{name}"
         try:
-            on_rank_zero(lambda: clear(scratch))
+            on_rank_zero(lambda: clear(scratch), group)
             if tensors:
-                with quiet():
-                    writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
-                    dcp.save(tensors, storage_writer=writer)
-            on_rank_zero(lambda: finish(scratch, self.folder / name, {"identity": self.identity, **facts}))
+                writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
+                dcp.save(tensors, storage_writer=writer, process_group=group)
+            on_rank_zero(lambda: (finish(scratch, self.folder / name, facts), then()), group)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException is not an Exception
             if is_rank_zero():
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -93,9 +119,7 @@ class Checkpoints:
         Raises:
             InputError: a tensor is missing, or has another shape or dtype than in `into`.
         """
-        import torch.distributed.checkpoint as dcp
-
-        path, tensors = self.folder / name, dict(into or {})
+        dcp, path, tensors = torch_checkpoint(), self.folder / name, dict(into or {})
         if not any(path.glob("*.safetensors")):
             return tensors
         saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
@@ -109,8 +133,7 @@ class Checkpoints:
         for key, found in saved.items():
             if key not in tensors and key.startswith(prefixes):
                 tensors[key] = torch.empty(found.size, dtype=found.properties.dtype)
-        with quiet():
-            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
         return tensors
 
     def steps(self) -> list[str]:
@@ -129,6 +152,15 @@ class Checkpoints:
             aside = self.folder / f"{SCRATCH}-{secrets.token_hex(4)}"
             (self.folder / name).rename(aside)
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def torch_checkpoint() -> ModuleType:
+    """torch.distributed.checkpoint, without its warning about a single process."""
+    import torch.distributed.checkpoint
+
+    # not within `catch_warnings`, which threads must not use
+    warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
+    return torch.distributed.checkpoint
 
 
 def step_of(name: str) -> int:
@@ -228,11 +260,3 @@ def cause_of(error: BaseException) -> BaseException:
     """The first error inside a CheckpointException, which collects those of all processes; else the error itself."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppresses the warning of torch.distributed.checkpoint about a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
-        yield

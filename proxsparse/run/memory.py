@@ -142,6 +142,7 @@ class Plan:
             "W0": f * self.weights * mine * (keep == "cpu"),
             "text": text * (not stored),
             "checkpoint file": 2 * min(checkpoint * mine, FILE_BYTES) * saves,
+            "checkpoint": checkpoint * mine * saves * self.on_gpu,  # the copy that a thread writes
         }
         saving = {
             "masks": 2 * masks,  # learned and magnitude

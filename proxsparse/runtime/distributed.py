@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,8 +83,20 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
-def on_rank_zero(action: Callable[[], T]) -> T:
-    """Runs `action` on rank zero only and returns its result on all ranks. If it fails, all processes end."""
+@cache
+def thread_group() -> dist.ProcessGroup | None:
+    """A process group for a thread besides the main one, on the CPU; None without a process group.
+
+    All processes must call it.
+    """
+    return dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+
+
+def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Runs `action` on rank zero only and returns its result on all ranks. If it fails, all processes end.
+
+    group: a group of all processes for the communication; None: the default one.
+    """
     if world_size() == 1:
         return action()
     answer, error = [None, False], None
@@ -92,9 +105,9 @@ def on_rank_zero(action: Callable[[], T]) -> T:
             answer[0] = action()
         except BaseException as raised:
             answer[1], error = True, raised
-    dist.broadcast_object_list(answer)
+    dist.broadcast_object_list(answer, group=group)
     if answer[1]:
-        dist.barrier()  # a process that ends now closes connections on which others may still be reading
+        dist.barrier(group)  # a process that ends now closes connections on which others may still be reading
     if error is not None:
         raise error
     if answer[1]:

@@ -75,6 +75,8 @@ def training(
         stop.defer()
         try:
             yield end_step, update
+            if checkpoints:
+                checkpoints.wait()
         except BaseException:
             stop.restore()
             raise

@@ -103,15 +103,19 @@ class TrainState:
         }
 
     def save(self, checkpoints: Checkpoints) -> None:
-        """Writes the checkpoint of this step; removes those beyond --save_total_limit. All processes must call it."""
-        name, limit = f"step-{self.step}", self.options.save_total_limit
-        checkpoints.save(name, self.tensors() | random_states(self.model.device), self.facts())
+        """Writes the checkpoint of this step; removes those beyond --save_total_limit. All processes must call it.
+
+        With a model on a GPU a thread writes it, see `Checkpoints.save`.
+        """
+        step, limit = self.step, self.options.save_total_limit
 
         def remove_others() -> None:  # also later steps, abandoned when the run was resumed from an earlier one
-            older = [other for other in checkpoints.steps() if step_of(other) <= self.step]
+            older = [other for other in checkpoints.steps() if step_of(other) <= step]
             checkpoints.remove({*checkpoints.steps()} - {*older[-limit:]})
 
-        distributed.on_rank_zero(remove_others)
+        device = self.model.device
+        tensors = self.tensors() | random_states(device)
+        checkpoints.save(f"step-{step}", tensors, self.facts(), remove_others, in_thread=device.type != "cpu")
 
     def restore_(self, checkpoints: Checkpoints, name: str, facts: dict) -> None:
         """Restores the state from a checkpoint, given its facts. Raises InputError as `Checkpoints.load`."""

@@ -139,6 +139,17 @@ def test_killed_in_the_middle(run, arguments_of, undisturbed, command_in_child, 
     assert outcome(tmp_path / "run") == undisturbed(run)
 
 
+def test_killed_while_a_thread_writes_checkpoints(arguments_of, undisturbed, command_in_child, tmp_path):
+    """As on a GPU; the results are those of a run without the thread."""
+    main, arguments = arguments_of("train", tmp_path / "run", *RESUME)
+    for number in (4, 5, 6, 8):
+        code, stderr = command_in_child(main, arguments, in_thread=True, at_rename=(number, signal.SIGKILL))
+        assert code == -signal.SIGKILL, stderr
+    assert saved(tmp_path / "run")
+    assert command_in_child(main, arguments, in_thread=True)[0] == 0
+    assert outcome(tmp_path / "run") == undisturbed("train")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_killed_at_every_rename(run, arguments_of, undisturbed, command_in_child, tmp_path):

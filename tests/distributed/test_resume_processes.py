@@ -66,6 +66,17 @@ def test_all_processes_end_together(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_threads_of_two_processes_write_checkpoints(run, tmp_path):
+    """They communicate in a group of their own, while the processes learn."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert run(a, processes=2) == [0, 0]
+    assert -SIGKILL in run(b, processes=2, in_thread=True, die_in=(FINISH, 2))
+    assert saved(b) == ["step-3"]
+    assert run(b, processes=2, in_thread=True) == [0, 0], log_of(b)[-2000:]
+    assert outcome(b) == outcome(a)
+
+
+@pytest.mark.slow
 def test_other_numbers_of_processes_continue_within_rounding(run, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
 

@@ -1,0 +1,59 @@
+"""A checkpoint that a thread writes, as for a model on a GPU; all else is in tests/cli/test_resume.py and others."""
+
+import threading
+
+import pytest
+import torch
+
+from proxsparse.io import checkpoints as module
+from proxsparse.io.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return Checkpoints(tmp_path, {"model": "m"})
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """The thread waits here before it finishes a checkpoint."""
+    event, finish = threading.Event(), module.finish
+
+    def waiting(*arguments):
+        assert event.wait(60)
+        finish(*arguments)
+
+    monkeypatch.setattr(module, "finish", waiting)
+    return event
+
+
+def test_later_changes_do_not_reach_it(checkpoints, gate):
+    weight, facts, called = torch.arange(6.0), {"steps": [1]}, []
+    checkpoints.save("step-1", {"w": weight}, facts, lambda: called.append(checkpoints.steps()), in_thread=True)
+    weight.zero_()
+    facts["steps"].append(2)
+    assert checkpoints.steps() == called == []
+    gate.set()
+    checkpoints.wait()
+    assert called == [["step-1"]]
+    assert checkpoints.facts("step-1")["steps"] == [1]
+    assert torch.equal(checkpoints.load("step-1", {"w": torch.empty(6)})["w"], torch.arange(6.0))
+    checkpoints.wait()  # there is nothing more to wait for
+
+
+def test_the_next_one_waits_and_raises_its_error(checkpoints, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "finish", full)
+        checkpoints.save("step-1", {"w": torch.ones(3)}, {}, in_thread=True)
+        for call in (checkpoints.wait, lambda: checkpoints.save("step-2", {"w": torch.ones(3)}, {})):
+            with pytest.raises(OSError, match=r"step-1 could not be written.*the disk is full"):
+                call()
+            checkpoints.save("step-1", {"w": torch.ones(3)}, {}, in_thread=True)
+        with pytest.raises(OSError, match="step-1 could not be written"):
+            checkpoints.wait()
+    assert not list(checkpoints.folder.iterdir())
+    checkpoints.save("step-2", {"w": torch.ones(3)}, {})
+    assert checkpoints.steps() == ["step-2"]
