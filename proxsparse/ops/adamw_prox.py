@@ -169,39 +169,23 @@ def adamw_prox_(
     return weight
 
 
-def checked_arguments(
-    weight: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    master: Tensor | None = None,
-    pretrained: Tensor | None = None,
-    scale: Tensor | None = None,
-    *,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    reg_lambda: float,
-    pattern: PatternLike,
-    frozen_lambda: float,
-    frozen_eps: float,
-    seed: int | None,
-) -> tuple:
-    """The arguments of the op for those of `adamw_prox_`, whose errors it raises."""
+def checked_arguments(weight, grad, exp_avg, exp_avg_sq, master=None, pretrained=None, scale=None, **numbers) -> tuple:
+    """The arguments of the op for those of `adamw_prox_`, all numbers given. Raises its errors."""
     check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
-    check_numbers(step, lr, betas, eps, weight_decay)
+    of_adamw = [numbers[name] for name in ("step", "lr", "betas", "eps", "weight_decay")]
+    check_numbers(*of_adamw)
+    step, lr, betas, eps, weight_decay = of_adamw
+    reg_lambda, frozen = numbers["reg_lambda"], (numbers["frozen_lambda"], numbers["frozen_eps"])
     check_reg_lambda(reg_lambda)
-    check_frozen(frozen_lambda, frozen_eps)
-    pattern = NMPattern.parse(pattern)
+    check_frozen(*frozen)
+    pattern = NMPattern.parse(numbers["pattern"])
     if reg_lambda > 0:
         pattern.check_blocks(weight.shape)
-    if frozen_lambda > 0 and pretrained is None:
-        raise ValueError(f"frozen_lambda={frozen_lambda} needs the pretrained weights; pass `pretrained`")
-    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained if frozen_lambda > 0 else None, scale)
-    numbers = (step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, frozen_lambda, frozen_eps)
-    return *tensors, *numbers, None if seed is None else signed(seed)
+    if frozen[0] > 0 and pretrained is None:
+        raise ValueError(f"frozen_lambda={frozen[0]} needs the pretrained weights; pass `pretrained`")
+    tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained if frozen[0] > 0 else None, scale)
+    seed = None if numbers["seed"] is None else signed(numbers["seed"])
+    return *tensors, step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, *frozen, seed
 
 
 def signed(seed: int) -> int:
