@@ -96,7 +96,8 @@ def cutlass_kernels(toolkit: str, headers: list[str]) -> cpp_extension.CppExtens
     names = os.environ.get("TORCH_CUDA_ARCH_LIST") or " ".join(f"{major}.{minor}" for major, minor in capabilities)
     hopper = [name.startswith("9") for name in names.replace(";", " ").split()]
     sources = ["csrc/cutlass/bindings.cpp"]
-    flags = ["-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr"]  # else wgmma is serialized (C7510)
+    # without NDEBUG wgmma is serialized (C7510); the last two flags avoid hundreds of warnings about CUTLASS's headers
+    flags = ["-O3", "-std=c++20", "-DNDEBUG", "--expt-relaxed-constexpr", "-diag-suppress=2908"]
     if any(hopper):
         sources += glob.glob("csrc/cutlass/sm90_*.cu")
         flags.append("-gencode=arch=compute_90a,code=sm_90a")

@@ -254,7 +254,9 @@ def adamw_prox_list_(steps: Sequence[Step]) -> None:
         if step.weight.numel():
             launches.setdefault((step.weight.device, *step.constants().items()), []).append(step)
     for (device, *constants), same in launches.items():
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        with torch.cuda.device_of(same[0].weight):
+            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing:
             raise RuntimeError("adamw_prox_ cannot be captured in a CUDA graph; capture the passes before it")
         launch(device, dict(constants), same)
 

@@ -24,9 +24,9 @@ int power_of_two(int number, int most) {  // the largest that is at most both
   return power;
 }
 
-// Chooses the launch parameters that are 0 (not measured on a GPU), and replaces those that the GPU does not support by
-// the nearest supported ones. If the rows of W do not occupy the GPU, clusters split the columns; fewer thread blocks
-// are larger.
+// Chooses the launch parameters that are 0 (others were not tried on a GPU), and replaces those that the GPU does not
+// support by the nearest supported ones. If the rows of W do not occupy the GPU, clusters split the columns; fewer
+// thread blocks are larger.
 GemvPlan plan_launch(const GemvCall& call, const Device& device) {
   const auto addresses = reinterpret_cast<uintptr_t>(call.values) | reinterpret_cast<uintptr_t>(call.indices);
   const bool aligned = addresses % 16 == 0 && call.in_features % int{kChunk} == 0;

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -69,13 +68,21 @@ class Checkpoints:
             OSError: it could not be written; the other checkpoints are unchanged.
         """
         self.wait()
+        ignore_single_process()
         facts = json.loads(json.dumps({"identity": self.identity, **facts}))
         if not in_thread:
             self.write(name, tensors, facts, then)
             return
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         group = thread_group()  # made here, because all processes must make it
-        self.writing.append(WRITER.submit(self.write, name, tensors, facts, then, group))
+        stream = device and torch.cuda.Stream(device)  # torch waits for that of the thread, not for the training
+
+        def write() -> None:
+            with torch.cuda.stream(stream):  # None: no effect
+                self.write(name, tensors, facts, then, group)
+
+        self.writing.append(WRITER.submit(write))
 
     def wait(self) -> None:
         """Waits until the thread has written the checkpoint. Raises its error."""
@@ -84,18 +91,21 @@ class Checkpoints:
 
     def write(self, name: str, tensors: dict[str, Tensor], facts: dict, then: Callable, group=None) -> None:
         """`save`, with the collectives of a process group, without waiting for another checkpoint."""
-        dcp, scratch = torch_checkpoint(), self.folder / f"{SCRATCH}-{name}"
+        import torch.distributed.checkpoint as dcp
+
+        scratch = self.folder / f"{SCRATCH}-{name}"
         try:
             on_rank_zero(lambda: clear(scratch), group)
             if tensors:
                 writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
                 dcp.save(tensors, storage_writer=writer, process_group=group)
-            on_rank_zero(lambda: (finish(scratch, self.folder / name, facts), then()), group)
+            on_rank_zero(lambda: finish(scratch, self.folder / name, facts), group)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException is not an Exception
             if is_rank_zero():
                 shutil.rmtree(scratch, ignore_errors=True)
             reason = describe_error(cause_of(error))
             raise OSError(f"checkpoint {name} could not be written to {str(self.folder)!r}: {reason}") from error
+        on_rank_zero(then, group)
 
     def facts(self, name: str) -> dict | None:
         """The JSON values of a checkpoint, after its files have been verified; None if there is no such checkpoint.
@@ -119,7 +129,10 @@ class Checkpoints:
         Raises:
             InputError: a tensor is missing, or has another shape or dtype than in `into`.
         """
-        dcp, path, tensors = torch_checkpoint(), self.folder / name, dict(into or {})
+        import torch.distributed.checkpoint as dcp
+
+        ignore_single_process()
+        path, tensors = self.folder / name, dict(into or {})
         if not any(path.glob("*.safetensors")):
             return tensors
         saved = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
@@ -154,13 +167,9 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def torch_checkpoint() -> ModuleType:
-    """torch.distributed.checkpoint, without its warning about a single process."""
-    import torch.distributed.checkpoint
-
-    # not within `catch_warnings`, which threads must not use
+def ignore_single_process() -> None:
+    """Suppresses the warning of torch.distributed.checkpoint about a single process, for good: a thread may write."""
     warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninitialized")
-    return torch.distributed.checkpoint
 
 
 def step_of(name: str) -> int:

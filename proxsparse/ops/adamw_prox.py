@@ -1,5 +1,7 @@
 """The op `proxsparse::adamw_prox_`: an AdamW step, then the prox, in one pass and in place."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -161,15 +163,40 @@ def adamw_prox_(
     Raises:
         ValueError: `NMPattern.check_blocks` refuses in_features; a tensor does not fit the weight; a number is out of
             range.
+        RuntimeError: the Triton backend in the capture of a CUDA graph: replays would repeat this step.
     """
     numbers = {"step": step, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "pattern": pattern}
     numbers |= {"reg_lambda": reg_lambda, "frozen_lambda": frozen_lambda, "frozen_eps": frozen_eps, "seed": seed}
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
-    torch.ops.proxsparse.adamw_prox_(*checked_arguments(*tensors, **numbers))
+    torch.ops.proxsparse.adamw_prox_(*checked(*tensors, **numbers))
     return weight
 
 
-def checked_arguments(weight, grad, exp_avg, exp_avg_sq, master=None, pretrained=None, scale=None, **numbers) -> tuple:
+class Arguments(NamedTuple):
+    """Those of the op."""
+
+    weight: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    master: Tensor | None
+    pretrained: Tensor | None
+    scale: Tensor | None
+    step: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    reg_lambda: float
+    n: int
+    m: int
+    frozen_lambda: float
+    frozen_eps: float
+    seed: int | None
+
+
+def checked(weight, grad, exp_avg, exp_avg_sq, master=None, pretrained=None, scale=None, **numbers) -> Arguments:
     """The arguments of the op for those of `adamw_prox_`, all numbers given. Raises its errors."""
     check_tensors(weight, grad, exp_avg, exp_avg_sq, master, pretrained, scale)
     of_adamw = [numbers[name] for name in ("step", "lr", "betas", "eps", "weight_decay")]
@@ -185,7 +212,7 @@ def checked_arguments(weight, grad, exp_avg, exp_avg_sq, master=None, pretrained
         raise ValueError(f"frozen_lambda={frozen[0]} needs the pretrained weights; pass `pretrained`")
     tensors = (weight, grad, exp_avg, exp_avg_sq, master, pretrained if frozen[0] > 0 else None, scale)
     seed = None if numbers["seed"] is None else signed(numbers["seed"])
-    return *tensors, step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, *frozen, seed
+    return Arguments(*tensors, step, lr, *betas, eps, weight_decay, reg_lambda, pattern.n, pattern.m, *frozen, seed)
 
 
 def signed(seed: int) -> int:

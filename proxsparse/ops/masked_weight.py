@@ -61,6 +61,15 @@ def masked_weight_(
     Raises:
         ValueError: `NMPattern.check_blocks` refuses in_features, or a tensor does not fit the weight.
     """
+    pattern = check_masked(out, weight, pretrained, scale, pattern)
+    torch.ops.proxsparse.masked_weight_(out, weight, pretrained, scale, pattern.n, pattern.m)
+    return out
+
+
+def check_masked(
+    out: Tensor, weight: Tensor, pretrained: Tensor, scale: Tensor | None, pattern: PatternLike
+) -> NMPattern:
+    """The parsed pattern. Raises the errors of `masked_weight_`."""
     pattern = NMPattern.parse(pattern)
     check_dtype(weight, "weight")
     short = (torch.bfloat16,) if weight.dtype == torch.float32 else ()
@@ -69,5 +78,4 @@ def masked_weight_(
     if scale is not None:
         check_tensor(scale, "scale", weight.shape[-1:], FLOAT_DTYPES, weight)
     pattern.check_blocks(weight.shape)
-    torch.ops.proxsparse.masked_weight_(out, weight, pretrained, scale, pattern.n, pattern.m)
-    return out
+    return pattern

@@ -187,6 +187,8 @@ class ProxAdamW(Optimizer):
             steps |= self._steps_of_group(group, number, lr, reg_lambda)
             number += len(group["params"])
         self._run(steps)
+        for group, (lr, _) in zip(self.param_groups, settings, strict=True):
+            group["prox_step"] += 1 if lr else 0
         return loss
 
     @torch.no_grad()
@@ -211,7 +213,9 @@ class ProxAdamW(Optimizer):
                 f"but this group has {len(group['params'])}"
             )
         check_gradient(parameter)
-        self._run(self._steps_of_group(group, number, *lr_and_lambda(group)))
+        lr, reg_lambda = lr_and_lambda(group)
+        self._run(self._steps_of_group(group, number, lr, reg_lambda))
+        group["prox_step"] += 1 if lr else 0
 
     def prepare_state(self, parameter: Tensor, frozen: bool | None = None) -> dict:
         """The state of the parameter, with missing entries added: before a step, or for loading a checkpoint into it.
@@ -233,17 +237,23 @@ class ProxAdamW(Optimizer):
             state["pretrained"] = parameter.detach().clone()
         return state
 
-    def _steps_of_group(self, group: dict, first: int, lr: float, reg_lambda: float) -> dict[Tensor, dict]:
-        """Every parameter with a gradient -> its fused step; `first` is the number of the first, over all groups."""
+    def _steps_of_group(
+        self, group: dict, first: int, lr: float, reg_lambda: float
+    ) -> dict[Tensor, tuple[dict, Masked | None]]:
+        """Every parameter with a gradient -> its fused step and what it masks.
+
+        `first` is the number of the first parameter, over all groups.
+        """
         pruned, scale, steps = set(param_groups.pruned_parameters(group)), group["prox_scale"], {}
         for number, parameter in enumerate(group["params"], first):
             if parameter.grad is not None:
                 prox = WITHOUT_PROX
+                scale = None if scale is None else scale.to(parameter.device)
                 if parameter in pruned:
-                    scale = None if scale is None else scale.to(parameter.device)
                     prox = {"reg_lambda": reg_lambda, "frozen_lambda": group["frozen_lambda"], "scale": scale}
-                steps[parameter] = self._step_of_parameter(parameter, number, group, lr, prox)
-        group["prox_step"] += 1 if lr else 0
+                step = self._step_of_parameter(parameter, number, group, lr, prox)
+                out = self.masked.get(parameter)
+                steps[parameter] = step, out and Masked(*map(local, out), scale)
         return steps
 
     def _step_of_parameter(self, parameter: Tensor, number: int, group: dict, lr: float, prox: dict) -> dict:
@@ -257,12 +267,10 @@ class ProxAdamW(Optimizer):
         seed = call_seed(group["seed"], number, step) if stochastic else None
         return tensors | settings | prox | {"step": step, "lr": lr, "seed": seed}
 
-    def _run(self, steps: dict[Tensor, dict]) -> None:
+    def _run(self, steps: dict[Tensor, tuple[dict, Masked | None]]) -> None:
         """Takes the steps, in few launches on a GPU, and counts them."""
-        targets = (self.masked.get(parameter) for parameter in steps)
-        masked = [target and Masked(*map(local, target)) for target in targets]
-        adamw_prox_list_(list(steps.values()), masked)
         if steps:
+            adamw_prox_list_(*zip(*steps.values(), strict=True))
             torch._foreach_add_([self.state[parameter]["step"] for parameter in steps], 1)
 
     def _has_master(self, parameter: Tensor) -> bool:

@@ -83,13 +83,18 @@ def is_rank_zero() -> bool:
     return rank() == 0
 
 
-@cache
 def thread_group() -> dist.ProcessGroup | None:
     """A process group for a thread besides the main one, on the CPU; None without a process group.
 
     All processes must call it.
     """
-    return dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+    return group_beside(dist.group.WORLD) if dist.is_initialized() else None
+
+
+@cache
+def group_beside(_world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same processes, made once."""
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -77,8 +77,13 @@ def training(
             yield end_step, update
             if checkpoints:
                 checkpoints.wait()
-        except BaseException:
+        except BaseException as error:
             stop.restore()
+            try:
+                if checkpoints:
+                    checkpoints.wait()
+            except OSError as other:
+                error.add_note(str(other))
             raise
         finally:
             if state.options.gradient_checkpointing and not recomputes:

@@ -1,5 +1,5 @@
-// Reads architecture, out_features, in_features (text) and the indices (bytes); writes the metadata
-// of CUTLASS's kernels for them, by the functions and layouts of its headers, evaluated on this CPU.
+// Reads architecture, out_features, in_features (text) and the indices (bytes); writes the metadata of CUTLASS's
+// kernels for them, by the functions and layouts of its headers, evaluated on this CPU.
 #include "cutlass/cutlass.h"
 // keeps the order: the others need cutlass.h
 #include <cstdint>

@@ -294,7 +294,8 @@ def test_a_list_is_every_step_alone(device):
             continue  # this pattern
         alone, target = copied(tensors), None
         if masked_dtype:
-            target = Masked(*(torch.randn(shape).to(device, masked_dtype) for _ in range(2)))
+            out, w0 = (torch.randn(shape).to(device, masked_dtype) for _ in range(2))
+            target = Masked(out, w0, tensors.get("scale"))
         settings = STEP | {"frozen_lambda": 0.3 if "pretrained" in tensors else 0.0, "seed": None} | settings
         settings |= {"pattern": pattern, "scale": tensors.get("scale"), "frozen_eps": 0.1}
         steps.append(settings | tensors)
@@ -304,6 +305,7 @@ def test_a_list_is_every_step_alone(device):
             out, scale = torch.empty_like(target.out), alone.get("scale")
             alone["out"] = masked_weight_(out, alone["weight"], target.pretrained, scale, pattern)
         expected.append(alone)
+    assert len(steps) >= 9
     adamw_prox_list_(steps, masked)
     for place, (step, target, alone) in enumerate(zip(steps, masked, expected, strict=True)):
         found = step | ({"out": target.out} if target else {})

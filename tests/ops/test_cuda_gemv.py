@@ -58,6 +58,7 @@ class GemvCall(ctypes.Structure):
     _fields_ += [(name, ctypes.c_int) for name in ("rows", "out_features", "in_features", "x_features", "m", "dtype")]
     _fields_ += [(name, ctypes.c_int) for name in ("warps", "splits", "tiles")]
     _fields_ += [("dependent", ctypes.c_bool), ("codes", ctypes.c_int), ("scales", ctypes.c_void_p)]
+    _fields_ += [(name, ctypes.c_uint32) for name in ("x_blocks", "reciprocal")]
 
 
 @pytest.fixture

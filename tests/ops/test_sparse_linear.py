@@ -259,7 +259,7 @@ def test_what_the_cpu_kernel_does_not_serve(x, values, reason, kernel, monkeypat
     ("changed", "message"),
     [
         ({"x": torch.zeros(2, 8).double()}, "x has dtype Double: .* supports float32 and bfloat16"),
-        ({"x": torch.zeros(2, 9)}, "an even number of columns"),
+        ({"x": torch.zeros(2, 10)}, "in_features must be a multiple of 4"),
         ({"x": torch.zeros(2, 12)}, r"values of shape \[3, 4\].*of shape \[3, 6\]"),
         ({"x": torch.zeros(8, 2).T}, "x of shape .* must be a contiguous"),
         ({"values": torch.zeros(3, 4).bfloat16()}, "values .* must be a contiguous Float"),
