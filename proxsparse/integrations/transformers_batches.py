@@ -43,7 +43,8 @@ class Batches(CBGenerateManager):
 
         Raises MemoryError if the cache does not fit.
         """
-        if self._cb is None or not self.is_alive():
+        # `is_alive` is true until the thread has failed all requests; until then it drops new ones without an answer
+        if self._cb is None or self._cb.background_thread_status.can_accept_new_requests() is not None:
             self._cb = None  # frees the cache of the thread that has ended
             ends = model.generation_config.eos_token_id
             settings = GenerationConfig(do_sample=False, eos_token_id=ends)  # `Request` has those of the requests

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from commands import refused
 from tiny_models import save_tiny_model, tiny_model
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
 from proxsparse import serve
 from proxsparse.errors import FAILED, INTERRUPTED, TERMINATED
@@ -137,6 +139,13 @@ def test_an_adapter_is_served_also_after_a_failure(folders, expected, tmp_path, 
         assert all(len(state.initial_tokens) != len("die") for state in self.states)
         return choose(self, _ids, scores, arguments)
 
+    record = BackgroundThreadStatus.record_fatal_error
+
+    def record_later(self, error):  # the thread ends after the client has got its error
+        time.sleep(2)
+        record(self, error)
+
+    monkeypatch.setattr(BackgroundThreadStatus, "record_fatal_error", record_later)
     monkeypatch.setattr(transformers_batches.Choices, "__call__", die)
     with serving(
         tmp_path / "log", folders[1], "--adapter", tmp_path / "adapter", traceback="in generation loop"
