@@ -7,6 +7,7 @@ import torch
 
 from proxsparse.io import checkpoints as module
 from proxsparse.io.checkpoints import Checkpoints
+from proxsparse.training import state
 
 
 @pytest.fixture
@@ -57,3 +58,9 @@ def test_the_next_one_waits_and_raises_its_error(checkpoints, monkeypatch):
     assert not list(checkpoints.folder.iterdir())
     checkpoints.save("step-2", {"w": torch.ones(3)}, {})
     assert checkpoints.steps() == ["step-2"]
+
+
+@pytest.mark.parametrize(("free", "fits"), [({"host": 1500}, True), ({"host": 1499}, False), ({}, False)])
+def test_without_room_for_a_copy_there_is_no_thread(free, fits, monkeypatch):
+    monkeypatch.setattr(state, "free_memory", lambda device: free)
+    assert state.copy_fits({"w": torch.zeros(125), "m": torch.zeros(125)}) == fits

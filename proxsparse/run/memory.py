@@ -2,8 +2,6 @@
 
 import copy
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,7 +16,7 @@ from proxsparse.models.layers import decoder_blocks, prunable_layers
 from proxsparse.models.loading import auto_class, import_transformers, locate, one_line
 from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.run.args import RunArgs
-from proxsparse.runtime.device import PRECISIONS, choose_precision
+from proxsparse.runtime.device import PRECISIONS, choose_precision, free_memory
 from proxsparse.training.loss import ROWS
 
 GB, FP32, BF16 = 10**9, 4, 2
@@ -142,7 +140,6 @@ class Plan:
             "W0": f * self.weights * mine * (keep == "cpu"),
             "text": text * (not stored),
             "checkpoint file": 2 * min(checkpoint * mine, FILE_BYTES) * saves,
-            "checkpoint": checkpoint * mine * saves * self.on_gpu,  # the copy that a thread writes
         }
         saving = {
             "masks": 2 * masks,  # learned and magnitude
@@ -222,16 +219,6 @@ def require_memory(args: RunArgs, device: torch.device, devices: int) -> None:
                 f"the run needs about {size / GB:.2f} GB on the {place}, where {free[place] / GB:.2f} GB are free; "
                 f"{smaller(args, devices, place, free[place])}; --plan lists what needs it"
             )
-
-
-def free_memory(device: torch.device) -> Items:
-    """Free bytes of the device, if it is a GPU, and of the host; without an entry where they are unknown."""
-    found = {"device": torch.cuda.mem_get_info(device)[0]} if device.type == "cuda" else {}
-    with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
-        found["host"] = sizes["MemAvailable"] + sizes["SwapFree"]
-    return found
 
 
 def smaller(args: RunArgs, devices: int, place: str, free: float) -> str:

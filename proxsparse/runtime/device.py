@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -108,6 +109,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def free_memory(device: torch.device) -> dict[str, float]:
+    """Free bytes of the device, if it is a GPU, and of the host; without an entry where they are unknown."""
+    found = {"device": torch.cuda.mem_get_info(device)[0]} if device.type == "cuda" else {}
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines}
+        found["host"] = sizes["MemAvailable"] + sizes["SwapFree"]
+    return found
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -73,6 +73,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def local_world_size() -> int:
+    """The number of processes on this machine."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_initialized() else 1
+
+
 def rank() -> int:
     """Rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0

@@ -13,7 +13,8 @@ from proxsparse.errors import InputError
 from proxsparse.io.atomic import require_space
 from proxsparse.io.checkpoints import Checkpoints, step_of
 from proxsparse.optim import ProxAdamW
-from proxsparse.runtime import distributed
+from proxsparse.runtime import distributed, sharding
+from proxsparse.runtime.device import free_memory
 from proxsparse.runtime.distributed import all_gather, world_size
 from proxsparse.training.early_stopping import EarlyStopping
 from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
@@ -105,7 +106,7 @@ class TrainState:
     def save(self, checkpoints: Checkpoints) -> None:
         """Writes the checkpoint of this step; removes those beyond --save_total_limit. All processes must call it.
 
-        With a model on a GPU a thread writes it, see `Checkpoints.save`.
+        With a model on a GPU a thread writes it if the host has room for a copy, see `Checkpoints.save`.
         """
         step, limit = self.step, self.options.save_total_limit
 
@@ -113,9 +114,10 @@ class TrainState:
             older = [other for other in checkpoints.steps() if step_of(other) <= step]
             checkpoints.remove({*checkpoints.steps()} - {*older[-limit:]})
 
-        device = self.model.device
-        tensors = self.tensors() | random_states(device)
-        checkpoints.save(f"step-{step}", tensors, self.facts(), remove_others, in_thread=device.type != "cpu")
+        checkpoints.wait()  # frees the copy of the last one
+        tensors = self.tensors() | random_states(self.model.device)
+        in_thread = self.model.device.type != "cpu" and copy_fits(tensors)
+        checkpoints.save(f"step-{step}", tensors, self.facts(), remove_others, in_thread=in_thread)
 
     def restore_(self, checkpoints: Checkpoints, name: str, facts: dict) -> None:
         """Restores the state from a checkpoint, given its facts. Raises InputError as `Checkpoints.load`."""
@@ -160,3 +162,11 @@ def random_generators(device: torch.device) -> dict[str, tuple]:
 def random_states(device: torch.device) -> dict[str, Tensor]:
     """Name in a checkpoint -> the states of a random number generator, uint8 [world size, bytes]."""
     return {f"random.{kind}": all_gather(get()) for kind, (get, _) in random_generators(device).items()}
+
+
+def copy_fits(tensors: dict[str, Tensor]) -> bool:
+    """Whether the host of every process has room for copies of the tensors of all its processes, and half as much."""
+    size = sum(sharding.local(tensor).nbytes for tensor in tensors.values()) * distributed.local_world_size()
+    free = free_memory(torch.device("cpu")).get("host", 0)
+    (fits,) = distributed.all_reduce_sum([1.5 * size <= free])
+    return fits == world_size()

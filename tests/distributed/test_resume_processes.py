@@ -77,6 +77,17 @@ def test_threads_of_two_processes_write_checkpoints(run, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_full_disk_ends_both_processes_when_a_thread_writes(disk, run, tmp_path):
+    run_dir, log = mounted("-t tmpfs -o size=20m tmpfs", disk) / "run", tmp_path / "log"
+    how = {"processes": 2, "in_thread": True, "output": log}
+    assert run(run_dir, fill=("proxsparse.io.checkpoints.clear", 2, str(disk)), **how) == [2, 2]
+    assert "error: checkpoint step-6 could not be written to" in log.read_text()
+    assert saved(run_dir) == ["step-3"]
+    (disk / "filler").unlink()
+    assert run(run_dir, **how) == [0, 0], log.read_text()[-2000:]
+
+
+@pytest.mark.slow
 def test_other_numbers_of_processes_continue_within_rounding(run, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
 

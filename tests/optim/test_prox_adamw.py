@@ -11,7 +11,7 @@ from torch.optim import Adam, AdamW
 from training import ADAMW, ROUNDINGS, assert_same, loss_of, prox_optimizer, tiny_model, train, weights, with_everything
 
 from proxsparse import ProxAdamW, ProxOptimizer
-from proxsparse.ops import prox_nm_
+from proxsparse.ops import masked_weight_, prox_nm_
 from proxsparse.optim.prox_adamw import call_seed
 from proxsparse.reference import frozen_penalty
 
@@ -60,6 +60,36 @@ def test_the_scaled_step_is_the_plain_step_on_v():
     torch.testing.assert_close(weight * scale, v, rtol=1e-11, atol=1e-12)
     assert torch.equal(weight == 0, v == 0)
     assert (v == 0).any()
+
+
+@pytest.mark.parametrize("reg_lambda", [0.3, 0.0])
+def test_after_a_step_the_masked_weight_is_w0_under_the_new_mask(reg_lambda):
+    """With the scale of the group; also after the state was loaded, and if lambda has become 0."""
+    weight, w0 = nn.Parameter(torch.randn(6, 16)), torch.randn(6, 16)
+    scale, out = torch.logspace(-1, 1, 16)[torch.randperm(16)], torch.empty(6, 16)
+    optimizer = ProxAdamW([{"params": [weight], "prox_scale": scale}], lr=0.1, reg_lambda=0.3)
+    optimizer.masked[weight] = out, w0
+    for gradient in torch.randn(3, 6, 16):
+        weight.grad = gradient
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0]["reg_lambda"] = reg_lambda
+        assert torch.equal(out, masked_weight_(torch.empty(6, 16), weight.detach(), w0, scale))
+
+
+def test_a_step_that_is_refused_changes_nothing():
+    """Neither the weights of the groups before, nor counters."""
+    first, second = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(4, 8))
+    optimizer = ProxAdamW([{"params": [first]}, {"params": [second]}], lr=0.1, reg_lambda=0.3)
+    before = first.detach().clone()
+    for parameter in (first, second):
+        parameter.grad = torch.ones(4, 8)
+    optimizer.masked[second] = torch.empty(4, 9), torch.empty(4, 8)
+    with pytest.raises(ValueError, match="out is"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert [optimizer.state[parameter]["step"].item() for parameter in (first, second)] == [0, 0]
+    assert [group["prox_step"] for group in optimizer.param_groups] == [0, 0]
 
 
 def test_the_frozen_term_is_a_penalty_in_the_loss():
