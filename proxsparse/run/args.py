@@ -14,7 +14,7 @@ from proxsparse.allocations.registry import Allocation
 from proxsparse.errors import InputError
 from proxsparse.methods import Method
 from proxsparse.patterns import NMPattern
-from proxsparse.training.options import AT_LEAST_1, FinetuneOptions, LearningOptions, check_fields, flag
+from proxsparse.training.options import AT_LEAST_1, FinetuneOptions, LearningOptions, LoopOptions, check_fields, flag
 
 LAST = "last"  # --resume_from_checkpoint last: the newest checkpoint
 PROXSPARSE = "proxsparse"  # the method of `proxsparse train`
@@ -171,12 +171,24 @@ class RunArgs:
     output: OutputArgs
     hardware: HardwareArgs
     options: LearningOptions | FinetuneOptions | SimpleNamespace  # the last: of the method and the allocation
+    tuning: FinetuneOptions | None = None  # of `prune --finetune`
+
+    @property
+    def training(self) -> LoopOptions | None:
+        """The options of the training; None: the run has none."""
+        return self.tuning or (self.options if isinstance(self.options, LoopOptions) else None)
+
+    @property
+    def scored_as(self) -> str:
+        """The name of the saved model in the table of perplexities."""
+        return "finetune" if self.tuning else self.method
 
     def flags(self) -> dict[str, object]:
         """Flag -> value, for config.yaml, result.json and the check of a resumed run."""
         named = {"method": self.method, "allocation": self.allocation} if self.command == "prune" else {}
         for section in (self.model, self.data, self.evaluate, self.output, self.hardware, self.options):
             named |= vars(section)
+        named |= {"finetune": True, **vars(self.tuning)} if self.tuning else {}
         return {name: value for name, value in named.items() if name not in HIDDEN[self.command]}
 
     def options_of(self, row: Method | Allocation) -> dict:
@@ -202,18 +214,19 @@ SHARED = {field.name for section in SECTIONS["prune"] for field in dataclasses.f
 def checked(command: str, method: str, allocation: str, values: dict[str, object]) -> RunArgs:
     """The sections of a command with these values, checked. Raises InputError for an invalid value."""
     made = []
-    for section in SECTIONS[command]:
+    for section in (*SECTIONS[command], *[FinetuneOptions] * values.get("finetune", False)):
         names = {field.name for field in dataclasses.fields(section)}
         made.append(section(**{name: value for name, value in values.items() if name in names}))
         check_fields(made[-1])
-    args = RunArgs(command, method, allocation, *made[:5], made[5] if len(made) > 5 else SimpleNamespace())
+    last = [SimpleNamespace(), *made[5:]] if command == "prune" else made[5:]
+    args = RunArgs(command, method, allocation, *made[:5], *last)
     try:
         NMPattern.parse(args.model.pattern or "2:4")
     except ValueError as error:
         raise InputError(f"--pattern: {error}") from error
-    if command == "prune":
+    if args.training is None:
         return args
-    options = args.options.check()
+    options = args.training.check()
     step = options.gradient_accumulation_steps * options.per_device_train_batch_size
     if step > args.data.num_samples:
         raise InputError(

@@ -67,8 +67,9 @@ class Run:
     def checkpoints(self, model: nn.Module, batches: list[dict[str, Tensor]]) -> Checkpoints:
         """The checkpoints of this run, for this model and these samples."""
         identity = {"run_id": self.folder.run_id, "digest": digest_of(model, batches)}
-        if steps := vars(self.args.options).get("gradient_accumulation_steps"):
-            identity["batches per step (--gradient_accumulation_steps times processes)"] = steps * world_size()
+        if self.args.training:
+            steps = self.args.training.gradient_accumulation_steps * world_size()
+            identity["batches per step (--gradient_accumulation_steps times processes)"] = steps
         return Checkpoints(self.folder.path, identity)
 
     def begin(self, model: nn.Module, updated: dict[str, nn.Linear]) -> dict[str, Tensor]:
@@ -131,7 +132,7 @@ class Run:
     def score_masks(self, model: nn.Module, pretrained: dict[str, Tensor], pruned: Pruned) -> None:
         """Measures the perplexity of the model under its masks, and under those of the baselines."""
         if not pruned.stop.number:
-            contenders = {self.args.method: pruned.masks} | pruned.baselines
+            contenders = {self.args.scored_as: pruned.masks} | pruned.baselines
             measured = (model, pretrained, self.weight_dtype, self.evaluate, pruned.trained)
             self.scores |= results.scores_under(contenders, *measured)
 

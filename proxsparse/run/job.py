@@ -10,10 +10,11 @@ from proxsparse.data.batches import read_batches
 from proxsparse.data.calibration import TokenBatches
 from proxsparse.data.sources import check_source
 from proxsparse.errors import InputError
-from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS
+from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints
 from proxsparse.io.mask_files import masks_sha256, recorded_masks
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
+from proxsparse.methods.pruned import Pruned
 from proxsparse.models.checks import refuse_not_finite
 from proxsparse.models.layers import prunable_layers, pruned_layers, routers
 from proxsparse.models.loading import base_identity, load_model
@@ -61,7 +62,7 @@ def execute(args: RunArgs, work: Callable[[Run], int]) -> int:
         done = on_rank_zero(lambda: run_folder.nothing_left(folder))
         if done:
             return 0
-        if args.command in ("train", "finetune"):
+        if args.training:
             on_rank_zero(lambda: memory.require_memory(args, device, world_size()))
         return work(Run(args, folder, device))
 
@@ -71,7 +72,7 @@ def prune_model(run: Run) -> int:
     args, method, pattern = run.args, get_method(run.args.method), NMPattern.parse(run.args.model.pattern)
     options = args.options_of(method)
     updated = method.updates_weights and options.get("update_weights", True)
-    needs_data = method.needs_data or get_allocation(args.allocation).needs_data
+    needs_data = method.needs_data or get_allocation(args.allocation).needs_data or args.tuning is not None
 
     model, tokenizer, layers = load(args, pattern, needs_data)
     base, already = on_rank_zero(lambda: base_identity(args.model.model, model)), pruned_layers(layers, pattern)
@@ -88,12 +89,18 @@ def prune_model(run: Run) -> int:
         layers = {name: layers[name] for name in patterns}
         given = {name: {"checkpoints": checkpoints, "pretrained": pretrained}[name] for name in method.takes}
         pruned = method.prune(model, layers, batches, patterns, **given, **options)
-    if updated:
-        pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
+        if updated:
+            pruned.trained = frozenset(f"{name}.weight" for name in pruned.masks)
+        if args.tuning:
+            run.score(method.name, model)
+            before, teacher = pruned, args.model.model if args.tuning.distill else None
+            pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, teacher)
+            pruned.trained |= before.trained
 
     masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
     run.score_masks(model, pretrained, pruned)
-    figures = {"seq_len": seq_len, "paper": method.paper, "updated": updated, "masks_sha256": masks_sha256(masks)}
+    figures = {"seq_len": seq_len, "paper": method.paper, "updated": bool(pruned.trained)}
+    figures |= {"masks_sha256": masks_sha256(masks)}
     figures |= {"already_pruned": len(already)} if already else {}
     figures |= results.layer_figures(model, layers, patterns)
     return run.finish(model, pruned, batches.samples if needs_data else None, figures)
@@ -117,12 +124,7 @@ def finetune_model(run: Run) -> int:
     run.score("pruned", model)
 
     with autocast(run.device, run.compute_dtype):
-        teacher = None
-        if args.model.teacher:
-            teacher = load_teacher(args.model.teacher, model, args.hardware.shard_within_node)
-            run.score("dense", teacher)
-        pruned = train_kept_weights(model, layers, batches, patterns, checkpoints, teacher, **vars(args.options))
-        del teacher  # frees its memory
+        pruned = fine_tuned(run, model, layers, batches, patterns, checkpoints, args.model.teacher)
 
     masks = run.save(model, tokenizer, layers, pretrained, pruned, patterns, base)
     run.score_masks(model, pretrained, pruned)
@@ -147,6 +149,24 @@ def load(
     return model, tokenizer, prunable_layers(model, pattern, args.model.include, args.model.exclude)
 
 
+def fine_tuned(
+    run: Run,
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    batches: TokenBatches,
+    patterns: dict[str, NMPattern],
+    checkpoints: Checkpoints,
+    teacher: str | None,
+) -> Pruned:
+    """Trains the kept weights. `teacher`: the name of the dense model, which is loaded for the training; None: none."""
+    dense = None
+    if teacher:
+        dense = load_teacher(teacher, model, run.args.hardware.shard_within_node)
+        if "dense" not in run.scores:
+            run.score("dense", dense)
+    return train_kept_weights(model, layers, batches, patterns, checkpoints, dense, **vars(run.args.training))
+
+
 def about_layers(model: nn.Module, layers: dict[str, nn.Linear], already: list[str], args: RunArgs) -> list[str]:
     """Lines on routers that stay dense, and on layers that are N:M before the run."""
     lines, dense = [], [name for name in routers(model) if name not in layers]
@@ -166,7 +186,8 @@ def calibrate(run: Run, model: nn.Module, tokenizer, needs_data: bool) -> tuple[
     """The calibration samples, and their length in tokens; reads the held-out text too."""
     data, batches, seq_len = run.args.data, [], None
     if needs_data:
-        size, seed = vars(run.args.options).get("per_device_train_batch_size", 1), run.args.hardware.seed
+        training, seed = run.args.training, run.args.hardware.seed
+        size = training.per_device_train_batch_size if training else 1
         folder = run.folder.path / CHECKPOINTS / TOKENS
         flags = {"window": data.window, "batch_size": size, "seed": seed, "folder": folder} | vars(data)
         batches, seq_len = read_batches(flags.pop("data"), model, tokenizer, **flags)

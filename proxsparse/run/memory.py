@@ -18,17 +18,18 @@ from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.run.args import RunArgs
 from proxsparse.runtime.device import PRECISIONS, choose_precision, free_memory
 from proxsparse.training.loss import ROWS
+from proxsparse.training.options import FinetuneOptions
 
 GB, FP32, BF16 = 10**9, 4, 2
 TOKEN_BYTES = 4  # per calibration token
 PROCESS = 850 * 10**6  # libraries and tokenizer: VmHWM of a run on a model of 100 KB, torch 2.14 with CUDA, x86-64
 MARGIN = 1.1  # plans are up to 10% above the measured peak, see docs/scaling.md
 SMALLER = (  # section and flags that need less memory, in the order in which they are suggested
-    ("options", {"per_device_train_batch_size": 1}),
+    ("training", {"per_device_train_batch_size": 1}),
     ("hardware", {"precision": "bf16"}),
-    ("options", {"gradient_checkpointing": True}),
+    ("training", {"gradient_checkpointing": True}),
     ("hardware", {"pretrained_weights": "disk"}),
-    ("options", {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}),
+    ("training", {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}),
 )
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
@@ -50,14 +51,15 @@ class Plan:
     def __init__(self, args: RunArgs):
         model, self.file_dtype = meta_model(args.model.model)
         layers = prunable_layers(model, args.model.pattern or "2:4", args.model.include, args.model.exclude)
-        self.args, self.finetune, hardware = args, args.command == "finetune", args.hardware
+        self.args, self.options, hardware = args, args.training, args.hardware
+        self.finetune = isinstance(self.options, FinetuneOptions)
         self.on_gpu = hardware.device.startswith("cuda") or (hardware.device == "auto" and torch.cuda.is_available())
         self.dtype, self.autocast = choose_precision(hardware.precision, torch.device("cpu"))
         if hardware.precision == "auto" and self.on_gpu:  # the GPU may be in another machine
             self.dtype, self.autocast = PRECISIONS["mixed"]
         self.compute = (self.autocast or self.dtype).itemsize  # bytes of a number in products
         self.window = fit_window(model, args.data.seq_len, args.data.window, "seq_len")
-        self.tokens = self.window * args.options.per_device_train_batch_size  # of a pass
+        self.tokens = self.window * self.options.per_device_train_batch_size  # of a pass
         config = model.config.get_text_config()
         self.knows_activations = config.model_type in ("llama", "mistral", "qwen2")
         self.hidden, heads = config.hidden_size, config.num_attention_heads
@@ -71,12 +73,12 @@ class Plan:
         self.layers = [layer.weight.numel() for layer in layers.values()]
         self.prunable, vectors = sum(self.layers), numel(p for p in model.parameters() if p.ndim == 1)
         learned = {"prunable": self.prunable, "all": self.weights, "kept": self.prunable + vectors, "norms": vectors}
-        options = args.options
+        options = self.options
         self.learned = learned[options.train if self.finetune else "prunable" if options.masked else "all"]
 
     def masked_size(self, devices: int) -> int:
         """Bytes per pruned weight of the model, and of its gradient, see `training.learnable_layer`."""
-        options, same = self.args.options, self.autocast == self.file_dtype
+        options, same = self.options, self.autocast == self.file_dtype
         short = not self.finetune and options.masked and same and options.gradient_accumulation_steps == devices == 1
         return self.compute if short else self.dtype.itemsize
 
@@ -94,7 +96,7 @@ class Plan:
 
     def memory(self, devices: int) -> dict[str, Items]:
         """See the function `memory`."""
-        options, hardware = self.args.options, self.args.hardware
+        options, hardware = self.options, self.args.hardware
         w, f, mine, several = self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices, devices > 1
         masks, keep = self.prunable * mine, hardware.pretrained_weights or "cpu"
         moments = 2 * (BF16 if (options.moment_dtype or hardware.precision) == "bf16" else FP32)
@@ -194,7 +196,7 @@ def page(args: RunArgs) -> str:
         f"{args.model.model}: {plan.weights / 1e9:.3g} billion weights in {len(plan.blocks)} decoder blocks; "
         f"{len(plan.layers)} layers, {plan.prunable / plan.weights:.0%} of the weights, are pruned\n"
         f"{' weights, compute in '.join(names)}{' weights' * (len(names) == 1)}; "
-        f"{args.options.per_device_train_batch_size} x {plan.window} tokens per device and pass\n\n"
+        f"{plan.options.per_device_train_batch_size} x {plan.window} tokens per device and pass\n\n"
         f"{text_table(('GB of the', '', '1 device', 'each of 8'), rows)}\n"
     )
 

@@ -42,9 +42,10 @@ def card_text(result: dict) -> str:
     how = f"The mask was chosen by `{method}` ({result.get('paper')})."
     if method == "proxsparse":
         name, how = "with ProxSparse", "The mask was learned by ProxSparse (ICML 2025)."
-    if method == "finetune":
-        name = "and fine-tuned"
-        how = f"It is {result['model']}, trained while the mask was held (`--train {trained}`)."
+    if trained:
+        held = f"trained while the mask was held (`--train {trained}`)."
+        name = "and fine-tuned" if method == "finetune" else f"{name} and fine-tuned"
+        how = f"It is {result['model']}, {held}" if method == "finetune" else f"{how} Then the model was {held}"
         others = f"Norms and biases were trained too; all other parameters are {given}."
     kept_share = f"{pattern.replace(':', ' of every ')} consecutive weights kept"
     if pattern == MIXED:
@@ -52,7 +53,7 @@ def card_text(result: dict) -> str:
         pattern = ", ".join(sorted(counts))
         kept_share = ", ".join(f"{number(count)} x {each}" for each, count in sorted(counts.items()))
     kept = "have new values" if updated else f"are {given}, unchanged"
-    if method == "finetune" and trained == "norms":
+    if trained == "norms":
         kept = "were not trained"
     if already:
         kept += f" ({number(already)} of these layers were {pattern} before the run)"

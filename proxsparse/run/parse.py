@@ -26,7 +26,7 @@ from proxsparse.run.args import (
     checked,
 )
 from proxsparse.runtime.command import Parser
-from proxsparse.training.options import OBJECTIVES, LearningOptions
+from proxsparse.training.options import OBJECTIVES, FinetuneOptions, LearningOptions
 
 
 def parse_train(arguments: list[str]) -> RunArgs:
@@ -116,7 +116,7 @@ def finetune_args(**given) -> RunArgs:
 
 
 def parse_prune(arguments: list[str]) -> RunArgs:
-    """The flags of `proxsparse prune`: shared flags, and the options of the method and the allocation.
+    """The flags of `proxsparse prune`: shared flags, the options of the method and the allocation, and of --finetune.
 
     --method proxsparse has the flags of `proxsparse train`.
 
@@ -126,9 +126,14 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     chooser = Parser("prune", add_help=False, argument_default=argparse.SUPPRESS)
     for name in ("--method", "--allocation", "--config"):
         chooser.add_argument(name)
+    add_flag(chooser, "finetune", bool, "")
     asked, others = chooser.parse_known_args(arguments)
     asked = (read_yaml(Path(asked.config), "--config") if "config" in asked else {}) | vars(asked)
-    method, allocation = asked.get("method"), asked.get("allocation", UNIFORM)
+    method, allocation, finetune = asked.get("method"), asked.get("allocation", UNIFORM), asked.get("finetune", False)
+    if finetune and method in list_methods() and "learning_rate" in get_method(method).options:  # trains by itself
+        raise InputError(
+            f"--finetune: not with --method {method}; run proxsparse finetune on its --output_dir after it"
+        )
     if method == PROXSPARSE:
         if allocation != UNIFORM:
             raise InputError(
@@ -136,7 +141,7 @@ def parse_prune(arguments: list[str]) -> RunArgs:
                 "another --method"
             )
         return parse_train([*others, *(["--config", asked["config"]] if "config" in asked else [])])
-    parser = prune_parser(method, allocation)
+    parser = prune_parser(method, allocation, finetune)
     given = vars(parser.parse_args(arguments))  # --help ends here
     if method not in list_methods():
         what = f"--method {method!r}: no such method" if method else "--method is missing"
@@ -151,22 +156,31 @@ def parse_prune(arguments: list[str]) -> RunArgs:
     return args
 
 
-def prune_parser(method: str | None, allocation: str) -> Parser:
-    """The flags of `proxsparse prune`, with the options of a method, if it exists, and an allocation."""
+def prune_parser(method: str | None, allocation: str, finetune: bool = False) -> Parser:
+    """The flags of `proxsparse prune`, with the options of a method, if it exists, an allocation, and --finetune."""
     parser = Parser(
         "prune",
         usage="%(prog)s --method NAME [--flag VALUE ...]",
         description="Prune a pretrained language model to N:M sparsity; --list prints the methods.",
-        epilog="--method NAME --help also describes the options of that method.",
+        epilog="--method NAME --help also describes the options of that method, --finetune --help those of training.",
     )
-    parser.hint = "prune --help lists the flags, prune --method NAME --help also those of a method"
+    parser.hint = (
+        "prune --help lists the flags, prune --method NAME --help also those of a method, prune --finetune --help "
+        "those of the training"
+    )
     parser.add_argument("--list", action="store_true", default=argparse.SUPPRESS, help="print the methods, and exit")
     add_flag(parser, "method", str, f"one of: {', '.join(list_methods())}")
     names = ", ".join(list_allocations())
     add_flag(
         parser, "allocation", str, f"how N:M of each decoder block is chosen; one of: {names} (default: {UNIFORM})"
     )
-    add_sections(parser, "prune")
+    add_flag(
+        parser,
+        "finetune",
+        bool,
+        "then train the kept weights on the same samples, as proxsparse finetune; the mask is held",
+    )
+    add_sections(parser, "prune", more=(FinetuneOptions,) if finetune else ())
     rows = [get_method(method)] if method in list_methods() else []
     for row in (*rows, get_allocation(allocation)):
         group = parser.add_argument_group(f"options of {row.name}")
@@ -205,18 +219,18 @@ KINDS = {bool: (true_or_false, "true|false"), int: (int, "N"), float: (float, "X
 GROUPS = ("model", "data", "learning", "output", "hardware")  # in the order of --help
 
 
-def add_sections(parser: Parser, command: str, skip: set[str] = frozenset()) -> Parser:
-    """Adds a flag for every field of the sections of a command except `skip`, in its group of --help."""
+def add_sections(parser: Parser, command: str, skip: set[str] = frozenset(), more: tuple[type, ...] = ()) -> Parser:
+    """Adds a flag for every field of the sections of a command and `more`, except `skip`, in its group of --help."""
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     added = {*skip, *HIDDEN[command]}
-    for section in SECTIONS[command]:
+    for section in (*SECTIONS[command], *more):
         kinds = typing.get_type_hints(section)
         for field in dataclasses.fields(section):
             if field.name not in added:
                 added.add(field.name)
-                more, default = field.metadata, field.default
-                words = more["help"] + ("" if default is None else f" (default: {str(default).lower()})")
-                add_flag(groups[more["group"]], field.name, kinds[field.name], words, more["choices"])
+                about, default = field.metadata, field.default
+                words = about["help"] + ("" if default is None else f" (default: {str(default).lower()})")
+                add_flag(groups[about["group"]], field.name, kinds[field.name], words, about["choices"])
     return parser
 
 

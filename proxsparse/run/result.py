@@ -130,11 +130,11 @@ def warnings_for(table: dict | None, figures: dict, samples: int | None, args: R
             f"the calibration text has only {samples} of --num_samples {args.data.num_samples} samples: give more "
             f"documents, or use {'' if args.data.packing else '--packing with '}a shorter --seq_len"
         )
-    if table and "pruned" in table and not table[args.method] < table["pruned"]:
+    before = (table or {}).get("pruned" if args.command == "finetune" else args.method)
+    if table and "finetune" in table and not table["finetune"] < before:
         found.append(
-            f"fine-tuning has not improved the model (perplexity {table[args.method]:.2f}, before "
-            f"{table['pruned']:.2f}): give more text (--num_samples), or change --learning_rate (now "
-            f"{options.learning_rate:g})"
+            f"fine-tuning has not improved the model (perplexity {table['finetune']:.2f}, before {before:.2f}): give "
+            f"more text (--num_samples), or change --learning_rate (now {args.training.learning_rate:g})"
         )
     learned = args.method == "proxsparse"
     if learned and table and not table[args.method] < table["magnitude"]:

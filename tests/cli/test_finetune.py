@@ -7,6 +7,7 @@ import torch
 from commands import QUICK
 from pruned import save_pruned_model
 from safetensors.torch import load_file
+from tiny_models import save_tiny_model, tiny_model
 
 from proxsparse import NMPattern, pack, prune
 from proxsparse.finetune import main
@@ -148,3 +149,26 @@ def test_the_best_weights_are_kept_and_training_stops_early(tune, pruned, monkey
     result = tune("run", "--evals", "6", "--patience", "2")
     assert (result["status"], result["steps"], result["held_out"]["best_step"]) == ("complete", 2, 0)
     assert not changed(tmp_path / "run", pruned)
+
+
+def test_prune_and_finetune_in_one_command_equal_the_two_commands(text_file, tmp_path):
+    """In fp32: a bf16 folder between the two commands would round the weights of ADMM."""
+    model = save_tiny_model("llama", tmp_path / "model")
+    tiny_model("llama").save_pretrained(model)
+    data = ["--data", text_file, "--eval_data", text_file, "--precision", "fp32", *QUICK]
+    options = ["--learning_rate", "0.01", "--distill", "0.3", "--num_train_epochs", "2"]
+    start = [*data, "--model", model, "--method", "admm", "--damping", "0.05"]
+    one, two, tuned = (tmp_path / name for name in ("one", "two", "tuned"))
+    assert prune.main(list(map(str, [*start, "--finetune", *options, "--output_dir", one]))) == 0
+    assert prune.main(list(map(str, [*start, "--output_dir", two]))) == 0
+    assert main(list(map(str, [two, *data, *options, "--packing", "false", "--output_dir", tuned]))) == 0
+    assert not changed(one, tuned)
+    first, second = (json.loads((folder / "result.json").read_text()) for folder in (one, tuned))
+    assert first["masks_sha256"] == second["masks_sha256"]
+    assert list(first["perplexity"].values())[-3:] == list(second["perplexity"].values())[-3:]
+    assert list(first["perplexity"])[-3:] == ["dense", "admm", "finetune"]
+    assert (first["steps"], first["updated"]) == (second["steps"], True)
+    card = (one / "README.md").read_text()
+    assert "with admm and fine-tuned" in card
+    assert "Then the model was trained while the mask was held (`--train kept`)." in card
+    assert main(list(map(str, [one, *data, "--output_dir", tmp_path / "again"]))) == 0  # finds its teacher

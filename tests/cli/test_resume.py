@@ -23,6 +23,7 @@ EVERYTHING = "--distill 0.5 --precision bf16 --moment_dtype fp32 --gradient_accu
 PAPER = "--objective paper --precision bf16 --frozen_lambda 0.2 --master_weights"
 RUNS = {
     "prune sparsegpt": (prune.main, ["--method", "sparsegpt", "--num_samples", "4"]),
+    "prune finetune": (prune.main, ["--method", "sparsegpt", "--finetune", *STEPS]),
     "prune mixed": (prune.main, [*MIXED, "--num_samples", "4"]),
     "train": (train.main, STEPS),
     "train stored": (train.main, [*STEPS, "--num_samples", "40000", "--max_steps", "5"]),  # the tokens are in a file
@@ -242,6 +243,7 @@ def stopped(arguments_of, command_in_child, tmp_path):
         ("prune sparsegpt", ["--seed", "1"], "--seed 42 (now 1); give the same, or choose another --output_dir"),
         ("prune sparsegpt", ["--damping", "0.5"], "--damping 0.01 (now 0.5)"),
         ("prune sparsegpt", ["--method", "wanda"], "--method sparsegpt (now wanda)"),
+        ("prune sparsegpt", ["--finetune"], "--finetune not set (now True)"),
         ("prune sparsegpt", ["--method", "proxsparse"], "the command proxsparse prune (now train)"),
         ("prune sparsegpt", ["--include", "mlp"], "--include not set (now ['mlp'])"),
         ("train", ["--learning_rate", "0.1"], "--learning_rate 0.005 (now 0.1)"),
