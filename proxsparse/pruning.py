@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
+from proxsparse.data.calibration import arrays_of
 from proxsparse.errors import InputError
 from proxsparse.evaluation.perplexity import measured
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_of
@@ -310,7 +311,7 @@ def saved_progress(
     if folder is None:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return Checkpoints(Path(folder), identity | {"digest": digest_of(model, batches)})
+    return Checkpoints(Path(folder), identity | {"digest": digest_of(model, arrays_of(batches))})
 
 
 def tokens_folder(checkpoints: str | Path | None) -> Path | None:

@@ -1,12 +1,16 @@
-"""A checkpoint that a thread writes, as for a model on a GPU; all else is in tests/cli/test_resume.py and others."""
+"""Checkpoints that a thread writes, as for a model on a GPU, and the digest; others are in cli/test_resume.py."""
 
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from proxsparse.data.calibration import TokenBatches, arrays_of
 from proxsparse.io import checkpoints as module
-from proxsparse.io.checkpoints import Checkpoints
+from proxsparse.io.checkpoints import Checkpoints, digest_of
 from proxsparse.training import state
 
 
@@ -64,3 +68,21 @@ def test_the_next_one_waits_and_raises_its_error(checkpoints, monkeypatch):
 def test_without_room_for_a_copy_there_is_no_thread(free, fits, monkeypatch):
     monkeypatch.setattr(state, "free_memory", lambda device: free)
     assert state.copy_fits({"w": torch.zeros(125), "m": torch.zeros(125)}) == fits
+
+
+def test_the_digest_depends_on_the_model_and_on_all_of_the_samples():
+    stored = TokenBatches(np.arange(12, dtype=np.uint32), np.array([0, 3, 8, 12]), np.array([2, 0, 1]), 1, None, 0)
+    changed = {
+        "ids": np.append(np.arange(11, dtype=np.uint32), 5),
+        "bounds": np.array([0, 4, 8, 12]),
+        "order": np.array([0, 2, 1]),
+        "batch_size": 2,
+        "bos": 1,
+    }
+    given = [{"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.int64)}]
+    labels = [[given[0] | {"labels": torch.tensor([[5, 6, label]])}] for label in (7, 8)]
+    samples = [stored, *(replace(stored, **{name: value}) for name, value in changed.items()), given, *labels]
+    models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    digests = [digest_of(model, arrays_of(batches)) for model in models for batches in samples]
+    assert len({*digests}) == 2 * len(samples)
+    assert digest_of(models[0], arrays_of(replace(stored))) == digests[0]

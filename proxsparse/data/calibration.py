@@ -122,6 +122,15 @@ def calibration_batches(
     return TokenBatches(ids, bounds, use, batch_size, bos, padding_id)
 
 
+def arrays_of(batches: Iterable[Batch]) -> Iterator[np.ndarray]:
+    """Arrays that determine the batches and their order; of `TokenBatches`, without making a million batches."""
+    if isinstance(batches, TokenBatches):
+        yield from (batches.tokens[: batches.bounds[-1]], batches.bounds, batches.order)
+        yield np.array([batches.batch_size, -1 if batches.bos is None else batches.bos])
+    else:
+        yield from (tensor.numpy() for batch in batches for _, tensor in sorted(batch.items()))
+
+
 def endless_order(count: int, seed: int) -> Iterator[int]:
     """The indices of batches without end: the first pass in the given order, every later pass shuffled by the seed."""
     order, generator = list(range(count)), random.Random(seed)

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -239,13 +240,13 @@ def verified(path: Path, identity: dict) -> dict:
 DELETE = "delete this directory, and the run resumes from the other checkpoints"
 
 
-def digest_of(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> str:
-    """sha256 of some weights of every parameter and of all tokens, to detect a changed model or text."""
+def digest_of(model: nn.Module, samples: Iterable[np.ndarray]) -> str:
+    """sha256 of some weights of every parameter and of all arrays, to detect a changed model or text."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         digest.update(name.encode() + bytes_of(parameter.detach().flatten()[:SAMPLED]))
-    for batch in batches:
-        digest.update(bytes_of(batch["input_ids"]) + bytes_of(batch["attention_mask"]))
+    for array in samples:
+        digest.update(np.ascontiguousarray(array))
     return digest.hexdigest()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 
+from proxsparse.data.calibration import arrays_of
 from proxsparse.errors import InputError, is_full_disk
 from proxsparse.evaluation.perplexity import Perplexity
 from proxsparse.io import output_folder
@@ -66,7 +67,7 @@ class Run:
 
     def checkpoints(self, model: nn.Module, batches: list[dict[str, Tensor]]) -> Checkpoints:
         """The checkpoints of this run, for this model and these samples."""
-        identity = {"run_id": self.folder.run_id, "digest": digest_of(model, batches)}
+        identity = {"run_id": self.folder.run_id, "digest": digest_of(model, arrays_of(batches))}
         if self.args.training:
             steps = self.args.training.gradient_accumulation_steps * world_size()
             identity["batches per step (--gradient_accumulation_steps times processes)"] = steps
