@@ -88,13 +88,18 @@ class NMPattern:
         """Number of blocks of a weight [..., in_features]."""
         return shape[:-1].numel() * (shape[-1] // self.m)
 
-    def check_blocks(self, shape: torch.Size, what: str = "weight") -> None:
+    def check_blocks(
+        self,
+        shape: torch.Size,
+        what: str = "weight",
+        remedy: str = "exclude this layer or choose another pattern",
+    ) -> None:
         """Raises ValueError unless the last dimension of `shape` splits into blocks and, if allowed, a remainder."""
         if len(shape) == 0 or not self.fits(shape[-1]):
             needed = f"an even number of at least {self.m}" if self.has_windows else f"a multiple of {self.m}"
             raise ValueError(
                 f"{what} of shape {list(shape)}: the last dimension (in_features) must be {needed} "
-                f"for {self} blocks; exclude this layer or choose another pattern"
+                f"for {self} blocks; {remedy}"
             )
 
     def blocks(self, weight: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ def prune_(
 
     If an error or Ctrl-C ends the call, the model is as before; this needs a copy of the weights (on the CPU, except
     with proxsparse). Only Ctrl-C during mask learning (proxsparse) first prunes the model with the masks learned so
-    far, so it is valid N:M.
+    far, so it is valid N:M. In any case Conv1D modules (GPT-2) and fused experts become nn.Linear layers, which
+    `save_pretrained` writes as before: create optimizers and hooks after this call.
 
     Args:
         model: a decoder-only model of transformers, on its device, in float32, bfloat16 or float16. bfloat16 weights
@@ -244,6 +245,7 @@ def perplexity(
         InputError: a ValueError whose message names the argument.
     """
     with arguments_in_errors(), shown(is_interactive()):
+        check_language_model(model)
         check_types({"seq_len": seq_len, "max_windows": max_windows}, {"seq_len": 512, "max_windows": -1})
         check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
         tokens = read_tokens(data, model, tokenizer, split, text_field)
@@ -310,7 +312,10 @@ def saved_progress(
     """The checkpoints in a directory, which is created; None without one."""
     if folder is None:
         return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"checkpoints={str(folder)!r}: cannot be created ({error.strerror}); give a folder") from error
     return Checkpoints(Path(folder), identity | {"digest": digest_of(model, arrays_of(batches))})
 
 
@@ -326,15 +331,23 @@ def check_model(model: nn.Module) -> None:
             f"this function runs in one process, not in a process group of {world_size()}; start proxsparse.train or "
             "proxsparse.finetune with torchrun instead"
         )
-    if not hasattr(model, "get_input_embeddings") or not hasattr(model, "config"):
-        raise InputError(f"model: {type(model).__name__} is not a causal language model of transformers")
+    check_language_model(model)
     if any(hasattr(module, "base_layer") for module in model.modules()):
         raise InputError("model: has adapters of peft, which would be pruned too; give model.merge_and_unload()")
     if any(weight.is_meta for weight in model.parameters()):
         raise InputError("model: has weights that are offloaded (on the meta device); load it on one device")
-    refuse_not_causal(model, "model")
     refuse_packed(model, UNSPARSIFY)
     refuse_not_finite(model)
+
+
+def check_language_model(model: nn.Module) -> None:
+    """Raises InputError unless it is a causal language model of transformers."""
+    if getattr(model, "config", None) is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise InputError(
+            f"model: {type(model).__name__} is not a causal language model of transformers; load it with "
+            "AutoModelForCausalLM"
+        )
+    refuse_not_causal(model, "model")
 
 
 def check_types(options: dict, known: dict) -> None:

@@ -1,13 +1,25 @@
 """Families of models: routers stay dense, the walk equals full forward passes, and what is not supported is named."""
 
+import pandas
 import pytest
 import torch
 import transformers
 from family_models import family_model, save_family
-from tiny_models import byte_tokenizer, tiny_model
+from tiny_models import COMMON, byte_tokenizer, tiny_model
 from torch import nn
 
-from proxsparse import ProxAdamW, ProxOptimizer, prune, prune_, train
+from proxsparse import (
+    ProxAdamW,
+    ProxOptimizer,
+    SparseLinear,
+    apply_masks_,
+    finetune_,
+    perplexity,
+    prune,
+    prune_,
+    sparsify_,
+    train,
+)
 from proxsparse.errors import InputError
 from proxsparse.models.layers import decoder_blocks, prunable_layers, routers
 from proxsparse.models.loading import load_model, skeleton
@@ -274,3 +286,91 @@ def test_embeddings_are_not_pruned_in_silence(make):
     assert not {"model.embed_tokens.weight", "lm_head.weight"} & pruned_by(optimizer, model)
     with pytest.warns(UserWarning, match=r"\[260, 32\], \[260, 32\] are pruned.*model="):
         make(tiny_model("llama").parameters())
+
+
+def test_an_optimizer_names_what_it_cannot_prune():
+    """GPT-2: embeddings with other names; Conv1D, which stores W^T. A tall matrix, whatever its name."""
+    with pytest.warns(UserWarning, match=r"not pruned.*wte.weight, transformer.wpe.weight"):
+        optimizer = ProxAdamW(tiny_model("gpt2").named_parameters(), reg_lambda=5.0)
+    assert optimizer.param_groups[0]["prox_skip"][:2] == [True, True]
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has no nn.Linear .* Conv1D .* proxsparse.prune_"):
+        ProxAdamW((model := tiny_model("gpt2")).parameters(), reg_lambda=5.0, model=model)
+    with pytest.warns(UserWarning, match=r"output.weight \[80, 8\] are pruned"):
+        ProxAdamW(nn.ModuleDict({"output": nn.Linear(8, 80)}).output.named_parameters(prefix="output"), reg_lambda=5.0)
+
+
+# ---------------------------------------------------------------------------------------------- layers in another form
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_layers_that_are_stored_in_another_form(name, tmp_path):
+    """Conv1D and fused experts: checkpoints, masks on a new copy, what learns, and packing."""
+    settings = {"num_samples": 4, "seq_len": 32}
+    weights = []
+    for _ in range(2):  # the second call is restored from the checkpoints
+        model = tiny_model(name).requires_grad_(False)
+        prune_(model, "sparsegpt", "builtin", byte_tokenizer(), checkpoints=tmp_path / "prune", **settings)
+        assert not any(weight.requires_grad for weight in model.parameters())
+        weights.append(model.state_dict())
+    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    finetune_(
+        model, tiny_model(name), "builtin", byte_tokenizer(), checkpoints=tmp_path / "tune", save_steps=1, **settings
+    )
+
+    masks = prune_(pruned := tiny_model(name), "magnitude")
+    apply_masks_(other := tiny_model(name), masks)
+    state = other.state_dict()
+    assert all(torch.equal(state[key], tensor) for key, tensor in pruned.state_dict().items())
+    with pytest.raises(InputError, match="masks of another model"):
+        apply_masks_(tiny_model("llama"), masks)
+
+    if name == "gpt2":
+        with pytest.raises(ValueError, match=r"nothing to pack: .*Conv1D"):
+            sparsify_(pruned)
+        return
+    tokens = torch.arange(3, 23)[None]
+    expected = pruned(tokens).logits
+    packed = [key for key, module in sparsify_(pruned).named_modules() if isinstance(module, SparseLinear)]
+    assert packed
+    assert all("self_attn" in key for key in packed)
+    torch.testing.assert_close(pruned(tokens).logits, expected)
+
+
+def test_a_layer_whose_weight_the_model_multiplies_by_is_not_packed():
+    model = family_model("falcon_mamba")
+    prune_(model, "magnitude")
+    with pytest.raises(ValueError, match=r"dt_proj: the module around it reads its weight.*exclude 'dt_proj'"):
+        sparsify_(model)
+
+
+@pytest.mark.parametrize("method", ["proxsparse", "admm", "maskllm", "swap"])
+def test_the_default_dtype_does_not_matter(method):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        prune_(tiny_model("llama"), method, "builtin", byte_tokenizer(), num_samples=4, seq_len=32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("call", [lambda model, *data: prune_(model, "wanda", *data), perplexity])
+@pytest.mark.parametrize(
+    ("auto", "kind", "words"),
+    [
+        ("AutoModel", "qwen3", "load it with AutoModelForCausalLM"),
+        ("AutoModelForSequenceClassification", "qwen3", "load it with AutoModelForCausalLM"),
+        ("AutoModelForMaskedLM", "bert", "not a causal decoder"),
+    ],
+)
+def test_only_causal_language_models(call, auto, kind, words):
+    config = transformers.AutoConfig.for_model(kind, **COMMON)
+    model = getattr(transformers, auto).from_config(config)
+    data = (byte_tokenizer(), ["a text"]) if call is perplexity else (["a text"], byte_tokenizer())
+    with pytest.raises(InputError, match=words):
+        call(model, *data)
+
+
+def test_a_table_is_refused_and_its_column_is_read():
+    model, tokenizer = tiny_model("llama"), byte_tokenizer()
+    with pytest.raises(InputError, match=r"data: a DataFrame of columns; .* data\['text'\]"):
+        perplexity(model, tokenizer, pandas.DataFrame({"text": ["a text"]}))
+    assert perplexity(model, tokenizer, pandas.DataFrame({"text": ["a text"]})["text"]) > 1

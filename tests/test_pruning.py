@@ -311,7 +311,7 @@ REFUSALS = {
     ),
     "long tokens": (
         lambda m, t: proxsparse.prune_(m, "wanda", [torch.ones(200, dtype=torch.int64)]),
-        "seq_len 200: above the model's context length of 128",
+        "data: a sample has 200 tokens, the model's context length is 128; give seq_len",
     ),
     "foreign tokens": (
         lambda m, t: proxsparse.prune_(m, "wanda", [torch.tensor([1, 5000])]),

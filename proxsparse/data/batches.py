@@ -19,7 +19,7 @@ from proxsparse.data.sources import (
 )
 from proxsparse.data.tokens import TOKENS_IN_MEMORY, TokenStore
 from proxsparse.errors import InputError
-from proxsparse.models.checks import fit_window
+from proxsparse.models.checks import context_length, fit_window
 from proxsparse.runtime.distributed import on_rank_zero
 
 FORMS = (
@@ -93,6 +93,11 @@ def read_batches(
     if not batches:
         raise InputError("data: no sample has a token to predict; give samples of at least 2 tokens")
     length = max(batch["input_ids"].shape[-1] for batch in batches)
+    if seq_len is None and length > context_length(model):
+        raise InputError(
+            f"data: a sample has {length} tokens, the model's context length is {context_length(model)}; give "
+            "--seq_len, to which samples are cut"
+        )
     return batches, fit_window(model, length, window, "seq_len")
 
 
@@ -116,6 +121,10 @@ def read_items(data: Iterable, tokenizer, text_field: str) -> tuple[Iterator, bo
     Texts are read when they are used.
     """
     data = [data] if isinstance(data, Mapping) else data  # one batch, such as the output of a tokenizer
+    if hasattr(data, "columns"):
+        raise InputError(
+            f"data: a {type(data).__name__} of columns; give that of the text, such as data[{text_field!r}]"
+        )
     if data is None or isinstance(data, bytes) or not isinstance(data, Iterable):
         raise InputError(f"data={reprlib.repr(data)}: {FORMS}")
     items = iter(data)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from proxsparse.inference.linear import SparseLinear
 from proxsparse.inference.packed_checkpoint import PARTS
 from proxsparse.models.layers import is_selected
+from proxsparse.models.unfold_linears import unfolded_layers
 from proxsparse.patterns import FLOAT_DTYPES, WINDOWED, NMPattern
 from proxsparse.reference.quantize import CODES, check_values
 from proxsparse.runtime.progress import phase
@@ -25,7 +26,8 @@ def packable_layers(
     bits: int,
 ) -> list[tuple[list[str], NMPattern]]:
     """The layers to pack, each as its names and its pattern; `weight_of` returns a weight. Raises as `sparsify_`."""
-    linears, tied, chosen = names_of_modules(model, nn.Linear), tied_weights(model), []
+    tied, unfolded, chosen = tied_weights(model), unfolded_layers(model), []
+    linears = [names for names in names_of_modules(model, nn.Linear) if model.get_submodule(names[0]) not in unfolded]
     with phase("looking for pruned layers", unit="layer") as current:
         for names in current.count(linears):
             name, is_tied = names[0], id(model.get_submodule(names[0]).weight) in tied
@@ -41,7 +43,7 @@ def packable_layers(
         packed = names_of_modules(model, SparseLinear)
         remedy = "the other layers are already packed" if packed else "first run proxsparse prune"
         remedy += " (if they are pruned, select others)" * bool(include or exclude)
-        if any(type(module).__name__ == "Conv1D" for module in model.modules()):
+        if any(type(module).__name__ in ("Conv1D", "TransposedLinear") for module in model.modules()):
             remedy = f"the weights of {type(model).__name__} are in Conv1D modules, which cannot be packed"
         raise ValueError(f"nothing to pack: {reason}; {remedy}")
     return chosen
@@ -114,7 +116,7 @@ def refuse_altered(model: nn.Module, name: str) -> None:
         f"it is a {type(layer).__name__}, a subclass of nn.Linear that computes something else": not is_plain(layer),
         "it has hooks or its own forward": "forward" in vars(layer) or any(hooks_of(layer)),
         f"state_dict hooks of {' and '.join(rewriting)} change its tensors": bool(rewriting),
-        "the module around it reads its weight and never calls it": is_read(model, name),
+        "the module around it reads its weight, which a packed layer does not have": is_read(model, name),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -122,14 +124,15 @@ def refuse_altered(model: nn.Module, name: str) -> None:
 
 
 def is_read(model: nn.Module, layer: str) -> bool:
-    """Whether the module around a layer reads its weight and never calls it, such as Mamba's with dt_proj."""
+    """Whether the module around a layer multiplies by its weight, or reads it and never calls it: dt_proj of Mamba."""
     parent, _, name = layer.rpartition(".")
     classes = type(model.get_submodule(parent)).__mro__
     try:
         source = "".join(inspect.getsource(kind) for kind in classes[: classes.index(nn.Module)])
     except (OSError, TypeError):  # no source
         return False
-    return f"self.{name}.weight" in source and f"self.{name}(" not in source
+    weight = f"self.{name}.weight"
+    return f"{weight} @" in source or (weight in source and f"self.{name}(" not in source)
 
 
 @torch.no_grad()

@@ -98,6 +98,7 @@ class Checkpoints:
         try:
             on_rank_zero(lambda: clear(scratch), group)
             if tensors:
+                tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}  # W^T of Conv1D is not
                 writer = dcp.HuggingFaceStorageWriter(str(scratch), file_numbers(tensors), save_distributed=True)
                 dcp.save(tensors, storage_writer=writer, process_group=group)
             on_rank_zero(lambda: finish(scratch, self.folder / name, facts), group)

@@ -19,7 +19,15 @@ class PlainLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(None, None, f"alias *{event.anchor} is not allowed", event.start_mark)
         return super().compose_node(parent, index)
 
-    def whole_number(self, node: yaml.Node) -> int:
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]:.50} is there twice")
+        return super().construct_mapping(node, deep)
+
+    def whole_number(self, node: yaml.Node) -> int | str:
+        if ":" in node.value:  # a pattern such as 2:4; YAML reads it to the base 60
+            return node.value
         if abs(value := self.construct_yaml_int(node)) >= MOST:
             raise ValueError(f"{node.value:.20}...: an integer must be below 2^63")
         return value

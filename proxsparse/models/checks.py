@@ -21,9 +21,8 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
         InputError: `asked` exceeds the context length or the text; the text has fewer than 2 tokens.
     """
     if text_tokens is not None and text_tokens < 2:
-        raise InputError(f"the text of --{flag} has {text_tokens} tokens, at least 2 are needed; give more text")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    positions = positions if positions and positions > 0 else math.inf  # some configs have -1: no limit
+        raise InputError(f"the text has {text_tokens} tokens, at least 2 are needed; give more text")
+    positions = context_length(model)
     if asked is not None:
         if asked > positions:
             raise InputError(f"--{flag} {asked}: above the model's context length of {positions}; lower --{flag}")
@@ -37,6 +36,12 @@ def fit_window(model: nn.Module, asked: int | None, default: int, flag: str, tex
     if window < default:
         write_line(f"--{flag}: {window} tokens, {limits[window]} (default: {default})")
     return window
+
+
+def context_length(model: nn.Module) -> float:
+    """The number of positions of the model; infinite if it has no limit."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return positions if positions and positions > 0 else math.inf  # some configs have -1: no limit
 
 
 # Settings of a config with which the attention of a model is bidirectional.

@@ -136,6 +136,11 @@ def prunable_layers(
         InputError: no layer is left, an expression is malformed, or a layer cannot be split into blocks.
     """
     refuse_packed(model)
+    if not isinstance(pattern, dict):
+        try:
+            pattern = NMPattern.parse(pattern)
+        except ValueError as error:
+            raise InputError(f"--pattern: {error}") from error
     candidates = body_linears(model)
     layers = {name: layer for name, layer in candidates.items() if is_selected(name, include, exclude)}
     if not isinstance(pattern, dict):

