@@ -26,8 +26,8 @@ PAPER = "train --eval_data none --objective paper --seq_len 2048"
 CASES = (
     *("train", "train --distill 0.5", "finetune", "train --precision fp32", "train --eval_data none --match_hidden 16"),
     *(PAPER, f"{PAPER} --gradient_checkpointing", "train --eval_data none --save_steps 2"),
-    *(f"train --eval_data none --precision bf16{more}" for more in ("", " --step_in_backward --max_grad_norm 0")),
-    *("finetune --seq_len 512 --precision fp32", "train random --seq_len 512", "finetune random --seq_len 512"),
+    *("train --eval_data none --precision bf16", "finetune --seq_len 512 --precision fp32"),
+    *("train random --seq_len 512", "finetune random --seq_len 512"),
 )
 
 

@@ -35,7 +35,6 @@ PAPER = "--recipe llama-2-7b --eval_data none --scaling_samples 8"  # bf16, 4,09
 CASES = {
     "paper": "--gradient_checkpointing false",
     "paper, checkpointing": "",
-    "paper, checkpointing, step in backward": "--step_in_backward --max_grad_norm 0",
     "masked, checkpointing": "--objective masked --reg_lambda_rel 0.002",
 }
 COLUMNS = {

@@ -29,7 +29,6 @@ SMALLER = (  # section and flags that need less memory, in the order in which th
     ("hardware", {"precision": "bf16"}),
     ("training", {"gradient_checkpointing": True}),
     ("hardware", {"pretrained_weights": "disk"}),
-    ("training", {"step_in_backward": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 1}),
 )
 CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not measured
 
@@ -72,9 +71,8 @@ class Plan:
         self.weights, self.blocks = numel(model.parameters()), [numel(block.parameters()) for block in blocks]
         self.layers = [layer.weight.numel() for layer in layers.values()]
         self.prunable, vectors = sum(self.layers), numel(p for p in model.parameters() if p.ndim == 1)
-        learned = {"prunable": self.prunable, "all": self.weights, "kept": self.prunable + vectors, "norms": vectors}
-        options = self.options
-        self.learned = learned[options.train if self.finetune else "prunable" if options.masked else "all"]
+        learned = {"prunable": self.prunable, "all": self.weights, "kept": self.prunable + vectors}
+        self.learned = learned["kept" if self.finetune else "prunable" if self.options.masked else "all"]
 
     def masked_size(self, devices: int) -> int:
         """Bytes per pruned weight of the model, and of its gradient, see `training.learnable_layer`."""
@@ -117,8 +115,7 @@ class Plan:
             # FSDP2 gathers a block while another computes, and sends the gradients of a block from a copy
             "gathered": several * w * (4 * max(self.blocks) + outside),
         }
-        at_once = self.blocks if options.compile else self.layers  # compiled, a block computes all its gradients first
-        gradients = m * (max(at_once) if options.step_in_backward else self.learned * mine)
+        gradients = m * self.learned * mine
         kept = w * self.tokens * self.hidden if options.gradient_checkpointing else self.block_bytes(devices)
         # logits, their gradient in parts and as a whole, and the teacher's; log p, log q and their gradients in fp32
         logits = self.compute * (3 + (options.distill > 0)) * self.tokens * self.vocabulary

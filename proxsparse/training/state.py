@@ -16,7 +16,7 @@ from proxsparse.optim import ProxAdamW
 from proxsparse.runtime import distributed, sharding
 from proxsparse.runtime.device import free_memory
 from proxsparse.runtime.distributed import all_gather, world_size
-from proxsparse.training.early_stopping import EarlyStopping
+from proxsparse.training.best_weights import BestWeights
 from proxsparse.training.learnable_layer import LearnableLayer, count_not_finite
 from proxsparse.training.mask_monitor import MaskMonitor
 from proxsparse.training.optimizer import weights_of
@@ -37,7 +37,7 @@ class TrainState:
     options: LoopOptions
     steps: int
     optimizer: ProxAdamW
-    observer: MaskMonitor | EarlyStopping
+    observer: MaskMonitor | BestWeights
     step: int = 0  # finished steps
     batches: int = 0  # batches used by all processes
     tokens: int = 0
@@ -48,7 +48,7 @@ class TrainState:
     @property
     def complete(self) -> bool:
         """Whether there is no step left to do."""
-        return self.step == self.steps or self.observer.finished
+        return self.step == self.steps
 
     @property
     def logged(self) -> bool:
