@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from proxsparse.allocations.registry import UNIFORM, allocate, get_allocation
 from proxsparse.data.batches import read_batches, read_tokens
 from proxsparse.errors import InputError
-from proxsparse.evaluation.perplexity import measured
+from proxsparse.evaluation.perplexity import perplexity as measure
 from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_of
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
@@ -246,7 +246,7 @@ def perplexity(
         check_types({"seq_len": seq_len, "max_windows": max_windows}, {"seq_len": 512, "max_windows": -1})
         check_fields(EvaluateArgs(eval_seq_len=seq_len, eval_max_windows=max_windows, eval_bos=bos))
         tokens = read_tokens(data, model, tokenizer, split, text_field)
-        return measured(model, tokenizer, tokens, seq_len, max_windows, bos).value
+        return measure(model, tokenizer, tokens, seq_len, max_windows, bos).value
 
 
 # ---------------------------------------------------------------------------------------------- parts

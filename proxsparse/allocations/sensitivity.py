@@ -29,7 +29,6 @@ def sensitivity(
     model: nn.Module,
     layers: Layers,
     batches: Batches,
-    pattern: NMPattern,
     *,
     target_flops: float = 0.6,
     samples: int = 32,
