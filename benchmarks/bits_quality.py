@@ -25,8 +25,9 @@ from lib.runs import label, quoted
 from torch import nn
 
 from proxsparse.allocations.budget import Layers, numel, packed_cost
-from proxsparse.data.calibration import calibration_batches, evaluation_tokens
-from proxsparse.data.sources import evaluation_text, load_texts, read_limit
+from proxsparse.data.batches import read_batches
+from proxsparse.data.calibration import evaluation_tokens
+from proxsparse.data.sources import evaluation_text
 from proxsparse.errors import InputError, run_command
 from proxsparse.evaluation.perplexity import perplexity
 from proxsparse.inference.packable import pattern_of
@@ -159,8 +160,7 @@ def round_pruned_(
     """Rounds as `pack --bits` does for a model in bfloat16, with `source` as --calibrate; returns the bits a weight."""
     if source:
         pruned = {name: layers[name] for name in patterns}
-        texts = load_texts(source, "train", limit=read_limit(source))
-        batches = calibration_batches(texts, tokenizer, NUM_SAMPLES, SEQ_LEN)
+        batches, _ = read_batches(source, model, tokenizer, num_samples=NUM_SAMPLES, window=SEQ_LEN)
         dtypes = dict.fromkeys(pruned, torch.bfloat16)
         packed = quantize_layers_(model, pruned, batches, bits, dtypes, patterns)
     else:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from lib import common
 
-from proxsparse.run.memory import memory
+from proxsparse.run.memory import Plan
 from proxsparse.run.parse import parse_finetune, parse_train
 
 SHORT = ["--device", "cpu", "--max_steps", "3", "--num_samples", "16", "--packing", "--eval_max_windows", "1"]
@@ -62,7 +62,7 @@ def compare(case: str, folder: Path) -> dict[str, object]:
         flags = [pruned, *SHORT, *flags]
         if not Path(pruned).exists():
             peak(["prune", "--model", model, *PRUNE, pruned])
-    planned = memory(parse(flags))["host"]
+    planned = Plan(parse(flags)).memory()["host"]
     with tempfile.TemporaryDirectory(dir=folder) as run:
         measured = peak([command, *flags, "--output_dir", f"{run}/run"])
     return {"planned": sum(planned.values()), "measured": measured, "items": planned}

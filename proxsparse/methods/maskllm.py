@@ -13,9 +13,10 @@ from proxsparse.errors import InputError, require
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.pruned import Pruned
 from proxsparse.methods.registry import compute_masks, get_method, register_method
-from proxsparse.methods.walk import Batches, apply_mask_, full_precision
+from proxsparse.methods.walk import Batches, apply_mask_
 from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
+from proxsparse.runtime.device import full_precision
 from proxsparse.runtime.progress import phase
 
 INITIAL_STD = 0.01
@@ -133,8 +134,11 @@ def prune_maskllm(
             optimizer.param_groups[0]["lr"] = half_cosine(learning_rate, final_learning_rate, time)
             optimizer.step()
             current.note = f"loss {loss.item():.3f}"
-    masks = {name: hard_mask(logits[name], choices[name], layer.weight) for name, layer in layers.items()}
-    return Pruned({name: apply_mask_(layer, masks[name]) for name, layer in layers.items()})
+    masks = {}
+    for name, layer in layers.items():
+        blocks = choices[name][logits[name].argmax(-1)]  # the mask with the largest logit of every block
+        masks[name] = apply_mask_(layer, with_dense_remainder(blocks.flatten(-2), layer.weight))
+    return Pruned(masks)
 
 
 def initial_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:
@@ -167,11 +171,6 @@ def soft_weight(
         y = ((logits * scale + gumbel) / tau).softmax(-1)
         mask = with_dense_remainder((y @ choices.to(y.dtype)).flatten(-2), weight)
     return (weight.detach() * mask).to(weight.dtype)
-
-
-def hard_mask(logits: Tensor, choices: Tensor, weight: Tensor) -> Tensor:
-    """The mask with the largest logit of every block, bool, the shape of `weight`."""
-    return with_dense_remainder(choices[logits.argmax(-1)].flatten(-2), weight)
 
 
 def with_dense_remainder(mask: Tensor, weight: Tensor) -> Tensor:

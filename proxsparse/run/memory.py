@@ -35,17 +35,8 @@ CUDA_CONTEXT = 500 * 10**6  # with the workspaces of the libraries: assumed, not
 Items = dict[str, float]  # what -> bytes
 
 
-def memory(args: RunArgs, devices: int = 1) -> dict[str, Items]:
-    """The peak memory of one of N devices, of its process on the host (rank zero), and of the disk.
-
-    Returns:
-        device (if it is not the CPU), host, disk -> item -> bytes, at the moment of the run when this place is fullest.
-    """
-    return Plan(args).memory(devices)
-
-
 class Plan:
-    """The sizes of a model and a run, and the formulas; see `memory`."""
+    """The sizes of a model and a run, and the formulas."""
 
     def __init__(self, args: RunArgs):
         model, self.file_dtype = meta_model(args.model.model)
@@ -92,8 +83,12 @@ class Plan:
         cast = self.autocast and self.masked_size(devices) > self.compute
         return self.tokens * a_token + (self.compute * max(self.blocks) if cast else 0)
 
-    def memory(self, devices: int) -> dict[str, Items]:
-        """See the function `memory`."""
+    def memory(self, devices: int = 1) -> dict[str, Items]:
+        """The peak memory of one of N devices, of its process on the host (rank zero), and of the disk.
+
+        Returns:
+            device (if it is not the CPU), host, disk -> item -> bytes, at the moment when this place is fullest.
+        """
         options, hardware = self.options, self.args.hardware
         w, f, mine, several = self.dtype.itemsize, self.file_dtype.itemsize, 1 / devices, devices > 1
         masks, keep = self.prunable * mine, hardware.pretrained_weights or "cpu"

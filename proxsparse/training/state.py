@@ -59,11 +59,6 @@ class TrainState:
         step = self.step + 1
         return step % math.ceil(self.steps / LOG_POINTS) == 0 or step == self.steps or self.observer.measures(step)
 
-    def remask_(self) -> None:
-        """Applies the current masks to the weights of masked layers."""
-        for layer in self.layers.values():
-            layer.remask_()
-
     def count_(self, micro_batches: Iterable[dict[str, Tensor]]) -> None:
         """Updates the counters after a step."""
         (tokens,) = distributed.all_reduce_sum([sum(int(batch["attention_mask"].sum()) for batch in micro_batches)])
@@ -115,7 +110,8 @@ class TrainState:
             checkpoints.remove({*checkpoints.steps()} - {*older[-limit:]})
 
         checkpoints.wait()  # frees the copy of the last one
-        tensors = self.tensors() | random_states(self.model.device)
+        generators = random_generators(self.model.device)  # their states: uint8 [world size, bytes]
+        tensors = self.tensors() | {f"random.{kind}": all_gather(get()) for kind, (get, _) in generators.items()}
         in_thread = self.model.device.type != "cpu" and copy_fits(tensors)
         checkpoints.save(f"step-{step}", tensors, self.facts(), remove_others, in_thread=in_thread)
 
@@ -134,7 +130,8 @@ class TrainState:
             group |= {key: values[key] for key in OF_A_GROUP}
         for key in COUNTERS:
             setattr(self, key, facts[key])
-        self.remask_()
+        for layer in self.layers.values():
+            layer.remask_()
 
     def require_space(self, checkpoints: Checkpoints) -> None:
         """Raises InputError if the disk cannot hold --save_total_limit checkpoints and the one being written."""
@@ -157,11 +154,6 @@ def random_generators(device: torch.device) -> dict[str, tuple]:
     if device.type == "cuda":
         found["cuda"] = partial(torch.cuda.get_rng_state, device), partial(torch.cuda.set_rng_state, device=device)
     return found
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Name in a checkpoint -> the states of a random number generator, uint8 [world size, bytes]."""
-    return {f"random.{kind}": all_gather(get()) for kind, (get, _) in random_generators(device).items()}
 
 
 def copy_fits(tensors: dict[str, Tensor]) -> bool:
