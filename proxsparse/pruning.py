@@ -22,7 +22,7 @@ from proxsparse.io.checkpoints import CHECKPOINTS, TOKENS, Checkpoints, digest_o
 from proxsparse.methods import get_method
 from proxsparse.methods.finetune import train_kept_weights
 from proxsparse.methods.pruned import Pruned
-from proxsparse.methods.registry import check_option_names, layers_and_patterns
+from proxsparse.methods.registry import check_option_names
 from proxsparse.models.checks import refuse_not_causal, refuse_not_finite
 from proxsparse.models.layers import (
     UNSPARSIFY,
@@ -119,7 +119,9 @@ def prune_(
             row.check(**{name: values[name] for name in row.options})
         check_model(model)
         torch.manual_seed(seed)  # for dropout
-        layers, patterns = layers_and_patterns(unfold_linears_(model), pattern, include, exclude)
+        layers = prunable_layers(unfold_linears_(model), pattern, include, exclude)
+        one_each = pattern if isinstance(pattern, dict) else dict.fromkeys(layers, pattern)
+        patterns = {name: NMPattern.parse(one_each[name]) for name in layers}
         with shown(is_interactive()):
             batches = []
             if chosen.needs_data or allocated.needs_data:

@@ -12,7 +12,7 @@ from proxsparse.data.calibration import add_labels, endless_order
 from proxsparse.errors import InputError, require
 from proxsparse.methods.block_masks import block_masks
 from proxsparse.methods.pruned import Pruned
-from proxsparse.methods.registry import compute_masks, get_method, register_method
+from proxsparse.methods.registry import get_method, register_method
 from proxsparse.methods.walk import Batches, apply_mask_
 from proxsparse.models.checks import evaluating, first_not_finite
 from proxsparse.patterns import NMPattern
@@ -102,7 +102,7 @@ def prune_maskllm(
     if steps < 1:
         raise InputError("maskllm: no calibration batch; give at least one")
     choices = {name: block_masks(patterns[name], layer.weight.device) for name, layer in layers.items()}
-    preferred = {} if prior == NO_PRIOR else compute_masks(get_method(prior), model, layers, batches, patterns)
+    preferred = {} if prior == NO_PRIOR else prior_masks(prior, model, layers, batches, patterns)
     generator = torch.Generator(model.device).manual_seed(seed)
     logits = {name: initial_logits(layer.weight, choices[name], generator) for name, layer in layers.items()}
     for name, mask in preferred.items():
@@ -139,6 +139,20 @@ def prune_maskllm(
         blocks = choices[name][logits[name].argmax(-1)]  # the mask with the largest logit of every block
         masks[name] = apply_mask_(layer, with_dense_remainder(blocks.flatten(-2), layer.weight))
     return Pruned(masks)
+
+
+@torch.no_grad()
+def prior_masks(
+    prior: str, model: nn.Module, layers: dict[str, nn.Linear], batches: Batches, patterns: dict[str, NMPattern]
+) -> dict[str, Tensor]:
+    """The masks of a method with its defaults, if possible without weight update; restores the weights."""
+    method, weights = get_method(prior), {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    try:
+        options = {name: False for name in method.options if name == "update_weights"}
+        return method.prune(model, layers, batches, patterns, **options).masks
+    finally:
+        for name, layer in layers.items():
+            layer.weight.copy_(weights[name])
 
 
 def initial_logits(weight: Tensor, choices: Tensor, generator: torch.Generator) -> Tensor:
